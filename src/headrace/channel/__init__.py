@@ -1,0 +1,1 @@
+"""Typed messages between processes: msgspec structs over ZeroMQ, arrays as zero-copy frames."""

@@ -1,0 +1,244 @@
+"""The configuration: one struct per stage, every key with its type, range and default. No torch here.
+
+The TOML sections have the names of the stages. Unknown keys are errors. `tests/unit/test_config.py` pins the keys:
+adding one is a feature, renaming one breaks every user.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Section(Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=False):
+    """The base of every section: a key that is not declared is an error."""
+
+
+class RunConfig(Section):
+    """[run]: what is common to the whole run."""
+
+    name: str = "run"
+    directory: str = "runs"
+    """The run's files go to `directory/name`."""
+    seed: NonNegative = 0
+    versions: Positive = 100
+    """How many versions to train."""
+
+
+class ModelConfig(Section):
+    """[model]: a Hugging Face directory."""
+
+    path: str
+    """A directory with `config.json`, a tokenizer and, unless `weights = "random"`, safetensors weights."""
+    weights: Literal["load", "random"] = "load"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype that engines serve in and weights are published in."""
+
+
+class DatasetTask(Section, tag_field="kind", tag="dataset"):
+    """[task] kind = "dataset": JSON lines, judged by a function of yours."""
+
+    path: str
+    """Each line: `{"prompt": text or messages, ...}`; the other fields reach the reward function as `data`."""
+    reward: str
+    """`module:function`, or `path/to/file.py:function`."""
+    heldout_path: str | None = None
+    """A second file for evaluation; otherwise `[evaluate] prompts` lines are split off by a hash of their ids."""
+    system: str | None = None
+    """A system message before every prompt that is given as text."""
+    demonstration: str | None = "answer"
+    """The field that holds a right answer, for a supervised warm start."""
+
+
+class GymTask(Section, tag_field="kind", tag="gym"):
+    """[task] kind = "gym": a reasoning-gym dataset with its own verifier."""
+
+    name: str
+    config: dict[str, Any] = {}
+    size: Positive = 10_000
+    """How many training prompts to generate."""
+    system: str | None = None
+    suffix: str = ""
+    """Appended to every question (how to format the answer)."""
+    answer_pattern: str | None = None
+    """A regular expression whose first group (or whole match) is taken from the completion before it is judged."""
+
+
+class EnvironmentTask(Section, tag_field="kind", tag="environment"):
+    """[task] kind = "environment": episodes of several turns."""
+
+    factory: str
+    """`module:name` of a class or function that makes a `headrace.Environment` from a prompt."""
+    config: dict[str, Any] = {}
+
+
+TaskConfig = DatasetTask | GymTask | EnvironmentTask
+
+
+class EngineConfig(Section):
+    """[engine]: the inference pool."""
+
+    kind: Literal["embedded", "fake"] = "embedded"
+    count: Positive = 1
+    """Engine processes."""
+    threads: Positive = 1
+    """Compute threads of each engine process (CPU)."""
+    slots: Positive = 64
+    """Sequences that decode together."""
+    block_size: Positive = 16
+    """Tokens in a block of the paged KV cache."""
+    cache_tokens: NonNegative = 0
+    """Tokens that the KV cache holds; 0 takes what `slots` sequences of the longest length need."""
+    prefill_chunk: Positive = 512
+    """Prompt tokens computed in one step beside the decoding sequences."""
+    interrupt: Literal["never", "abort"] = "never"
+    """When new weights arrive: running sequences go on under them, or end and are resumed by prefix."""
+    kv: Literal["keep", "recompute"] = "recompute"
+    """When new weights arrive: keep the KV of running sequences, or compute it again under the new weights."""
+
+
+class RolloutsConfig(Section):
+    """[rollouts]: how answers are sampled."""
+
+    group_size: Positive = 8
+    max_tokens: Positive = 256
+    """Sampled tokens of a rollout, over all its turns."""
+    max_turns: Positive = 8
+    temperature: PositiveFloat = 1.0
+    stop: list[str] = []
+    """Tokens that end a turn, beside the model's own end tokens."""
+
+
+class ScoringConfig(Section):
+    """[scoring]: judging answers, while others are generated."""
+
+    workers: Positive = 1
+    """Reward worker processes."""
+    timeout: PositiveFloat = 30.0
+    """Seconds after which a judgement fails its rollout."""
+    shuffle: bool = False
+    """Control experiment: give every rollout the reward of another one of the same batch, drawn at random."""
+
+
+class BufferConfig(Section):
+    """[buffer]: how far generation may run ahead of training."""
+
+    depth: NonNegative = 1
+    """Versions of work that may be under way beside the one in training; 0 is synchronous."""
+    max_lag: NonNegative | None = None
+    """No token older than this many versions is trained; by default the bound that follows from `depth`."""
+    groups: Positive = 16
+    """Groups in a batch (one optimizer step)."""
+
+
+class AlgorithmConfig(Section):
+    """[algorithm]: from rewards to a loss."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    loss: Literal["cispo", "grpo"] = "cispo"
+    clip_low: NonNegativeFloat = 0.2
+    """The ratio is clipped below at 1 - clip_low (grpo)."""
+    clip_high: NonNegativeFloat = 0.28
+    """The ratio is clipped above at 1 + clip_high."""
+    normalize: Literal["token", "sequence", "constant"] = "token"
+    """Average over the step's tokens, over its sequences, or over `groups x group_size x max_tokens`."""
+
+
+class TrainingConfig(Section):
+    """[training]: from batches to new weights."""
+
+    threads: Positive = 1
+    learning_rate: PositiveFloat = 1e-6
+    warmup_steps: NonNegative = 0
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    weight_decay: NonNegativeFloat = 0.0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.99
+    clip_norm: PositiveFloat = 1.0
+    micro_batch_tokens: Positive = 8192
+    """Tokens that one forward and backward pass holds."""
+    share_prefixes: bool = True
+    """Compute the prompt that a group's answers share once."""
+    checkpoint_every: NonNegative = 0
+    """Versions between checkpoints; 0 writes only the last one."""
+    keep_checkpoints: Positive = 2
+
+
+class WarmStartConfig(Section):
+    """[warm_start]: supervised steps on the task's demonstrations, before the first version is published."""
+
+    steps: NonNegative = 0
+    batch: Positive = 64
+    learning_rate: PositiveFloat = 1e-3
+
+
+class DeliveryConfig(Section):
+    """[delivery]: from new weights to the engines."""
+
+    transport: Literal["shm"] = "shm"
+    publish_every: Positive = 1
+    """Optimizer steps that make one version."""
+    canary_tokens: Positive = 16
+    canary_tolerance: PositiveFloat = 1e-3
+    """Largest difference between trainer and engine on the canary's log-probabilities."""
+    deadline: PositiveFloat = 120.0
+    """Seconds in which an engine must prove a version."""
+
+
+class EvaluateConfig(Section):
+    """[evaluate]: held-out prompts, before, during and after."""
+
+    every: NonNegative = 0
+    """Versions between evaluations during the run; 0 evaluates only before and after."""
+    prompts: NonNegative = 0
+    """Held-out prompts (never trained on); 0 switches evaluation off."""
+    during: NonNegative = 0
+    """Prompts of an evaluation during the run; 0 takes all."""
+    samples: Positive = 1
+    """Answers per prompt, for pass@k."""
+    temperature: NonNegativeFloat = 0.0
+
+
+class PipelineConfig(Section):
+    """[pipeline]: processes and deadlines."""
+
+    launcher: Literal["local"] = "local"
+    stall_seconds: PositiveFloat = 120.0
+    """Seconds without any progress after which the run ends with a report of who waits for whom."""
+    start_seconds: PositiveFloat = 300.0
+    """Seconds in which every process must be ready."""
+
+
+class ObserveConfig(Section):
+    """[observe]: what a run shows and keeps."""
+
+    display: Literal["auto", "live", "plain", "none"] = "auto"
+    timeline: bool = True
+    keep_rollouts: bool = True
+    """Keep every rollout's tokens in `segments/`."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: ModelConfig
+    task: TaskConfig
+    run: RunConfig = RunConfig()
+    engine: EngineConfig = EngineConfig()
+    rollouts: RolloutsConfig = RolloutsConfig()
+    scoring: ScoringConfig = ScoringConfig()
+    buffer: BufferConfig = BufferConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    training: TrainingConfig = TrainingConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    delivery: DeliveryConfig = DeliveryConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    observe: ObserveConfig = ObserveConfig()

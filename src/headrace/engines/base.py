@@ -1,0 +1,108 @@
+"""The engine protocol: prompts in, tokens out, with the version and log-probability of every token.
+
+An engine never lets a forward pass see two versions of the weights, and never answers with tokens of a version that
+it has not proved. `tests/contract/test_engine.py` holds what every implementation must keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from headrace.delivery.base import Manifest, Proof
+from headrace.types import Float32Array, Int32Array
+
+FinishReason = Literal["stop", "length", "aborted", "failed"]
+"""An end token; the length limit; `abort` (a partial completion is a normal answer); an error (see `Delta.error`)."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How to draw tokens. The noise of a token is a function of (seed, position) alone, never of its neighbours."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy; its log-probabilities are those of the untempered distribution."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    """A sampled token of these ends the sequence, and is part of it."""
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """One sequence to continue. A partial completion is resumed by a request whose prompt holds its tokens."""
+
+    id: str
+    token_ids: Int32Array
+    sampling: Sampling
+    group: str = ""
+    """Requests of one group that share a prompt compute it once."""
+    priority: int = 0
+    """Lower goes first; equal priorities in the order of submission."""
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    """The next tokens of a request. Deltas of a running request are at most a quarter of a second apart."""
+
+    id: str
+    token_ids: Int32Array
+    logprobs: Float32Array
+    versions: Int32Array
+    finish: FinishReason | None = None
+    """Set on the last delta of a request, which may hold no token."""
+    error: str = ""
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """Where an engine stands."""
+
+    version: int
+    """The version that its weights are proved to be; -1 before the first."""
+    running: int
+    waiting: int
+    generated_tokens: int
+    prefilled_tokens: int
+    preemptions: int
+    free_blocks: int
+    total_blocks: int
+
+
+class Engine(Protocol):
+    """A pool member. All methods may be called concurrently from one event loop."""
+
+    name: str
+
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """Yield the request's deltas; the last has `finish` set. Closing the iterator early aborts the request."""
+        ...
+
+    async def abort(self, ids: Sequence[str] | None = None) -> None:
+        """End these requests (all, if None) now; each yields a last delta with `finish = "aborted"`."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop stepping; sequences keep their place."""
+        ...
+
+    async def resume(self) -> None:
+        """Step again."""
+        ...
+
+    async def load(self, manifest: Manifest) -> Proof:
+        """Stage these weights, prove them, swap between two steps, prove them live. A rejected load changes nothing."""
+        ...
+
+    async def score(self, token_ids: Int32Array) -> Float32Array:
+        """Log-probabilities of tokens 1..n given their prefix under the live weights, untempered ([n - 1])."""
+        ...
+
+    async def stats(self) -> EngineStats:
+        """Counters and occupancy."""
+        ...
+
+    async def close(self) -> None:
+        """End everything that runs and free what is held. Idempotent."""
+        ...

@@ -1,0 +1,165 @@
+"""The nouns: what flows between the stages, and nothing else.
+
+Everything here is plain data that crosses process boundaries as it is (see `channel`). Tokens are the truth: text is
+rendered from token ids for people to read, never the other way round.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+Ending = Literal["finished", "truncated", "aborted", "failed"]
+"""How a rollout ended: by itself, at its length limit, by our own decision, or by an error."""
+
+NO_VERSION = -1
+"""The version of a token that no policy sampled (a prompt, a tool's answer)."""
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A task's unit of work, with an id that is the same in every run and after every restart.
+
+    Exactly one of `messages` (rendered with the model's chat template) and `text` (used as it is) is given.
+    """
+
+    id: str
+    messages: list[dict[str, str]] | None = None
+    text: str | None = None
+    data: dict[str, Any] = {}
+    """What the judge needs (the right answer, the task's own entry): JSON values only."""
+
+
+class Trace(msgspec.Struct, kw_only=True):
+    """One token stream as flat arrays of equal length.
+
+    `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was really sampled from, and
+    `versions[i]` the policy version behind it. Where `trained[i]` is False the two are 0 and `NO_VERSION`, unless the
+    token was once sampled and only kept as context; then its original records stay.
+    """
+
+    token_ids: Int32Array
+    trained: BoolArray
+    logprobs: Float32Array
+    versions: Int32Array
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def of_context(cls, token_ids: Int32Array) -> Trace:
+        """A trace of tokens that nobody sampled: a prompt, before its answer."""
+        n = len(token_ids)
+        return cls(
+            token_ids=np.asarray(token_ids, np.int32),
+            trained=np.zeros(n, np.bool_),
+            logprobs=np.zeros(n, np.float32),
+            versions=np.full(n, NO_VERSION, np.int32),
+        )
+
+    def extended(self, token_ids: Int32Array, logprobs: Float32Array, versions: Int32Array, *, trained: bool) -> Trace:
+        """A new trace with these tokens appended."""
+        n = len(token_ids)
+        return Trace(
+            token_ids=np.concatenate([self.token_ids, np.asarray(token_ids, np.int32)]),
+            trained=np.concatenate([self.trained, np.full(n, trained, np.bool_)]),
+            logprobs=np.concatenate([self.logprobs, np.asarray(logprobs, np.float32)]),
+            versions=np.concatenate([self.versions, np.asarray(versions, np.int32)]),
+        )
+
+    @property
+    def trained_tokens(self) -> int:
+        """How many tokens of this trace the policy sampled and may be trained on."""
+        return int(self.trained.sum())
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version behind a trained token (`NO_VERSION` if there is none)."""
+        return int(self.versions[self.trained].min()) if self.trained.any() else NO_VERSION
+
+
+class Rollout(msgspec.Struct, kw_only=True):
+    """One episode: one or more traces, a reward, and how it ended."""
+
+    id: str
+    """`<group id>/<index>`."""
+    index: int
+    traces: list[Trace]
+    ending: Ending
+    reward: float | None = None
+    """None until it is judged, and for ever if it failed."""
+    reason: str = ""
+    """Why it failed or was aborted, in one line."""
+    metrics: dict[str, float] = {}
+
+    @property
+    def trained_tokens(self) -> int:
+        """Sampled tokens over all traces."""
+        return sum(trace.trained_tokens for trace in self.traces)
+
+
+class Group(msgspec.Struct, kw_only=True):
+    """The rollouts of one attempt at one prompt, compared with each other."""
+
+    id: int
+    """The attempt's number: unique in a run, increasing in the order of admission."""
+    prompt: Prompt
+    version: int
+    """The version that the engines had proved when the group was admitted: no token of it is older."""
+    rollouts: list[Rollout] = []
+
+    @property
+    def usable(self) -> list[Rollout]:
+        """The rollouts that did not fail."""
+        return [rollout for rollout in self.rollouts if rollout.ending != "failed"]
+
+
+class Batch(msgspec.Struct, kw_only=True):
+    """What the trainer gets for one optimizer step: S sequences, flat over T tokens. It names no algorithm.
+
+    The loss of the step is `sum(weights * token_loss)`: normalisation is already inside `weights`, so it spans the
+    whole optimizer step however the trainer cuts the batch into micro-batches.
+    """
+
+    step: int
+    """The optimizer step this batch is for, counted from 1."""
+    version: int
+    """The version being trained: lag is counted from here."""
+    objective: Literal["policy", "imitation"] = "policy"
+    """The configured policy loss, or plain likelihood (a supervised warm start)."""
+    token_ids: Int32Array  # [T]
+    lengths: Int32Array  # [S], sums to T
+    groups: Int32Array  # [S], equal for sequences that may share a prefix
+    trained: BoolArray  # [T]
+    logprobs: Float32Array  # [T], recorded by the engine, of the sampling distribution
+    versions: Int32Array  # [T]
+    advantages: Float32Array  # [T]
+    weights: Float32Array  # [T], zero where not trained
+    temperature: float = 1.0
+    """The sampling temperature: the trainer's log-probabilities are taken at it too."""
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens that reach the loss."""
+        return int(self.trained.sum())
+
+    def lags(self) -> Int32Array:
+        """The lag of every trained token."""
+        return np.asarray(self.version - self.versions[self.trained], np.int32)
+
+
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    """An id of published weights: increasing, never reused."""
+
+    id: int
+    parent: int
+    step: int
+    """Optimizer steps behind these weights."""
+    digest: int
+    """See `delivery.digest`."""
