@@ -17,7 +17,7 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
-class Section(Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=False):
+class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The base of every section: a key that is not declared is an error."""
 
 

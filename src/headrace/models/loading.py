@@ -1,0 +1,69 @@
+"""A model directory becomes a model: from its weights, or from its config alone with random ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headrace.errors import ModelError
+from headrace.models.attention import ATTENTION
+
+
+def load_model(
+    path: str | Path, *, weights: str = "load", dtype: str = "float32", seed: int = 0, device: str = "cpu"
+) -> Any:
+    """The causal LM in this directory, in eval mode, with Headrace's attention.
+
+    Random weights depend on `seed` alone. The dtype is given to the loader, never cast afterwards: a cast would round
+    rotary frequencies too.
+    """
+    path = Path(path)
+    check_model_dir(path, weights)
+    try:
+        if weights == "random":
+            config = AutoConfig.from_pretrained(path)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
+                )
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION
+            )
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}") from error
+    return model.to(device).eval()
+
+
+def check_model_dir(path: Path, weights: str) -> None:
+    """Raise a one-line `ModelError` unless the directory holds a config and, where they are loaded, weights."""
+    if not path.is_dir():
+        raise ModelError(f"[model] path: {path} is not a directory")
+    if not (path / "config.json").is_file():
+        raise ModelError(f"[model] path: {path} has no config.json")
+    try:
+        json.loads((path / "config.json").read_text())
+    except ValueError as error:
+        raise ModelError(f"[model] path: {path}/config.json is not JSON: {error}") from error
+    if weights == "load" and not any(path.glob("*.safetensors")):
+        raise ModelError(f'[model] path: {path} has no *.safetensors weights (or set [model] weights = "random")')
+
+
+def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What is published and what is swapped: every parameter once, by canonical name (tied ones under their first).
+
+    Persistent buffers belong to it too, where a model has any.
+    """
+    found: dict[str, torch.Tensor] = {name: p.detach() for name, p in model.named_parameters()}
+    persistent = model.state_dict().keys()
+    found |= {name: b.detach() for name, b in model.named_buffers() if name in persistent and name not in found}
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
