@@ -1,0 +1,46 @@
+"""One way to configure: TOML on disk and `--set section.key=value`. Imports without torch."""
+
+from headrace.config.load import dump_config, load_config, make_config, with_settings
+from headrace.config.schema import (
+    AlgorithmConfig,
+    BufferConfig,
+    Config,
+    DatasetTask,
+    DeliveryConfig,
+    EngineConfig,
+    EnvironmentTask,
+    EvaluateConfig,
+    GymTask,
+    ModelConfig,
+    ObserveConfig,
+    PipelineConfig,
+    RolloutsConfig,
+    RunConfig,
+    ScoringConfig,
+    TrainingConfig,
+    WarmStartConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "BufferConfig",
+    "Config",
+    "DatasetTask",
+    "DeliveryConfig",
+    "EngineConfig",
+    "EnvironmentTask",
+    "EvaluateConfig",
+    "GymTask",
+    "ModelConfig",
+    "ObserveConfig",
+    "PipelineConfig",
+    "RolloutsConfig",
+    "RunConfig",
+    "ScoringConfig",
+    "TrainingConfig",
+    "WarmStartConfig",
+    "dump_config",
+    "load_config",
+    "make_config",
+    "with_settings",
+]

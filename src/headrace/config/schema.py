@@ -21,7 +21,7 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The base of every section: a key that is not declared is an error."""
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True):
     """[run]: what is common to the whole run."""
 
     name: str = "run"
@@ -32,7 +32,7 @@ class RunConfig(Section):
     """How many versions to train."""
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     """[model]: a Hugging Face directory."""
 
     path: str
@@ -42,7 +42,7 @@ class ModelConfig(Section):
     """The dtype that engines serve in and weights are published in."""
 
 
-class DatasetTask(Section, tag_field="kind", tag="dataset"):
+class DatasetTask(Section, frozen=True, tag_field="kind", tag="dataset"):
     """[task] kind = "dataset": JSON lines, judged by a function of yours."""
 
     path: str
@@ -57,7 +57,7 @@ class DatasetTask(Section, tag_field="kind", tag="dataset"):
     """The field that holds a right answer, for a supervised warm start."""
 
 
-class GymTask(Section, tag_field="kind", tag="gym"):
+class GymTask(Section, frozen=True, tag_field="kind", tag="gym"):
     """[task] kind = "gym": a reasoning-gym dataset with its own verifier."""
 
     name: str
@@ -71,7 +71,7 @@ class GymTask(Section, tag_field="kind", tag="gym"):
     """A regular expression whose first group (or whole match) is taken from the completion before it is judged."""
 
 
-class EnvironmentTask(Section, tag_field="kind", tag="environment"):
+class EnvironmentTask(Section, frozen=True, tag_field="kind", tag="environment"):
     """[task] kind = "environment": episodes of several turns."""
 
     factory: str
@@ -82,7 +82,7 @@ class EnvironmentTask(Section, tag_field="kind", tag="environment"):
 TaskConfig = DatasetTask | GymTask | EnvironmentTask
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True):
     """[engine]: the inference pool."""
 
     kind: Literal["embedded", "fake"] = "embedded"
@@ -96,6 +96,8 @@ class EngineConfig(Section):
     """Tokens in a block of the paged KV cache."""
     cache_tokens: NonNegative = 0
     """Tokens that the KV cache holds; 0 takes what `slots` sequences of the longest length need."""
+    max_length: NonNegative = 0
+    """Longest sequence, its prompt included; 0 takes the model's own limit, at most 4096."""
     prefill_chunk: Positive = 512
     """Prompt tokens computed in one step beside the decoding sequences."""
     interrupt: Literal["never", "abort"] = "never"
@@ -104,7 +106,7 @@ class EngineConfig(Section):
     """When new weights arrive: keep the KV of running sequences, or compute it again under the new weights."""
 
 
-class RolloutsConfig(Section):
+class RolloutsConfig(Section, frozen=True):
     """[rollouts]: how answers are sampled."""
 
     group_size: Positive = 8
@@ -116,7 +118,7 @@ class RolloutsConfig(Section):
     """Tokens that end a turn, beside the model's own end tokens."""
 
 
-class ScoringConfig(Section):
+class ScoringConfig(Section, frozen=True):
     """[scoring]: judging answers, while others are generated."""
 
     workers: Positive = 1
@@ -127,7 +129,7 @@ class ScoringConfig(Section):
     """Control experiment: give every rollout the reward of another one of the same batch, drawn at random."""
 
 
-class BufferConfig(Section):
+class BufferConfig(Section, frozen=True):
     """[buffer]: how far generation may run ahead of training."""
 
     depth: NonNegative = 1
@@ -138,7 +140,7 @@ class BufferConfig(Section):
     """Groups in a batch (one optimizer step)."""
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(Section, frozen=True):
     """[algorithm]: from rewards to a loss."""
 
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
@@ -151,7 +153,7 @@ class AlgorithmConfig(Section):
     """Average over the step's tokens, over its sequences, or over `groups x group_size x max_tokens`."""
 
 
-class TrainingConfig(Section):
+class TrainingConfig(Section, frozen=True):
     """[training]: from batches to new weights."""
 
     threads: Positive = 1
@@ -171,7 +173,7 @@ class TrainingConfig(Section):
     keep_checkpoints: Positive = 2
 
 
-class WarmStartConfig(Section):
+class WarmStartConfig(Section, frozen=True):
     """[warm_start]: supervised steps on the task's demonstrations, before the first version is published."""
 
     steps: NonNegative = 0
@@ -179,7 +181,7 @@ class WarmStartConfig(Section):
     learning_rate: PositiveFloat = 1e-3
 
 
-class DeliveryConfig(Section):
+class DeliveryConfig(Section, frozen=True):
     """[delivery]: from new weights to the engines."""
 
     transport: Literal["shm"] = "shm"
@@ -192,7 +194,7 @@ class DeliveryConfig(Section):
     """Seconds in which an engine must prove a version."""
 
 
-class EvaluateConfig(Section):
+class EvaluateConfig(Section, frozen=True):
     """[evaluate]: held-out prompts, before, during and after."""
 
     every: NonNegative = 0
@@ -206,7 +208,7 @@ class EvaluateConfig(Section):
     temperature: NonNegativeFloat = 0.0
 
 
-class PipelineConfig(Section):
+class PipelineConfig(Section, frozen=True):
     """[pipeline]: processes and deadlines."""
 
     launcher: Literal["local"] = "local"
@@ -216,7 +218,7 @@ class PipelineConfig(Section):
     """Seconds in which every process must be ready."""
 
 
-class ObserveConfig(Section):
+class ObserveConfig(Section, frozen=True):
     """[observe]: what a run shows and keeps."""
 
     display: Literal["auto", "live", "plain", "none"] = "auto"
@@ -225,7 +227,7 @@ class ObserveConfig(Section):
     """Keep every rollout's tokens in `segments/`."""
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     """A whole run."""
 
     model: ModelConfig

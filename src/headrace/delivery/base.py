@@ -39,7 +39,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     step: int
     transport: str
     location: str
-    """Where the transport finds the bytes (for `shm`: the segment's name)."""
+    """Where the transport finds the bytes (for `shm`: the segment's path)."""
     entries: list[Entry]
     plan_digest: int
     """Of the entries: both sides must have the same plan."""

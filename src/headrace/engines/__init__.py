@@ -1,0 +1,1 @@
+"""Prompts to tokens: `base` is the protocol, the others implement it."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from headrace.config.model_dir import check_model_dir
 from headrace.errors import ModelError
 from headrace.models.attention import ATTENTION
 
@@ -38,20 +38,6 @@ def load_model(
     except (ValueError, KeyError, OSError) as error:
         raise ModelError(f"{path} cannot be loaded as a causal language model: {_first_line(error)}") from error
     return model.to(device).eval()
-
-
-def check_model_dir(path: Path, weights: str) -> None:
-    """Raise a one-line `ModelError` unless the directory holds a config and, where they are loaded, weights."""
-    if not path.is_dir():
-        raise ModelError(f"[model] path: {path} is not a directory")
-    if not (path / "config.json").is_file():
-        raise ModelError(f"[model] path: {path} has no config.json")
-    try:
-        json.loads((path / "config.json").read_text())
-    except ValueError as error:
-        raise ModelError(f"[model] path: {path}/config.json is not JSON: {error}") from error
-    if weights == "load" and not any(path.glob("*.safetensors")):
-        raise ModelError(f'[model] path: {path} has no *.safetensors weights (or set [model] weights = "random")')
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

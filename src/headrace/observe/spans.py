@@ -1,14 +1,15 @@
 """Spans: what a process did, from when to when. Recorded anywhere, drained by whoever ships them.
 
 Times are seconds of `time.monotonic`, which all processes of one host share. Neighbouring spans of one name are
-joined, so that a thousand decode steps cost one span.
+joined, so that a thousand decode steps cost one span; one that is still open when spans are drained is cut there, so
+that a long step is never reported late.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -24,6 +25,17 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     """False for a wait: time in which this process had nothing to do."""
 
 
+class _Open:
+    """A span whose end is not known yet; `start` moves when a drain cuts it."""
+
+    __slots__ = ("busy", "name", "start")
+
+    def __init__(self, name: str, busy: bool) -> None:
+        self.name = name
+        self.busy = busy
+        self.start = time.monotonic()
+
+
 class SpanRecorder:
     """Collects the spans of one process. Safe to use from several threads."""
 
@@ -32,30 +44,55 @@ class SpanRecorder:
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
+        self._open: list[_Open] = []
         self._lock = threading.Lock()
 
     @contextmanager
     def span(self, name: str, *, busy: bool = True) -> Iterator[None]:
         """Record the time that the body takes."""
-        start = time.monotonic()
+        with self._lock:
+            opened = _Open(name, busy)
+            self._open.append(opened)
         try:
             yield
         finally:
-            self.add(name, start, time.monotonic(), busy=busy)
+            with self._lock:
+                self._open.remove(opened)
+                self._append(Span(name, opened.start, time.monotonic(), busy))
 
     def add(self, name: str, start: float, end: float, *, busy: bool = True) -> None:
-        """Record a span, joined to the last one if that is its neighbour of the same name."""
+        """Record a span that is over."""
         with self._lock:
-            if self._spans:
-                last = self._spans[-1]
-                neighbours = last.name == name and last.busy == busy and start - last.end < self.JOIN_SECONDS
-                if neighbours and end - last.start < self.LONGEST_SECONDS:
-                    self._spans[-1] = Span(name, last.start, end, busy)
-                    return
-            self._spans.append(Span(name, start, end, busy))
+            self._append(Span(name, start, end, busy))
 
     def drain(self) -> list[Span]:
-        """Take all spans recorded so far."""
+        """Take all spans recorded so far, open ones up to now."""
         with self._lock:
+            now = time.monotonic()
+            for opened in self._open:
+                self._append(Span(opened.name, opened.start, now, opened.busy))
+                opened.start = now
             spans, self._spans = self._spans, []
         return spans
+
+    def _append(self, span: Span) -> None:
+        if self._spans:
+            last = self._spans[-1]
+            alike = last.name == span.name and last.busy == span.busy
+            if (
+                alike
+                and 0 <= span.start - last.end < self.JOIN_SECONDS
+                and span.end - last.start < self.LONGEST_SECONDS
+            ):
+                self._spans[-1] = Span(span.name, last.start, span.end, span.busy)
+                return
+        self._spans.append(span)
+
+
+def busy_seconds(spans: Iterable[Span], start: float, end: float) -> float:
+    """The time within [start, end] that at least one busy span covers."""
+    total, reach = 0.0, start
+    for span in sorted((s for s in spans if s.busy), key=lambda s: s.start):
+        total += max(0.0, min(span.end, end) - max(span.start, reach))
+        reach = max(reach, min(span.end, end))
+    return total

@@ -1,0 +1,1 @@
+"""Closes the loop: processes, named loops, lifecycle, supervision."""

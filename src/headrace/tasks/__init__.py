@@ -1,0 +1,1 @@
+"""Prompts and judges: datasets, reasoning-gym, environments with tools, and the model's chat format."""

@@ -1,0 +1,1 @@
+"""Where worker processes run: this host, or (later) a cluster."""

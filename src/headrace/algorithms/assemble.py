@@ -1,0 +1,112 @@
+"""Scored groups become a batch: sequences, advantages, weights. No torch here.
+
+The batch is a function of the set of groups, never of the order in which they arrived, and its weights already hold
+the normalisation of the whole optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from headrace.algorithms.advantages import advantages
+from headrace.types import Batch, Group, Int32Array, Rollout, Trace
+
+Normalize = Literal["token", "sequence", "constant"]
+
+
+def assemble(
+    groups: Sequence[Group],
+    *,
+    step: int,
+    version: int,
+    advantage: str,
+    normalize: Normalize,
+    group_size: int,
+    max_tokens: int,
+    temperature: float,
+) -> Batch:
+    """The batch of one optimizer step: every trace of every usable rollout is one sequence.
+
+    A trained token weighs 1 / (trained tokens of the step) with "token", 1 / (rollouts x trained tokens of its rollout)
+    with "sequence" (rollouts without a trained token are not counted), and 1 / (groups x group_size x max_tokens) with
+    "constant".
+    """
+    rows: list[tuple[Rollout, int, float]] = []
+    for index, group in enumerate(sorted(groups, key=lambda group: group.id)):
+        usable = sorted(group.usable, key=lambda rollout: rollout.index)
+        values = advantages(advantage, [_reward(rollout) for rollout in usable])
+        rows += [(rollout, index, float(value)) for rollout, value in zip(usable, values, strict=True)]
+    total = sum(rollout.trained_tokens for rollout, _, _ in rows)
+    counted = sum(rollout.trained_tokens > 0 for rollout, _, _ in rows)
+
+    def weight(rollout: Rollout) -> float:
+        if normalize == "token":
+            return 1.0 / max(total, 1)
+        if normalize == "sequence":
+            return 1.0 / max(counted * rollout.trained_tokens, 1)
+        return 1.0 / (len(groups) * group_size * max_tokens)
+
+    traces, values_of, weights_of, keys = [], [], [], []
+    for rollout, index, value in rows:
+        for position, trace in enumerate(rollout.traces):
+            traces.append(trace)
+            values_of.append(value)
+            weights_of.append(weight(rollout))
+            # The n-th traces of a group's rollouts begin alike; a rollout's own traces (several agents) need not.
+            keys.append((index, position))
+    return _batch(traces, values_of, weights_of, _numbered(keys), step=step, version=version, temperature=temperature)
+
+
+def assemble_demonstrations(pairs: Sequence[tuple[Int32Array, Int32Array]], *, step: int, version: int) -> Batch:
+    """The batch of one supervised step on (prompt ids, answer ids): the mean likelihood of the answers' tokens.
+
+    No policy sampled these tokens: their versions are `NO_VERSION` and their recorded log-probabilities 0.
+    """
+    traces = []
+    for prompt_ids, answer_ids in pairs:
+        trace = Trace.of_context(np.concatenate([prompt_ids, answer_ids]).astype(np.int32))
+        trace.trained[len(prompt_ids) :] = True
+        traces.append(trace)
+    n = len(traces)
+    weight = 1.0 / max(sum(trace.trained_tokens for trace in traces), 1)
+    return _batch(traces, [1.0] * n, [weight] * n, list(range(n)), step=step, version=version, objective="imitation")
+
+
+def _reward(rollout: Rollout) -> float:
+    if rollout.reward is None:
+        raise ValueError(f"rollout {rollout.id} has not been judged")
+    return rollout.reward
+
+
+def _numbered(keys: Sequence[tuple[int, int]]) -> list[int]:
+    numbers: dict[tuple[int, int], int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def _batch(
+    traces: Sequence[Trace], values: Sequence[float], weights: Sequence[float], groups: Sequence[int], **rest: Any
+) -> Batch:
+    lengths = np.array([len(trace) for trace in traces], np.int32)
+    trained = _joined([trace.trained for trace in traces], np.bool_)
+
+    def spread(per_trace: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return np.where(trained, np.repeat(np.asarray(per_trace, np.float64), lengths), 0.0).astype(np.float32)
+
+    return Batch(
+        token_ids=_joined([trace.token_ids for trace in traces], np.int32),
+        lengths=lengths,
+        groups=np.asarray(groups, np.int32),
+        trained=trained,
+        logprobs=_joined([trace.logprobs for trace in traces], np.float32),
+        versions=_joined([trace.versions for trace in traces], np.int32),
+        advantages=spread(values),
+        weights=spread(weights),
+        **rest,
+    )
+
+
+def _joined(arrays: Sequence[Any], dtype: Any) -> Any:
+    return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype)

@@ -1,0 +1,53 @@
+"""A worker process's desk: its name, its line to the controller, the phase it is in and the record of what it does."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from pathlib import Path
+
+from headrace.channel.beats import Beat, Ready
+from headrace.channel.spoke import Incoming, Spoke
+from headrace.observe.spans import SpanRecorder
+
+
+class Desk:
+    """What every role of a worker needs, made from (name, address, run directory) alone."""
+
+    def __init__(self, name: str, address: str, run_dir: Path) -> None:
+        self.name = name
+        self.run_dir = run_dir
+        self.spans = SpanRecorder()
+        self.phase = "starting"
+        self._generated = 0
+        self._lock = threading.Lock()
+        self.spoke = Spoke(address, name, beat=self._beat, on_lost=_end_orphan)
+
+    def ready(self, **facts: int | float | str) -> None:
+        """Tell the controller that this role serves from now on."""
+        self.phase = "ready"
+        self.spoke.send(Ready(facts=facts))
+
+    def count_generated(self, tokens: int) -> None:
+        """Add to the tokens that the next beat reports."""
+        with self._lock:
+            self._generated += tokens
+
+    def next_message(self, timeout: float = 0.5) -> Incoming | None:
+        """The controller's next message, or None after a while: the controller's silence is watched by the spoke."""
+        try:
+            return self.spoke.inbox.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def _beat(self) -> Beat:
+        with self._lock:
+            generated, self._generated = self._generated, 0
+        return Beat(phase=self.phase, time=time.monotonic(), spans=self.spans.drain(), generated_tokens=generated)
+
+
+def _end_orphan() -> None:
+    # The controller is gone without a word: nothing that this process computes can reach anyone any more.
+    os._exit(3)

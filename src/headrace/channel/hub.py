@@ -1,0 +1,136 @@
+"""The controller's end: one ROUTER socket to all workers, on the event loop.
+
+Every request has a deadline and fails at once when its peer dies. Events and beats are handed to one callback, in the
+order in which each peer sent them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import zmq
+import zmq.asyncio
+
+from headrace.channel.beats import BEAT_SECONDS, SILENCE_SECONDS, Alive
+from headrace.channel.codec import Message
+from headrace.channel.wire import Failure, Kind, pack, unpack
+from headrace.errors import ChannelError, DeadlineError, PeerDied
+
+M = TypeVar("M", bound=Message)
+
+
+class Hub:
+    """Talks to workers by name."""
+
+    def __init__(self, address: str, on_message: Callable[[str, Message], None]) -> None:
+        self.address = address
+        self._on_message = on_message
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(address)
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, tuple[str, asyncio.Future[Message]]] = {}
+        self._heard: dict[str, float] = {}
+        self._dead: dict[str, PeerDied] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to receive and to beat."""
+        self._tasks = [
+            asyncio.create_task(self._receive_loop(), name="hub receive"),
+            asyncio.create_task(self._beat_loop(), name="hub beat"),
+        ]
+
+    @property
+    def peers(self) -> list[str]:
+        """Workers that have said hello and are not known to be dead."""
+        return [peer for peer in self._heard if peer not in self._dead]
+
+    def silent_for(self, peer: str) -> float:
+        """Seconds since this peer was last heard."""
+        return time.monotonic() - self._heard.get(peer, time.monotonic())
+
+    async def send(self, peer: str, message: Message) -> None:
+        """One way, in order."""
+        await self._send(peer, "event", 0, message)
+
+    async def request(self, peer: str, message: Message, reply: type[M], *, timeout: float) -> M:
+        """Send and wait for the answer; raises `DeadlineError`, `PeerDied`, or `ChannelError` with the peer's line."""
+        request_id = next(self._ids)
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = (peer, future)
+        try:
+            await self._send(peer, "request", request_id, message)
+            async with asyncio.timeout(timeout):
+                answer = await future
+        except TimeoutError as error:
+            raise DeadlineError(f"{peer} did not answer {type(message).__name__} within {timeout:g} s") from error
+        finally:
+            del self._waiting[request_id]
+        if not isinstance(answer, reply):
+            raise ChannelError(f"{peer} answered {type(message).__name__} with a {type(answer).__name__}")
+        return answer
+
+    def mark_dead(self, death: PeerDied) -> None:
+        """Fail everything that waits for this peer, now and later."""
+        self._dead[death.peer] = death
+        for peer, future in self._waiting.values():
+            if peer == death.peer and not future.done():
+                future.set_exception(death)
+
+    async def close(self) -> None:
+        """Stop, and let go of the socket. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        self._socket.close()
+        self._context.term()
+
+    async def _send(self, peer: str, kind: Kind, request_id: int, message: Message) -> None:
+        if peer in self._dead:
+            raise self._dead[peer]
+        try:
+            await self._socket.send_multipart([peer.encode(), *pack(kind, request_id, message)], copy=False)
+        except zmq.ZMQError as error:
+            raise PeerDied(peer, f"unreachable ({error})") from error
+
+    async def _receive_loop(self) -> None:
+        while True:
+            identity, *frames = await self._socket.recv_multipart(copy=False)
+            peer = bytes(identity.buffer).decode()
+            self._heard[peer] = time.monotonic()
+            header, message = unpack(frames)
+            if header.kind in ("reply", "error"):
+                self._settle(peer, header.id, message)
+            else:
+                self._on_message(peer, message)
+
+    def _settle(self, peer: str, request_id: int, message: Message) -> None:
+        _, future = self._waiting.get(request_id, (peer, None))
+        if future is None or future.done():
+            return  # The one who asked has given up; the deadline has already been reported.
+        if isinstance(message, Failure):
+            future.set_exception(ChannelError(f"{peer}: {message.text}"))
+        else:
+            future.set_result(message)
+
+    async def _beat_loop(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            for peer in self.peers:
+                if self.silent_for(peer) > SILENCE_SECONDS:
+                    self.mark_dead(PeerDied(peer, f"silent for {SILENCE_SECONDS:g} s"))
+                    continue
+                try:
+                    await self._send(peer, "event", 0, Alive())
+                except PeerDied as death:
+                    self.mark_dead(death)

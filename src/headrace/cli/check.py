@@ -1,0 +1,58 @@
+"""`headrace check`: everything that can be said about a run before it starts, without loading torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from headrace.cli.options import AsJson, ConfigPath, Settings
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(check)
+
+
+def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
+    """Validate CONFIG; print it resolved, the lag bound that follows, memory, and which side will be the bottleneck."""
+    from headrace.buffer.admission import capacity, lag_bound
+    from headrace.config import dump_config, load_config
+    from headrace.config.estimate import estimate
+    from headrace.config.model_dir import model_facts
+    from headrace.pipeline.wiring import check_inputs
+
+    loaded = load_config(config, settings or [])
+    facts = model_facts(Path(loaded.model.path), loaded.model.weights)
+    ready, _ = check_inputs(loaded)
+    buffer, every = loaded.buffer, loaded.delivery.publish_every
+    found: dict[str, Any] = {
+        "lag_bound": lag_bound(buffer.depth, buffer.groups, every, buffer.max_lag),
+        "slots": capacity(buffer.depth, buffer.groups, every, buffer.max_lag),
+        "train_prompts": len(ready.task.train),
+        "heldout_prompts": len(ready.task.heldout),
+        **estimate(loaded, facts),
+    }
+    if as_json:
+        import msgspec
+
+        typer.echo(json.dumps({"config": msgspec.to_builtins(loaded), **found}, indent=2))
+        return
+    typer.echo(dump_config(loaded))
+    for line in _lines(found):
+        typer.echo(line)
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    memory = found["memory_bytes"]
+    return [
+        f"model       {found['architecture']}, {found['parameters'] / 1e6:.1f}M parameters",
+        f"prompts     {found['train_prompts']} to train on, {found['heldout_prompts']} held out",
+        f"lag         at most {found['lag_bound']} versions; {found['slots']} groups under way",
+        f"memory      trainer {memory['trainer'] / 1e9:.2f} GB, each engine {memory['engine'] / 1e9:.2f} GB, "
+        f"shared {memory['shared'] / 1e9:.2f} GB",
+        f"bottleneck  {found['bottleneck']} (an estimate: generation {found['generation_seconds']:.2g} s, "
+        f"training {found['training_seconds']:.2g} s a version)",
+    ]

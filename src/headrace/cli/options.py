@@ -1,0 +1,14 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="Change a key: --set buffer.depth=2. May be given several times.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+RunPath = Annotated[str, typer.Argument(metavar="RUN_DIR", help="A run's directory, such as runs/quickstart.")]
+ConfigPath = Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file.")]

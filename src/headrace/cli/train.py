@@ -1,0 +1,55 @@
+"""`headrace train` and `headrace resume`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import typer
+
+from headrace.cli.options import AsJson, ConfigPath, RunPath, Settings
+
+if TYPE_CHECKING:
+    from headrace.pipeline.launch import Outcome
+
+INTERRUPTED = 130
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command()(train)
+    app.command()(resume)
+
+
+def train(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
+    """Train a model as CONFIG says."""
+    from rich.console import Console
+
+    from headrace.config import load_config
+    from headrace.observe.progress import make_progress
+    from headrace.pipeline.launch import start_run
+
+    loaded = load_config(config, settings or [])
+    progress = make_progress(loaded.observe.display, Console(stderr=as_json), title=loaded.run.name)
+    _end(start_run(loaded, progress), as_json)
+
+
+def resume(run_dir: RunPath, settings: Settings = None, as_json: AsJson = False) -> None:
+    """Go on with a run from its newest checkpoint."""
+    from rich.console import Console
+
+    from headrace.observe.progress import make_progress
+    from headrace.pipeline.launch import resume_run
+
+    _end(resume_run(run_dir, make_progress("auto", Console(stderr=as_json)), settings or []), as_json)
+
+
+def _end(outcome: Outcome, as_json: bool) -> None:
+    from headrace.observe.summary import describe
+
+    typer.echo(json.dumps(outcome.summary, indent=2) if as_json else describe(outcome.summary))
+    if not as_json:
+        typer.echo(f"report: {outcome.run_dir.report}")
+    if outcome.outcome == "interrupted":
+        typer.echo(f"interrupted; go on with: headrace resume {outcome.run_dir.path}", err=True)
+        raise typer.Exit(INTERRUPTED)

@@ -1,0 +1,84 @@
+"""What can be said about a model directory without loading it: is it complete, how large, how long may it read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from headrace.errors import ModelError
+
+
+class ModelFacts(Struct, frozen=True, kw_only=True):
+    """Figures of a model, read from its files."""
+
+    architecture: str
+    parameters: int
+    layers: int
+    kv_bytes_per_token: int
+    """In float32."""
+    vocabulary: int
+    max_positions: int
+
+
+def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False) -> dict[str, Any]:
+    """The directory's config, or a one-line `ModelError` saying what is missing."""
+    if not path.is_dir():
+        raise ModelError(f"[model] path: {path} is not a directory")
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelError(f"[model] path: {path} has no config.json")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelError(f"[model] path: {file} is not JSON: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ModelError(f"[model] path: {file} has no model_type")
+    if weights == "load" and not any(path.glob("*.safetensors")):
+        raise ModelError(f'[model] path: {path} has no *.safetensors weights (or set [model] weights = "random")')
+    if tokenizer and not (path / "tokenizer.json").is_file():
+        raise ModelError(f"[model] path: {path} has no tokenizer.json")
+    return config
+
+
+def model_facts(path: Path, weights: str) -> ModelFacts:
+    """Figures for estimates; parameters are counted in the weights' headers, else derived from the config."""
+    config = check_model_dir(path, weights)
+    config = config.get("text_config", config)
+    hidden = int(config.get("hidden_size", 0))
+    layers = int(config.get("num_hidden_layers", 0))
+    heads = int(config.get("num_attention_heads", 1))
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head = int(config.get("head_dim") or (hidden // heads if heads else 0))
+    vocabulary = int(config.get("vocab_size", 0))
+    counted = sum(_count(file) for file in path.glob("*.safetensors")) if weights == "load" else 0
+    return ModelFacts(
+        architecture=str((config.get("architectures") or [config.get("model_type", "?")])[0]),
+        parameters=counted or _derive(config, hidden, layers, heads, kv_heads, head, vocabulary),
+        layers=layers,
+        kv_bytes_per_token=2 * layers * kv_heads * head * 4,
+        vocabulary=vocabulary,
+        max_positions=int(config.get("max_position_embeddings", 0)),
+    )
+
+
+def _count(file: Path) -> int:
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def _derive(
+    config: dict[str, Any], hidden: int, layers: int, heads: int, kv_heads: int, head: int, vocabulary: int
+) -> int:
+    inner = int(config.get("intermediate_size") or 4 * hidden)
+    experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
+    attention = hidden * head * (2 * heads + 2 * kv_heads)
+    mlp = 3 * hidden * int(config.get("moe_intermediate_size") or inner) * max(experts, 1) + hidden * experts
+    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    return layers * (attention + mlp + 2 * hidden) + embeddings + hidden

@@ -1,0 +1,79 @@
+"""Where every tensor lies in the packed bytes: a pure function of names, dtypes and shapes, the same on both sides.
+
+Tensors are packed in the order of their names at aligned offsets, so trainer and engine need not agree on an order, and
+two plans with one digest describe the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import torch
+
+from headrace.delivery.base import Entry
+from headrace.errors import DeliveryError
+
+ALIGNMENT = 64
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The packed layout of a set of tensors."""
+
+    entries: tuple[Entry, ...]
+    nbytes: int
+    digest: int
+    """Of names, dtypes, shapes and offsets."""
+
+
+def make_plan(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> Plan:
+    """The plan of these (name, dtype, shape) in any order; a name that comes twice is an error."""
+    entries: list[Entry] = []
+    end = 0
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: tensor[0]):
+        if entries and entries[-1].name == name:
+            raise DeliveryError(f"two tensors are named {name}")
+        offset = -(-end // ALIGNMENT) * ALIGNMENT
+        nbytes = math.prod(shape) * dtype_of(dtype).itemsize
+        entries.append(Entry(name=name, dtype=dtype, shape=tuple(shape), offset=offset, nbytes=nbytes))
+        end = offset + nbytes
+    if not entries:
+        raise DeliveryError("there are no weights to deliver")
+    return Plan(entries=tuple(entries), nbytes=end, digest=plan_digest(entries))
+
+
+def plan_weights(weights: Mapping[str, torch.Tensor], dtype: str) -> Plan:
+    """The plan of these weights as they are published: floating ones in `dtype`, all others as they are."""
+    return make_plan(
+        (name, dtype if tensor.is_floating_point() else dtype_name(tensor.dtype), tensor.shape)
+        for name, tensor in weights.items()
+    )
+
+
+def plan_digest(entries: Iterable[Entry]) -> int:
+    """A 64-bit hash of a layout that no Python, torch or machine changes."""
+    layout = [(entry.name, entry.dtype, entry.shape, entry.offset) for entry in entries]
+    return int.from_bytes(hashlib.blake2b(msgspec.json.encode(layout), digest_size=8).digest(), "little")
+
+
+def unpack(packed: torch.Tensor, entries: Iterable[Entry]) -> dict[str, torch.Tensor]:
+    """Views of the packed bytes (flat, uint8), one tensor per entry."""
+    return {
+        entry.name: packed[entry.offset : entry.offset + entry.nbytes].view(dtype_of(entry.dtype)).view(entry.shape)
+        for entry in entries
+    }
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of this name; a name that is none is an error."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise DeliveryError(f"{name!r} is not a dtype")
+    return dtype

@@ -1,0 +1,210 @@
+"""An engine's end of delivery: weights are proved before they touch the live ones, and again after.
+
+`stage` works on a buffer of its own and leaves the live weights alone, whatever it finds. From the first byte that
+`swap` writes until the proof succeeds the receiver is in quarantine: no exception leaves unproved weights in service.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from headrace.delivery.base import Canary, Entry, Manifest, Proof
+from headrace.delivery.digest import digest
+from headrace.delivery.plan import Plan, dtype_name, dtype_of, make_plan, plan_digest, unpack
+from headrace.delivery.transports import source
+from headrace.delivery.transports.base import Source
+from headrace.errors import DeliveryError
+from headrace.types import NO_VERSION, Float32Array, Int32Array
+
+
+@dataclass(frozen=True, eq=False)
+class Staged:
+    """Weights that arrived whole and wait in the receiver's buffer for the next `swap`."""
+
+    manifest: Manifest
+    weights: Mapping[str, torch.Tensor]
+    digest: int
+    seconds: float
+
+
+class Receiver:
+    """Keeps the live tensors of one engine up to date; they keep their addresses.
+
+    `stage` may run in a thread of its own while the engine uses the live weights; `swap` runs where nothing else does.
+    """
+
+    def __init__(self, weights: dict[str, torch.Tensor], engine: str) -> None:
+        self._live = weights
+        self._engine = engine
+        self._proved = NO_VERSION
+        self._quarantined = False
+        self._sources: dict[str, Source] = {}
+        self._buffer: torch.Tensor | None = None
+        self._staged: Staged | None = None
+        self._busy = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        """The version that the live weights are proved to be; `NO_VERSION` before the first and in quarantine."""
+        return NO_VERSION if self._quarantined else self._proved
+
+    @property
+    def quarantined(self) -> bool:
+        """The live weights are not those of any proved version."""
+        return self._quarantined
+
+    def stage(self, manifest: Manifest) -> Staged:
+        """Fetch and prove a version beside the live one. A version staged earlier and not swapped is gone then.
+
+        Raises `DeliveryError` with the reason; the live weights and `version` are as before.
+        """
+        with self._alone("stage", manifest.version), torch.no_grad():
+            started = time.monotonic()
+            self._staged = None
+            if manifest.version <= self._proved:
+                raise DeliveryError(f"version {manifest.version} is out of order: version {self._proved} is live")
+            plan = self._agreed_plan(manifest)
+            weights = self._fetch(manifest, plan)
+            found = digest(weights.items())
+            if found != manifest.digest:
+                raise DeliveryError(
+                    f"version {manifest.version} arrived wrong: its digest is {found:016x}, not {manifest.digest:016x}"
+                )
+            self._check_casts(weights)
+            self._staged = Staged(manifest, weights, found, time.monotonic() - started)
+            return self._staged
+
+    def swap(self, staged: Staged, score: Callable[[Int32Array], Float32Array]) -> Proof:
+        """Make the staged version the live one and prove it.
+
+        `score` gives the log-probabilities of tokens 1..n under the live weights. A proof that is not accepted, and an
+        exception of `score`, leave the receiver in quarantine until a version is proved.
+        """
+        with self._alone("swap", staged.manifest.version), torch.no_grad():
+            if staged is not self._staged:
+                raise DeliveryError(f"version {staged.manifest.version} is no longer staged")
+            started = time.monotonic()
+            self._staged = None
+            self._quarantined = True
+            for name, tensor in staged.weights.items():
+                self._live[name].copy_(tensor)
+            found = digest(self._live_as(staged.manifest.entries))
+            canary = staged.manifest.canary
+            # A copy: what came over a channel is read-only, which torch does not take without a warning.
+            error = canary_error(canary, score(canary.token_ids.copy()))
+            reason = _mismatch(staged, found, error)
+            self._quarantined = bool(reason)
+            if not reason:
+                self._proved = staged.manifest.version
+            return Proof(
+                engine=self._engine,
+                version=staged.manifest.version,
+                accepted=not reason,
+                quarantined=bool(reason),
+                reason=reason,
+                staged_digest=staged.digest,
+                live_digest=found,
+                canary_error=error,
+                stage_seconds=staged.seconds,
+                swap_seconds=time.monotonic() - started,
+            )
+
+    def close(self) -> None:
+        """Let go of the transports and the buffer. Idempotent."""
+        for opened in self._sources.values():
+            opened.close()
+        self._sources.clear()
+        self._staged = self._buffer = None
+
+    def _alone(self, what: str, version: int) -> _Exclusive:
+        return _Exclusive(self._busy, f"cannot {what} version {version}: another delivery is under way")
+
+    def _agreed_plan(self, manifest: Manifest) -> Plan:
+        """The plan that follows from our own names and shapes, if it is the manifest's too."""
+        entries = {entry.name: entry for entry in manifest.entries}
+        if missing := self._live.keys() - entries.keys():
+            raise DeliveryError(f"version {manifest.version} lacks {_some(missing)}")
+        if unknown := entries.keys() - self._live.keys():
+            raise DeliveryError(f"version {manifest.version} has {_some(unknown)}, which this engine does not know")
+        for name, live in self._live.items():
+            entry = entries[name]
+            if entry.shape != tuple(live.shape):
+                raise DeliveryError(f"{name} is published with shape {entry.shape}, but lives with {tuple(live.shape)}")
+            if dtype_of(entry.dtype).is_floating_point != live.is_floating_point():
+                raise DeliveryError(f"{name} is published as {entry.dtype}, but lives as {dtype_name(live.dtype)}")
+        plan = make_plan((name, entries[name].dtype, live.shape) for name, live in self._live.items())
+        if not plan.digest == manifest.plan_digest == plan_digest(manifest.entries):
+            raise DeliveryError(f"version {manifest.version} is packed by another plan than this engine's")
+        return plan
+
+    def _fetch(self, manifest: Manifest, plan: Plan) -> dict[str, torch.Tensor]:
+        if manifest.transport not in self._sources:
+            self._sources[manifest.transport] = source(manifest.transport)
+        opened = self._sources[manifest.transport]
+        published = opened.open(manifest.location, manifest.version, plan.entries)
+        if self._buffer is None or len(self._buffer) < plan.nbytes:
+            device = next(iter(self._live.values())).device
+            self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
+        weights = unpack(self._buffer, plan.entries)
+        for name, tensor in published.items():
+            weights[name].copy_(tensor)
+        opened.verify(manifest.location, manifest.version)
+        return weights
+
+    def _check_casts(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Live tensors of another dtype are fine only where the cast loses nothing."""
+        for name, tensor in weights.items():
+            live = self._live[name]
+            if live.dtype != tensor.dtype:
+                back = tensor.to(live.dtype).to(tensor.dtype)
+                if digest([(name, back)]) != digest([(name, tensor)]):
+                    raise DeliveryError(
+                        f"{name} is published as {dtype_name(tensor.dtype)} and loses precision as the engine's"
+                        f" {dtype_name(live.dtype)}"
+                    )
+
+    def _live_as(self, entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+        for entry in entries:
+            yield entry.name, self._live[entry.name].to(dtype_of(entry.dtype))
+
+
+def canary_error(canary: Canary, logprobs: Float32Array) -> float:
+    """The largest absolute difference from the trainer's log-probabilities; infinite if they cannot be compared."""
+    scored = np.asarray(logprobs, np.float32)
+    if scored.shape != canary.logprobs.shape or not np.isfinite(scored).all():
+        return float("inf")
+    return float(np.abs(scored - canary.logprobs).max(initial=0.0))
+
+
+def _mismatch(staged: Staged, found: int, error: float) -> str:
+    if found != staged.manifest.digest:
+        return f"the live weights have digest {found:016x}, not {staged.manifest.digest:016x}"
+    if error > staged.manifest.canary.tolerance:
+        return f"the canary is off by {error:.3g} (tolerance {staged.manifest.canary.tolerance:.3g})"
+    return ""
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ordered[0] if len(ordered) == 1 else f"{ordered[0]} and {len(ordered) - 1} more"
+
+
+class _Exclusive:
+    """Holds a lock or refuses at once: a delivery never waits for another."""
+
+    def __init__(self, lock: threading.Lock, refusal: str) -> None:
+        self._lock = lock
+        self._refusal = refusal
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise DeliveryError(self._refusal)
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

@@ -1,0 +1,68 @@
+"""The transport protocol: the trainer writes a version once, every engine reads it, nobody reads two versions mixed.
+
+`tests/contract/test_transport.py` holds what every implementation must keep. A new one is a file with a `Sender` and a
+`Source`, and its name in `transports/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from headrace.delivery.base import Entry
+    from headrace.delivery.plan import Plan
+
+
+class Sender(Protocol):
+    """The trainer's end. It holds at most two versions at a time. All methods may be called from any thread."""
+
+    name: str
+    """The transport's name in a manifest."""
+
+    def wait(self, version: int, timeout: float) -> None:
+        """Wait until there is a place to write this version.
+
+        Raises `DeliveryError`, naming the versions that hold the places, after `timeout` seconds.
+        """
+        ...
+
+    def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
+        """Copy the weights, cast to the plan's dtypes, and return their location; the caller may change its own then.
+
+        Raises `DeliveryError` when there is no place.
+        """
+        ...
+
+    def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
+        """What was really written there, as views; valid until `release`."""
+        ...
+
+    def release(self, location: str) -> None:
+        """Nobody reads this location any more: its place may be used again. Idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Leave nothing behind. Idempotent."""
+        ...
+
+
+class Source(Protocol):
+    """An engine's end. Used by one thread at a time."""
+
+    def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
+        """Views of a version's tensors, to be copied and not written to. Free when the location was opened before.
+
+        Raises `DeliveryError` when the location is gone, too small, or does not hold all of exactly this version.
+        """
+        ...
+
+    def verify(self, location: str, version: int) -> None:
+        """Raise `DeliveryError` unless the location still holds this version: what was copied since `open` is whole."""
+        ...
+
+    def close(self) -> None:
+        """Let go of every location. Idempotent."""
+        ...

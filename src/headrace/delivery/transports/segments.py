@@ -1,0 +1,188 @@
+"""Segments: files in shared memory, with a header that says what one holds and a name that says whose it is.
+
+A header's `begun` and `finished` counters are equal only while the segment holds all of one version; a reader that
+finds them unequal, or another version, before or after its copy knows that the copy is torn. A segment whose owner is
+dead is removed by the next `sweep`. No torch here: the controller sweeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import mmap
+import os
+import re
+import struct
+import tempfile
+from pathlib import Path
+
+from headrace.errors import DeliveryError
+
+HEADER_BYTES = 64
+_HEADER = struct.Struct("<8sQqQQ")
+_MAGIC = b"headrace"
+_NAME = re.compile(r"headrace-.+-(\d+)-\d+")
+_SHARED_MEMORY = Path("/dev/shm")
+
+_numbers = itertools.count(1)
+
+logger = logging.getLogger(__name__)
+
+
+def segment_directories() -> list[Path]:
+    """Where segments may lie, the preferred place first."""
+    temporary = Path(tempfile.gettempdir())
+    return [_SHARED_MEMORY, temporary] if _SHARED_MEMORY.is_dir() else [temporary]
+
+
+class Segment:
+    """An owned segment: `begin`, write `payload`, `finish`; `remove` when done."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self._sequence = 0
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # The lock lives as long as this process: it tells `sweep` what a pid alone cannot (containers).
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _reserve(self._fd, HEADER_BYTES + nbytes)
+            self.buffer = mmap.mmap(self._fd, HEADER_BYTES + nbytes)
+        except OSError:
+            os.close(self._fd)
+            path.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def create(cls, run_id: str, nbytes: int) -> Segment:
+        """A new segment of this process, in the first directory that has room for it."""
+        reasons = []
+        for directory in segment_directories():
+            try:
+                segment = cls._create_in(directory, run_id, nbytes)
+            except OSError as error:
+                reasons.append(f"{directory}: {error.strerror}")
+                continue
+            if reasons:
+                logger.warning("weights are published in %s, which may be a disk (%s)", directory, reasons[0])
+            return segment
+        raise DeliveryError(f"no room to publish {nbytes / 2**20:.0f} MiB of weights ({'; '.join(reasons)})")
+
+    @classmethod
+    def _create_in(cls, directory: Path, run_id: str, nbytes: int) -> Segment:
+        marked = re.sub(r"[^A-Za-z0-9_.-]", "_", run_id)[:64] or "run"
+        for number in _numbers:
+            # A name that exists was left by a dead process which had our pid; it stays for a sweep.
+            with contextlib.suppress(FileExistsError):
+                return cls(directory / f"headrace-{marked}-{os.getpid()}-{number}", nbytes)
+        raise AssertionError("numbers end")
+
+    def begin(self, version: int) -> None:
+        """From now on the segment holds nothing whole."""
+        self._sequence += 1
+        _HEADER.pack_into(self.buffer, 0, _MAGIC, self.nbytes, version, self._sequence, self._sequence - 1)
+
+    def finish(self, version: int) -> None:
+        """From now on the segment holds all of this version."""
+        _HEADER.pack_into(self.buffer, 0, _MAGIC, self.nbytes, version, self._sequence, self._sequence)
+
+    def remove(self) -> None:
+        """Unlink it; the memory goes when the last view of it does."""
+        self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+        _unmap(self.buffer)
+
+
+class MappedSegment:
+    """Somebody else's segment, mapped so that nothing written here reaches it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DeliveryError(f"segment {path.name} cannot be opened: {error.strerror}") from error
+        try:
+            # Copy-on-write, not read-only: torch takes no read-only buffer without a warning, and this is as safe.
+            self.buffer = mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            os.close(self._fd)
+            raise DeliveryError(f"segment {path.name} cannot be mapped: {error}") from error
+
+    @property
+    def removed(self) -> bool:
+        """Its owner, or a sweep, has removed it."""
+        return os.fstat(self._fd).st_nlink == 0
+
+    def check(self, version: int, nbytes: int = 0) -> None:
+        """Raise `DeliveryError` unless it is there, at least this large, and holds all of exactly this version."""
+        status = os.fstat(self._fd)
+        header = os.pread(self._fd, _HEADER.size, 0)
+        if self.removed:
+            raise DeliveryError(f"segment {self.path.name} was removed")
+        if len(header) < _HEADER.size or header[:8] != _MAGIC:
+            raise DeliveryError(f"{self.path.name} is not a segment")
+        _, payload, held, begun, finished = _HEADER.unpack(header)
+        needed = HEADER_BYTES + max(nbytes, payload)
+        if min(status.st_size, len(self.buffer)) < needed:
+            raise DeliveryError(f"segment {self.path.name} is truncated: {status.st_size} of {needed} bytes")
+        if held != version:
+            raise DeliveryError(f"segment {self.path.name} holds version {held}, not {version}: it was used again")
+        if begun != finished:
+            raise DeliveryError(f"segment {self.path.name} is torn: version {version} was not written to its end")
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._fd)
+        _unmap(self.buffer)
+
+
+def sweep() -> list[str]:
+    """Remove this user's segments whose owner is dead, and return their names. Called at the start of every run."""
+    swept = []
+    for directory in segment_directories():
+        for path in directory.glob("headrace-*"):
+            owner = _NAME.fullmatch(path.name)
+            if owner and not _alive(int(owner[1])) and _remove_abandoned(path):
+                swept.append(path.name)
+    return swept
+
+
+def _remove_abandoned(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # gone meanwhile, or another user's
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    except OSError:  # its owner lives where its pid is another one
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Take the memory now: a later write to a full file system would kill the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, nbytes)
+    else:
+        os.ftruncate(fd, nbytes)
+
+
+def _unmap(buffer: mmap.mmap) -> None:
+    with contextlib.suppress(BufferError):  # a view is alive: the mapping goes with it
+        buffer.close()

@@ -1,0 +1,174 @@
+"""Attention over the paged cache, for one forward pass of mixed chunks.
+
+Row order: chunks of a single token first (decodes; they attend together, padded to the longest), then longer chunks,
+one by one. Index tensors and masks are made once per pass and window, not once per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from headrace.engines.embedded.kv_cache import KVCache
+from headrace.engines.embedded.scheduler import Chunk
+from headrace.models.attention import AttentionCall
+
+
+@dataclass(frozen=True)
+class _View:
+    """What some rows of queries see: blocks of the cache, and a bias on every key (0 or minus infinity)."""
+
+    blocks: torch.Tensor
+    bias: torch.Tensor
+
+
+class PagedContext:
+    """Writes the keys and values of the pass into the cache, then attends over each sequence's own blocks."""
+
+    def __init__(self, cache: KVCache, chunks: Seq[Chunk], device: torch.device) -> None:
+        self.rows = [c for c in chunks if c.count == 1] + [c for c in chunks if c.count > 1]
+        """The chunks in the order of the packed row."""
+        self._cache = cache
+        self._device = device
+        self._singles = sum(c.count == 1 for c in chunks)
+        self._slots = self._index(self._slot_numbers())
+        self._views: dict[tuple[int, int | None, torch.dtype], _View] = {}
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """The attention output of one layer, [1, T, H, Dv]."""
+        key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)
+        self._cache.write(call.layer, self._slots, key, value)
+        parts = []
+        if self._singles:
+            parts.append(self._attend_singles(call))
+        offset = self._singles
+        for row in range(self._singles, len(self.rows)):
+            parts.append(self._attend_chunk(call, row, offset))
+            offset += self.rows[row].count
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+
+    def _attend_singles(self, call: AttentionCall) -> torch.Tensor:
+        view = self._view(-1, call)
+        batch, heads, size = self._singles, call.query.shape[1], call.query.shape[3]
+        kv_heads = call.key.shape[1]
+        keys, values = self._cache.read(call.layer, view.blocks, batch)
+        # The query heads that share a key head become its query rows: nothing is repeated.
+        query = call.query[0, :, :batch].transpose(0, 1).reshape(batch, kv_heads, heads // kv_heads, size)
+        sinks = call.sinks.view(1, kv_heads, heads // kv_heads, 1) if call.sinks is not None else None
+        out = attention(query, keys.transpose(1, 2), values.transpose(1, 2), view.bias, call, sinks)
+        return out.reshape(batch, heads, -1)
+
+    def _attend_chunk(self, call: AttentionCall, row: int, offset: int) -> torch.Tensor:
+        chunk = self.rows[row]
+        query = call.query[0, :, offset : offset + chunk.count]
+        if chunk.start == 0:
+            key, value = (x[0, :, offset : offset + chunk.count] for x in (call.key, call.value))
+            return attend_alone(query, key, value, call)
+        view = self._view(row, call)
+        keys, values = self._cache.read(call.layer, view.blocks, 1)
+        return _attend_grouped(query, keys[0].transpose(0, 1), values[0].transpose(0, 1), view.bias, call)
+
+    def _view(self, row: int, call: AttentionCall) -> _View:
+        """What this row sees (-1: all single tokens together)."""
+        key = (row, call.window, call.query.dtype)
+        if key not in self._views:
+            chunks = self.rows[: self._singles] if row < 0 else [self.rows[row]]
+            self._views[key] = self._make_view(chunks, call.window, call.query.dtype)
+        return self._views[key]
+
+    def _make_view(self, chunks: Seq[Chunk], window: int | None, dtype: torch.dtype) -> _View:
+        size = self._cache.block_size
+        # Blocks that lie wholly before the window are not read.
+        first = [0 if window is None else max(0, c.start - window + 1) // size for c in chunks]
+        last = [(c.start + c.count - 1) // size for c in chunks]
+        width = max(b - a + 1 for a, b in zip(first, last, strict=True))
+        table = np.zeros((len(chunks), width), np.int64)
+        for row, (chunk, a, b) in enumerate(zip(chunks, first, last, strict=True)):
+            table[row, : b - a + 1] = chunk.sequence.blocks[a : b + 1]
+        keys = np.array(first)[:, None] * size + np.arange(width * size)
+        queries = np.array([c.start for c in chunks])[:, None] + np.arange(chunks[0].count)
+        bias = _bias(self._index(queries)[:, :, None], self._index(keys)[:, None, :], window, dtype)
+        return _View(self._index(table.reshape(-1)), bias[:, None])
+
+    def _slot_numbers(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        size = self._cache.block_size
+        slots = [
+            chunk.sequence.blocks[position // size] * size + position % size
+            for chunk in self.rows
+            for position in range(chunk.start, chunk.start + chunk.count)
+        ]
+        return np.array(slots, np.int64)
+
+    def _index(self, values: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+class DenseContext:
+    """One whole sequence without a cache."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """The attention output of one layer, [1, T, H, Dv]."""
+        return attend_alone(call.query[0], call.key[0], call.value[0], call)[None]
+
+
+def attend_alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+    """Causal attention of the first tokens of a sequence over themselves: [H, T, D] to [T, H, Dv]."""
+    length = query.shape[1]
+    if call.window is None or call.window >= length:
+        return _attend_grouped(query, key, value, None, call)
+    positions = torch.arange(length, device=query.device)
+    return _attend_grouped(
+        query, key, value, _bias(positions[:, None], positions[None], call.window, query.dtype), call
+    )
+
+
+def _attend_grouped(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, call: AttentionCall
+) -> torch.Tensor:
+    heads, length, size = query.shape
+    kv_heads = key.shape[0]
+    query = query.reshape(kv_heads, heads // kv_heads, length, size)
+    # Expanded with stride 0: the kernel reads one key head for all query heads that share it.
+    key = key[:, None].expand(-1, heads // kv_heads, -1, -1)
+    value = value[:, None].expand(-1, heads // kv_heads, -1, -1)
+    sinks = call.sinks.view(kv_heads, heads // kv_heads, 1, 1) if call.sinks is not None else None
+    return attention(query, key, value, bias, call, sinks).flatten(0, 1).transpose(0, 1)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    call: AttentionCall,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Softmax attention with the call's scaling, softcap and sinks; without a bias it is causal over itself."""
+    if call.softcap is None and sinks is None:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=bias, is_causal=bias is None, scale=call.scaling
+        )
+    if bias is None:
+        positions = torch.arange(query.shape[-2], device=query.device)
+        bias = _bias(positions[:, None], positions[None], None, query.dtype)
+    scores = (query @ key.transpose(-1, -2)) * call.scaling
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    scores = (scores + bias).float()
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        column = sinks.float().expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    return weights.to(value.dtype) @ value
+
+
+def _bias(queries: torch.Tensor, keys: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    hidden = keys > queries
+    if window is not None:
+        hidden |= keys <= queries - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))

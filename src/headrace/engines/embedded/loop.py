@@ -1,0 +1,201 @@
+"""The thread around a core: commands enter between two steps, in the order they were given.
+
+Waits for: a command, or work (woken by `submit`, `resume`, `load`, `score`, `stop`). Loads run one after the other:
+each is staged in a side thread while decoding goes on, and swapped in between two steps. When `run` ends, for whatever
+reason, every open future is failed and every open request has got its last delta.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import numpy as np
+
+from headrace.delivery.base import Manifest, Proof
+from headrace.delivery.receiver import Staged
+from headrace.engines.base import Delta, EngineStats, Request
+from headrace.engines.embedded.core import EngineCore
+from headrace.errors import DeliveryError, HeadraceError
+from headrace.types import Float32Array, Int32Array
+
+_WAKE_SECONDS = 1.0
+"""A sleeping loop looks around this often; commands wake it at once."""
+
+
+class EngineLoop:
+    """Runs a core in the thread that calls `run`. All other methods may be called from any thread."""
+
+    def __init__(
+        self, core: EngineCore, emit: Callable[[list[Delta]], None], interrupt: Literal["never", "abort"] = "never"
+    ) -> None:
+        self._core = core
+        self._emit = emit
+        self._interrupt = interrupt
+        self._changed = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._futures: set[Future[Any]] = set()
+        self._loads: deque[tuple[Manifest, Future[Proof]]] = deque()
+        self._loading = False
+        self._paused = False
+        self._stopping = False
+        self._ended = False
+        self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{core.name}-stage")
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests; all of one call enter between the same two steps."""
+        requests = list(requests)
+        if not self._post(lambda: self._core.submit(requests)):
+            self._emit([_failed(request.id, self._gone()) for request in requests])
+
+    def abort(self, ids: Sequence[str] | None = None) -> Future[None]:
+        """End these requests (all, if None); done when their last deltas were emitted."""
+        return self._ask(lambda: self._deliver(self._core.abort(ids)))
+
+    def pause(self) -> Future[None]:
+        """Stop stepping; done when no step is under way and all tokens so far were emitted."""
+        return self._ask(self._pause)
+
+    def resume(self) -> Future[None]:
+        """Step again."""
+        return self._ask(self._resume)
+
+    def load(self, manifest: Manifest) -> Future[Proof]:
+        """Stage, swap and prove these weights. A rejected load resolves to a proof that is not accepted."""
+        future: Future[Proof] = Future()
+        if not self._post(lambda: self._queue_load(manifest, future), future):
+            future.set_exception(HeadraceError(self._gone()))
+        return future
+
+    def score(self, token_ids: Int32Array) -> Future[Float32Array]:
+        """Log-probabilities of tokens 1..n given their prefix under the live weights."""
+        return self._ask(lambda: self._core.score(token_ids))
+
+    def stats(self) -> EngineStats:
+        """Counters and occupancy, as of some moment near the call."""
+        return self._core.stats()
+
+    def stop(self) -> None:
+        """End `run` before its next step; what runs is aborted. Idempotent."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        """Serve until stopped. An error of ours is raised, after everything that waits for us was told."""
+        reason = self._gone()
+        try:
+            while not self._stopping:
+                self._obey()
+                if self._core.has_work and not self._paused and not self._stopping:
+                    self._deliver(self._core.step())
+                else:
+                    self._sleep()
+        except BaseException as error:
+            reason = f"engine {self._core.name} died of {type(error).__name__}: {error}"
+            raise
+        finally:
+            self._end(reason)
+
+    def _obey(self) -> None:
+        while True:
+            with self._changed:
+                if not self._commands or self._stopping:
+                    return
+                command = self._commands.popleft()
+            command()
+
+    def _sleep(self) -> None:
+        self._deliver(self._core.flush())
+        with self._wait_span(), self._changed:
+            self._changed.wait_for(lambda: self._commands or self._stopping, timeout=_WAKE_SECONDS)
+
+    def _pause(self) -> None:
+        self._paused = True
+        self._deliver(self._core.flush())
+
+    def _resume(self) -> None:
+        self._paused = False
+
+    def _queue_load(self, manifest: Manifest, future: Future[Proof]) -> None:
+        self._loads.append((manifest, future))
+        self._next_load()
+
+    def _next_load(self) -> None:
+        """Begin to stage the next version, unless one is under way: a delivery has the staging buffer for itself."""
+        if self._loading or not self._loads:
+            return
+        self._loading = True
+        manifest, future = self._loads.popleft()
+        staging = self._stager.submit(self._core.stage, manifest)
+        staging.add_done_callback(lambda staged: self._post(lambda: self._swap(manifest, staged, future)))
+
+    def _swap(self, manifest: Manifest, staging: Future[Staged], future: Future[Proof]) -> None:
+        try:
+            staged = staging.result(timeout=0)
+            if self._interrupt == "abort":
+                self._deliver(self._core.abort_started())
+            proof = self._core.swap(staged)
+        except DeliveryError as error:
+            proof = Proof(engine=self._core.name, version=manifest.version, accepted=False, reason=str(error))
+        self._loading = False
+        self._settle(future, proof)
+        self._next_load()
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        if deltas:
+            self._emit(deltas)
+
+    def _post(self, command: Callable[[], None], future: Future[Any] | None = None) -> bool:
+        """Queue a command; False if nobody will obey it any more."""
+        with self._changed:
+            if self._ended or self._stopping:
+                return False
+            if future is not None:
+                self._futures.add(future)
+            self._commands.append(command)
+            self._changed.notify_all()
+            return True
+
+    def _ask(self, command: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        if not self._post(lambda: self._settle(future, command()), future):
+            future.set_exception(HeadraceError(self._gone()))
+        return future
+
+    def _settle(self, future: Future[Any], result: Any) -> None:
+        with self._changed:
+            self._futures.discard(future)
+        # False if the asker gave up: then nobody wants the result.
+        if future.set_running_or_notify_cancel():
+            future.set_result(result)
+
+    def _end(self, reason: str) -> None:
+        with self._changed:
+            self._ended = True
+            futures, self._futures = self._futures, set()
+            self._commands.clear()
+        self._stager.shutdown(wait=True, cancel_futures=True)
+        self._deliver(self._core.abort())
+        self._core.close()
+        for future in futures:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(HeadraceError(reason))
+
+    def _gone(self) -> str:
+        return f"engine {self._core.name} has stopped"
+
+    def _wait_span(self) -> AbstractContextManager[None]:
+        spans = self._core.spans
+        return spans.span("wait", busy=False) if spans is not None else nullcontext()
+
+
+def _failed(request_id: str, reason: str) -> Delta:
+    empty = np.zeros(0, np.int32)
+    return Delta(
+        id=request_id, token_ids=empty, logprobs=np.zeros(0, np.float32), versions=empty, finish="failed", error=reason
+    )

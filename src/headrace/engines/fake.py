@@ -1,0 +1,350 @@
+"""An engine without a model: deterministic, scripted, and as strict as a real one. No torch.
+
+Its tokens come from a `FakePolicy`, so each is a pure function of (seed, position, version) whatever runs beside it;
+lengths, latencies and failures follow a script.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from bisect import insort
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from headrace.delivery.base import Manifest, Proof
+from headrace.engines.base import Delta, EngineStats, FinishReason, Request, Sampling
+from headrace.engines.fake_policy import FakePolicy, stable_hash
+from headrace.errors import DeliveryError, PeerDied
+from headrace.types import NO_VERSION, Float32Array, Int32Array
+
+Lengths = Callable[[Request], int] | Sequence[int]
+"""Tokens of a completion with its end token: by request, or in the order of submission, over and over."""
+
+
+def lognormal_lengths(median: float, sigma: float = 0.6, seed: int = 0) -> Callable[[Request], int]:
+    """Completion lengths with a long tail, each a function of the request's own seed."""
+
+    def length(request: Request) -> int:
+        rng = np.random.default_rng(stable_hash("length", seed, request.sampling.seed))
+        return max(1, round(median * math.exp(sigma * rng.standard_normal())))
+
+    return length
+
+
+class FakeEngine:
+    """Implements `Engine`. Every step gives each running sequence one token and takes `token_seconds` of `sleep`.
+
+    Without `lengths` a completion ends where a stop token happens to be drawn, as with a real model. With `lengths`
+    it ends exactly there, if it has a stop token: none is drawn before, and the last token is the first of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "fake",
+        policy: FakePolicy | None = None,
+        version: int = NO_VERSION,
+        slots: int = 64,
+        lengths: Lengths | None = None,
+        token_seconds: float = 0.0,
+        load_seconds: float = 0.0,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        interrupt: Literal["never", "abort"] = "never",
+        fail_requests: Mapping[str, int] | None = None,
+        die_after: int | None = None,
+        loads: Mapping[int, Literal["reject", "quarantine"]] | None = None,
+    ) -> None:
+        """`version` is proved from the start (-1: the first `load` opens the engine).
+
+        `fail_requests` maps a request's id to the tokens it gives before it fails; `die_after` is the number of tokens
+        after which the engine dies; `loads` says how the load of a version goes wrong.
+        """
+        self.name = name
+        self.policy = policy or FakePolicy()
+        self.version = version
+        self._slots = slots
+        self._lengths = lengths
+        self._token_seconds = token_seconds
+        self._load_seconds = load_seconds
+        self._sleep = sleep
+        self._interrupt = interrupt
+        self._fail_requests = dict(fail_requests or {})
+        self._die_after = die_after
+        self._loads = dict(loads or {})
+
+        self._sequences: dict[str, _Sequence] = {}
+        self._waiting: list[_Sequence] = []
+        self._running: list[_Sequence] = []
+        self._submitted = 0
+        self._rest: dict[tuple[int, int], int] = {}
+        """Scripted tokens that an aborted sequence still had to give, by (seed, position)."""
+        self._generated = 0
+        self._prefilled = 0
+        self._paused = False
+        self._quarantined = False
+        self._over: str | None = None
+        """Why it serves no more: it died, or was closed."""
+        self._driver: asyncio.Task[None] | None = None
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """See `Engine.generate`."""
+        refusal = self._refusal(request)
+        if refusal:
+            yield _delta(request.id, finish="failed", error=refusal)
+            return
+        sequence = self._submit(request)
+        finished = False
+        try:
+            while not finished:
+                # The caller owns this wait: a paused engine may keep it for as long as the caller likes.
+                delta = await sequence.deltas.get()
+                finished = delta.finish is not None
+                yield delta
+        finally:
+            if not finished:
+                self._end(sequence, "aborted")
+
+    async def abort(self, ids: Sequence[str] | None = None) -> None:
+        """See `Engine.abort`. Ids that are not there are ignored: they may just have ended."""
+        for id in list(self._sequences) if ids is None else ids:
+            if id in self._sequences:
+                self._end(self._sequences[id], "aborted")
+
+    async def pause(self) -> None:
+        """See `Engine.pause`."""
+        self._paused = True
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        self._paused = False
+        self._wake()
+
+    async def load(self, manifest: Manifest) -> Proof:
+        """See `Engine.load`. The swap is atomic: steps and swaps both happen between two yields to the event loop."""
+        self._check_alive()
+        await self._sleep(self._load_seconds)
+        self._check_alive()
+        reason = self._rejection(manifest)
+        if reason:
+            return self._proof(manifest, accepted=False, reason=reason)
+        reason = self._live_mismatch(manifest)
+        self._quarantined = bool(reason)
+        if reason:
+            return self._proof(manifest, accepted=False, reason=reason)
+        self.version = manifest.version
+        if self._interrupt == "abort":
+            for sequence in list(self._running):
+                self._end(sequence, "aborted")
+        self._wake()
+        return self._proof(manifest, accepted=True)
+
+    async def score(self, token_ids: Int32Array) -> Float32Array:
+        """See `Engine.score`."""
+        self._check_alive()
+        if not self._serving:
+            raise DeliveryError(f"{self.name} has no proved weights to score with")
+        return self.policy.score(token_ids, self.version)
+
+    async def stats(self) -> EngineStats:
+        """See `Engine.stats`. A block is a slot."""
+        self._check_alive()
+        return EngineStats(
+            version=NO_VERSION if self._quarantined else self.version,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            generated_tokens=self._generated,
+            prefilled_tokens=self._prefilled,
+            preemptions=0,
+            free_blocks=self._slots - len(self._running),
+            total_blocks=self._slots,
+        )
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        self._stop("the engine was closed")
+        if self._driver is not None:
+            self._driver.cancel()
+            await asyncio.wait([self._driver])
+
+    @property
+    def _serving(self) -> bool:
+        return self.version != NO_VERSION and not self._quarantined
+
+    @property
+    def _runnable(self) -> bool:
+        return bool(self._sequences) and self._serving and not self._paused
+
+    def _refusal(self, request: Request) -> str:
+        if self._over is not None:
+            return self._over
+        if request.id in self._sequences:
+            return f"a request with id {request.id!r} is already running"
+        if not len(request.token_ids):
+            return f"request {request.id!r} has no prompt token"
+        outside = [id for id in request.sampling.stop_token_ids if id >= self.policy.vocabulary]
+        if outside and self._lengths is not None:
+            return f"stop token {outside[0]} is outside of the vocabulary of {self.policy.vocabulary}"
+        return ""
+
+    def _submit(self, request: Request) -> _Sequence:
+        sequence = _Sequence(request, order=self._submitted, length=self._scripted_length(request))
+        self._submitted += 1
+        self._sequences[request.id] = sequence
+        insort(self._waiting, sequence, key=lambda s: s.rank)
+        self._wake()
+        return sequence
+
+    def _scripted_length(self, request: Request) -> int | None:
+        if self._lengths is None or not request.sampling.stop_token_ids:
+            return None
+        rest = self._rest.pop((request.sampling.seed, len(request.token_ids)), None)
+        if rest is not None:
+            return rest
+        if callable(self._lengths):
+            return self._lengths(request)
+        return self._lengths[self._submitted % len(self._lengths)]
+
+    def _wake(self) -> None:
+        if self._runnable and (self._driver is None or self._driver.done()):
+            self._driver = asyncio.create_task(self._drive(), name=f"{self.name} steps")
+
+    async def _drive(self) -> None:
+        """Step while there is something to step; `_wake` starts it again."""
+        while self._runnable:
+            await self._sleep(self._token_seconds)
+            if self._runnable:
+                self._step()
+
+    def _step(self) -> None:
+        while self._waiting and len(self._running) < self._slots:
+            sequence = self._waiting.pop(0)
+            insort(self._running, sequence, key=lambda s: s.rank)
+            self._prefilled += len(sequence.request.token_ids)
+        for sequence in list(self._running):
+            if self._die_after is not None and self._generated >= self._die_after:
+                self._stop(f"{self.name} died")
+                return
+            if self._fail_requests.get(sequence.id) == sequence.sampled:
+                self._end(sequence, "failed", error=f"request {sequence.id!r} fails by script")
+                continue
+            self._advance(sequence)
+
+    def _advance(self, sequence: _Sequence) -> None:
+        """One token: its delta carries the finish, if it is the last."""
+        sampling = sequence.request.sampling
+        token, logprob = self._draw(sequence, sampling)
+        sequence.sampled += 1
+        self._generated += 1
+        finish: FinishReason | None = None
+        if token in sampling.stop_token_ids:
+            finish = "stop"
+        elif sequence.sampled == sampling.max_tokens:
+            finish = "length"
+        sequence.deltas.put_nowait(_delta(sequence.id, token, logprob, self.version, finish=finish))
+        if finish:
+            self._forget(sequence)
+
+    def _draw(self, sequence: _Sequence, sampling: Sampling) -> tuple[int, float]:
+        token, logprob = self.policy.sample(sampling, sequence.position, self.version)
+        if sequence.length is None:
+            return token, logprob
+        if sequence.sampled + 1 >= sequence.length:
+            token = sampling.stop_token_ids[0]
+        while token in sampling.stop_token_ids and sequence.sampled + 1 < sequence.length:
+            token = (token + 1) % self.policy.vocabulary
+        return token, self.policy.logprob(token, sequence.position, self.version)
+
+    def _end(self, sequence: _Sequence, finish: FinishReason, error: str = "") -> None:
+        if self._sequences.get(sequence.id) is not sequence:
+            return
+        if sequence.length is not None and finish == "aborted":
+            self._rest[sequence.request.sampling.seed, sequence.position] = sequence.length - sequence.sampled
+        sequence.deltas.put_nowait(_delta(sequence.id, finish=finish, error=error))
+        self._forget(sequence)
+
+    def _forget(self, sequence: _Sequence) -> None:
+        del self._sequences[sequence.id]
+        (self._running if sequence in self._running else self._waiting).remove(sequence)
+
+    def _stop(self, reason: str) -> None:
+        self._over = self._over or reason
+        for sequence in list(self._sequences.values()):
+            self._end(sequence, "failed", error=self._over)
+
+    def _check_alive(self) -> None:
+        if self._over is not None:
+            raise PeerDied(self.name, self._over)
+
+    def _rejection(self, manifest: Manifest) -> str:
+        if self._loads.get(manifest.version) == "reject":
+            return "rejected by script"
+        if manifest.version <= self.version:
+            return f"version {manifest.version} cannot follow version {self.version}"
+        if manifest.digest != self.policy.manifest(manifest.version).digest:
+            return f"the digest of version {manifest.version} is wrong"
+        return ""
+
+    def _live_mismatch(self, manifest: Manifest) -> str:
+        if self._loads.get(manifest.version) == "quarantine":
+            return "quarantined by script"
+        error = self._canary_error(manifest)
+        if not error <= manifest.canary.tolerance:
+            return f"the canary of version {manifest.version} is off by {error:g}"
+        return ""
+
+    def _canary_error(self, manifest: Manifest) -> float:
+        scores = self.policy.score(manifest.canary.token_ids, manifest.version)
+        return float(np.abs(scores - manifest.canary.logprobs).max())
+
+    def _proof(self, manifest: Manifest, *, accepted: bool, reason: str = "") -> Proof:
+        return Proof(
+            engine=self.name,
+            version=manifest.version,
+            accepted=accepted,
+            quarantined=self._quarantined,
+            reason=reason,
+            staged_digest=self.policy.manifest(manifest.version).digest,
+            live_digest=self.policy.manifest(self.version).digest if self.version != NO_VERSION else 0,
+            canary_error=self._canary_error(manifest),
+            stage_seconds=self._load_seconds,
+        )
+
+
+class _Sequence:
+    """A request in the engine."""
+
+    def __init__(self, request: Request, order: int, length: int | None) -> None:
+        self.request = request
+        self.id = request.id
+        self.rank = (request.priority, order)
+        self.length = length
+        self.sampled = 0
+        self.deltas: asyncio.Queue[Delta] = asyncio.Queue()
+
+    @property
+    def position(self) -> int:
+        """The index of its next token."""
+        return len(self.request.token_ids) + self.sampled
+
+
+def _delta(
+    id: str,
+    token: int | None = None,
+    logprob: float = 0.0,
+    version: int = NO_VERSION,
+    *,
+    finish: FinishReason | None = None,
+    error: str = "",
+) -> Delta:
+    n = 0 if token is None else 1
+    return Delta(
+        id=id,
+        token_ids=np.full(n, token or 0, np.int32),
+        logprobs=np.full(n, logprob, np.float32),
+        versions=np.full(n, version, np.int32),
+        finish=finish,
+        error=error,
+    )

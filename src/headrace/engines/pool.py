@@ -1,0 +1,112 @@
+"""Several engines as one: requests go where they are served soonest, weights go everywhere.
+
+A group stays on one engine, where its prompt is computed once. An engine that is quarantined or behind the version
+that the pool has proved gets no new request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+
+from headrace.delivery.base import Manifest, Proof
+from headrace.engines.base import Delta, Engine, EngineStats, Request
+from headrace.errors import HeadraceError
+from headrace.types import Float32Array, Int32Array
+
+
+class EnginePool:
+    """Implements `Engine` over its members."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.name = "pool"
+        self.engines = list(engines)
+        self._proved = {engine.name: -1 for engine in engines}
+        self._running: Counter[str] = Counter()
+        self._home: dict[str, str] = {}
+        self._members: Counter[str] = Counter()
+
+    @property
+    def version(self) -> int:
+        """The newest version that every serving engine has proved; -1 when none serves."""
+        serving = [version for version in self._proved.values() if version >= 0]
+        return min(serving) if serving else -1
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """See `Engine.generate`."""
+        engine = self._choose(request.group)
+        self._running[engine.name] += 1
+        self._members[request.group] += 1
+        try:
+            async for delta in engine.generate(request):
+                yield delta
+        finally:
+            self._running[engine.name] -= 1
+            self._members[request.group] -= 1
+            if not self._members[request.group]:
+                del self._members[request.group]
+                self._home.pop(request.group, None)
+
+    async def abort(self, ids: Sequence[str] | None = None) -> None:
+        """End these requests wherever they run."""
+        await asyncio.gather(*(engine.abort(ids) for engine in self.engines))
+
+    async def pause(self) -> None:
+        """Pause all engines."""
+        await asyncio.gather(*(engine.pause() for engine in self.engines))
+
+    async def resume(self) -> None:
+        """Resume all engines."""
+        await asyncio.gather(*(engine.resume() for engine in self.engines))
+
+    async def load_all(self, manifest: Manifest) -> list[Proof]:
+        """Load on every engine at once; what each has proved decides whether it serves."""
+        proofs = await asyncio.gather(*(engine.load(manifest) for engine in self.engines))
+        for engine, proof in zip(self.engines, proofs, strict=True):
+            if proof.accepted:
+                self._proved[engine.name] = proof.version
+            elif proof.quarantined:
+                self._proved[engine.name] = -1
+        return proofs
+
+    async def load(self, manifest: Manifest) -> Proof:
+        """Load on every engine; the first refusal, if there is one, speaks for the pool."""
+        proofs = await self.load_all(manifest)
+        return next((proof for proof in proofs if not proof.accepted), proofs[0])
+
+    async def score(self, token_ids: Int32Array) -> Float32Array:
+        """Score on the least loaded engine."""
+        return await self._choose("").score(token_ids)
+
+    async def stats(self) -> EngineStats:
+        """The sum over the engines, at the pool's version."""
+        each = await asyncio.gather(*(engine.stats() for engine in self.engines))
+        return EngineStats(
+            version=self.version,
+            running=sum(stats.running for stats in each),
+            waiting=sum(stats.waiting for stats in each),
+            generated_tokens=sum(stats.generated_tokens for stats in each),
+            prefilled_tokens=sum(stats.prefilled_tokens for stats in each),
+            preemptions=sum(stats.preemptions for stats in each),
+            free_blocks=sum(stats.free_blocks for stats in each),
+            total_blocks=sum(stats.total_blocks for stats in each),
+        )
+
+    async def close(self) -> None:
+        """Close all engines."""
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+    def _choose(self, group: str) -> Engine:
+        newest = max(self._proved.values())
+        serving = [engine for engine in self.engines if self._proved[engine.name] == newest]
+        if not serving:
+            raise HeadraceError("no engine serves: none has proved its weights")
+        home = self._home.get(group) if group else None
+        for engine in serving:
+            if engine.name == home:
+                return engine
+        best = min(serving, key=lambda engine: self._running[engine.name])
+        if group:
+            self._home[group] = best.name
+        return best

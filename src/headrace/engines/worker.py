@@ -1,0 +1,110 @@
+"""The engine role of a worker process: the controller's messages on one side, an `EngineLoop` on the other.
+
+The loop has the main thread; this module's thread only passes messages, so a swap or an abort never waits for the
+controller and a slow controller never holds a step.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+from headrace.channel.beats import Stop
+from headrace.channel.desk import Desk
+from headrace.channel.spoke import Incoming
+from headrace.config import Config
+from headrace.engines.base import Delta
+from headrace.engines.embedded.core import EngineCore
+from headrace.engines.embedded.loop import EngineLoop
+from headrace.engines.messages import (
+    Abort,
+    AskStats,
+    Deltas,
+    Load,
+    Pause,
+    Proved,
+    Resume,
+    Score,
+    Scored,
+    Stats,
+    Submit,
+)
+from headrace.errors import HeadraceError
+from headrace.models.loading import load_model
+from headrace.models.selfcheck import check_model
+
+LONGEST_DEFAULT = 4096
+
+
+def longest_sequence(configured: int, model: Any) -> int:
+    """The longest sequence that an engine takes: as configured, within what the model's positions allow."""
+    limit = int(getattr(model.config, "max_position_embeddings", LONGEST_DEFAULT))
+    return min(configured or LONGEST_DEFAULT, limit)
+
+
+def serve(desk: Desk, config: Config) -> None:
+    """Load the model, check it, and serve until told to stop."""
+    desk.phase = "loading"
+    with desk.spans.span("load"):
+        model = load_model(
+            config.model.path, weights=config.model.weights, dtype=config.model.dtype, seed=config.run.seed
+        )
+        check_model(model)
+    core = EngineCore(
+        model,
+        config.engine,
+        name=desk.name,
+        max_length=longest_sequence(config.engine.max_length, model),
+        spans=desk.spans,
+    )
+
+    def emit(deltas: list[Delta]) -> None:
+        desk.count_generated(sum(len(delta.token_ids) for delta in deltas))
+        desk.spoke.send(Deltas(deltas=deltas))
+
+    loop = EngineLoop(core, emit, interrupt=config.engine.interrupt)
+    desk.ready(parameters=sum(p.numel() for p in model.parameters()))
+    threading.Thread(target=_pass_messages, args=(desk, loop), name="messages", daemon=True).start()
+    loop.run()
+
+
+def _pass_messages(desk: Desk, loop: EngineLoop) -> None:
+    while True:
+        incoming = desk.next_message()
+        match incoming.message if incoming else None:
+            case None:
+                pass
+            case Submit(requests=requests):
+                loop.submit(requests)
+            case Abort(ids=ids):
+                loop.abort(ids)
+            case Pause():
+                loop.pause()
+            case Resume():
+                loop.resume()
+            case Load(manifest=manifest):
+                _answer(desk, incoming, loop.load(manifest), lambda proof: Proved(proof=proof))
+            case Score(token_ids=token_ids):
+                _answer(desk, incoming, loop.score(token_ids), lambda logprobs: Scored(logprobs=logprobs))
+            case AskStats() if incoming:
+                desk.spoke.reply(incoming, Stats(stats=loop.stats()))
+            case Stop():
+                desk.phase = "stopping"
+                loop.stop()
+                return
+            case other:
+                raise HeadraceError(f"an engine was sent a {type(other).__name__}")
+
+
+def _answer(desk: Desk, incoming: Incoming | None, future: Future[Any], wrap: Any) -> None:
+    assert incoming is not None
+
+    def done(settled: Future[Any]) -> None:
+        error = settled.exception()
+        if error is not None:
+            desk.spoke.fail(incoming, f"{type(error).__name__}: {error}")
+        else:
+            desk.spoke.reply(incoming, wrap(settled.result()))
+
+    future.add_done_callback(done)

@@ -1,0 +1,68 @@
+"""metrics.jsonl: append-only, one JSON object a line, on disk as soon as it is written.
+
+A run that was cut may leave half a line: the next writer ends it, and the reader skips it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+
+class MetricsLog:
+    """Appends records `{"time": seconds since 1970, "kind": ..., ...}` to a file."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        # Unbuffered: a record is one write, so a killed process leaves whole lines.
+        self._file = path.open("a+b", buffering=0)
+        if self._file.tell() > 0:
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":
+                self._file.write(b"\n")
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one record; numbers that JSON does not know (NaN, infinity) become null."""
+        record = {"time": self._clock(), "kind": kind, **fields}
+        self._file.write(msgspec.json.encode(record, enc_hook=_plain) + b"\n")
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        self._file.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole records of a log, in order; torn lines are skipped, and a log never written to is empty."""
+    if not path.exists():
+        return []
+    records: list[dict[str, Any]] = []
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = msgspec.json.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            if isinstance(record, dict):
+                records.append(record)
+    return records
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise NotImplementedError(f"a metric cannot be a {type(value).__name__}")

@@ -1,0 +1,244 @@
+"""report.html: one file that shows a colleague what a run did. It fetches nothing and runs nothing.
+
+Made from journal.db, timeline.json and config.toml. Whatever a run did not leave (an evaluation, a timeline, its own
+end) is named as missing; the rest of the page stays.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from headrace.observe import charts, gantt
+from headrace.observe.charts import Series
+from headrace.observe.clock import compact, duration
+from headrace.observe.curves import lag, learning
+from headrace.observe.page import card, columns, nothing, page, section, stack, table, tile
+from headrace.observe.records import Row, open_journal, policy_steps, read_meta, rows, training_window
+from headrace.observe.summary import STATES, number, percent, summarize_journal, whole
+from headrace.observe.timeline import timeline_started
+
+REPORT = "report.html"
+MOST_SAMPLES = 8
+NO_ANSWER = '<span class="soft">no answer recorded</span>'
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write a run's `report.html` (whole or not at all) and return its path."""
+    with open_journal(run_dir) as db:
+        html = _html(run_dir, db)
+    path = run_dir / REPORT
+    part = path.with_suffix(".html.part")
+    part.write_text(html, encoding="utf-8", errors="replace")
+    part.replace(path)
+    return path
+
+
+def _html(run_dir: Path, db: sqlite3.Connection) -> str:
+    meta = read_meta(db)
+    summary = summarize_journal(db)
+    name = str(summary["name"] or run_dir.name)
+    body = [
+        _header(name, meta, summary),
+        _tiles(summary),
+        learning(db, summary),
+        lag(db, summary),
+        _processes(run_dir / "timeline.json", meta, training_window(db, meta), policy_steps(db)),
+        _ledgers(summary),
+        _deliveries(db),
+        _samples(db),
+        _config(run_dir / "config.toml"),
+        "<footer>Computed from journal.db, timeline.json and config.toml in the run's directory.</footer>",
+    ]
+    return page(f"{name} · Headrace", "".join(body))
+
+
+def _header(name: str, meta: dict[str, Any], summary: dict[str, Any]) -> str:
+    outcome = summary["outcome"]
+    tone = "" if outcome is None else "good" if outcome in ("completed", "finished", "done") else "bad"
+    pill = f'<span class="pill {tone}">{escape(str(outcome or "no end recorded"))}</span>'
+    facts = [f"{summary['steps']:,} optimizer steps", f"{compact(summary['tokens_generated'])} tokens generated"]
+    if "started" in meta:
+        facts.insert(0, datetime.fromtimestamp(meta["started"]).strftime("%Y-%m-%d %H:%M"))
+    if summary["warm_start_steps"]:
+        facts.append(f"{summary['warm_start_steps']:,} supervised steps before")
+    if summary["train_seconds"] is not None:
+        facts.append(f"{duration(summary['train_seconds'])} of training")
+    head = f'<header><h1>{escape(name)}</h1>{pill}<div class="soft">{escape(" · ".join(facts))}</div></header>'
+    if outcome is not None:
+        return head
+    return head + '<p class="notice">The journal holds no end of this run: it is still going, or it was cut short.</p>'
+
+
+def _tiles(summary: dict[str, Any]) -> str:
+    ledger = summary["ledger"]
+    balanced = ledger["admitted"] == sum(ledger[state] for state in STATES)
+    before, after = number(summary["heldout_before"]), number(summary["heldout_after"])
+    arrow = '<span class="to">→</span>'
+    rate = summary["tokens_per_second"]
+    rejected = summary["deliveries_rejected"]
+    tiles = [
+        tile(
+            "Held-out accuracy, before and after",
+            f"{before}{arrow}{after}",
+            "pass@1 on prompts never trained on",
+            wide=True,
+        ),
+        tile("Versions published", f"{summary['versions']:,}", f"{summary['steps']:,} policy steps"),
+        tile(
+            "Trained tokens per second",
+            "unknown" if rate is None else compact(rate),
+            f"{compact(summary['tokens_trained'])} in all",
+        ),
+        tile(
+            "Trainer idle",
+            percent(summary["trainer_idle_fraction"]),
+            f"engine {percent(summary['engine_idle_fraction'])}",
+        ),
+        tile(
+            "Lag, mean and max",
+            f"{number(summary['lag_mean'], 2)}{arrow.replace('→', '/')}{whole(summary['lag_max'])}",
+            f"bound {whole(summary['lag_bound'])}",
+        ),
+        tile("Ledger of groups", "balanced" if balanced else "broken", f"{ledger['admitted']:,} admitted"),
+        tile(
+            "Deliveries proved",
+            f"{summary['deliveries_proved']:,}",
+            f"{rejected:,} rejected" if rejected else "none rejected",
+        ),
+    ]
+    return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _processes(path: Path, meta: dict[str, Any], training: tuple[float, float] | None, steps: list[Row]) -> str:
+    lead = "What is not filled is idle. The whole timeline, span by span, is timeline.json: open it in ui.perfetto.dev."
+    started = timeline_started(path) if path.exists() else None
+    inside = None
+    if started is not None and training is not None:
+        inside = (training[0] - started, training[1] - started)
+    activity = gantt.read_activity(path, _window(inside, steps)) if path.exists() else None
+    if activity is None:
+        return section("Processes", lead, card("Whole run", nothing("This run left no timeline.")))
+    marks = []
+    if inside is not None:
+        marks = [(max(0.0, inside[0]), "training begins")]
+        if meta.get("train_ended") is not None:
+            marks.append((min(inside[1], activity.seconds), "ends"))
+    begin, end = activity.window
+    near = f"A close look: {end - begin:.1f} s from {duration(begin)} on"
+    return section(
+        "Processes",
+        lead,
+        stack(card("Whole run, busy fraction", gantt.overview(activity, marks)), card(near, gantt.close_up(activity))),
+    )
+
+
+def _window(training: tuple[float, float] | None, steps: list[Row]) -> tuple[float, float] | None:
+    """A few optimizer steps from the middle of training, 2 to 10 seconds of it."""
+    if training is None or training[1] <= training[0]:
+        return None
+    taken = sorted(step["seconds"] for step in steps if step["seconds"])
+    typical = taken[len(taken) // 2] if taken else 1.0
+    half = min(10.0, max(2.0, 4 * typical), training[1] - training[0]) / 2
+    middle = (training[0] + training[1]) / 2
+    return max(0.0, middle - half), middle + half
+
+
+def _ledgers(summary: dict[str, Any]) -> str:
+    lead = "Whatever was admitted is in exactly one state: admitted = trained + dropped + failed + in flight."
+    ledgers = {"groups": summary["ledger"], "rollouts": summary["ledger_rollouts"]}
+    head = ["", "admitted", *[state.replace("_", " ") for state in STATES]]
+    lines = [[what, *[f"{ledger[key]:,}" for key in ("admitted", *STATES)]] for what, ledger in ledgers.items()]
+    why = [
+        [reason or "no reason recorded", f"{what} {state}", f"{count:,}"]
+        for what, reasons in (("groups", summary["reasons"]), ("rollouts", summary["reasons_rollouts"]))
+        for state in ("dropped", "failed")
+        for reason, count in reasons[state].items()
+    ]
+    reasons = (
+        table(["reason", "what", "count"], why, left=2) if why else nothing("Nothing was dropped and nothing failed.")
+    )
+    return section("Ledger", lead, stack(card("Conservation", table(head, lines)), card("Dropped and failed", reasons)))
+
+
+def _deliveries(db: sqlite3.Connection) -> str:
+    lead = "Each engine proves each version: by the digest of its weights, and by a canary scored as by the trainer."
+    deliveries = rows(db, "SELECT * FROM deliveries ORDER BY time")
+    if not deliveries:
+        return section("Deliveries", lead, card("Proofs", nothing("No delivery was recorded.")))
+    cards = [
+        _delivery_card(deliveries, "Canary error", "canary_error", "nats"),
+        _delivery_card(deliveries, "Time to stage", "stage_seconds", "s"),
+        _delivery_card(deliveries, "Time to swap", "swap_seconds", "s"),
+    ]
+    refused = [row for row in deliveries if not row["accepted"] or row["quarantined"]]
+    lines = [
+        [
+            f"version {row['version']} on {row['engine']}: {row['reason']}",
+            "quarantined" if row["quarantined"] else "rejected",
+        ]
+        for row in refused[:20]
+    ]
+    block = [card(f"{len(refused)} refused", table(["what", "result"], lines, left=2))] if refused else []
+    return section("Deliveries", lead, stack(columns(*cards), *block))
+
+
+def _delivery_card(deliveries: list[Row], title: str, column: str, unit: str) -> str:
+    """One number of all deliveries over versions, a line for each engine."""
+    engines = sorted({row["engine"] for row in deliveries})[:7]
+    series = []
+    for engine, tone in zip(engines, "dfacbeg", strict=False):
+        points = charts.finite([(row["version"], row[column]) for row in deliveries if row["engine"] == engine])
+        if points:
+            series.append(Series(label=f"{engine}, version", points=sorted(points), tone=tone))
+    if not series:
+        return card(title, nothing("Not recorded."))
+    most = max(y for line in series for _, y in line.points)
+    chart = charts.line_chart(series, name=title, x_label="version", width=400, height=210, from_zero=True)
+    keys = charts.legend([(line.tone, line.label.split(",")[0]) for line in series]) if len(series) > 1 else ""
+    largest = f"{1e3 * most:.1f} ms" if unit == "s" and most < 1 else f"{charts.tick_label(most)} {unit}"
+    return card(f"{title} · at most {largest}", chart + keys)
+
+
+def _samples(db: sqlite3.Connection) -> str:
+    lead = "The same held-out prompts, answered before the first and after the last version."
+    order = "ORDER BY moment = 'during', rowid"
+    found = rows(db, f"SELECT * FROM samples WHERE moment IN ('before', 'after') {order}")
+    if not found:
+        return section("Sample rollouts", lead, card("Before and after", nothing("No samples were recorded.")))
+    prompts: dict[str, dict[str, list[Row]]] = {}
+    for row in found:
+        prompts.setdefault(row["prompt"], {"before": [], "after": []})[row["moment"]].append(row)
+    # Prompts answered at both moments say most; the order is otherwise the one they were recorded in.
+    chosen = sorted(prompts.values(), key=lambda moments: not (moments["before"] and moments["after"]))[:MOST_SAMPLES]
+    body = "".join(_sample_row(moments) for moments in chosen)
+    head = "<thead><tr><th>prompt</th><th>before</th><th>after</th></tr></thead>"
+    return section(
+        "Sample rollouts", lead, f'<div class="card"><table class="samples">{head}<tbody>{body}</tbody></table></div>'
+    )
+
+
+def _sample_row(moments: dict[str, list[Row]]) -> str:
+    question = (moments["before"] or moments["after"])[0]["question"]
+    cells = [f'<td><div class="said">{escape(question)}</div></td>']
+    for moment in ("before", "after"):
+        answers = "".join(_answer(row) for row in moments[moment][:2])
+        cells.append(f"<td>{answers or NO_ANSWER}</td>")
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _answer(row: Row) -> str:
+    reward = row["reward"]
+    tone = "" if reward is None else "good" if reward >= 1 else "bad" if reward <= 0 else ""
+    label = "not judged" if reward is None else f"reward {reward:g}"
+    return f'<div class="said">{escape(row["answer"])}</div><span class="badge {tone}">{label}</span>'
+
+
+def _config(path: Path) -> str:
+    if not path.is_file():
+        return '<p class="soft missing">This run left no config.toml.</p>'
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return f"<details><summary>Resolved configuration</summary><pre>{escape(text)}</pre></details>"

@@ -1,0 +1,124 @@
+"""Snapshot: all that a display shows, as one plain struct; and the rates that follow from several of them.
+
+A display never asks the pipeline anything: the controller fills a snapshot at each tick and hands it over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+
+class ProcessActivity(msgspec.Struct, kw_only=True):
+    """What a process does now, and how busy it was of late."""
+
+    phase: str = ""
+    busy_fraction: float = 0.0
+
+
+class Snapshot(msgspec.Struct, kw_only=True):
+    """The state of a run at one moment. Token counts are totals since the start, never rates."""
+
+    phase: str = "starting"
+    """starting, warm start, evaluating, training, draining, ..."""
+    version: int = 0
+    versions_total: int = 0
+    step: int = 0
+    reward: float | None = None
+    """Mean reward of the last step."""
+    reward_mean: float | None = None
+    """Its moving mean."""
+    heldout: float | None = None
+    """The last held-out accuracy."""
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    lag_histogram: dict[int, int] = {}
+    """Lag -> trained tokens."""
+    lag_bound: int | None = None
+    in_flight: int = 0
+    capacity: int = 0
+    ready: int = 0
+    """Groups that wait to be trained, of those in flight."""
+    processes: dict[str, ProcessActivity] = {}
+    message: str = ""
+
+    @property
+    def lag_mean(self) -> float | None:
+        """Over tokens."""
+        tokens = sum(self.lag_histogram.values())
+        return sum(lag * n for lag, n in self.lag_histogram.items()) / tokens if tokens else None
+
+    @property
+    def lag_max(self) -> int | None:
+        """The largest lag of any token."""
+        return max((lag for lag, n in self.lag_histogram.items() if n), default=None)
+
+    def idle(self, role: str) -> float | None:
+        """Mean idle fraction of the processes of a role (`engine`, `trainer`)."""
+        busy = [activity.busy_fraction for name, activity in self.processes.items() if name.startswith(role + "-")]
+        return 1.0 - sum(busy) / len(busy) if busy else None
+
+
+class SlidingRate:
+    """The rate at which a total grew over the last `window` seconds."""
+
+    def __init__(self, window: float) -> None:
+        self._window = window
+        self._points: deque[tuple[float, float]] = deque()
+
+    def add(self, time: float, total: float) -> None:
+        """The total at this time; a total that shrank (a resumed run) starts a new window."""
+        points = self._points
+        if points and total < points[-1][1]:
+            points.clear()
+        points.append((time, total))
+        # The oldest point kept lies at or just beyond the window's edge, so that the rate always spans a whole window.
+        while len(points) > 2 and points[1][0] <= time - self._window:
+            points.popleft()
+
+    @property
+    def per_second(self) -> float | None:
+        """None until two moments are known."""
+        if len(self._points) < 2:
+            return None
+        (first, low), (last, high) = self._points[0], self._points[-1]
+        return (high - low) / (last - first) if last > first else None
+
+
+class Rates:
+    """Tokens per second and the time left, from successive snapshots."""
+
+    TOKEN_WINDOW = 15.0
+    VERSION_WINDOW = 120.0
+
+    def __init__(self) -> None:
+        self._generated = SlidingRate(self.TOKEN_WINDOW)
+        self._trained = SlidingRate(self.TOKEN_WINDOW)
+        self._versions = SlidingRate(self.VERSION_WINDOW)
+        self._remaining = 0
+
+    def add(self, time: float, snapshot: Snapshot) -> None:
+        """Take a snapshot into account."""
+        self._generated.add(time, snapshot.generated_tokens)
+        self._trained.add(time, snapshot.trained_tokens)
+        self._remaining = snapshot.versions_total - snapshot.version
+        if snapshot.phase == "training":
+            # A start or an evaluation before training says nothing about the pace of versions.
+            self._versions.add(time, snapshot.version)
+
+    @property
+    def generated(self) -> float | None:
+        """Tokens sampled per second."""
+        return self._generated.per_second
+
+    @property
+    def trained(self) -> float | None:
+        """Tokens trained per second."""
+        return self._trained.per_second
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the last version, at the pace of the last minutes."""
+        pace = self._versions.per_second
+        return max(0, self._remaining) / pace if pace else None

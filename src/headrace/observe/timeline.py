@@ -1,0 +1,158 @@
+"""timeline.json: the spans of every process as Chrome trace events, for https://ui.perfetto.dev.
+
+The file is a JSON array with one event a line, written as spans arrive; nothing but each process's lanes stays in
+memory. After `close` it is valid JSON. A run that was cut leaves an array without its closing bracket, which the
+trace-event format allows: Perfetto and `read_timeline` load it all the same. A resumed run goes on in the same file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from headrace.observe.clock import RunClock
+from headrace.observe.spans import Span
+
+STARTED = "run started"
+CONTROLLER_PID = 0
+
+
+class TimelineSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """A span as the file holds it: seconds since the run's start."""
+
+    process: str
+    name: str
+    start: float
+    end: float
+    busy: bool
+
+
+class Timeline:
+    """Writes the spans of all processes of a run. Not for several threads: the controller owns it."""
+
+    def __init__(self, path: Path, clock: RunClock | None = None) -> None:
+        self._clock = clock or RunClock.now()
+        self._pids: dict[str, int] = {}
+        self._lanes: dict[str, list[int]] = {}
+        """For each process, when the last event of each of its lanes ends, in microseconds."""
+        kept, started = self._recover(path) if path.exists() else (0, None)
+        self._file = path.open("r+b" if kept else "wb", buffering=0)
+        self._file.seek(kept)
+        self._file.truncate()
+        self._empty = kept == 0
+        if started is None:
+            started = self._clock.wall
+            first = {"ph": "i", "s": "g", "name": STARTED, "cat": "run", "ts": 0, "pid": CONTROLLER_PID, "tid": 0}
+            self._write([first | {"args": {"time": started}}])
+        self._origin = self._clock.to_monotonic(started)
+
+    def add(self, process: str, spans: Sequence[Span]) -> None:
+        """Append spans of a process, in the order in which they ended; one write for all of them."""
+        events: list[dict[str, Any]] = []
+        if process not in self._pids:
+            pid = self._pids[process] = len(self._pids) + 1
+            events.append(_metadata("process_name", pid, 0, process))
+            events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        pid = self._pids[process]
+        for span in spans:
+            start, end = self._microseconds(span.start), self._microseconds(span.end)
+            lane, is_new = self._lane(process, start, end)
+            if is_new:
+                events.append(_metadata("thread_name", pid, lane, "work" if lane == 1 else f"work {lane}"))
+            event = {"ph": "X", "name": span.name, "cat": "work" if span.busy else "wait", "ts": start}
+            events.append(event | {"dur": max(0, end - start), "pid": pid, "tid": lane})
+        self._write(events)
+
+    def close(self) -> None:
+        """End the array; safe to call twice."""
+        if not self._file.closed:
+            self._file.write(b"\n]\n")
+            self._file.close()
+
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _microseconds(self, monotonic: float) -> int:
+        return round((monotonic - self._origin) * 1e6)
+
+    def _lane(self, process: str, start: int, end: int) -> tuple[int, bool]:
+        """A lane in which the span overlaps nothing: trace viewers garble overlaps within one thread."""
+        ends = self._lanes.setdefault(process, [])
+        for index, last in enumerate(ends):
+            if last <= start:
+                ends[index] = end
+                return index + 1, False
+        ends.append(end)
+        return len(ends), True
+
+    def _write(self, events: list[dict[str, Any]]) -> None:
+        if events:
+            lead = b"[\n" if self._empty else b",\n"
+            self._file.write(lead + b",\n".join(map(msgspec.json.encode, events)))
+            self._empty = False
+
+    def _recover(self, path: Path) -> tuple[int, float | None]:
+        """How many bytes of an earlier file to keep, and when its run started; learns its processes and lanes."""
+        kept, started = 0, None
+        names: dict[int, str] = {}
+        for end, event in _events(path):
+            kept = end
+            if event.get("name") == STARTED and event["ph"] == "i":
+                started = float(event["args"]["time"])
+            elif event["ph"] == "M" and event["name"] == "process_name":
+                names[event["pid"]] = event["args"]["name"]
+            elif event["ph"] == "M" and event["name"] == "thread_name":
+                self._lanes.setdefault(names[event["pid"]], []).append(0)
+        self._pids = {name: pid for pid, name in names.items()}
+        return (kept, started) if started is not None else (0, None)
+
+
+def timeline_started(path: Path) -> float | None:
+    """When the run of this timeline started, in seconds since 1970."""
+    for _, event in _events(path):
+        if event.get("name") == STARTED and event["ph"] == "i":
+            return float(event["args"]["time"])
+    return None
+
+
+def read_timeline(path: Path) -> Iterator[TimelineSpan]:
+    """The spans of a timeline, closed or cut, one at a time."""
+    names: dict[int, str] = {}
+    for _, event in _events(path):
+        if event["ph"] == "M" and event["name"] == "process_name":
+            names[event["pid"]] = event["args"]["name"]
+        elif event["ph"] == "X":
+            start = event["ts"] / 1e6
+            yield TimelineSpan(
+                process=names.get(event["pid"], f"process {event['pid']}"),
+                name=event["name"],
+                start=start,
+                end=start + event["dur"] / 1e6,
+                busy=event["cat"] != "wait",
+            )
+
+
+def _events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The whole events of a file, each with the offset at which it ends (before the comma)."""
+    offset = 0
+    with path.open("rb") as file:
+        for line in file:
+            text = line.rstrip(b",\n")
+            try:
+                event = msgspec.json.decode(text) if text.startswith(b"{") else None
+            except msgspec.DecodeError:
+                event = None
+            if isinstance(event, dict) and "ph" in event:
+                yield offset + len(text), event
+            offset += len(line)
+
+
+def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": {"name": value}}

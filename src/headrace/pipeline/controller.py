@@ -1,0 +1,356 @@
+"""The controller: it closes the loop, and does nothing that takes time itself.
+
+    source ─▶ ADMIT ─▶ groups ─▶ engines ─▶ judges ─▶ window ─▶ TRAIN ─▶ trainer
+                 ▲                  ▲                              │
+                 └── slots freed ── DELIVER ◀── published version ─┘
+
+    loop      waits for                                   is woken by
+    ADMIT     a free slot of the window                   DELIVER (a version is proved), a group that failed
+    (group)   its episodes: tokens, judgements            engines and reward workers; one task a group
+    TRAIN     a batch in the window, a free place at the  a group that completes, a step that ends
+              trainer (it holds at most two batches)
+    DELIVER   a published version                         the trainer's announcement
+    EVALUATE  (a task now and then) held-out answers      DELIVER, every `[evaluate] every` versions
+
+Every wait is in the book of `waits`; when nothing moves for `[pipeline] stall_seconds`, the watch loop ends the run
+with a line that says who waits for whom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from headrace.algorithms.assemble import assemble, assemble_demonstrations
+from headrace.delivery.base import Manifest
+from headrace.engines.base import Sampling
+from headrace.errors import ConfigError, DeliveryError
+from headrace.pipeline.parts import Parts
+from headrace.pipeline.recording import Moment
+from headrace.rollouts.base import derive_seed
+from headrace.rollouts.evaluation import evaluate
+from headrace.rollouts.groups import cancel_group, prepare_group, run_group
+from headrace.rollouts.turns import Episode
+from headrace.scoring.shuffle import shuffle_rewards
+from headrace.tasks.source import PromptSource
+from headrace.training.messages import Published
+from headrace.types import Group, Int32Array, Prompt
+
+BATCHES_AT_TRAINER = 2
+"""One in training and one at hand, so that the trainer never waits for a message."""
+DELIVERY_ATTEMPTS = 3
+EVALUATION_SHARE = 4
+"""Evaluation beside training takes at most one in so many slots of the engines."""
+
+
+class Controller:
+    """Drives one run from its first version to its last."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.config = parts.config
+        self.window = parts.window
+        self.waits = parts.waits
+        self.recorder = parts.recorder
+        self.synchronous = parts.window.depth == 0
+        self.first_version = parts.window.first_version
+        self.versions_done = parts.first_step // self.config.delivery.publish_every
+        self.last_version = self.first_version + self.config.run.versions - self.versions_done
+        self.total_batches = (self.last_version - self.first_version) * self.config.delivery.publish_every
+        self.proved = -1
+        self.stopping = False
+        """Set by Ctrl-C: nothing new begins, what is in training is finished."""
+        self._published: deque[Published] = deque()
+        self._running: dict[int, list[Episode]] = {}
+        self._at_trainer = 0
+        self._trained_batches = 0
+        self._evaluating: asyncio.Task[None] | None = None
+        self._stop_tokens = tuple(parts.chat.token_id(token) for token in self.config.rollouts.stop)
+
+    # ---- the phases of a run
+
+    async def begin(self) -> None:
+        """Warm start (unless a checkpoint is ahead of it), publish the first version, evaluate it."""
+        if not self.parts.resumed:
+            await self._warm_start()
+        await self.parts.trainer.publish(self.first_version, self.parts.parent_version)
+        await self._deliver_next()
+        await self._evaluate("before")
+
+    async def train(self) -> None:
+        """Run the loops until the last version is proved, or until `stop` was called."""
+        self.recorder.phase = "training"
+        self.recorder.training_started()
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self.admit_loop(loops), name="admit")
+            loops.create_task(self.train_loop(loops), name="train")
+            loops.create_task(self.deliver_loop(loops), name="deliver")
+        self.recorder.training_ended()
+
+    async def finish(self) -> None:
+        """Evaluate the last version and save it."""
+        if not self.stopping:
+            await self._evaluate("after")
+        await self._save()
+
+    def stop(self) -> None:
+        """Begin no more groups; end the run in good order after what is in training."""
+        self.stopping = True
+        self.waits.ring()
+
+    def published(self, announcement: Published) -> None:
+        """The trainer has announced a version."""
+        self._published.append(announcement)
+        self.waits.moved()
+
+    # ---- ADMIT
+
+    async def admit_loop(self, tasks: asyncio.TaskGroup) -> None:
+        """Start groups while the window has slots for them."""
+        while not self._admitted_all():
+            await self.waits.until(
+                "admit", self.window.explain, lambda: self.window.may_admit() or self._admitted_all()
+            )
+            started = [self._admit() for _ in range(0 if self.stopping else self.window.free)]
+            if self.synchronous:
+                # All first requests leave in one message: the engine's schedule follows from it alone.
+                for _, episodes in started:
+                    await prepare_group(episodes)
+            for group, episodes in started:
+                tasks.create_task(self._run_group(group, episodes), name=f"group {group.id}")
+        if self.stopping:
+            for episodes in list(self._running.values()):
+                await cancel_group(episodes, "interrupted")
+
+    def _admitted_all(self) -> bool:
+        return self.stopping or self._trained_batches >= self.total_batches
+
+    def _admit(self) -> tuple[Group, list[Episode]]:
+        group = Group(id=self.recorder.next_group_id(), prompt=self.parts.source.draw(), version=self.proved)
+        self.window.admit(group.id, group.version)
+        episodes = [self._episode(group, index) for index in range(self.config.rollouts.group_size)]
+        self.recorder.admitted(group, [episode.id for episode in episodes])
+        self._running[group.id] = episodes
+        return group, episodes
+
+    def _episode(self, group: Group, index: int) -> Episode:
+        rollouts = self.config.rollouts
+        return Episode(
+            id=f"{group.id}/{index}",
+            index=index,
+            prompt=group.prompt,
+            environment=self.parts.task.episode(group.prompt),
+            chat=self.parts.chat,
+            engine=self.parts.pool,
+            sampling=Sampling(
+                max_tokens=rollouts.max_tokens,
+                temperature=rollouts.temperature,
+                seed=derive_seed(self.config.run.seed, group.id, index),
+                stop_token_ids=self._stop_tokens,
+            ),
+            max_turns=rollouts.max_turns,
+            group=str(group.id),
+        )
+
+    async def _run_group(self, group: Group, episodes: list[Episode]) -> None:
+        if not self.synchronous:
+            await prepare_group(episodes)
+        group = await run_group(group, episodes)
+        del self._running[group.id]
+        self.recorder.rollouts_ended(group)
+        if self.stopping:
+            self.window.drop(group.id)
+            self.recorder.group_ended(group, "dropped", "interrupted")
+        elif len(group.usable) < min(2, len(group.rollouts)):
+            self.window.fail(group.id)
+            reasons = [rollout.reason for rollout in group.rollouts if rollout.ending == "failed"]
+            self.recorder.group_ended(group, "failed", reasons[0])
+        else:
+            self.window.complete(group)
+        self.waits.moved()
+
+    # ---- TRAIN
+
+    async def train_loop(self, tasks: asyncio.TaskGroup) -> None:
+        """Hand batches to the trainer, in order, as soon as both are there."""
+        while self.window.batches < self.total_batches and not self.stopping:
+            await self.waits.until("train", self._explain_training, self._may_train)
+            if self.stopping:
+                break
+            version = self.window.trained_version
+            groups = self.window.take()
+            if groups is None:
+                continue
+            self._at_trainer += 1
+            tasks.create_task(self._train_batch(groups, version, self.window.batches), name="step")
+        if self.stopping:
+            self._drop_ready_groups()
+
+    def _may_train(self) -> bool:
+        if self.stopping:
+            return True
+        for group in self.window.stale():
+            self.window.drop(group.id)
+            self.recorder.group_ended(group, "dropped", "stale")
+        return self._at_trainer < BATCHES_AT_TRAINER and self.window.batch_ready()
+
+    def _explain_training(self) -> str:
+        if self._at_trainer >= BATCHES_AT_TRAINER:
+            return f"{self.parts.trainer.name} to end a step"
+        return self.window.explain()
+
+    async def _train_batch(self, groups: list[Group], version: int, batches: int) -> None:
+        config = self.config
+        step = self.parts.first_step + batches
+        if config.scoring.shuffle:
+            groups = shuffle_rewards(groups, config.run.seed, step)
+        batch = assemble(
+            groups,
+            step=step,
+            version=version,
+            advantage=config.algorithm.advantage,
+            normalize=config.algorithm.normalize,
+            group_size=config.rollouts.group_size,
+            max_tokens=config.rollouts.max_tokens,
+            temperature=config.rollouts.temperature,
+        )
+        made = version + 1 if batches % config.delivery.publish_every == 0 else None
+        save = made is not None and self._save_due(made)
+        report = await self.parts.trainer.train(batch, publish=made, parent=version, save=save)
+        self._at_trainer -= 1
+        self._trained_batches += 1
+        self.recorder.step_ended(batch, groups, report)
+        self.waits.moved()
+
+    def _drop_ready_groups(self) -> None:
+        for group in self.window.ready_groups():
+            self.window.drop(group.id)
+            self.recorder.group_ended(group, "dropped", "interrupted")
+
+    # ---- DELIVER
+
+    async def deliver_loop(self, tasks: asyncio.TaskGroup) -> None:
+        """Bring every published version to the engines, and free the slots of what it was trained on."""
+        while self.proved < self.last_version and not self._delivered_all():
+            if not await self._deliver_next():
+                return
+            self._evaluate_if_due(tasks)
+            if self.synchronous and self._evaluating is not None:
+                # Held-out requests may not mix with those of the next version: they would change its schedule.
+                await self._evaluating
+            self.window.release(self.proved)
+            self.waits.moved()
+
+    def _delivered_all(self) -> bool:
+        idle = self._at_trainer == 0 and not self._published
+        return self.stopping and idle and self.proved >= self.window.trained_version
+
+    async def _deliver_next(self) -> bool:
+        await self.waits.until(
+            "deliver",
+            lambda: f"{self.parts.trainer.name} to publish version {self.proved + 1}",
+            lambda: bool(self._published) or self._delivered_all(),
+        )
+        if not self._published:
+            return False
+        announcement = self._published.popleft()
+        manifest = announcement.manifest
+        self.recorder.version_published(manifest, announcement.snapshot_seconds)
+        await self._prove(manifest)
+        await self.parts.trainer.acknowledge(manifest.version)
+        self.proved = manifest.version
+        self.recorder.version_proved(self.proved)
+        self.waits.moved()
+        return True
+
+    async def _prove(self, manifest: Manifest) -> None:
+        refusals: Sequence[str] = ()
+        for _ in range(DELIVERY_ATTEMPTS):
+            proofs = await self.parts.pool.load_all(manifest)
+            for proof in proofs:
+                self.recorder.delivered(proof)
+            refusals = [f"{proof.engine}: {proof.reason}" for proof in proofs if not proof.accepted]
+            if not refusals:
+                return
+        raise DeliveryError(f"version {manifest.version} was refused {DELIVERY_ATTEMPTS} times ({'; '.join(refusals)})")
+
+    # ---- EVALUATE, SAVE, WARM START
+
+    def _evaluate_if_due(self, tasks: asyncio.TaskGroup) -> None:
+        every = self.config.evaluate.every
+        due = every and self.proved < self.last_version and (self.proved - self.first_version) % every == 0
+        if due and not self.stopping and (self._evaluating is None or self._evaluating.done()):
+            self._evaluating = tasks.create_task(self._evaluate("during"), name="evaluate")
+
+    async def _evaluate(self, moment: Moment) -> None:
+        config = self.config.evaluate
+        prompts: Sequence[Prompt] = self.parts.task.heldout
+        if not prompts:
+            return
+        if moment == "during":
+            prompts = prompts[: config.during or None]
+        else:
+            self.recorder.phase = "evaluating"
+        version = self.proved
+        slots = self.config.engine.slots * self.config.engine.count
+        started = self.recorder.now()
+        result = await evaluate(
+            prompts,
+            lambda prompt, sample: self._heldout_episode(prompt, sample, version),
+            samples=config.samples,
+            concurrency=max(1, slots // EVALUATION_SHARE) if moment == "during" and not self.synchronous else slots,
+        )
+        self.recorder.evaluated(version, moment, result, started)
+        self.waits.moved()
+
+    def _heldout_episode(self, prompt: Prompt, sample: int, version: int) -> Episode:
+        name = f"heldout-{version}/{prompt.id}/{sample}"
+        return Episode(
+            id=name,
+            index=sample,
+            prompt=prompt,
+            environment=self.parts.task.episode(prompt),
+            chat=self.parts.chat,
+            engine=self.parts.pool,
+            sampling=Sampling(
+                max_tokens=self.config.rollouts.max_tokens,
+                temperature=self.config.evaluate.temperature,
+                seed=derive_seed(self.config.run.seed, prompt.id, sample),
+                stop_token_ids=self._stop_tokens,
+            ),
+            max_turns=self.config.rollouts.max_turns,
+            group=f"heldout-{version}/{prompt.id}",
+            priority=1,
+        )
+
+    def _save_due(self, version: int) -> bool:
+        every = self.config.training.checkpoint_every
+        return bool(every) and (version - self.first_version) % every == 0 and version < self.last_version
+
+    async def _save(self) -> None:
+        self.recorder.saved(self.proved, await self.parts.trainer.save(self.proved))
+        self.waits.moved()
+
+    async def _warm_start(self) -> None:
+        warm = self.config.warm_start
+        if not warm.steps:
+            return
+        self.recorder.phase = "warm start"
+        source = PromptSource(self.parts.task.train, self.config.run.seed + 1)
+        for step in range(1 - warm.steps, 1):
+            pairs = [self._demonstration(source.draw()) for _ in range(warm.batch)]
+            batch = assemble_demonstrations(pairs, step=step, version=self.first_version)
+            report = await self.parts.trainer.train(batch)
+            self.recorder.step_ended(batch, [], report)
+            self.waits.moved()
+
+    def _demonstration(self, prompt: Prompt) -> tuple[Int32Array, Int32Array]:
+        answer = self.parts.task.demonstration(prompt)
+        if answer is None:
+            raise ConfigError(f"[warm_start] steps: the task has no demonstration for prompt {prompt.id}")
+        chat = self.parts.chat
+        opening = chat.open(prompt.messages) if prompt.messages else chat.encode(prompt.text or "")
+        return opening, np.append(chat.encode(answer), chat.stop_token_ids[0]).astype(np.int32)

@@ -1,0 +1,64 @@
+"""Start a run, or go on with one: what the command line and the Python API both call."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Config, dump_config, with_settings
+from headrace.errors import UserError
+from headrace.observe.progress import Progress
+from headrace.pipeline.run_dir import RunDir
+from headrace.pipeline.session import Session
+from headrace.pipeline.wiring import check_inputs
+from headrace.tasks.base import Judge
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    run_dir: RunDir
+    summary: dict[str, Any]
+    outcome: str
+    """finished, or interrupted."""
+
+
+def start_run(config: Config, progress: Progress, judge: Judge | None = None) -> Outcome:
+    """A new run. A mistake of the user's that shows before training begins leaves no run directory behind."""
+    task, chat = check_inputs(config, judge)
+    run_dir = RunDir.create(config)
+    session = Session(config, run_dir, progress, task, chat)
+    try:
+        summary = session.execute()
+    except UserError:
+        if not session.began:
+            shutil.rmtree(run_dir.path)
+        raise
+    return Outcome(run_dir, summary, session.outcome)
+
+
+def resume_run(path: str | Path, progress: Progress, settings: Iterable[str] = ()) -> Outcome:
+    """Go on from the newest checkpoint of a run; `settings` change its configuration, and that is said."""
+    run_dir, before = RunDir.open(path)
+    if not run_dir.journal.is_file():
+        raise UserError(f"{path}: nothing to resume (it has no journal.db)")
+    config = with_settings(before, settings)
+    for line in changes(before, config):
+        progress.note(line)
+    run_dir.config.write_text(dump_config(config))
+    task, chat = check_inputs(config)
+    session = Session(config, run_dir, progress, task, chat)
+    return Outcome(run_dir, session.execute(), session.outcome)
+
+
+def changes(before: Config, after: Config) -> list[str]:
+    """One line for each key that differs."""
+    old, new = dump_config(before).splitlines(), dump_config(after).splitlines()
+    gone, come = set(old) - set(new), set(new) - set(old)
+    return [f"config was: {line}" for line in old if line in gone] + [
+        f"config is:  {line}" for line in new if line in come
+    ]

@@ -1,0 +1,45 @@
+"""The launcher protocol: start worker processes somewhere, say when one is gone, end them all."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker process: everything it starts from."""
+
+    role: str
+    rank: int
+    address: str
+    run_dir: str
+
+    @property
+    def name(self) -> str:
+        """`engine-0`, `trainer-0`, ..."""
+        return f"{self.role}-{self.rank}"
+
+
+class Exit(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker ended."""
+
+    name: str
+    code: int
+    last_lines: str
+
+
+class Launcher(Protocol):
+    """Starts and ends workers."""
+
+    async def start(self, spec: WorkerSpec) -> None:
+        """Start one worker; returns at once."""
+        ...
+
+    async def next_exit(self) -> Exit:
+        """Wait for the next worker that ends; whoever calls this owns the wait."""
+        ...
+
+    async def stop(self, grace: float) -> None:
+        """End every worker: those that do not end by themselves within `grace` seconds are killed. Idempotent."""
+        ...

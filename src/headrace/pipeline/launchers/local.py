@@ -1,0 +1,73 @@
+"""Workers as processes of this host. Their output goes to `logs/<name>.log` in the run directory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+
+from headrace.pipeline.launchers.base import Exit, WorkerSpec
+
+LAST_LINES = 12
+
+
+class LocalLauncher:
+    """Implements `Launcher` with subprocesses."""
+
+    def __init__(self) -> None:
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._logs: dict[str, Path] = {}
+        self._exits: asyncio.Queue[Exit] = asyncio.Queue()
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def start(self, spec: WorkerSpec) -> None:
+        """See `Launcher.start`."""
+        logs = Path(spec.run_dir) / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        log = self._logs[spec.name] = logs / f"{spec.name}.log"
+        command = [sys.executable, "-m", "headrace.pipeline.worker", "--role", spec.role, "--rank", str(spec.rank)]
+        command += ["--address", spec.address, "--run", spec.run_dir]
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"},
+            )
+        self._processes[spec.name] = process
+        self._watchers.append(asyncio.create_task(self._watch(spec.name, process), name=f"watch {spec.name}"))
+
+    async def next_exit(self) -> Exit:
+        """See `Launcher.next_exit`."""
+        return await self._exits.get()
+
+    async def stop(self, grace: float) -> None:
+        """See `Launcher.stop`."""
+        if self._watchers:
+            await asyncio.wait(self._watchers, timeout=grace)
+        for process in self._processes.values():
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        if self._watchers:
+            await asyncio.wait(self._watchers, timeout=5.0)
+        self._watchers = []
+
+    def pid(self, name: str) -> int:
+        """The process id of a worker."""
+        return self._processes[name].pid
+
+    async def _watch(self, name: str, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        self._exits.put_nowait(Exit(name=name, code=code, last_lines=last_lines(self._logs[name])))
+
+
+def last_lines(log: Path, count: int = LAST_LINES) -> str:
+    """The end of a log file, for an error message."""
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    return "\n".join(text.strip().splitlines()[-count:])

@@ -1,0 +1,298 @@
+"""Everything a run writes down, and the picture that its display shows: one method an event.
+
+The ledgers are checked as they are written: a group or rollout that would end twice, or never, is an error here and
+not a surprise in a report.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from headrace.buffer.journal import Journal, Recovered
+from headrace.buffer.ledger import Ledgers
+from headrace.buffer.window import Window
+from headrace.channel.beats import Beat
+from headrace.delivery.base import Manifest, Proof
+from headrace.observe.clock import RunClock
+from headrace.observe.metrics import MetricsLog
+from headrace.observe.progress import Progress
+from headrace.observe.snapshot import ProcessActivity, Snapshot
+from headrace.observe.spans import busy_seconds
+from headrace.observe.timeline import Timeline
+from headrace.rollouts.evaluation import EvaluationResult
+from headrace.training.report import StepReport
+from headrace.types import Batch, Group, Version
+
+Moment = Literal["before", "during", "after"]
+REWARD_MEMORY = 0.9
+"""Of the moving mean that the display shows."""
+
+
+class Recorder:
+    """The journal, the metrics, the timeline and the display of one run."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        metrics: MetricsLog,
+        timeline: Timeline | None,
+        progress: Progress,
+        window: Window,
+        *,
+        clock: RunClock,
+        versions_total: int,
+        versions_done: int,
+        before: Recovered,
+    ) -> None:
+        """`before` is what earlier runs of this journal left."""
+        self._journal = journal
+        self._metrics = metrics
+        self._timeline = timeline
+        self._progress = progress
+        self._window = window
+        self._clock = clock
+        self._next_group = before.next_group
+        self._versions_done = versions_done
+        self._running: dict[int, Group] = {}
+        self._last_beat: dict[str, float] = {}
+        self._lags: Counter[int] = Counter()
+        self.ledgers = Ledgers(before.groups, before.rollouts)
+        self.snapshot = Snapshot(versions_total=versions_total, lag_bound=window.lag_bound, capacity=window.capacity)
+        self.checkpoint: Path | None = None
+
+    @property
+    def phase(self) -> str:
+        """What the run as a whole is doing."""
+        return self.snapshot.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self.snapshot.phase = phase
+
+    def now(self) -> float:
+        """Wall time, as the journal keeps it."""
+        return self._clock.to_wall(time.monotonic())
+
+    def next_group_id(self) -> int:
+        """A number that no group attempt of this run has had."""
+        self._next_group += 1
+        return self._next_group - 1
+
+    # ---- groups
+
+    def admitted(self, group: Group, rollout_ids: Sequence[str]) -> None:
+        """A group has taken its slot; nothing of it has been generated yet."""
+        self._running[group.id] = group
+        self.ledgers.admitted(group.id, rollout_ids)
+        self._journal.admitted(group, rollout_ids)
+
+    def rollouts_ended(self, group: Group) -> None:
+        """All rollouts of a group have ended and are scored."""
+        for rollout in group.rollouts:
+            if rollout.ending == "failed":
+                self.ledgers.rollout_failed(rollout.id, rollout.reason)
+            self._journal.rollout_ended(rollout)
+
+    def group_ended(
+        self, group: Group, state: Literal["trained", "dropped", "failed"], reason: str = "", step: int | None = None
+    ) -> None:
+        """A group attempt has come to its one end."""
+        del self._running[group.id]
+        self.ledgers.group_ended(group.id, state, reason)
+        self._journal.group_ended(group.id, state, reason, step)
+        if state == "failed":
+            self._progress.note(f"group {group.id} failed: {reason}")
+
+    def abandon(self, reason: str) -> None:
+        """The run ends before these groups did."""
+        for group in list(self._running.values()):
+            self.group_ended(group, "dropped", reason)
+
+    # ---- steps
+
+    def step_ended(self, batch: Batch, groups: Sequence[Group], report: StepReport) -> None:
+        """The trainer has made an optimizer step."""
+        policy = batch.objective == "policy"
+        lags = Counter(batch.lags().tolist()) if policy else Counter()
+        rewards = [rollout.reward for group in groups for rollout in group.usable if rollout.reward is not None]
+        reward = float(np.mean(rewards)) if rewards else None
+        for group in groups:
+            self.group_ended(group, "trained", step=batch.step)
+        self._journal.step(
+            step=batch.step,
+            version=batch.version,
+            objective=batch.objective,
+            groups=len(groups),
+            rollouts=sum(len(group.usable) for group in groups),
+            tokens=len(batch.token_ids),
+            trained_tokens=batch.trained_tokens,
+            lag_histogram=lags,
+            reward_mean=reward,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            learning_rate=report.learning_rate,
+            seconds=report.seconds,
+            metrics=report.metrics,
+        )
+        self._metrics.write(
+            "step",
+            step=batch.step,
+            version=batch.version,
+            objective=batch.objective,
+            reward=reward,
+            loss=report.loss,
+            grad_norm=report.grad_norm,
+            learning_rate=report.learning_rate,
+            trained_tokens=batch.trained_tokens,
+            lag_mean=_mean(lags),
+            lag_max=max(lags, default=None),
+            seconds=report.seconds,
+            skipped=report.skipped,
+            **report.metrics,
+        )
+        if report.skipped:
+            self._progress.note(f"step {batch.step} was skipped: its gradient is not finite")
+        self._show_step(batch, lags, reward)
+
+    def _show_step(self, batch: Batch, lags: Counter[int], reward: float | None) -> None:
+        shown = self.snapshot
+        shown.step = batch.step
+        if batch.objective == "imitation":
+            shown.message = f"{-batch.step} supervised steps left" if batch.step else ""
+            return
+        self._lags += lags
+        shown.lag_histogram = dict(self._lags)
+        shown.trained_tokens += batch.trained_tokens
+        if reward is not None:
+            before = shown.reward_mean
+            shown.reward = reward
+            shown.reward_mean = reward if before is None else REWARD_MEMORY * before + (1 - REWARD_MEMORY) * reward
+
+    # ---- versions
+
+    def version_published(self, manifest: Manifest, snapshot_seconds: float) -> None:
+        """The trainer has published a version."""
+        version = Version(id=manifest.version, parent=manifest.parent, step=manifest.step, digest=manifest.digest)
+        self._journal.version(version)
+        self._metrics.write("version", version=manifest.version, step=manifest.step, snapshot_seconds=snapshot_seconds)
+
+    def delivered(self, proof: Proof) -> None:
+        """An engine has answered a delivery."""
+        self._journal.delivery(
+            version=proof.version,
+            engine=proof.engine,
+            accepted=proof.accepted,
+            quarantined=proof.quarantined,
+            reason=proof.reason,
+            staged_digest=proof.staged_digest,
+            live_digest=proof.live_digest,
+            canary_error=proof.canary_error,
+            stage_seconds=proof.stage_seconds,
+            swap_seconds=proof.swap_seconds,
+        )
+        if not proof.accepted:
+            self._progress.note(f"{proof.engine} refused version {proof.version}: {proof.reason}")
+
+    def version_proved(self, version: int) -> None:
+        """Every engine holds this version."""
+        self.snapshot.version = self._versions_done + version - self._window.first_version
+
+    def evaluated(self, version: int, moment: Moment, result: EvaluationResult, started: float) -> None:
+        """Held-out prompts were answered."""
+        self._journal.evaluation(
+            version=version,
+            moment=moment,
+            prompts=result.prompts,
+            samples=result.samples,
+            pass_1=result.pass_1,
+            pass_k=result.pass_k,
+            reward_mean=result.reward_mean,
+            tokens_mean=result.tokens_mean,
+            started=started,
+            ended=self.now(),
+        )
+        for answer in result.answers:
+            self._journal.sample(
+                version=version,
+                moment=moment,
+                prompt=answer.prompt,
+                question=answer.question,
+                answer=answer.answer,
+                reward=answer.reward,
+            )
+        self._metrics.write("evaluation", version=version, moment=moment, pass_1=result.pass_1, pass_k=result.pass_k)
+        self.snapshot.heldout = result.pass_1
+        self._progress.note(
+            f"held-out {moment} training, version {version}: {result.pass_1:.3f} right of {result.prompts} prompts"
+            + (f", {result.pass_k:.3f} within {result.k} tries" if result.samples > 1 else "")
+            + (f", {result.failed} failed" if result.failed else "")
+        )
+
+    def saved(self, version: int, path: Path) -> None:
+        """A checkpoint was written."""
+        self.checkpoint = path
+        self._journal.meta("checkpoint", {"version": version, "path": str(path)})
+
+    # ---- the run as a whole
+
+    def training_started(self) -> None:
+        """The first group is about to be admitted."""
+        self._journal.meta("train_started", self.now())
+
+    def training_ended(self) -> None:
+        """The last version is proved."""
+        self._journal.meta("train_ended", self.now())
+
+    def beat(self, process: str, beat: Beat) -> None:
+        """A process has said what it did since its last beat."""
+        started = self._last_beat.get(process, beat.time)
+        self._last_beat[process] = beat.time
+        if self._timeline is not None:
+            self._timeline.add(process, beat.spans)
+        busy = busy_seconds(beat.spans, started, beat.time)
+        self._journal.activity(
+            process=process,
+            started=self._clock.to_wall(started),
+            ended=self._clock.to_wall(beat.time),
+            busy_seconds=busy,
+            generated_tokens=beat.generated_tokens,
+        )
+        self.snapshot.generated_tokens += beat.generated_tokens
+        length = beat.time - started
+        before = self.snapshot.processes.get(process, ProcessActivity())
+        fraction = busy / length if length > 0 else 0.0
+        self.snapshot.processes[process] = ProcessActivity(
+            phase=beat.phase, busy_fraction=0.7 * before.busy_fraction + 0.3 * fraction
+        )
+
+    def show(self) -> None:
+        """Refresh the display."""
+        self.snapshot.in_flight = self._window.in_flight
+        self.snapshot.ready = self._window.ready
+        self._progress.update(self.snapshot)
+
+    def note(self, line: str) -> None:
+        """A line for the people who watch."""
+        self._progress.note(line)
+
+    def close(self, outcome: str) -> None:
+        """Check the ledgers and put everything on disk."""
+        self._progress.stop()
+        self._journal.meta("outcome", outcome)
+        self._journal.meta("ended", self.now())
+        self._journal.close()
+        self._metrics.close()
+        if self._timeline is not None:
+            self._timeline.close()
+        self.ledgers.check()
+
+
+def _mean(lags: Counter[int]) -> float | None:
+    tokens = lags.total()
+    return sum(lag * count for lag, count in lags.items()) / tokens if tokens else None

@@ -1,0 +1,105 @@
+"""The worker processes of a run: started, awaited, listened to, and ended with it.
+
+A process that dies ends the run with its last lines; a run that ends leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.channel.beats import Beat, Hello, Ready, Stop
+from headrace.channel.codec import Message
+from headrace.channel.hub import Hub
+from headrace.errors import ChannelError, DeadlineError, PeerDied, UserError
+from headrace.pipeline.launchers.base import Exit, Launcher, WorkerSpec
+from headrace.pipeline.worker import EXIT_USER_ERROR
+
+STOP_SECONDS = 10.0
+
+
+class Fleet:
+    """Workers by name, and the hub that they talk to."""
+
+    def __init__(self, launcher: Launcher, run_dir: Path, workers: list[tuple[str, int]]) -> None:
+        """`workers` are (role, rank) pairs."""
+        self._launcher = launcher
+        self._socket_dir = Path(tempfile.mkdtemp(prefix="headrace-"))
+        self.hub = Hub(f"ipc://{self._socket_dir}/hub", self._dispatch)
+        self._specs = [
+            WorkerSpec(role=role, rank=rank, address=self.hub.address, run_dir=str(run_dir)) for role, rank in workers
+        ]
+        self._ready: dict[str, Ready] = {}
+        self._stopping = False
+        self.phases: dict[str, str] = {}
+        self.on_beat: Callable[[str, Beat], None] = lambda peer, beat: None
+        self.on_message: Callable[[str, Message], None] = lambda peer, message: None
+        self.on_death: Callable[[PeerDied], None] = lambda death: None
+
+    @property
+    def names(self) -> list[str]:
+        """All workers."""
+        return [spec.name for spec in self._specs]
+
+    def facts(self, name: str) -> dict[str, int | float | str]:
+        """What a worker said about itself when it became ready."""
+        return self._ready[name].facts
+
+    async def start(self, deadline: float) -> None:
+        """Start every worker and wait until all are ready; `watch` must run meanwhile, to notice one that dies."""
+        self.hub.start()
+        for spec in self._specs:
+            await self._launcher.start(spec)
+        began = time.monotonic()
+        while missing := [name for name in self.names if name not in self._ready]:
+            if time.monotonic() - began > deadline:
+                states = ", ".join(f"{name} ({self.phases.get(name, 'not heard of')})" for name in missing)
+                raise DeadlineError(f"not ready within {deadline:g} s: {states}")
+            await asyncio.sleep(0.02)
+
+    async def watch(self) -> None:
+        """Raise `PeerDied` as soon as a worker dies (a `UserError` where it died of a user's mistake)."""
+        while True:
+            exited = await self._launcher.next_exit()
+            if self._stopping:
+                continue
+            death = _death(exited)
+            self.hub.mark_dead(death)
+            self.on_death(death)
+            if exited.code == EXIT_USER_ERROR:
+                raise UserError(exited.last_lines.splitlines()[-1] if exited.last_lines else str(death))
+            raise death
+
+    async def stop(self) -> None:
+        """Ask every worker to end, and see to it that it does. Idempotent."""
+        if not self._stopping:
+            self._stopping = True
+            for peer in self.hub.peers:
+                try:
+                    await self.hub.send(peer, Stop())
+                except ChannelError:
+                    continue  # It is gone already, which is what we ask of it.
+        await self._launcher.stop(STOP_SECONDS)
+        await self.hub.close()
+        shutil.rmtree(self._socket_dir, ignore_errors=True)
+
+    def _dispatch(self, peer: str, message: Message) -> None:
+        match message:
+            case Beat():
+                self.phases[peer] = message.phase
+                self.on_beat(peer, message)
+            case Ready():
+                self._ready[peer] = message
+            case Hello():
+                self.phases[peer] = "starting"
+            case _:
+                self.on_message(peer, message)
+
+
+def _death(exited: Exit) -> PeerDied:
+    how = f"killed by signal {-exited.code}" if exited.code < 0 else f"exit code {exited.code}"
+    return PeerDied(exited.name, how, exited.last_lines)

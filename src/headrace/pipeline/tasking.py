@@ -1,0 +1,83 @@
+"""From `[task]` to a task with its judge: the part of the wiring that users extend."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from headrace.config import Config, DatasetTask, EnvironmentTask, GymTask
+from headrace.errors import ConfigError
+from headrace.scoring.workers import WorkerJudge
+from headrace.tasks.base import Judge, Task
+from headrace.tasks.dataset import check_disjoint, load_prompts, split_heldout
+from headrace.tasks.gym import GymTask as Gym
+from headrace.tasks.reference import import_function
+from headrace.tasks.single_turn import SingleTurnTask
+
+
+@dataclass(frozen=True)
+class ReadyTask:
+    """A task and what must happen before its first episode."""
+
+    task: Task
+    start: Callable[[], Awaitable[None]]
+
+
+async def _nothing() -> None:
+    """For tasks that need no start."""
+
+
+def make_task(config: Config, judge: Judge | None = None) -> ReadyTask:
+    """The configured task; `judge` replaces its reward function (the Python API gives one)."""
+    match config.task:
+        case DatasetTask() as dataset:
+            return _dataset(config, dataset, judge)
+        case GymTask() as gym:
+            return _gym(config, gym)
+        case EnvironmentTask() as environment:
+            return ReadyTask(_environment(config, environment), _nothing)
+
+
+def _dataset(config: Config, task: DatasetTask, judge: Judge | None) -> ReadyTask:
+    train = load_prompts(task.path, system=task.system)
+    wanted = config.evaluate.prompts
+    if task.heldout_path is not None:
+        heldout = load_prompts(task.heldout_path, system=task.system)[: wanted or None]
+        check_disjoint(train, heldout, task.path, task.heldout_path)
+    else:
+        train, heldout = split_heldout(train, wanted, task.path)
+    start = _nothing
+    if judge is None:
+        workers = WorkerJudge(task.reward, workers=config.scoring.workers, timeout=config.scoring.timeout)
+        judge, start = workers, workers.start
+    return ReadyTask(SingleTurnTask(train, heldout, judge, task.demonstration), start)
+
+
+def _gym(config: Config, task: GymTask) -> ReadyTask:
+    judge = WorkerJudge(
+        "headrace.tasks.gym:verifier",
+        arguments=Gym.verifier_arguments(task.name, task.config, task.answer_pattern),
+        workers=config.scoring.workers,
+        timeout=config.scoring.timeout,
+    )
+    gym = Gym(
+        task.name,
+        judge=judge,
+        config=task.config,
+        seed=config.run.seed,
+        size=task.size,
+        heldout=config.evaluate.prompts,
+        system=task.system,
+        suffix=task.suffix,
+        answer_pattern=task.answer_pattern,
+    )
+    return ReadyTask(gym, judge.start)
+
+
+def _environment(config: Config, task: EnvironmentTask) -> Task:
+    factory = import_function(task.factory)
+    try:
+        made: Task = factory(**task.config, seed=config.run.seed, heldout=config.evaluate.prompts)
+    except TypeError as error:
+        raise ConfigError(f"[task] config: {task.factory} does not take it: {error}") from error
+    return made

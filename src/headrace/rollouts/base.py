@@ -1,0 +1,47 @@
+"""What rollouts need of a chat format, and the seed of a rollout.
+
+A chat format turns *new* messages into tokens to append; it is never asked to render a conversation again, so the
+tokens of an earlier turn stay the ones that were sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+from headrace.types import Int32Array
+
+
+class ChatFormat(Protocol):
+    """Messages to tokens and back, for one model."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens with which the model ends its turn."""
+        ...
+
+    def open(self, messages: Sequence[dict[str, str]]) -> Int32Array:
+        """The tokens of the opening messages, up to where the policy's first turn begins."""
+        ...
+
+    def continue_(self, messages: Sequence[dict[str, str]], *, ended: bool) -> Int32Array:
+        """The tokens to append after the policy's turn: these messages, up to where its next turn begins.
+
+        `ended` says whether the policy closed its turn itself; if not, the end of the turn is part of the answer.
+        """
+        ...
+
+    def encode(self, text: str) -> Int32Array:
+        """The tokens of a text, as it is."""
+        ...
+
+    def decode(self, token_ids: Int32Array) -> str:
+        """The text of these tokens, for judges and people."""
+        ...
+
+
+def derive_seed(run_seed: int, group: int | str, index: int) -> int:
+    """The seed of one rollout: 63 bits, the same on every machine and in every process."""
+    digest = hashlib.blake2b(f"{run_seed}/{group}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

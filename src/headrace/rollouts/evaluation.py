@@ -1,0 +1,123 @@
+"""Held-out prompts, beside training: a bounded number of episodes in flight, and nothing of them enters the buffer.
+
+Results are ordered by prompt and sample, never by arrival. A rollout that failed is a wrong answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from headrace.rollouts.turns import Episode
+from headrace.types import Prompt, Rollout
+
+SHOWN = 8
+"""Answers kept for people to read."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """A held-out prompt and what the policy made of it."""
+
+    prompt: str
+    """The prompt's id."""
+    question: str
+    answer: str
+    reward: float
+
+
+class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How well the policy answers."""
+
+    prompts: int
+    samples: int
+    """Answers per prompt."""
+    pass_1: float
+    """The chance that one answer is right (its reward is at least 1)."""
+    pass_k: float
+    """The chance that at least one of k answers is right."""
+    k: int
+    reward_mean: float
+    tokens_mean: float
+    """Sampled tokens of an answer."""
+    failed: int
+    """Rollouts that failed, counted as wrong."""
+    answers: list[Answer] = []
+
+
+async def evaluate(
+    prompts: Sequence[Prompt],
+    make_episode: Callable[[Prompt, int], Episode],
+    *,
+    samples: int = 1,
+    concurrency: int = 64,
+    k: int | None = None,
+    shown: int = SHOWN,
+) -> EvaluationResult:
+    """Answer every prompt `samples` times, `concurrency` episodes at a time. `k` is `samples` unless given."""
+    k = samples if k is None else k
+    if not prompts:
+        raise ValueError("there is no prompt to evaluate")
+    if not 1 <= k <= samples or concurrency < 1:
+        raise ValueError(f"cannot take pass@{k} of {samples} samples with {concurrency} episodes in flight")
+
+    rollouts: dict[tuple[int, int], Rollout] = {}
+    answers: dict[int, Answer] = {}
+    remaining = ((p, prompt, sample) for p, prompt in enumerate(prompts) for sample in range(samples))
+
+    async def work(remaining: Iterator[tuple[int, Prompt, int]]) -> None:
+        for p, prompt, sample in remaining:
+            episode = make_episode(prompt, sample)
+            rollout = rollouts[p, sample] = await _complete(episode)
+            if p < shown and sample == 0:
+                answers[p] = _answer(prompt, episode, rollout)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(min(concurrency, len(prompts) * samples)):
+            tasks.create_task(work(remaining), name=f"evaluate {number}")
+
+    right = [sum(is_right(rollouts[p, sample]) for sample in range(samples)) for p in range(len(prompts))]
+    return EvaluationResult(
+        prompts=len(prompts),
+        samples=samples,
+        pass_1=math.fsum(pass_at_k(samples, c, 1) for c in right) / len(prompts),
+        pass_k=math.fsum(pass_at_k(samples, c, k) for c in right) / len(prompts),
+        k=k,
+        reward_mean=math.fsum(_reward(rollout) for rollout in rollouts.values()) / len(rollouts),
+        tokens_mean=sum(rollout.trained_tokens for rollout in rollouts.values()) / len(rollouts),
+        failed=sum(rollout.ending == "failed" for rollout in rollouts.values()),
+        answers=[answers[p] for p in sorted(answers)],
+    )
+
+
+def is_right(rollout: Rollout) -> bool:
+    """A right answer earns a reward of at least 1; a failed one is wrong."""
+    return _reward(rollout) >= 1.0
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """The chance that k answers, drawn without replacement from n of which `right` are right, hold a right one.
+
+    An unbiased estimate of pass@k from n >= k samples: 1 - C(n - right, k) / C(n, k).
+    """
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+async def _complete(episode: Episode) -> Rollout:
+    try:
+        await episode.prepare()
+        return await episode.run()
+    finally:
+        await episode.discard()
+
+
+def _reward(rollout: Rollout) -> float:
+    return 0.0 if rollout.ending == "failed" or rollout.reward is None else rollout.reward
+
+
+def _answer(prompt: Prompt, episode: Episode, rollout: Rollout) -> Answer:
+    question = prompt.text if prompt.text is not None else (prompt.messages or [{}])[-1].get("content", "")
+    answer = rollout.reason if rollout.ending == "failed" else episode.answer
+    return Answer(prompt=prompt.id, question=question, answer=answer, reward=_reward(rollout))

@@ -1,0 +1,66 @@
+"""The token stream of an episode: it only grows, and what is in it never changes.
+
+Deltas arrive a few tokens at a time and episodes may be long, so parts are kept as they came and joined on demand.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.errors import ChannelError
+from headrace.types import Float32Array, Int32Array, Trace
+
+
+class TokenStream:
+    """A `Trace` under construction."""
+
+    def __init__(self) -> None:
+        self._joined = Trace.of_context(np.zeros(0, np.int32))
+        self._parts: list[Trace] = []
+        self._length = 0
+        self.sampled = 0
+        """How many of its tokens the policy sampled."""
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append_context(self, token_ids: Int32Array) -> None:
+        """Tokens that nobody sampled."""
+        self._append(Trace.of_context(np.array(token_ids, np.int32)))
+
+    def append_sampled(self, token_ids: Int32Array, logprobs: Float32Array, versions: Int32Array) -> None:
+        """Tokens that the policy sampled, with the engine's records. Copied: they may be views of a wire's frame."""
+        n = len(token_ids)
+        if not n == len(logprobs) == len(versions):
+            raise ChannelError(f"{n} tokens came with {len(logprobs)} log-probabilities and {len(versions)} versions")
+        self.sampled += n
+        self._append(
+            Trace(
+                token_ids=np.array(token_ids, np.int32),
+                trained=np.ones(n, np.bool_),
+                logprobs=np.array(logprobs, np.float32),
+                versions=np.array(versions, np.int32),
+            )
+        )
+
+    def trace(self) -> Trace:
+        """All of it so far; the arrays are not written to again."""
+        if self._parts:
+            parts = [self._joined, *self._parts]
+            self._joined = Trace(
+                token_ids=np.concatenate([part.token_ids for part in parts]),
+                trained=np.concatenate([part.trained for part in parts]),
+                logprobs=np.concatenate([part.logprobs for part in parts]),
+                versions=np.concatenate([part.versions for part in parts]),
+            )
+            self._parts = []
+        return self._joined
+
+    def token_ids(self) -> Int32Array:
+        """The token ids so far."""
+        return self.trace().token_ids
+
+    def _append(self, part: Trace) -> None:
+        if len(part):
+            self._parts.append(part)
+            self._length += len(part)

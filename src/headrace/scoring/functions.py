@@ -1,0 +1,116 @@
+"""The calling convention of reward functions, the same in worker processes and in threads.
+
+A function declares what it wants and gets that by name:
+
+    completion   the policy's answer, as text (every reward function takes it)
+    prompt       the question: its text, or the messages if there is more than one beside the system's
+    messages     the prompt's messages, always as a list
+    data         all other fields of the prompt
+    <field>      one field of the prompt's data, such as `answer`
+    **fields     everything above
+
+It returns a number, or a dict with "reward" and further numbers to record; it may be `async`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from headrace.errors import ConfigError
+from headrace.tasks.base import JudgeError, Judgement
+from headrace.tasks.reference import describe
+
+RewardFunction = Callable[..., Any]
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY,)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class Question(msgspec.Struct, kw_only=True):
+    """What a reward function is asked: a prompt and an answer, as plain data."""
+
+    completion: str
+    messages: list[dict[str, str]]
+    text: str | None = None
+    data: dict[str, Any] = {}
+
+    def fields(self) -> dict[str, Any]:
+        """All that a reward function may ask for, by name."""
+        spoken = [message for message in self.messages if message.get("role") != "system"]
+        prompt: Any = self.messages
+        if self.text is not None:
+            prompt = self.text
+        elif len(spoken) == 1:
+            prompt = spoken[0]["content"]
+        shared = {"messages": self.messages, "data": self.data}
+        return {**shared, **self.data, "completion": self.completion, "prompt": prompt}
+
+
+def check_signature(function: RewardFunction, name: str) -> None:
+    """Raise a `ConfigError` if the function could never be called as a reward function."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{name} has no signature, so it cannot be a reward function") from error
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "completion" not in parameters and not takes_all:
+        raise ConfigError(f"{name} takes ({', '.join(parameters)}), but a reward function must take `completion`")
+
+
+def call(function: RewardFunction, question: Question) -> Any:
+    """Call the function with what it declares; an awaitable is returned as it is. Raises `JudgeError`."""
+    available = question.fields()
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named = {**available, **named}
+        elif parameter.kind not in (*_POSITIONAL, *_NAMED):
+            continue
+        elif name not in available:
+            if parameter.default is inspect.Parameter.empty:
+                has = ", ".join(sorted(question.data)) or "no fields"
+                raise JudgeError(f"the reward function wants {name!r}, which this prompt does not have (it has {has})")
+        elif parameter.kind in _POSITIONAL:
+            positional.append(available.pop(name))
+        else:
+            named[name] = available[name]
+    try:
+        return function(*positional, **named)
+    except (Exception, SystemExit) as error:
+        raise JudgeError(f"the reward function raised {describe(error)}") from error
+
+
+async def finish(result: Any) -> Any:
+    """Await what an async reward function returned. Raises `JudgeError`."""
+    try:
+        return await result
+    except (Exception, SystemExit) as error:
+        raise JudgeError(f"the reward function raised {describe(error)}") from error
+
+
+def judgement(result: Any) -> Judgement:
+    """What a reward function returned, as a judgement. Raises `JudgeError`."""
+    if not isinstance(result, dict):
+        return Judgement(reward=_number(result, "the reward function gave"))
+    if "reward" not in result:
+        raise JudgeError(f'the reward function gave a dict without "reward" (it has {", ".join(map(str, result))})')
+    numbers = {str(key): _number(value, f"the reward function gave, as {key!r},") for key, value in result.items()}
+    return Judgement(reward=numbers.pop("reward"), metrics=numbers)
+
+
+def _number(value: Any, said: str) -> float:
+    if not hasattr(value, "__float__"):
+        raise JudgeError(f"{said} a {type(value).__name__}, not a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise JudgeError(f"{said} a {type(value).__name__}, not a number") from error
+    if not math.isfinite(number):
+        raise JudgeError(f"{said} {number}, not a finite number")
+    return number

@@ -1,0 +1,90 @@
+"""A reward function that is already in this process (a notebook's), run in threads so that it never holds the loop.
+
+A thread cannot be killed: one that overruns its time is left behind, and its judgement fails. Functions that may hang
+belong into worker processes (`scoring.workers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import threading
+
+from headrace.scoring.functions import Question, RewardFunction, call, check_signature, finish, judgement
+from headrace.tasks.base import JudgeError, Judgement
+from headrace.types import Prompt
+
+
+class CallableJudge:
+    """A `Judge` around a callable; `threads` judgements at a time, first come, first served."""
+
+    def __init__(self, function: RewardFunction, timeout: float = 30.0, *, threads: int = 1) -> None:
+        check_signature(function, f"the reward function {getattr(function, '__name__', function)!r}")
+        self._function = function
+        self._timeout = timeout
+        self._threads = threads
+        self._free = asyncio.Semaphore(threads)
+        self._waiting = 0
+        self._closed = False
+
+    async def start(self) -> None:
+        """Nothing to start: here for symmetry with `WorkerJudge`."""
+
+    async def judge(self, prompt: Prompt, completion: str) -> Judgement:
+        """The judgement; its time counts from when a thread starts on it."""
+        question = Question(completion=completion, messages=prompt.messages or [], text=prompt.text, data=prompt.data)
+        # Each judgement ahead takes at most its timeout, so this deadline is never what ends an honest wait.
+        longest = (self._waiting // self._threads + 2) * self._timeout
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(longest):
+                await self._free.acquire()
+        except TimeoutError:
+            raise JudgeError(f"no thread was free to judge within {longest:g} s") from None
+        finally:
+            self._waiting -= 1
+        try:
+            if self._closed:
+                raise JudgeError("the judge is closed")
+            async with asyncio.timeout(self._timeout):
+                return await self._run(question)
+        except TimeoutError:
+            raise JudgeError(f"the reward function took more than {self._timeout:g} s") from None
+        finally:
+            self._free.release()
+
+    async def close(self) -> None:
+        """Refuse further judgements. Idempotent."""
+        self._closed = True
+
+    async def _run(self, question: Question) -> Judgement:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Judgement] = loop.create_future()
+
+        def settle(result: Judgement | JudgeError) -> None:
+            if answer.done():
+                return
+            if isinstance(result, JudgeError):
+                answer.set_exception(result)
+            else:
+                answer.set_result(result)
+
+        def work() -> None:
+            result = _judge_here(self._function, question)
+            # The run may be over by the time an overdue function returns.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(settle, result)
+
+        threading.Thread(target=work, name="headrace-reward", daemon=True).start()
+        return await answer
+
+
+def _judge_here(function: RewardFunction, question: Question) -> Judgement | JudgeError:
+    try:
+        result = call(function, question)
+        if inspect.isawaitable(result):
+            result = asyncio.run(finish(result))
+        return judgement(result)
+    except JudgeError as error:
+        return error

@@ -1,0 +1,235 @@
+"""Reward functions in processes of their own: one that hangs, raises or dies costs one judgement, never the run.
+
+Each worker judges one answer at a time. A worker that overran its time, died, or was abandoned half-way is killed with
+all that it started, and its place is taken by a fresh one when the next judgement needs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from headrace.errors import ConfigError
+from headrace.scoring.frames import HEADER, Answer, Hello, Setup, pack, unpack
+from headrace.scoring.functions import Question
+from headrace.tasks.base import JudgeError, Judgement
+from headrace.types import Prompt
+
+CLOSE_SECONDS = 5.0
+
+T = TypeVar("T")
+
+
+class WorkerJudge:
+    """A `Judge` of `workers` processes; judgements are taken in the order in which they are asked for."""
+
+    def __init__(
+        self,
+        reference: str,
+        *,
+        workers: int = 1,
+        timeout: float = 30.0,
+        arguments: dict[str, Any] | None = None,
+        start_timeout: float = 60.0,
+        log: Path | None = None,
+    ) -> None:
+        """`reference` names the reward function; with `arguments`, a maker that returns it (see `frames.Setup`).
+
+        `timeout` counts from when a worker starts on a judgement. What the functions print goes to `log`, or to this
+        process's standard error.
+        """
+        self._setup = Setup(reference=reference, arguments=arguments)
+        self._timeout = timeout
+        self._start_timeout = start_timeout
+        self._log = log
+        self._directory = Path.cwd()
+        self._places = [_Place() for _ in range(workers)]
+        self._free: asyncio.Queue[_Place] = asyncio.Queue()
+        for place in self._places:
+            self._free.put_nowait(place)
+        self._waiting = 0
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start every worker; raises `ConfigError` if the reward function cannot be used."""
+        results = await asyncio.gather(*map(self._fill, self._places), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            await self.close()
+            raise self._refusal(errors[0]) from errors[0]
+
+    async def judge(self, prompt: Prompt, completion: str) -> Judgement:
+        """The judgement; raises `JudgeError` when the function raised, gave no number, took too long, or died."""
+        question = Question(completion=completion, messages=prompt.messages or [], text=prompt.text, data=prompt.data)
+        try:
+            frame = pack(question)
+        except (TypeError, ValueError) as error:
+            raise JudgeError(f"the prompt's data cannot be sent to a reward worker: {error}") from error
+        place = await self._take()
+        try:
+            if self._closed:
+                raise JudgeError("the reward workers are closed")
+            return await self._judge_at(place, frame)
+        finally:
+            self._free.put_nowait(place)
+
+    async def close(self) -> None:
+        """End all workers; judgements under way fail. Idempotent."""
+        self._closed = True
+        await asyncio.gather(*(place.worker.end() for place in self._places if place.worker is not None))
+
+    async def _take(self) -> _Place:
+        """A free place, in turn. Whoever is ahead holds one no longer than a start and a judgement may take."""
+        longest = (self._waiting // len(self._places) + 2) * (self._timeout + self._start_timeout)
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(longest):
+                return await self._free.get()
+        except TimeoutError:
+            raise JudgeError(f"no reward worker was free within {longest:g} s") from None
+        finally:
+            self._waiting -= 1
+
+    async def _judge_at(self, place: _Place, frame: bytes) -> Judgement:
+        try:
+            worker = await self._fill(place)
+        except (ConfigError, _Gone, TimeoutError) as error:
+            raise JudgeError(f"a reward worker could not be started again: {self._refusal(error)}") from error
+        settled = False
+        try:
+            async with asyncio.timeout(self._timeout):
+                answer = await worker.ask(frame, Answer)
+            settled = True
+        except TimeoutError:
+            raise JudgeError(f"the reward function took more than {self._timeout:g} s") from None
+        except _Gone as error:
+            raise JudgeError(f"the reward worker {error} during a judgement") from None
+        finally:
+            # Also when this judgement was cancelled: the worker would answer it to the next question.
+            if not settled:
+                place.worker = None
+                await asyncio.shield(worker.kill())
+        if answer.judgement is None:
+            raise JudgeError(answer.error)
+        return answer.judgement
+
+    async def _fill(self, place: _Place) -> _Worker:
+        """The place's worker, started if it has none."""
+        if place.worker is not None:
+            return place.worker
+        worker = await _Worker.spawn(self._directory, self._log)
+        place.worker = worker
+        ready = False
+        try:
+            if self._closed:
+                raise _Gone("was closed")
+            async with asyncio.timeout(self._start_timeout):
+                hello = await worker.ask(pack(self._setup), Hello)
+            if hello.error:
+                raise ConfigError(hello.error)
+            ready = True
+        finally:
+            if not ready:
+                place.worker = None
+                await asyncio.shield(worker.kill())
+        return worker
+
+    def _refusal(self, error: BaseException) -> ConfigError:
+        """Why the reward function cannot be used, in one line."""
+        name = f"[task] reward {self._setup.reference!r}" if self._setup.arguments is None else "[task]"
+        if isinstance(error, ConfigError):
+            text = str(error)
+            return ConfigError(text if text.startswith("[") else f"{name}: {text}")
+        if isinstance(error, TimeoutError):
+            return ConfigError(f"{name}: a reward worker was not ready after {self._start_timeout:g} s")
+        if isinstance(error, _Gone):
+            return ConfigError(f"{name}: the reward worker {error} while it started")
+        raise error
+
+
+class _Gone(Exception):
+    """A worker's process ended; the text completes "the worker ..."."""
+
+
+class _Place:
+    """Room for one worker."""
+
+    def __init__(self) -> None:
+        self.worker: _Worker | None = None
+
+
+class _Worker:
+    """One process, its two pipes, and never more than one open question."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def spawn(cls, directory: Path, log: Path | None) -> _Worker:
+        """Start a process that knows nothing yet, as the leader of a group of its own."""
+        errors = log.open("ab") if log is not None else None
+        try:
+            process = await asyncio.create_subprocess_exec(
+                # -P: files beside the user's own must not hide the modules that the worker needs.
+                *(sys.executable, "-P", "-m", "headrace.scoring.worker_main"),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=errors,
+                cwd=directory,
+                start_new_session=True,
+            )
+        finally:
+            if errors is not None:
+                errors.close()
+        return cls(process)
+
+    async def ask(self, frame: bytes, kind: type[T]) -> T:
+        """Send a frame and await its answer; raises `_Gone`."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        try:
+            stdin.write(frame)
+            await stdin.drain()
+            (length,) = HEADER.unpack(await stdout.readexactly(HEADER.size))
+            return unpack(await stdout.readexactly(length), kind)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise _Gone(f"died ({await self._exit()})") from None
+        except msgspec.DecodeError as error:
+            raise _Gone(f"spoke nonsense ({error})") from error
+
+    async def end(self) -> None:
+        """Close its pipe, which ends it; kill it if that does not."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._process.wait()
+        except TimeoutError:
+            await self.kill()
+
+    async def kill(self) -> None:
+        """Kill it with all that it started, and wait until it is gone."""
+        # Its group outlives it if it left processes behind, and keeps its number from being given to others.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._process.wait()
+
+    async def _exit(self) -> str:
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                code = await self._process.wait()
+        except TimeoutError:
+            return "its pipe closed"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,165 @@
+"""A small environment with a tool: the policy may ask a calculator before it answers.
+
+    policy       <calc>12*34</calc>
+    environment  12*34 = 408
+    policy       <answer>415</answer>
+
+What the environment says is context, never trained on. `CalculatorTask` is also the pattern for an environment of your
+own: `[task] kind = "environment"` names a factory that is called as `factory(**config, seed=..., heldout=...)` and
+returns a `Task`.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+from headrace.errors import ConfigError
+from headrace.tasks.arithmetic import ArithmeticProblem, evaluate, render
+from headrace.tasks.base import EnvironmentStep
+from headrace.types import Prompt
+
+INSTRUCTIONS = (
+    "You can use a calculator: write <calc>12*34</calc> and stop, and its result will be given to you. "
+    "When you know the result, write <answer>408</answer>."
+)
+
+_CALL = re.compile(r"<calc>(.*?)</calc>", re.DOTALL)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{1,40})?")
+_CALLS_PER_TURN = 8
+
+
+class CalculatorTask:
+    """Seeded arithmetic questions, each answered with the help of a calculator."""
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        heldout: int,
+        size: int = 1000,
+        digits: int = 2,
+        operations: int = 2,
+        operators: Sequence[str] = ("+", "-", "*"),
+        max_turns: int = 4,
+        call_reward: float = 0.0,
+        role: str = "user",
+    ) -> None:
+        """`size` training questions of `operations` operators on numbers of up to `digits` digits.
+
+        After `max_turns` turns without an answer the episode ends with reward 0. A right answer earns 1, of which
+        `call_reward` only if the calculator was used. `role` is who speaks for the calculator: chat templates that know
+        it may take `tool`.
+        """
+        for name, value in (("size", size), ("digits", digits), ("operations", operations), ("max_turns", max_turns)):
+            if value < 1:
+                raise ConfigError(f"[task] config: calculator {name} must be at least 1, not {value}")
+        if not operators or any(operator not in ("+", "-", "*") for operator in operators):
+            raise ConfigError(f"[task] config: calculator operators must be some of + - *, not {list(operators)}")
+        if not 0 <= call_reward <= 1:
+            raise ConfigError(f"[task] config: calculator call_reward must be between 0 and 1, not {call_reward}")
+        expressions = _expressions(random.Random(seed), size + heldout, digits, operations, operators)
+        prompts = [_prompt(expression) for expression in expressions]
+        self.train: Sequence[Prompt] = prompts[heldout:]
+        self.heldout: Sequence[Prompt] = prompts[:heldout]
+        self._max_turns = max_turns
+        self._call_reward = call_reward
+        self._role = role
+
+    def episode(self, prompt: Prompt) -> CalculatorEpisode:
+        """A fresh environment for one rollout of this prompt."""
+        return CalculatorEpisode(prompt, max_turns=self._max_turns, call_reward=self._call_reward, role=self._role)
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        """The answer alone, as the last turn of an episode would give it."""
+        return f"<answer>{prompt.data['answer']}</answer>"
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class CalculatorEpisode:
+    """One question; the policy's turns are calls of the calculator until one of them is an answer."""
+
+    def __init__(self, prompt: Prompt, *, max_turns: int, call_reward: float, role: str) -> None:
+        self._prompt = prompt
+        self._max_turns = max_turns
+        self._call_reward = call_reward
+        self._role = role
+        self._turns = 0
+        self._calls = 0
+        self._bad_calls = 0
+
+    async def reset(self) -> list[dict[str, str]]:
+        """The question and how to use the calculator."""
+        return list(self._prompt.messages or [])
+
+    async def step(self, completion: str) -> EnvironmentStep:
+        """Compute what is asked for, or judge the answer; an answer ends the episode."""
+        self._turns += 1
+        answers = _ANSWER.findall(completion)
+        if answers:
+            return self._end(answered=True, correct=_equal(answers[-1], self._prompt.data["answer"]))
+        reply = self._reply(_CALL.findall(completion))
+        if self._turns >= self._max_turns:
+            return self._end(answered=False, correct=False)
+        return EnvironmentStep(messages=[{"role": self._role, "content": reply}])
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def _reply(self, calls: list[str]) -> str:
+        if not calls:
+            return "Write <calc>...</calc> to compute something, or <answer>...</answer> to answer."
+        return "\n".join(self._compute(call.strip()) for call in calls[:_CALLS_PER_TURN])
+
+    def _compute(self, expression: str) -> str:
+        self._calls += 1
+        try:
+            return f"{expression} = {render(evaluate(expression))}"
+        except ArithmeticProblem as problem:
+            self._bad_calls += 1
+            return f"error: {problem}"
+
+    def _end(self, *, answered: bool, correct: bool) -> EnvironmentStep:
+        reward = 0.0
+        if correct:
+            reward = 1.0 if self._calls > self._bad_calls else 1.0 - self._call_reward
+        metrics = {"answered": float(answered), "calls": float(self._calls), "bad_calls": float(self._bad_calls)}
+        return EnvironmentStep(done=True, reward=reward, metrics=metrics)
+
+
+def _prompt(expression: str) -> Prompt:
+    question = f"What is {expression}?\n{INSTRUCTIONS}"
+    return Prompt(
+        id=f"calculator/{expression}",
+        messages=[{"role": "user", "content": question}],
+        data={"expression": expression, "answer": render(evaluate(expression))},
+    )
+
+
+def _expressions(rng: random.Random, count: int, digits: int, operations: int, operators: Sequence[str]) -> list[str]:
+    """Different expressions, in the order in which the seed gives them."""
+    found: dict[str, None] = {}
+    for _ in range(20 * count + 1000):
+        if len(found) == count:
+            break
+        parts = [str(rng.randrange(10**digits))]
+        for _ in range(operations):
+            parts += [rng.choice(list(operators)), str(rng.randrange(10**digits))]
+        found["".join(parts)] = None
+    if len(found) < count:
+        raise ConfigError(
+            f"[task] config: calculator has too few expressions of {digits} digits and {operations} operations "
+            f"for {count} prompts"
+        )
+    return list(found)
+
+
+def _equal(answer: str, right: str) -> bool:
+    """Equal as numbers, and the answer must *be* one: an expression left to compute is not an answer."""
+    text = answer.strip().replace(",", "")
+    return _NUMBER.fullmatch(text) is not None and Fraction(text) == Fraction(right)

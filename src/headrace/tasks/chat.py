@@ -1,0 +1,229 @@
+"""A model's chat format: messages to tokens and back, without torch or transformers.
+
+Only new messages are ever rendered: `open` begins a conversation, `continue_` gives the tokens that follow the policy's
+own turn, so that what the policy sampled stays in the stream token by token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import AddedToken, Tokenizer
+
+from headrace.errors import ConfigError, ModelError
+from headrace.tasks.template import ChatTemplate
+from headrace.types import Int32Array
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OPENING = {"role": "user", "content": "Hello"}
+_DUMMIES = ("QzJvTurnAlpha", "WxKpTurnBeta")
+"""Stand-ins for the policy's turn: two, to see that what follows a turn does not depend on its words."""
+
+
+class ChatFormat:
+    """The tokenizer and the chat template of one model directory."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        stop_token_ids: Iterable[int] = (),
+        *,
+        origin: str = "the model",
+    ) -> None:
+        """Use `load`. The end of turn that the template itself writes counts as a stop token too."""
+        self._tokenizer = tokenizer
+        self._template = template
+        self._origin = origin
+        stops = set(stop_token_ids)
+        if (end := self._end_of_turn()) is not None:
+            stops.add(end)
+        self._stop_token_ids = tuple(sorted(stops))
+
+    @classmethod
+    def load(cls, model_dir: str | Path) -> ChatFormat:
+        """The chat format of this directory; a directory without a chat template is good for plain text only."""
+        path = Path(model_dir)
+        if not path.is_dir():
+            raise ModelError(f"[model] path: {path} is not a directory")
+        if not (path / "tokenizer.json").is_file():
+            raise ModelError(f"[model] path: {path} has no tokenizer.json")
+        settings = _read_json(path / "tokenizer_config.json")
+        special = _special_tokens(settings, _read_json(path / "special_tokens_map.json"))
+        tokenizer = _load_tokenizer(path, settings, special)
+        source = _template_source(path, settings)
+        return cls(
+            tokenizer,
+            ChatTemplate(source, special, str(path)) if source is not None else None,
+            _stop_token_ids(path, tokenizer, special),
+            origin=str(path),
+        )
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens with which the model ends its turn, ascending."""
+        return self._stop_token_ids
+
+    @property
+    def has_template(self) -> bool:
+        """Whether messages can be rendered at all."""
+        return self._template is not None
+
+    def open(self, messages: Sequence[Mapping[str, str]]) -> Int32Array:
+        """The tokens of the opening messages, up to where the policy's first turn begins."""
+        return self.encode(self._chat_template().render(messages, add_generation_prompt=True))
+
+    def continue_(self, messages: Sequence[Mapping[str, str]], *, ended: bool) -> Int32Array:
+        """The tokens to append after the policy's turn: these messages, up to where its next turn begins.
+
+        `ended` says that the policy's last token was a stop token; if it was not, the end of the turn is part of the
+        answer. Raises `ModelError` where the template renders a turn differently once messages follow it.
+        """
+        tokens = self.encode(self._following(messages))
+        if not ended:
+            return tokens
+        end = self._leading(tokens, self._stop_token_ids)
+        return tokens if end is None else tokens[end + 1 :]
+
+    def encode(self, text: str) -> Int32Array:
+        """The tokens of a text, as it is: nothing is added to it, special tokens written in it count as such."""
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, token_ids: Sequence[int] | npt.NDArray[np.integer[Any]], *, skip_special: bool = True) -> str:
+        """The text of these tokens, for judges and people."""
+        return self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=skip_special)
+
+    def token_id(self, token: str) -> int:
+        """The id of one token by its text (for `[rollouts] stop`)."""
+        found = self._tokenizer.token_to_id(token)
+        if found is None:
+            tokens = self.encode(token)
+            if len(tokens) != 1:
+                raise ConfigError(f"[rollouts] stop: {token!r} is not one token of the model but {len(tokens)}")
+            found = int(tokens[0])
+        return found
+
+    def _chat_template(self) -> ChatTemplate:
+        if self._template is None:
+            raise ModelError(
+                f"[model] path: {self._origin} has no chat template "
+                "(chat_template.jinja, or chat_template in tokenizer_config.json), and the prompts are messages"
+            )
+        return self._template
+
+    def _following(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text between the policy's turn and its next one, the end of the turn included."""
+        found = {self._after_turn(dummy, messages) for dummy in _DUMMIES}
+        if len(found) != 1 or None in found:
+            raise ModelError(
+                f"{self._origin}: the chat template rewrites an assistant's turn when messages follow it; "
+                "episodes of several turns need one that only appends"
+            )
+        return str(found.pop())
+
+    def _after_turn(self, dummy: str, messages: Sequence[Mapping[str, str]]) -> str | None:
+        template = self._chat_template()
+        turns = [_OPENING, {"role": "assistant", "content": dummy}]
+        _, found, end = template.render(turns, add_generation_prompt=False).partition(dummy)
+        _, again, following = template.render([*turns, *messages], add_generation_prompt=True).partition(dummy)
+        return following if found and again and following.startswith(end) else None
+
+    def _end_of_turn(self) -> int | None:
+        """The special token that the template writes right after an assistant's turn, if it does."""
+        if self._template is None:
+            return None
+        turns = [_OPENING, {"role": "assistant", "content": _DUMMIES[0]}]
+        try:
+            text = self._template.render(turns, add_generation_prompt=False)
+        except ModelError:
+            # Such a template may still open conversations; `continue_` will say what it refuses.
+            return None
+        tokens = self.encode(text.partition(_DUMMIES[0])[2])
+        special = {id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        end = self._leading(tokens, special)
+        return None if end is None else int(tokens[end])
+
+    def _leading(self, tokens: Int32Array, wanted: Iterable[int]) -> int | None:
+        """Where one of the wanted tokens is, with nothing but white space before it."""
+        wanted = set(wanted)
+        for position, token in enumerate(tokens):
+            if int(token) in wanted:
+                return position
+            if self.decode([token], skip_special=False).strip():
+                return None
+        return None
+
+
+def _load_tokenizer(path: Path, settings: dict[str, Any], special: Mapping[str, str]) -> Tokenizer:
+    try:
+        tokenizer: Tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exceptions
+        raise ModelError(f"{path}/tokenizer.json cannot be read: {_first_line(error)}") from error
+    # Limits saved by whoever trained the tokenizer would silently cut or pad prompts.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    for id, token in settings.get("added_tokens_decoder", {}).items():
+        if tokenizer.token_to_id(token["content"]) != int(id):
+            raise ModelError(f"{path}: tokenizer.json and tokenizer_config.json disagree about {token['content']!r}")
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    missing = dict.fromkeys(text for text in special.values() if text not in known and tokenizer.token_to_id(text))
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
+    return tokenizer
+
+
+def _special_tokens(settings: dict[str, Any], older: dict[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in _SPECIAL_NAMES:
+        value = settings.get(name) or older.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if value:
+            found[name] = str(value)
+    return found
+
+
+def _template_source(path: Path, settings: dict[str, Any]) -> str | None:
+    if (path / "chat_template.jinja").is_file():
+        return (path / "chat_template.jinja").read_text()
+    source = settings.get("chat_template")
+    if isinstance(source, list):
+        named = {entry["name"]: entry["template"] for entry in source}
+        if "default" not in named:
+            raise ModelError(f"{path}: of its chat templates ({', '.join(named)}) none is the default")
+        source = named["default"]
+    return source
+
+
+def _stop_token_ids(path: Path, tokenizer: Tokenizer, special: Mapping[str, str]) -> set[int]:
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(path / name).get("eos_token_id")
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    if (end := special.get("eos_token")) is not None:
+        id = tokenizer.token_to_id(end)
+        if id is None:
+            raise ModelError(f"{path}: its eos_token {end!r} is not in tokenizer.json")
+        found.add(id)
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in this file; an empty one where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {_first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} does not hold a JSON object")
+    return value
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

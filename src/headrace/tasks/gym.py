@@ -1,0 +1,228 @@
+"""Any reasoning-gym dataset as a task, judged by its own verifier.
+
+Held-out questions come from another seed and are fixed first; a training question that equals one of them is replaced
+by the next that does not, so the two never meet, and training questions are only generated when they are drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+from headrace.errors import ConfigError
+from headrace.tasks.base import Judge
+from headrace.tasks.single_turn import SingleTurnTask
+from headrace.types import Prompt
+
+VERIFIER = "headrace.tasks.gym:verifier"
+"""What reward workers are started with; its arguments are `GymTask.verifier_arguments`."""
+
+_HELDOUT_SEED_OFFSET = 10**9
+"""Far away, since these datasets derive item i from `seed + i`."""
+
+
+class GymTask(SingleTurnTask):
+    """`size` training questions of a dataset, and `heldout` different ones."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        judge: Judge,
+        config: dict[str, Any] | None = None,
+        seed: int = 0,
+        size: int = 10_000,
+        heldout: int = 0,
+        system: str | None = None,
+        suffix: str = "",
+        answer_pattern: str | None = None,
+    ) -> None:
+        """`suffix` follows every question; `answer_pattern` finds the answer in a completion (see `extract_answer`)."""
+        self._pattern = compile_pattern(answer_pattern)
+        config = config or {}
+        phrase = _Phrasing(system, suffix)
+        # Some questions come twice, so more are at hand than are wanted.
+        source = create_dataset(name, {**config, "seed": _heldout_seed(seed), "size": 4 * heldout + 16})
+        chosen = _distinct(name, source, heldout)
+        data = create_dataset(name, {**config, "seed": seed, "size": size})
+        super().__init__(
+            GymPrompts(data, f"{name}/{seed}", phrase, avoid=frozenset(entry["question"] for entry in chosen)),
+            [phrase.prompt(f"{name}/{seed}/heldout/{i}", entry) for i, entry in enumerate(chosen)],
+            judge,
+        )
+
+    @staticmethod
+    def verifier_arguments(name: str, config: dict[str, Any], answer_pattern: str | None) -> dict[str, Any]:
+        """What `verifier` is called with in each reward worker."""
+        return {"name": name, "config": config, "answer_pattern": answer_pattern}
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        """The dataset's own answer, where it has one and `answer_pattern` would find it as it stands."""
+        answer = prompt.data["entry"]["answer"]
+        if not isinstance(answer, str) or extract_answer(self._pattern, answer) != answer:
+            return None
+        return answer
+
+
+class GymPrompts(Sequence[Prompt]):
+    """The training prompts of a dataset, generated when they are asked for."""
+
+    def __init__(self, dataset: Any, origin: str, phrase: _Phrasing, avoid: frozenset[str]) -> None:
+        self._dataset = dataset
+        self._origin = origin
+        self._phrase = phrase
+        self._avoid = avoid
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        size = len(self)
+        if not -size <= index < size:
+            raise IndexError(index)
+        index %= size
+        for step in range(size):
+            entry = self._dataset[(index + step) % size]
+            if entry["question"] not in self._avoid:
+                return self._phrase.prompt(f"{self._origin}/{index}", entry)
+        raise ConfigError(f"[task] name: every question of {self._origin} is held out; there are too few of them")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Phrasing:
+    """How a question is put to the policy."""
+
+    system: str | None
+    suffix: str
+
+    def prompt(self, id: str, entry: dict[str, Any]) -> Prompt:
+        opening = [] if self.system is None else [{"role": "system", "content": self.system}]
+        question = {"role": "user", "content": entry["question"] + self.suffix}
+        return Prompt(id=id, messages=[*opening, question], data={"entry": pack(entry)})
+
+
+def verifier(name: str, config: dict[str, Any], answer_pattern: str | None) -> Callable[..., dict[str, float]]:
+    """The reward function of a dataset, made once in each reward worker."""
+    dataset = create_dataset(name, {**config, "seed": 0, "size": 1})
+    pattern = compile_pattern(answer_pattern)
+
+    def verify(completion: str, entry: dict[str, Any]) -> dict[str, float]:
+        answer = extract_answer(pattern, completion)
+        if answer is None:
+            return {"reward": 0.0, "answered": 0.0}
+        return {"reward": float(dataset.score_answer(answer, unpack(entry))), "answered": 1.0}
+
+    return verify
+
+
+def create_dataset(name: str, config: dict[str, Any]) -> Any:
+    """A reasoning-gym dataset; what is wrong with its name or configuration is one line."""
+    try:
+        from reasoning_gym.factory import DATASETS
+        from reasoning_gym.factory import create_dataset as create
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f'[task] kind = "gym" needs reasoning-gym: pip install "headrace[tasks]" ({error.name} is missing)'
+        ) from error
+    if name not in DATASETS:
+        close = difflib.get_close_matches(name, DATASETS, n=3)
+        hint = f"; did you mean {', '.join(close)}?" if close else ""
+        raise ConfigError(f"[task] name: reasoning-gym has no dataset {name!r}{hint}")
+    keys = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.init]
+    if unknown := [key for key in config if key not in keys]:
+        allowed = ", ".join(key for key in keys if key not in ("seed", "size"))
+        raise ConfigError(f"[task] config: {name} has no key {unknown[0]!r}; it takes {allowed}")
+    try:
+        return create(name, **config)
+    except (AssertionError, ValueError, TypeError, KeyError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"[task] config: reasoning-gym refuses it for {name}: {first}") from error
+
+
+def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:
+    """The configured `answer_pattern`; dots match line breaks."""
+    if pattern is None:
+        return None
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"[task] answer_pattern: {pattern!r} is not a regular expression: {error}") from error
+
+
+def extract_answer(pattern: re.Pattern[str] | None, completion: str) -> str | None:
+    """The first group (or the whole) of the pattern's *last* match, since a policy may change its mind.
+
+    Without a pattern it is the whole completion; None if the pattern does not match.
+    """
+    if pattern is None:
+        return completion.strip()
+    matches = list(pattern.finditer(completion))
+    if not matches:
+        return None
+    found = matches[-1].group(1) if pattern.groups else matches[-1].group()
+    return None if found is None else found.strip()
+
+
+def pack(value: Any) -> Any:
+    """An entry as JSON values, from which `unpack` restores it exactly.
+
+    Verifiers tell tuples from lists, and wires end at 64 bits.
+    """
+    if isinstance(value, tuple | set | frozenset):
+        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        return {"$": type(value).__name__, "items": [pack(item) for item in items]}
+    if isinstance(value, list):
+        return [pack(item) for item in value]
+    if isinstance(value, dict):
+        if "$" not in value and all(isinstance(key, str) for key in value):
+            return {key: pack(item) for key, item in value.items()}
+        return {"$": "dict", "items": [[pack(key), pack(item)] for key, item in value.items()]}
+    if isinstance(value, int) and value.bit_length() > 63:
+        return {"$": "int", "items": str(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if hasattr(value, "item"):  # a numpy scalar
+        return pack(value.item())
+    raise ConfigError(f"[task] name: an entry of the dataset holds a {type(value).__name__}, which cannot be stored")
+
+
+def unpack(value: Any) -> Any:
+    """The value that `pack` was given."""
+    if isinstance(value, list):
+        return [unpack(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$" not in value:
+        return {key: unpack(item) for key, item in value.items()}
+    if value["$"] == "int":
+        return int(value["items"])
+    makers: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}
+    return makers[value["$"]](unpack(item) for item in value["items"])
+
+
+def _heldout_seed(seed: int) -> int:
+    return (seed + _HELDOUT_SEED_OFFSET) % 2**32
+
+
+def _distinct(name: str, dataset: Any, count: int) -> list[dict[str, Any]]:
+    """`count` entries with different questions."""
+    found: dict[str, dict[str, Any]] = {}
+    for index in range(len(dataset)):
+        if len(found) == count:
+            break
+        entry = dataset[index]
+        found.setdefault(entry["question"], entry)
+    if len(found) < count:
+        raise ConfigError(
+            f"[evaluate] prompts: {name} gave only {len(found)} different questions in {len(dataset)}, not {count}"
+        )
+    return list(found.values())

@@ -1,0 +1,88 @@
+"""A name in the configuration becomes a function: `module:function` or `path/to/file.py:function`.
+
+Whatever goes wrong on the way is one `ConfigError` line that says which part of the name is at fault.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headrace.errors import ConfigError
+
+
+def import_function(reference: str) -> Callable[..., Any]:
+    """The callable behind the name.
+
+    Modules are looked for as Python does, and last in the working directory; a file may import its neighbours.
+    """
+    where, separator, name = reference.rpartition(":")
+    if not separator or not where or not name:
+        raise ConfigError(f"{reference!r} must be `module:function` or `path/to/file.py:function`")
+    module = _load_file(where) if where.endswith(".py") else _load_module(where)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{reference!r}: {where} has no {name!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{reference!r}: {name} is a {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def _load_module(name: str) -> ModuleType:
+    _add_path(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise ConfigError(f"there is no module {error.name!r} (looked for {name!r})") from error
+        raise ConfigError(f"importing {name} raised {describe(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"importing {name} raised {describe(error)}") from error
+
+
+def _load_file(name: str) -> ModuleType:
+    path = Path(name).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"there is no file {name}")
+    # One file is one module however it is spelt, and never shadows an installed one.
+    module_name = f"headrace_file_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    _add_path(path.parent)
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{name} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and forward references look their module up while it is still being executed.
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise ConfigError(f"importing {name} raised {describe(error)}") from error
+    return module
+
+
+def describe(error: BaseException) -> str:
+    """An exception of the user's code as one line: its type, its message, and the line that raised it."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<frozen"):
+        text += f" ({Path(trace.tb_frame.f_code.co_filename).name}, line {trace.tb_lineno})"
+    return text
+
+
+def _add_path(directory: Path) -> None:
+    if str(directory) not in sys.path:
+        sys.path.append(str(directory))

@@ -1,0 +1,65 @@
+"""An endless, seeded, resumable order over prompts.
+
+The order is a pure function of (seed, number of prompts): the n-th draw is the same in every run, on every machine and
+after every restart, and each epoch holds every prompt once. Only one epoch's permutation is ever in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.errors import DataError
+from headrace.types import Prompt
+
+UInt64Array = npt.NDArray[np.uint64]
+
+
+class PromptSource:
+    """Draws prompts, epoch after epoch, each in a new order."""
+
+    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
+        if not len(prompts):
+            raise DataError("the task has no training prompts")
+        self._prompts = prompts
+        self._seed = seed
+        self._position = 0
+        self._epoch = -1
+        self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
+
+    @property
+    def position(self) -> int:
+        """How many prompts were drawn, over all epochs: what `seek` takes to go on from here."""
+        return self._position
+
+    def seek(self, position: int) -> None:
+        """Go to where `position` prompts have been drawn."""
+        if position < 0:
+            raise ValueError(f"a position cannot be {position}")
+        self._position = position
+
+    def draw(self) -> Prompt:
+        """The next prompt."""
+        epoch, offset = divmod(self._position, len(self._prompts))
+        if epoch != self._epoch:
+            self._order = permutation(self._seed, epoch, len(self._prompts))
+            self._epoch = epoch
+        self._position += 1
+        return self._prompts[int(self._order[offset])]
+
+
+def permutation(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
+    """The order of one epoch. Keyed hashes are sorted, so that no library's random stream is part of the contract."""
+    key = _mix(np.asarray([seed % 2**64], np.uint64))
+    key = _mix(key ^ np.asarray([epoch % 2**64], np.uint64))
+    return np.argsort(_mix(np.arange(size, dtype=np.uint64) ^ key), kind="stable")
+
+
+def _mix(values: UInt64Array) -> UInt64Array:
+    """The splitmix64 finaliser: a bijection of 64 bits, so equal keys cannot occur."""
+    mixed = values + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

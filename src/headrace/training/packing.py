@@ -1,0 +1,185 @@
+"""The plan of a step's forward passes: which tokens are computed together, and where log-probabilities are read.
+
+Every trained token of a batch is predicted exactly once, from the tokens before it in its own sequence. A row holds at
+most the budget, unless a single sequence is longer. Pure arithmetic: equal batches give equal plans. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.types import Batch, Int32Array
+
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of a row: a sequence, a prefix that several share, or what one of those has of its own."""
+
+    start: int
+    length: int
+    prefix: int | None = None
+    """The index of the segment that comes before this one in its sequence; None where a sequence begins."""
+
+    @property
+    def end(self) -> int:
+        """One past the last token."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One row of N packed tokens, and M trained tokens to be read from it."""
+
+    token_ids: Index  # [N]
+    position_ids: Index  # [N], counted within each sequence
+    segments: tuple[Segment, ...]
+    predictors: Index  # [M], where in the row the logits of a trained token are; several may share one
+    targets: Index  # [M], the trained token's id
+    sources: Index  # [M], the trained token's place in the batch
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """A sequence of the batch up to its last trained token, which is a target and needs no computing itself."""
+
+    offset: int
+    token_ids: Int32Array
+    trained: Index
+    """Places of the trained tokens within the sequence."""
+    targets: Int32Array
+
+    @property
+    def context(self) -> int:
+        """How many tokens come before the first trained one."""
+        return int(self.trained[0])
+
+
+@dataclass(frozen=True)
+class _Family:
+    """Sequences that begin with the same `prefix` tokens; zero where nothing is shared."""
+
+    members: tuple[_Sequence, ...]
+    prefix: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prefix + sum(len(member.token_ids) - self.prefix for member in self.members)
+
+
+def plan(batch: Batch, *, micro_batch_tokens: int, share_prefixes: bool) -> list[MicroBatch]:
+    """The rows of a step, in the order in which they are computed."""
+    families: dict[int, list[_Sequence]] = {}
+    for number, (group, sequence) in enumerate(_sequences(batch)):
+        families.setdefault(group if share_prefixes else number, []).append(sequence)
+    pieces = [piece for members in families.values() for piece in _pieces(members, micro_batch_tokens)]
+    # First fit, longest first: close to the fewest rows; the sort is stable, so the plan is a function of the batch.
+    rows: list[list[_Family]] = []
+    room: list[int] = []
+    for piece in sorted(pieces, key=lambda piece: -piece.tokens):
+        row = next((i for i, free in enumerate(room) if piece.tokens <= free), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(micro_batch_tokens)
+        rows[row].append(piece)
+        room[row] -= piece.tokens
+    return [_row(families_of_row) for families_of_row in rows]
+
+
+def plan_scoring(token_ids: Int32Array) -> MicroBatch:
+    """A row of one sequence in which every token but the first is read."""
+    whole = _Sequence(0, token_ids[:-1], np.arange(1, len(token_ids)), token_ids[1:])
+    return _row([_Family((whole,), 0)])
+
+
+def _sequences(batch: Batch) -> Iterator[tuple[int, _Sequence]]:
+    ends = np.cumsum(batch.lengths, dtype=np.int64)
+    for group, start, end in zip(batch.groups, ends - batch.lengths, ends, strict=True):
+        trained = np.flatnonzero(batch.trained[start:end])
+        if len(trained) == 0:
+            continue
+        if trained[0] == 0:
+            raise ValueError("the first token of a sequence has nothing before it to be predicted from")
+        tokens = batch.token_ids[start:end]
+        yield int(group), _Sequence(int(start), tokens[: int(trained[-1])], trained, tokens[trained])
+
+
+def _pieces(members: Sequence[_Sequence], budget: int) -> Iterator[_Family]:
+    """A family, cut where it is larger than the budget; every piece repeats the prefix."""
+    shared = _common_prefix(members)
+    taken: list[_Sequence] = []
+    size = shared
+    for member in members:
+        own = len(member.token_ids) - shared
+        if taken and size + own > budget:
+            yield _family(taken)
+            taken, size = [], shared
+        taken.append(member)
+        size += own
+    yield _family(taken)
+
+
+def _family(members: Sequence[_Sequence]) -> _Family:
+    return _Family(tuple(members), _common_prefix(members))
+
+
+def _common_prefix(members: Sequence[_Sequence]) -> int:
+    """How many leading tokens, none of them trained, all members have in common; none for a member alone."""
+    if len(members) < 2:
+        return 0
+    first = members[0].token_ids
+    shared = min(member.context for member in members)
+    for member in members[1:]:
+        differs = np.flatnonzero(first[:shared] != member.token_ids[:shared])
+        shared = int(differs[0]) if len(differs) else shared
+    return shared
+
+
+def _row(families: Sequence[_Family]) -> MicroBatch:
+    tokens: list[Int32Array] = []
+    positions: list[Index] = []
+    segments: list[Segment] = []
+    predictors: list[Index] = []
+    targets: list[Int32Array] = []
+    sources: list[Index] = []
+    filled = 0
+
+    def add(token_ids: Int32Array, first_position: int, prefix: int | None) -> None:
+        nonlocal filled
+        tokens.append(token_ids)
+        positions.append(np.arange(first_position, first_position + len(token_ids)))
+        segments.append(Segment(filled, len(token_ids), prefix))
+        filled += len(token_ids)
+
+    for family in families:
+        prefix = None
+        if family.prefix:
+            prefix = len(segments)
+            add(family.members[0].token_ids[: family.prefix], 0, None)
+        for member in family.members:
+            own_start = filled
+            add(member.token_ids[family.prefix :], family.prefix, prefix)
+            # The token at place t is predicted at t - 1, which for the first one may lie in the shared prefix.
+            places = member.trained - 1
+            own = places - family.prefix + own_start
+            predictors.append(
+                own if prefix is None else np.where(places < family.prefix, segments[prefix].end - 1, own)
+            )
+            targets.append(member.targets)
+            sources.append(member.offset + member.trained)
+    return MicroBatch(
+        token_ids=np.concatenate(tokens).astype(np.int64),
+        position_ids=np.concatenate(positions).astype(np.int64),
+        segments=tuple(segments),
+        predictors=np.concatenate(predictors).astype(np.int64),
+        targets=np.concatenate(targets).astype(np.int64),
+        sources=np.concatenate(sources).astype(np.int64),
+    )

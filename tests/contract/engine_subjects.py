@@ -1,0 +1,158 @@
+"""The engines under contract. To add one: write a factory like those below and name it in `FACTORIES`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headrace.config.schema import EngineConfig
+from headrace.delivery.base import Manifest
+from headrace.delivery.publisher import Publisher
+from headrace.delivery.transports.shm import ShmSender
+from headrace.engines.base import Engine
+from headrace.engines.embedded.engine import EmbeddedEngine
+from headrace.engines.fake import FakeEngine
+from headrace.engines.fake_policy import FakePolicy
+from headrace.engines.pool import EnginePool
+from headrace.models.loading import named_weights
+from headrace.types import Float32Array, Int32Array
+
+SLOTS = 4
+VOCABULARY = 64
+MAX_LENGTH = 4096
+
+
+@dataclass
+class Subject:
+    """An engine and what a test needs to drive and to check it."""
+
+    engine: Engine
+    publish: Callable[[int], Awaitable[Manifest]]
+    """Publishes weights for this version, different from those of every other version, and returns their manifest."""
+    reference: Callable[[int, Int32Array], Float32Array]
+    """Log-probabilities of tokens 1..n under a published version, computed without the engine."""
+    slots: int = SLOTS
+    """Sequences that the engine runs at a time, all members together."""
+    vocabulary: int = VOCABULARY
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a factory is asked for."""
+
+    tmp_path: Path
+    model_dir: Path
+    interrupt: Literal["never", "abort"]
+
+
+Factory = Callable[[Setting], AbstractAsyncContextManager[Subject]]
+
+
+@asynccontextmanager
+async def fake(setting: Setting) -> AsyncIterator[Subject]:
+    policy = FakePolicy(VOCABULARY)
+    engine = FakeEngine(policy=policy, slots=SLOTS, interrupt=setting.interrupt)
+    try:
+        yield Subject(engine=engine, publish=_fake_publish(policy), reference=_fake_reference(policy))
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def pool_of_fakes(setting: Setting) -> AsyncIterator[Subject]:
+    policy = FakePolicy(VOCABULARY)
+    members = [
+        FakeEngine(name=f"fake{i}", policy=policy, slots=SLOTS // 2, interrupt=setting.interrupt) for i in range(2)
+    ]
+    engine = EnginePool(members)
+    try:
+        yield Subject(engine=engine, publish=_fake_publish(policy), reference=_fake_reference(policy))
+    finally:
+        await engine.close()
+
+
+@asynccontextmanager
+async def embedded(setting: Setting) -> AsyncIterator[Subject]:
+    trainer = TinyTrainer(setting.model_dir)
+    config = EngineConfig(slots=SLOTS, block_size=8, prefill_chunk=32, interrupt=setting.interrupt, kv="recompute")
+    engine = EmbeddedEngine.from_path(setting.model_dir, config, max_length=MAX_LENGTH, name="embedded")
+    try:
+        yield Subject(engine=engine, publish=trainer.publish, reference=trainer.reference)
+    finally:
+        await engine.close()
+        trainer.close()
+
+
+FACTORIES: dict[str, Factory] = {"fake": fake, "pool": pool_of_fakes, "embedded": embedded}
+
+
+class TinyTrainer:
+    """Publishes a random model's weights, new ones for each version, and scores with plain Hugging Face code."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model: Any = LlamaForCausalLM.from_pretrained(model_dir, attn_implementation="eager").eval()
+        self._sender = ShmSender(f"contract-{id(self):x}")
+        self._publisher = Publisher(self._sender, "float32", 1e-3, np.arange(1, 13, dtype=np.int32))
+        self._versions: dict[int, dict[str, torch.Tensor]] = {}
+
+    async def publish(self, version: int) -> Manifest:
+        noise = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for weight in named_weights(self._model).values():
+                weight.add_(0.05 * torch.randn(weight.shape, generator=noise))
+        weights = {name: weight.clone() for name, weight in named_weights(self._model).items()}
+        for older in self._versions:
+            self._publisher.acknowledged(older)
+        self._versions[version] = weights
+        future = self._publisher.publish(version, version - 1, version, weights, self._score)
+        return await asyncio.wait_for(asyncio.wrap_future(future), 20)
+
+    def reference(self, version: int, token_ids: Int32Array) -> Float32Array:
+        with torch.no_grad():
+            for name, weight in named_weights(self._model).items():
+                weight.copy_(self._versions[version][name])
+        return self._score(token_ids)
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def _score(self, token_ids: Int32Array) -> Float32Array:
+        ids = torch.from_numpy(np.asarray(token_ids, np.int64))[None]
+        with torch.no_grad():
+            logprobs = self._model(ids).logits.float().log_softmax(-1)[0, :-1]
+        return np.asarray(logprobs.gather(1, ids[0, 1:, None])[:, 0].numpy(), np.float32)
+
+
+def save_tiny_llama(path: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=MAX_LENGTH,
+        initializer_range=0.5,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+
+
+def _fake_publish(policy: FakePolicy) -> Callable[[int], Awaitable[Manifest]]:
+    async def publish(version: int) -> Manifest:
+        return policy.manifest(version, parent=version - 1)
+
+    return publish
+
+
+def _fake_reference(policy: FakePolicy) -> Callable[[int, Int32Array], Float32Array]:
+    return lambda version, token_ids: policy.score(token_ids, version)

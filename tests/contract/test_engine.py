@@ -1,0 +1,444 @@
+"""What every engine keeps. Nothing here knows which engine it runs on; `engine_subjects.py` makes them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+from engine_subjects import Factory, Setting, Subject
+
+from headrace.engines.base import Delta, Engine, EngineStats, FinishReason, Request, Sampling
+from headrace.errors import HeadraceError
+
+T = TypeVar("T")
+
+SECONDS = 20.0
+"""No wait of a test is longer than this."""
+LONG = 3000
+"""Tokens of a request that is still running when a test acts on it."""
+
+
+@dataclass
+class Completion:
+    """Deltas, joined as they come."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: str = ""
+
+    def add(self, delta: Delta) -> None:
+        assert self.finish is None, "a delta came after the last one"
+        assert len(delta.token_ids) == len(delta.logprobs) == len(delta.versions)
+        self.token_ids += delta.token_ids.tolist()
+        self.logprobs += delta.logprobs.tolist()
+        self.versions += delta.versions.tolist()
+        self.finish, self.error = delta.finish, delta.error
+
+
+async def soon(awaitable: Awaitable[T]) -> T:
+    async with asyncio.timeout(SECONDS):
+        return await awaitable
+
+
+def ask(id: str, prompt: list[int] | None = None, *, priority: int = 0, **sampling: object) -> Request:
+    sampling = {"max_tokens": 12, "temperature": 1.0, "seed": 7, **sampling}
+    token_ids = np.array([3, 1, 4, 1, 5] if prompt is None else prompt, np.int32)
+    return Request(id=id, token_ids=token_ids, sampling=Sampling(**sampling), priority=priority)  # type: ignore[arg-type]
+
+
+class Stream:
+    """A request under way; `completion` grows while it is watched."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self.request = request
+        self.completion = Completion()
+        self._deltas: AsyncIterator[Delta] = engine.generate(request)
+
+    async def until(self, enough: Callable[[Completion], bool]) -> Completion:
+        async with asyncio.timeout(SECONDS):
+            while not enough(self.completion):
+                delta = await anext(self._deltas)
+                assert delta.id == self.request.id
+                self.completion.add(delta)
+        return self.completion
+
+    async def begun(self) -> Completion:
+        """Until there is a token; the request must still be running then."""
+        completion = await self.until(lambda c: bool(c.token_ids) or c.finish is not None)
+        assert completion.finish is None, "the request is too short for this test"
+        return completion
+
+    async def end(self) -> Completion:
+        completion = await self.until(lambda c: c.finish is not None)
+        with pytest.raises(StopAsyncIteration):
+            await soon(anext(self._deltas))
+        return completion
+
+    async def close(self) -> None:
+        await soon(self._deltas.aclose())  # type: ignore[attr-defined]
+
+
+async def complete(engine: Engine, request: Request) -> Completion:
+    return await Stream(engine, request).end()
+
+
+async def complete_all(engine: Engine, requests: list[Request]) -> list[Completion]:
+    return await soon(asyncio.gather(*(complete(engine, request) for request in requests)))
+
+
+async def eventually(engine: Engine, holds: Callable[[EngineStats], bool]) -> EngineStats:
+    """Counters may trail the deltas by a moment."""
+    async with asyncio.timeout(SECONDS):
+        while True:
+            stats = await engine.stats()
+            if holds(stats):
+                return stats
+            await asyncio.sleep(0.01)
+
+
+def idle(stats: EngineStats) -> bool:
+    return stats.running == stats.waiting == 0 and stats.free_blocks == stats.total_blocks
+
+
+def assert_recorded(subject: Subject, request: Request, completion: Completion) -> None:
+    """Each token's log-probability is that of the version it is tagged with, given all tokens before it."""
+    whole = np.concatenate([request.token_ids, np.array(completion.token_ids, np.int32)])
+    for version in set(completion.versions):
+        reference = subject.reference(version, whole)[len(request.token_ids) - 1 :]
+        mine = np.array(completion.versions) == version
+        np.testing.assert_allclose(np.array(completion.logprobs)[mine], reference[mine], atol=1e-4)
+
+
+async def load(subject: Subject, version: int) -> None:
+    proof = await soon(subject.engine.load(await subject.publish(version)))
+    assert proof.accepted and not proof.quarantined and proof.version == version, proof.reason
+
+
+# Completions
+
+
+async def test_deltas_make_the_completion(subject: Subject) -> None:
+    request = ask("a", max_tokens=40)
+    completion = await complete(subject.engine, request)
+    assert completion.finish == "length" and completion.error == ""
+    assert len(completion.token_ids) == 40
+    assert all(0 <= token < subject.vocabulary for token in completion.token_ids)
+    assert completion.versions == [1] * 40
+    assert_recorded(subject, request, completion)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 33])
+async def test_the_length_limit_is_exact(subject: Subject, max_tokens: int) -> None:
+    completion = await complete(subject.engine, ask("a", max_tokens=max_tokens))
+    assert (len(completion.token_ids), completion.finish) == (max_tokens, "length")
+
+
+async def test_a_stop_token_ends_the_sequence_and_is_part_of_it(subject: Subject) -> None:
+    free = (await complete(subject.engine, ask("free", max_tokens=30))).token_ids
+    at = next(i for i in range(3, 30) if free[i] not in free[:i])
+    stopped = await complete(subject.engine, ask("stopped", max_tokens=30, stop_token_ids=(free[at],)))
+    assert (stopped.token_ids, stopped.finish) == (free[: at + 1], "stop")
+    last = await complete(subject.engine, ask("last", max_tokens=at + 1, stop_token_ids=(free[at],)))
+    assert (last.token_ids, last.finish) == (free[: at + 1], "stop")
+
+
+async def test_greedy_does_not_depend_on_the_seed(subject: Subject) -> None:
+    one, two = [await complete(subject.engine, ask(f"{s}", temperature=0.0, seed=s, max_tokens=30)) for s in (1, 2)]
+    assert one.token_ids == two.token_ids
+    assert_recorded(subject, ask("1"), one)
+
+
+async def test_the_best_token_alone_is_certain(subject: Subject) -> None:
+    greedy = await complete(subject.engine, ask("greedy", temperature=0.0))
+    single = await complete(subject.engine, ask("single", top_k=1))
+    assert single.token_ids == greedy.token_ids
+    np.testing.assert_allclose(single.logprobs, 0.0, atol=1e-6)
+
+
+async def test_seeds_matter_and_neighbours_do_not(subject: Subject) -> None:
+    request = ask("alone", max_tokens=25, seed=11)
+    alone = await complete(subject.engine, request)
+    crowd = [ask(f"n{i}", list(range(1, 2 + 5 * i)), max_tokens=5 + 7 * i, seed=i) for i in range(2 * subject.slots)]
+    together = await complete_all(subject.engine, [*crowd[:5], msgspec.structs.replace(request, id="with"), *crowd[5:]])
+    assert together[5].token_ids == alone.token_ids
+    np.testing.assert_allclose(together[5].logprobs, alone.logprobs, atol=1e-4)
+    other = await complete(subject.engine, ask("other", max_tokens=25, seed=12))
+    assert other.token_ids != alone.token_ids
+
+
+async def test_scores_are_the_log_probabilities_of_greedy_tokens(subject: Subject) -> None:
+    request = ask("a", temperature=0.0, max_tokens=20)
+    completion = await complete(subject.engine, request)
+    whole = np.concatenate([request.token_ids, np.array(completion.token_ids, np.int32)])
+    scores = await soon(subject.engine.score(whole))
+    assert scores.shape == (len(whole) - 1,)
+    np.testing.assert_allclose(scores, subject.reference(1, whole), atol=1e-4)
+    np.testing.assert_allclose(scores[len(request.token_ids) - 1 :], completion.logprobs, atol=1e-4)
+
+
+# Many requests
+
+
+async def test_more_requests_than_slots_all_finish_and_the_counters_add_up(subject: Subject) -> None:
+    requests = [ask(f"{i}", max_tokens=3 + i, seed=i) for i in range(3 * subject.slots)]
+    completions = await complete_all(subject.engine, requests)
+    assert [len(c.token_ids) for c in completions] == [3 + i for i in range(3 * subject.slots)]
+    stats = await eventually(subject.engine, idle)
+    assert stats.version == 1
+    assert stats.generated_tokens == sum(len(c.token_ids) for c in completions)
+    assert stats.prefilled_tokens >= len(requests[0].token_ids)
+
+
+async def test_no_more_than_the_slots_run_at_a_time(subject: Subject) -> None:
+    streams = [Stream(subject.engine, ask(f"{i}", max_tokens=LONG)) for i in range(subject.slots + 2)]
+    running = [asyncio.create_task(stream.end()) for stream in streams]
+    await eventually(subject.engine, lambda s: (s.running, s.waiting) == (subject.slots, 2))
+    await soon(subject.engine.abort())
+    assert {(await soon(task)).finish for task in running} == {"aborted"}
+
+
+async def test_a_lower_priority_number_goes_first(subject: Subject) -> None:
+    await soon(subject.engine.pause())
+    ended: list[str] = []
+
+    async def finish(request: Request) -> None:
+        await complete(subject.engine, request)
+        ended.append(request.id)
+
+    patient = [ask(f"{i}", max_tokens=20, priority=1) for i in range(3 * subject.slots)]
+    tasks = [asyncio.create_task(finish(request)) for request in [*patient, ask("urgent", max_tokens=20)]]
+    await eventually(subject.engine, lambda s: s.running + s.waiting == len(tasks))
+    await soon(subject.engine.resume())
+    await soon(asyncio.gather(*tasks))
+    assert ended.index("urgent") < subject.slots
+
+
+async def test_a_duplicate_id_is_an_error_for_that_request_only(subject: Subject) -> None:
+    alone = await complete(subject.engine, ask("reference", max_tokens=60))
+    first = Stream(subject.engine, ask("same", max_tokens=60))
+    running = asyncio.create_task(first.end())
+    await asyncio.sleep(0)
+    second = await complete(subject.engine, ask("same", max_tokens=5))
+    assert second.finish == "failed" and "same" in second.error
+    assert (await soon(running)).token_ids == alone.token_ids
+    await eventually(subject.engine, idle)
+
+
+async def test_a_request_that_cannot_be_served_fails_alone(subject: Subject) -> None:
+    good, bad = await complete_all(subject.engine, [ask("good"), ask("bad", [])])
+    assert good.finish == "length"
+    assert bad.finish == "failed" and bad.error and not bad.token_ids
+    await eventually(subject.engine, idle)
+
+
+# Abort, close, pause
+
+
+async def test_abort_returns_the_partial_and_a_prefix_resumes_it(subject: Subject) -> None:
+    stream = Stream(subject.engine, ask("a", max_tokens=LONG))
+    await stream.begun()
+    await soon(subject.engine.abort(["a"]))
+    partial = await stream.end()
+    assert partial.finish == "aborted" and 0 < len(partial.token_ids) < LONG
+
+    n = len(partial.token_ids)
+    resumed = await complete(subject.engine, ask("b", [3, 1, 4, 1, 5, *partial.token_ids], max_tokens=20))
+    whole = await complete(subject.engine, ask("c", max_tokens=n + 20))
+    assert partial.token_ids + resumed.token_ids == whole.token_ids
+    np.testing.assert_allclose(partial.logprobs + resumed.logprobs, whole.logprobs, atol=1e-4)
+
+
+async def test_abort_ends_the_named_requests_only(subject: Subject) -> None:
+    streams = [Stream(subject.engine, ask(f"{i}", max_tokens=LONG)) for i in range(2)]
+    for stream in streams:
+        await stream.begun()
+    await soon(subject.engine.abort(["0", "nobody"]))
+    assert (await streams[0].end()).finish == "aborted"
+    before = len(streams[1].completion.token_ids)
+    await streams[1].until(lambda c: len(c.token_ids) > before)
+    assert streams[1].completion.finish is None
+    await streams[1].close()
+
+
+async def test_abort_of_all_ends_running_and_waiting(subject: Subject) -> None:
+    streams = [Stream(subject.engine, ask(f"{i}", max_tokens=LONG)) for i in range(2 * subject.slots)]
+    tasks = [asyncio.create_task(stream.end()) for stream in streams]
+    await eventually(subject.engine, lambda s: s.running == s.waiting == subject.slots and s.generated_tokens > 0)
+    await soon(subject.engine.abort())
+    completions = await soon(asyncio.gather(*tasks))
+    assert all(c.finish == "aborted" for c in completions)
+    assert sum(bool(c.token_ids) for c in completions) >= 1
+    stats = await eventually(subject.engine, idle)
+    assert stats.generated_tokens == sum(len(c.token_ids) for c in completions)
+
+
+async def test_closing_the_iterator_frees_the_request(subject: Subject) -> None:
+    stream = Stream(subject.engine, ask("a", max_tokens=LONG))
+    await stream.begun()
+    await stream.close()
+    stats = await eventually(subject.engine, idle)
+    assert stats.generated_tokens < LONG
+
+
+async def test_cancelling_the_reader_frees_the_request(subject: Subject) -> None:
+    reader = asyncio.create_task(complete(subject.engine, ask("a", max_tokens=LONG)))
+    await eventually(subject.engine, lambda s: s.running == 1)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await soon(reader)
+    stats = await eventually(subject.engine, idle)
+    assert stats.generated_tokens < LONG
+
+
+async def test_pause_stops_tokens_and_resume_goes_on_where_it_was(subject: Subject) -> None:
+    stream = Stream(subject.engine, ask("a", max_tokens=LONG))
+    await stream.begun()
+    await soon(subject.engine.pause())
+    before = (await soon(subject.engine.stats())).generated_tokens
+    await asyncio.sleep(0.1)
+    stats = await soon(subject.engine.stats())
+    assert stats.generated_tokens == before < LONG
+    assert stats.running + stats.waiting == 1
+    await soon(subject.engine.resume())
+    await stream.until(lambda c: len(c.token_ids) >= before + 10)
+    await soon(subject.engine.abort())
+    paused = await stream.end()
+    n = len(paused.token_ids)
+    assert paused.token_ids == (await complete(subject.engine, ask("b", max_tokens=n))).token_ids
+
+
+async def test_close_unblocks_everybody_and_may_be_called_again(subject: Subject) -> None:
+    streams = [Stream(subject.engine, ask(f"{i}", max_tokens=LONG)) for i in range(2 * subject.slots)]
+    tasks = [asyncio.create_task(_outcome(stream.end())) for stream in streams]
+    await eventually(subject.engine, lambda s: s.running == subject.slots)
+    await soon(subject.engine.close())
+    assert set(await soon(asyncio.gather(*tasks))) <= {"failed", "aborted"}
+    await soon(subject.engine.close())
+    assert await soon(_outcome(complete(subject.engine, ask("late")))) == "failed"
+
+
+async def test_close_unblocks_a_paused_engine(subject: Subject) -> None:
+    await soon(subject.engine.pause())
+    waiting = asyncio.create_task(_outcome(complete(subject.engine, ask("a"))))
+    await eventually(subject.engine, lambda s: s.running + s.waiting == 1)
+    await soon(subject.engine.close())
+    assert await soon(waiting) in {"failed", "aborted"}
+
+
+async def _outcome(completion: Awaitable[Completion]) -> str:
+    """How a request ended; an error of ours is a way to fail."""
+    try:
+        return str((await completion).finish)
+    except HeadraceError:
+        return "failed"
+
+
+# Weights
+
+
+async def test_requests_wait_for_the_first_proved_version(fresh: Subject) -> None:
+    assert (await soon(fresh.engine.stats())).version == -1
+    request = ask("a")
+    running = asyncio.create_task(complete(fresh.engine, request))
+    await eventually(fresh.engine, lambda s: s.running + s.waiting == 1)
+    await asyncio.sleep(0.05)
+    assert not running.done() and (await soon(fresh.engine.stats())).generated_tokens == 0
+    await load(fresh, 3)
+    completion = await soon(running)
+    assert set(completion.versions) == {3}
+    assert_recorded(fresh, request, completion)
+
+
+async def test_a_load_changes_the_version_between_two_tokens_of_a_running_request(subject: Subject) -> None:
+    requests = [ask("a", max_tokens=LONG), ask("b", [2, 7, 1, 8], max_tokens=LONG, seed=3)]
+    streams = [Stream(subject.engine, request) for request in requests]
+    for stream in streams:
+        await stream.begun()
+    for version in (2, 5):
+        await load(subject, version)
+        assert (await soon(subject.engine.stats())).version == version
+        for stream in streams:
+            await stream.until(lambda c, version=version: c.versions[-1] == version)  # type: ignore[misc]
+    await soon(subject.engine.abort())
+    for request, stream in zip(requests, streams, strict=True):
+        completion = await stream.end()
+        assert completion.versions == sorted(completion.versions)
+        assert set(completion.versions) == {1, 2, 5}
+        assert_recorded(subject, request, completion)
+
+
+async def test_new_weights_are_really_served(subject: Subject) -> None:
+    before = await complete(subject.engine, ask("before", max_tokens=30))
+    await load(subject, 2)
+    request = ask("after", max_tokens=30)
+    after = await complete(subject.engine, request)
+    assert set(after.versions) == {2}
+    assert after.token_ids != before.token_ids
+    assert_recorded(subject, request, after)
+
+
+@pytest.mark.parametrize("wrong", ["digest", "older"])
+async def test_a_rejected_load_changes_nothing(fresh: Subject, wrong: str) -> None:
+    first = await fresh.publish(1)
+    assert (await soon(fresh.engine.load(first))).accepted
+    await load(fresh, 2)
+    stream = Stream(fresh.engine, ask("running", max_tokens=LONG))
+    await stream.begun()
+    if wrong == "digest":
+        manifest = await fresh.publish(3)
+        proof = await soon(fresh.engine.load(msgspec.structs.replace(manifest, digest=manifest.digest ^ 1)))
+    else:
+        proof = await soon(fresh.engine.load(first))
+    assert not proof.accepted and not proof.quarantined and proof.reason
+    assert (await soon(fresh.engine.stats())).version == 2
+
+    known = len(stream.completion.token_ids)
+    await stream.until(lambda c: len(c.token_ids) > known)
+    await soon(fresh.engine.abort())
+    completion = await stream.end()
+    assert set(completion.versions) == {2}
+    assert_recorded(fresh, stream.request, completion)
+    await load(fresh, 4)
+
+
+async def test_live_weights_that_fail_their_proof_serve_nothing(subject: Subject) -> None:
+    stream = Stream(subject.engine, ask("a", max_tokens=LONG))
+    await stream.begun()
+    manifest = await subject.publish(2)
+    manifest.canary = msgspec.structs.replace(manifest.canary, logprobs=manifest.canary.logprobs - 1)
+    proof = await soon(subject.engine.load(manifest))
+    assert not proof.accepted and proof.quarantined and proof.reason
+    stats = await soon(subject.engine.stats())
+    assert stats.version == -1
+    await asyncio.sleep(0.05)
+    assert (await soon(subject.engine.stats())).generated_tokens == stats.generated_tokens
+    await load(subject, 3)
+    completion = await stream.until(lambda c: c.versions[-1] == 3)
+    assert set(completion.versions) == {1, 3}
+    await stream.close()
+
+
+async def test_an_interrupting_load_returns_partials_that_resume_under_the_new_weights(
+    factory: Factory, setting: Setting
+) -> None:
+    async with factory(dataclasses.replace(setting, interrupt="abort")) as subject:
+        await load(subject, 1)
+        stream = Stream(subject.engine, ask("a", max_tokens=LONG))
+        await stream.begun()
+        await load(subject, 2)
+        partial = await stream.end()
+        assert partial.finish == "aborted" and set(partial.versions) == {1}
+        assert_recorded(subject, stream.request, partial)
+        request = ask("b", [3, 1, 4, 1, 5, *partial.token_ids], max_tokens=10)
+        resumed = await complete(subject.engine, request)
+        assert set(resumed.versions) == {2}
+        assert_recorded(subject, request, resumed)
+        await eventually(subject.engine, idle)

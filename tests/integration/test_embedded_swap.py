@@ -1,0 +1,436 @@
+"""Weights that change under running sequences: each token belongs to the version it is tagged with, and nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_models import join, make_model, plain, prompts, reference_greedy, reference_logprobs, request, run_out
+
+from headrace.config.schema import EngineConfig
+from headrace.delivery.base import Manifest
+from headrace.delivery.publisher import Publisher
+from headrace.delivery.transports import sender
+from headrace.engines.base import Delta
+from headrace.engines.embedded.core import EngineCore
+from headrace.engines.embedded.engine import EmbeddedEngine
+from headrace.engines.embedded.loop import EngineLoop
+from headrace.errors import HeadraceError
+from headrace.models.loading import named_weights
+from headrace.observe.spans import SpanRecorder
+
+CANARY = np.arange(1, 9, dtype=np.int32)
+
+
+class Trainer:
+    """Random weights by version: version v is seed v. Publishes them, and scores under any of them with plain HF."""
+
+    def __init__(self, family: str = "llama") -> None:
+        self.family = family
+        self.references: dict[int, Any] = {}
+        self._publisher = Publisher(sender("shm", uuid.uuid4().hex[:8]), "float32", 1e-3, CANARY)
+
+    def reference(self, version: int) -> Any:
+        if version not in self.references:
+            self.references[version] = plain(make_model(self.family, seed=version))
+        return self.references[version]
+
+    def publish(self, version: int) -> Manifest:
+        reference = self.reference(version)
+
+        def score(ids: np.ndarray) -> np.ndarray:
+            table = reference_logprobs(reference, ids[:1], ids[1:])
+            return table[np.arange(len(ids) - 1), ids[1:]].astype(np.float32)
+
+        manifest = self._publisher.publish(version, version - 1, version, named_weights(reference), score).result(30)
+        self._publisher.acknowledged(version)
+        return manifest
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def check(self, prompt: np.ndarray, delta: Delta, context: np.ndarray | None = None) -> None:
+        """Each log-probability equals a plain forward over the whole prefix under the version of its tag."""
+        for version in set(delta.versions.tolist()):
+            table = reference_logprobs(self.reference(version), prompt, delta.token_ids)
+            mine = delta.versions == version
+            expected = table[np.arange(len(delta.token_ids)), delta.token_ids]
+            np.testing.assert_allclose(delta.logprobs[mine], expected[mine], atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[Trainer]:
+    made = Trainer()
+    yield made
+    made.close()
+
+
+def new_core(version: int = -1, **changes: Any) -> EngineCore:
+    config = EngineConfig(**{"slots": 4, "block_size": 4, "prefill_chunk": 16, **changes})
+    return EngineCore(make_model("llama", seed=max(version, 0)), config, name="e", max_length=64, version=version)
+
+
+def steps(core: EngineCore, count: int) -> list[Delta]:
+    return [delta for _ in range(count) for delta in core.step()]
+
+
+def test_a_token_belongs_to_the_version_of_its_tag(trainer: Trainer) -> None:
+    core = new_core(prefill_chunk=7)
+    given = prompts([5, 12, 20, 9, 6])
+    core.submit(request(f"r{i}", p, 14, seed=i) for i, p in enumerate(given))
+    assert not core.has_work, "requests wait until the first version is proved"
+    assert core.step() == []
+    deltas: list[Delta] = []
+    for version in (0, 1, 2):
+        proof = core.swap(core.stage(trainer.publish(version)))
+        assert proof.accepted and core.version == version
+        before = core.stats().generated_tokens
+        deltas += steps(core, 6)
+        assert core.stats().generated_tokens > before
+    while core.has_work:
+        deltas += core.step()
+    done = join(deltas)
+    for i, prompt in enumerate(given):
+        delta = done[f"r{i}"]
+        assert delta.finish == "length" and len(delta.token_ids) == 14
+        assert (np.diff(delta.versions) >= 0).all()
+        trainer.check(prompt, delta)
+    assert set(done["r0"].versions.tolist()) >= {0, 1}
+    assert core.stats().free_blocks == core.stats().total_blocks
+
+
+def test_the_tag_changes_exactly_at_the_swap(trainer: Trainer) -> None:
+    core = new_core(version=0)
+    prompt = prompts([5])[0]
+    core.submit([request("r", prompt, 10, seed=3)])
+    deltas = steps(core, 4)
+    assert core.swap(core.stage(trainer.publish(3))).accepted
+    deltas += steps(core, 20)
+    delta = join(deltas)["r"]
+    assert delta.versions.tolist() == [0] * 4 + [3] * 6
+    trainer.check(prompt, delta)
+    # The check has teeth: under the other version the same tokens have other log-probabilities.
+    wrong = Delta(id="r", token_ids=delta.token_ids, logprobs=delta.logprobs, versions=3 - delta.versions)
+    with pytest.raises(AssertionError):
+        trainer.check(prompt, wrong)
+
+
+def test_kept_kv_goes_on_from_the_old_keys_and_values(trainer: Trainer) -> None:
+    core = new_core(version=0, kv="keep")
+    prompt = prompts([6])[0]
+    core.submit([request("r", prompt, 8, seed=1)])
+    deltas = steps(core, 4)
+    assert core.swap(core.stage(trainer.publish(4))).accepted
+    delta = join(deltas + steps(core, 10))["r"]
+    assert delta.versions.tolist() == [0] * 4 + [4] * 4
+
+    ids = torch.tensor(np.concatenate([prompt, delta.token_ids]), dtype=torch.long)[None]
+    with torch.no_grad():
+        # The fourth token was sampled but not yet computed when the weights changed.
+        old = trainer.reference(0)(input_ids=ids[:, : len(prompt) + 3], use_cache=True)
+        new = trainer.reference(4)(
+            input_ids=ids[:, len(prompt) + 3 : -1], past_key_values=old.past_key_values, use_cache=True
+        )
+    expected = torch.log_softmax(new.logits[0], -1).gather(1, ids[0, len(prompt) + 4 :, None])[:, 0]
+    np.testing.assert_allclose(delta.logprobs[4:], expected.numpy(), atol=1e-4)
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_a_new_request_never_reads_keys_of_an_old_version(trainer: Trainer, kv: str) -> None:
+    core = new_core(version=0, kv=kv, slots=2, block_size=8)
+    prompt = prompts([30])[0]
+    core.submit(request(f"r{i}", prompt, 6, group="g", seed=i) for i in range(6))
+    deltas = steps(core, 4)
+    assert core.swap(core.stage(trainer.publish(5 if kv == "keep" else 6))).accepted
+    deltas += steps(core, 100)
+    done = join(deltas)
+    fresh = [d for d in done.values() if (d.versions == core.version).all()]
+    assert len(fresh) == 4
+    for delta in fresh if kv == "keep" else done.values():
+        trainer.check(prompt, delta)
+
+
+def test_a_partial_resumed_by_prefix_continues_as_if_never_aborted() -> None:
+    prompt = prompts([9])[0]
+    whole = new_core(version=0)
+    whole.submit([request("r", prompt, 12, seed=5, top_k=20)])
+    expected = run_out(whole)["r"]
+
+    core = new_core(version=0)
+    core.submit([request("r", prompt, 12, seed=5, top_k=20), request("other", prompt, 12, seed=6)])
+    early = steps(core, 5)
+    partial = join(early + core.abort(["r", "nobody"]))["r"]
+    assert partial.finish == "aborted" and len(partial.token_ids) == 5
+    resumed = np.concatenate([prompt, partial.token_ids])
+    core.submit([request("r", resumed, 12 - 5, seed=5, top_k=20)])
+    rest = run_out(core)["r"]
+    assert np.concatenate([partial.token_ids, rest.token_ids]).tolist() == expected.token_ids.tolist()
+    np.testing.assert_allclose(np.concatenate([partial.logprobs, rest.logprobs]), expected.logprobs, atol=1e-5)
+    assert core.stats().free_blocks == core.stats().total_blocks
+
+
+def test_the_death_of_a_leader_leaves_its_group_alive() -> None:
+    prompt = prompts([40])[0]
+    core = new_core(version=0, prefill_chunk=8)
+    core.submit(request(f"r{i}", prompt, 3, group="g", temperature=0.0) for i in range(3))
+    steps(core, 2)
+    assert core.abort(["r0"])[0].finish == "aborted"
+    done = run_out(core)
+    expected = reference_greedy(plain(make_model("llama")), prompt, 3)
+    assert [done[i].token_ids.tolist() for i in ("r1", "r2")] == [expected, expected]
+
+
+def test_a_quarantined_engine_serves_nothing_until_a_later_version_is_proved(trainer: Trainer) -> None:
+    core = new_core(version=0)
+    prompt = prompts([5])[0]
+    core.submit([request("r", prompt, 6, seed=1)])
+    deltas = steps(core, 2)
+    wrong = trainer.publish(7)
+    wrong.canary.logprobs = wrong.canary.logprobs + 1
+    proof = core.swap(core.stage(wrong))
+    assert not proof.accepted and proof.quarantined
+    assert core.version == -1 and not core.has_work and core.step() == []
+    assert core.swap(core.stage(trainer.publish(8))).accepted
+    delta = join(deltas + steps(core, 20))["r"]
+    assert delta.versions.tolist() == [0] * 2 + [8] * 4
+    trainer.check(prompt, delta)
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(1, 20), st.integers(1, 12), st.booleans()),
+        st.tuples(st.just("abort"), st.integers(0, 30), st.just(0), st.just(False)),
+        st.tuples(st.just("step"), st.integers(1, 6), st.just(0), st.just(False)),
+        st.tuples(st.just("swap"), st.just(0), st.just(0), st.just(False)),
+    ),
+    max_size=14,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(operations=OPERATIONS, kv=st.sampled_from(["keep", "recompute"]), slots=st.integers(1, 4))
+def test_no_schedule_leaks_blocks_or_mixes_versions(operations: list[Any], kv: str, slots: int) -> None:
+    core = new_core(version=0, kv=kv, slots=slots, cache_tokens=40, prefill_chunk=5)
+    model = core._runner._model
+    weights = {v: {k: w.clone() for k, w in named_weights(make_model("llama", seed=v)).items()} for v in (0, 1)}
+    given_prompts: dict[str, np.ndarray] = {}
+    deltas: list[Delta] = []
+    for kind, a, b, grouped in operations:
+        if kind == "submit":
+            name = f"r{len(given_prompts)}"
+            given_prompts[name] = prompts([a])[0]
+            core.submit([request(name, given_prompts[name], b, group="g" if grouped else "", seed=len(name))])
+        elif kind == "abort":
+            deltas += core.abort([f"r{a}"])
+        elif kind == "step":
+            deltas += steps(core, a)
+        else:
+            for name, live in named_weights(model).items():
+                live.copy_(weights[(core.version + 1) % 2][name])
+            core._installed(core.version + 1)
+    for _ in range(1000):
+        if not core.has_work:
+            break
+        deltas += core.step()
+    done = join(deltas)
+    assert done.keys() == given_prompts.keys()
+    stats = core.stats()
+    assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.total_blocks)
+    for name, delta in done.items():
+        assert delta.finish in ("length", "aborted")
+        assert delta.finish == "aborted" or len(delta.token_ids) > 0
+        if kv == "recompute" and len(delta.token_ids):
+            parity = delta.versions % 2
+            for version in (0, 1):
+                table = reference_logprobs(_parity_reference(version), given_prompts[name], delta.token_ids)
+                expected = table[np.arange(len(delta.token_ids)), delta.token_ids]
+                mine = parity == version
+                np.testing.assert_allclose(delta.logprobs[mine], expected[mine], atol=1e-4)
+
+
+_PARITY: dict[int, Any] = {}
+
+
+def _parity_reference(version: int) -> Any:
+    if version not in _PARITY:
+        _PARITY[version] = plain(make_model("llama", seed=version))
+    return _PARITY[version]
+
+
+class Running:
+    """An `EngineLoop` in a thread, and what it emitted."""
+
+    def __init__(self, core: EngineCore, interrupt: str = "never") -> None:
+        self.deltas: list[Delta] = []
+        self.emitted = threading.Condition()
+        self.error: BaseException | None = None
+        self.loop = EngineLoop(core, self._emit, interrupt)  # type: ignore[arg-type]
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.loop.run()
+        except RuntimeError as error:
+            self.error = error
+
+    def _emit(self, deltas: list[Delta]) -> None:
+        with self.emitted:
+            self.deltas += deltas
+            self.emitted.notify_all()
+
+    def wait(self, condition: Callable[[dict[str, Delta]], bool]) -> dict[str, Delta]:
+        with self.emitted:
+            assert self.emitted.wait_for(lambda: condition(join(list(self.deltas))), timeout=30)
+            return join(self.deltas)
+
+    def stop(self) -> None:
+        self.loop.stop()
+        self.thread.join(timeout=30)
+        assert not self.thread.is_alive()
+
+
+@pytest.mark.parametrize("interrupt", ["never", "abort"])
+def test_the_loop_loads_between_two_steps(trainer: Trainer, interrupt: str) -> None:
+    spans = SpanRecorder()
+    core = new_core()
+    core.spans = spans
+    running = Running(core, interrupt)
+    first, second = (21, 22) if interrupt == "never" else (23, 24)
+    prompt = prompts([5])[0]
+    running.loop.submit([request("r", prompt, 50, seed=2)])
+    assert running.loop.load(trainer.publish(first)).result(30).accepted
+    running.wait(lambda done: "r" in done)
+    bad = trainer.publish(second)
+    bad.digest ^= 1
+    rejected = running.loop.load(bad).result(30)
+    assert not rejected.accepted and not rejected.quarantined and "digest" in rejected.reason
+    proof = running.loop.load(trainer.publish(second + 100)).result(30)
+    assert proof.accepted and running.loop.stats().version == second + 100
+    done = running.wait(lambda done: done["r"].finish is not None)
+    trainer.check(prompt, done["r"])
+    if done["r"].finish == "aborted":
+        assert interrupt == "abort" and set(done["r"].versions.tolist()) == {first}
+    scored = running.loop.score(np.concatenate([prompt, done["r"].token_ids])).result(30)
+    table = reference_logprobs(trainer.reference(second + 100), prompt, done["r"].token_ids)
+    expected = table[np.arange(len(done["r"].token_ids)), done["r"].token_ids]
+    np.testing.assert_allclose(scored[len(prompt) - 1 :], expected, atol=1e-4)
+    running.stop()
+    recorded = {(span.name, span.busy) for span in spans.drain()}
+    assert recorded == {("wait", False), ("swap", True), ("prefill", True), ("decode", True)}
+
+
+def test_an_aborting_swap_returns_every_started_sequence() -> None:
+    core = new_core(version=0, slots=2)
+    core.submit(request(f"r{i}", p, 20, seed=i) for i, p in enumerate(prompts([4, 5, 6])))
+    early = steps(core, 3)
+    ended = join(early + core.abort_started())
+    assert {name: (d.finish, len(d.token_ids)) for name, d in ended.items()} == {
+        "r0": ("aborted", 3),
+        "r1": ("aborted", 3),
+    }
+    assert run_out(core).keys() == {"r2"}
+
+
+def test_an_error_in_a_step_is_raised_after_everybody_was_told(trainer: Trainer) -> None:
+    core = new_core(version=0)
+    running = Running(core)
+    running.loop.pause().result(30)
+    running.loop.submit([request("r", prompts([4])[0], 5)])
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("the kernel is on fire")
+
+    core._runner.run = broken  # type: ignore[method-assign]
+    running.loop.resume()
+    done = running.wait(lambda done: "r" in done)
+    running.thread.join(30)
+    assert done["r"].finish == "aborted"
+    assert isinstance(running.error, RuntimeError)
+    with pytest.raises(HeadraceError, match="has stopped"):
+        running.loop.score(CANARY).result(30)
+    running.loop.submit([request("late", prompts([4])[0], 5)])
+    assert join(running.deltas)["late"].finish == "failed"
+
+
+def test_tokens_are_not_held_back() -> None:
+    now = [0.0]
+    config = EngineConfig(slots=2, block_size=4)
+    core = EngineCore(make_model("llama"), config, name="e", max_length=64, version=0, clock=lambda: now[0])
+    core.submit([request("r", prompts([4])[0], 40)])
+    sizes = []
+    for _ in range(12):
+        sizes.append([len(d.token_ids) for d in core.step()])
+        now[0] += 0.09
+    assert sizes == [[], [], [], [4], [], [], [3], [], [], [3], [], []]
+
+
+async def test_the_engine_streams_pauses_and_ends(trainer: Trainer) -> None:
+    config = EngineConfig(slots=4, block_size=4)
+    model = make_model("llama", seed=31)
+    engine = EmbeddedEngine(EngineCore(model, config, name="e", max_length=64), config)
+    prompt = prompts([5])[0]
+
+    async def collect(name: str, max_tokens: int) -> Delta:
+        return join([delta async for delta in engine.generate(request(name, prompt, max_tokens, seed=4))])[name]
+
+    waiting = asyncio.create_task(collect("a", 20))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    assert (await engine.load(trainer.publish(131))).accepted
+    trainer.check(prompt, await asyncio.wait_for(waiting, 30))
+
+    await engine.pause()
+    paused = asyncio.create_task(collect("b", 5))
+    await asyncio.sleep(0.05)
+    assert not paused.done()
+    await engine.resume()
+    assert (await asyncio.wait_for(paused, 30)).finish == "length"
+
+    await engine.pause()
+    aborted = asyncio.create_task(collect("c", 5))
+    await asyncio.sleep(0)
+    await engine.abort(["c"])
+    assert (await asyncio.wait_for(aborted, 30)).finish == "aborted"
+    closed = asyncio.create_task(collect("d", 50))
+    await asyncio.sleep(0.05)
+    await engine.close()
+    assert (await asyncio.wait_for(closed, 30)).finish == "aborted"
+    await engine.close()
+    assert (await engine.stats()).free_blocks == (await engine.stats()).total_blocks
+
+
+async def test_leaving_a_stream_early_aborts_its_request() -> None:
+    config = EngineConfig(slots=4, block_size=4)
+    core = EngineCore(make_model("llama"), config, name="e", max_length=4000, version=0)
+    engine = EmbeddedEngine(core, config)
+    stream = engine.generate(request("r", prompts([5])[0], 3000))
+    async for _ in stream:
+        break
+    await stream.aclose()  # type: ignore[attr-defined]
+    async with asyncio.timeout(30):
+        while (await engine.stats()).running:
+            await asyncio.sleep(0.01)
+    await engine.close()
+
+
+def test_a_copy_of_the_model_is_not_needed_to_swap() -> None:
+    core = new_core(version=0)
+    model = core._runner._model
+    addresses = {name: w.data_ptr() for name, w in named_weights(model).items()}
+    trainer = Trainer()
+    assert core.swap(core.stage(trainer.publish(1))).accepted
+    trainer.close()
+    assert {name: w.data_ptr() for name, w in named_weights(model).items()} == addresses
+    changed = copy.deepcopy(named_weights(model))
+    for name, tensor in named_weights(make_model("llama", seed=1)).items():
+        torch.testing.assert_close(changed[name], tensor, rtol=0, atol=0)

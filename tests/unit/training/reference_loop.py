@@ -1,0 +1,110 @@
+"""An independent trainer in a hundred lines: plain Hugging Face and torch, one sequence at a time, no Headrace code.
+
+It takes recorded batches and gives the losses that a right trainer must have had. It shares nothing, packs nothing and
+knows the formulas by heart; what it reads of a batch are its arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
+from headrace.types import Batch
+
+
+def plain_model(path: str | Path, *, weights: str = "load", seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a directory with Hugging Face's own eager attention."""
+    if weights == "load":
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(path)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+
+
+def sequence_logprobs(model: Any, token_ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-probabilities of tokens 1..n of one sequence."""
+    logits = model(input_ids=token_ids[None], use_cache=False).logits[0, :-1]
+    return torch.log_softmax(logits / temperature, dim=-1)[torch.arange(len(token_ids) - 1), token_ids[1:]]
+
+
+def token_loss(
+    logp: torch.Tensor, mu: torch.Tensor, advantage: torch.Tensor, objective: str, algorithm: AlgorithmConfig
+) -> torch.Tensor:
+    if objective == "imitation":
+        return -logp
+    ratio = torch.exp(logp - mu)
+    if algorithm.loss == "cispo":
+        return -torch.clip(ratio.detach(), 0, 1 + algorithm.clip_high) * advantage * logp
+    clipped = torch.clip(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    return -torch.min(ratio * advantage, clipped * advantage)
+
+
+def batch_loss(model: Any, batch: Batch, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """The loss of a whole batch, differentiable."""
+    total = torch.zeros((), dtype=next(model.parameters()).dtype)
+    start = 0
+    for length in batch.lengths.tolist():
+        here = slice(start + 1, start + length)
+        trained = torch.tensor(batch.trained[here])
+        if trained.any():
+            tokens = torch.tensor(batch.token_ids[start : start + length].astype("int64"))
+            logp = sequence_logprobs(model, tokens, batch.temperature)[trained]
+            mu, advantage, weight = (
+                torch.tensor(array[here])[trained].to(logp)
+                for array in (batch.logprobs, batch.advantages, batch.weights)
+            )
+            total = total + (weight * token_loss(logp, mu, advantage, batch.objective, algorithm)).sum()
+        start += length
+    return total
+
+
+def rate_of_step(step: int, training: TrainingConfig, total_steps: int) -> float:
+    if step <= training.warmup_steps:
+        return training.learning_rate * step / training.warmup_steps
+    done = min(1.0, (step - 1 - training.warmup_steps) / max(1, total_steps - training.warmup_steps))
+    shape = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return training.learning_rate * shape[training.schedule]
+
+
+def reference_losses(
+    model: Any,
+    batches: Sequence[Batch],
+    algorithm: AlgorithmConfig,
+    training: TrainingConfig,
+    *,
+    total_steps: int,
+    warm_start: WarmStartConfig | None = None,
+) -> list[float]:
+    """Train a plain model on recorded batches, in place; the loss of every step, before its update."""
+    losses: list[float] = []
+    objective = ""
+    policy_steps = 0
+    for batch in batches:
+        if batch.objective != objective:
+            matrices = [p for p in model.parameters() if p.ndim > 1]
+            vectors = [p for p in model.parameters() if p.ndim <= 1]
+            optimizer = torch.optim.AdamW(
+                [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+                betas=(training.beta1, training.beta2),
+                weight_decay=training.weight_decay,
+            )
+            objective = batch.objective
+        policy_steps += objective == "policy"
+        imitating = objective == "imitation" and warm_start is not None
+        rate = warm_start.learning_rate if imitating else rate_of_step(policy_steps, training, total_steps)
+        loss = batch_loss(model, batch, algorithm)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses

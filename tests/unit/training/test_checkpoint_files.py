@@ -1,0 +1,107 @@
+"""The file side of checkpoints: whole or absent, whatever happens in between."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.errors import UserError
+from headrace.training import checkpoint
+from headrace.training.checkpoint import TrainerState, clean, copy_companions, latest, prune, read_state
+
+
+def write(directory, steps, content="weights"):
+    def fill(path):
+        (path / "model.safetensors").write_text(content)
+        (path / "trainer" / "optimizer.safetensors").write_text("moments")
+
+    return checkpoint.write_checkpoint(directory, TrainerState(steps_done=steps), fill)
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_checkpoint_is_found_and_says_where_it_stood(tmp_path):
+    assert latest(tmp_path / "nowhere") is None
+    assert latest(tmp_path) is None
+    write(tmp_path, 9)
+    newest = write(tmp_path, 10)
+    assert latest(tmp_path) == newest == tmp_path / "step-00000010"
+    assert read_state(newest) == TrainerState(steps_done=10)
+    assert names(tmp_path) == ["step-00000009", "step-00000010"]
+
+
+@pytest.mark.parametrize("failing", ["write", "sync", "rename"])
+def test_a_crash_while_writing_leaves_the_old_one(tmp_path, monkeypatch, failing):
+    kept = write(tmp_path, 1)
+
+    class Crash(BaseException):
+        pass
+
+    def crash(*args, **kwargs):
+        raise Crash
+
+    with monkeypatch.context() as broken, pytest.raises(Crash):
+        if failing == "write":
+            checkpoint.write_checkpoint(tmp_path, TrainerState(steps_done=2), crash)
+        elif failing == "sync":
+            broken.setattr(checkpoint, "_sync", crash)
+            write(tmp_path, 2)
+        else:
+            broken.setattr(type(tmp_path), "rename", crash)
+            write(tmp_path, 2)
+    assert latest(tmp_path) == kept
+    assert len(names(tmp_path)) == 2
+    clean(tmp_path)
+    assert names(tmp_path) == [kept.name]
+    assert latest(tmp_path) == kept
+    assert write(tmp_path, 2) == latest(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_not_taken_for_whole(tmp_path):
+    good, bad = write(tmp_path, 1), write(tmp_path, 2)
+    (bad / "model.safetensors").write_text("weig")
+    assert latest(tmp_path) == good
+    with pytest.raises(UserError, match="step-00000002 is not a complete checkpoint"):
+        read_state(bad)
+    bad = write(tmp_path, 3)
+    (bad / "trainer" / "optimizer.safetensors").unlink()
+    assert latest(tmp_path) == good
+    bad = write(tmp_path, 4)
+    (bad / "trainer" / "state.json").write_text('{"format": 1')
+    assert latest(tmp_path) == good
+
+
+def test_the_same_step_again_replaces_the_old_branch(tmp_path):
+    write(tmp_path, 5, "old")
+    again = write(tmp_path, 5, "new branch")
+    assert (again / "model.safetensors").read_text() == "new branch"
+    assert names(tmp_path) == ["step-00000005"]
+
+
+def test_pruning_keeps_the_newest(tmp_path):
+    for steps in (3, 20, 100_000_000, 7):
+        write(tmp_path, steps)
+    (tmp_path / "notes.txt").write_text("not ours")
+    assert [path.name for path in prune(tmp_path, 2)] == ["step-00000003", "step-00000007"]
+    assert names(tmp_path) == ["notes.txt", "step-00000020", "step-100000000"]
+    assert prune(tmp_path, 2) == []
+
+
+def test_companions_are_copied_and_weights_are_not(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    companions = [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+        "merges.txt",
+    ]
+    others = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "config.json", "README.md"]
+    for name in companions + others:
+        (source / name).write_text(name)
+    copy_companions(source, target)
+    assert names(target) == sorted(companions)
+    assert all((target / name).read_text() == name for name in companions)

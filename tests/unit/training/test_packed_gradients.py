@@ -1,0 +1,158 @@
+"""Packed rows against plain Hugging Face, one sequence at a time: values and gradients of the whole loss."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from reference_loop import batch_loss, sequence_logprobs
+from tiny_models import FAMILIES, AllDouble, random_batch, twins
+
+from headrace.algorithms.losses.base import build_loss
+from headrace.config.schema import AlgorithmConfig
+from headrace.training import attention, logprobs
+from headrace.training.packing import plan, plan_scoring
+from headrace.training.step import accumulate
+
+CISPO = AlgorithmConfig()
+
+
+@pytest.fixture
+def all_double():
+    with AllDouble():
+        yield
+
+
+def gradients_of(model, batch, *, algorithm=CISPO, micro_batch_tokens=10_000, share_prefixes=True):
+    model.zero_grad()
+    result = accumulate(
+        model,
+        batch,
+        build_loss(algorithm),
+        micro_batch_tokens=micro_batch_tokens,
+        share_prefixes=share_prefixes,
+    )
+    return result, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def reference_gradients(model, batch, algorithm=CISPO):
+    model.zero_grad()
+    loss = batch_loss(model, batch, algorithm)
+    loss.backward()
+    return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative_error(found, expected):
+    assert found.keys() == expected.keys()
+    norm = torch.sqrt(sum(g.double().square().sum() for g in expected.values()))
+    worst = max(float((found[n].double() - expected[n].double()).abs().max()) for n in expected)
+    return worst / float(norm)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("joined", [0, 1000])
+def test_exact_in_float64(family, joined, monkeypatch, all_double):
+    monkeypatch.setattr(attention, "JOINED_TOKENS", joined)
+    packed, plain = twins(family, torch.float64)
+    batch = random_batch(1, temperature=0.8)
+    result, found = gradients_of(packed, batch)
+    loss, expected = reference_gradients(plain, batch)
+    assert abs(result.loss - loss) < 1e-10
+    assert relative_error(found, expected) < 1e-10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("loss", ["cispo", "grpo"])
+def test_close_in_float32(family, loss):
+    algorithm = AlgorithmConfig(loss=loss)
+    packed, plain = twins(family)
+    batch = random_batch(2, groups=4, size=4)
+    result, found = gradients_of(packed, batch, algorithm=algorithm, micro_batch_tokens=64)
+    assert result.micro_batches > 1
+    expected_loss, expected = reference_gradients(plain, batch, algorithm)
+    assert abs(result.loss - expected_loss) < 2e-6
+    assert relative_error(found, expected) < 2e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_neither_rows_nor_sharing_change_the_gradient(family, all_double):
+    packed, _ = twins(family, torch.float64)
+    batch = random_batch(3)
+    whole, expected = gradients_of(packed, batch)
+    for budget in (1, 30, 50):
+        for share in (True, False):
+            cut, found = gradients_of(packed, batch, micro_batch_tokens=budget, share_prefixes=share)
+            assert cut.micro_batches > whole.micro_batches
+            assert cut.tokens >= whole.tokens
+            assert abs(cut.loss - whole.loss) < 1e-10
+            assert relative_error(found, expected) < 1e-9
+            for name, value in whole.metrics.items():
+                assert cut.metrics[name] == pytest.approx(value, abs=1e-10)
+
+
+def test_sharing_computes_a_prompt_once():
+    packed, _ = twins("llama")
+    batch = random_batch(3, groups=1, size=4)
+    shared, _ = gradients_of(packed, batch)
+    alone, _ = gradients_of(packed, batch, share_prefixes=False)
+    prompt = int(np.flatnonzero(batch.trained)[0])
+    assert alone.tokens - shared.tokens == 3 * prompt
+    # Nothing reads what the last trained token would have computed.
+    assert alone.tokens == len(batch.token_ids) - 4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_logits_in_chunks_change_nothing(family, monkeypatch, all_double):
+    packed, plain = twins(family, torch.float64)
+    batch = random_batch(4, temperature=1.3)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 61 * 7)
+    result, found = gradients_of(packed, batch)
+    loss, expected = reference_gradients(plain, batch)
+    assert abs(result.loss - loss) < 1e-10
+    assert relative_error(found, expected) < 1e-10
+
+
+def test_chunks_never_hold_more_logits_than_allowed(monkeypatch):
+    packed, _ = twins("llama")
+    heights = []
+    packed.lm_head.register_forward_hook(lambda module, inputs, output: heights.append(output.shape[-2]))
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 61 * 7)
+    gradients_of(packed, random_batch(4))
+    assert heights
+    assert max(heights) == 7
+
+
+def test_a_position_that_predicts_several_tokens_is_projected_once():
+    packed, _ = twins("llama")
+    heights = []
+    packed.lm_head.register_forward_hook(lambda module, inputs, output: heights.append(output.shape[-2]))
+    batch = random_batch(5, groups=1, size=4)
+    gradients_of(packed, batch)
+    assert heights == [batch.trained_tokens - 3]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scoring_equals_plain_forward(family):
+    packed, plain = twins(family)
+    token_ids = np.random.default_rng(0).integers(3, 61, 23, dtype=np.int32)
+    with torch.no_grad():
+        found = logprobs.row_logprobs(packed, plan_scoring(token_ids))
+        expected = sequence_logprobs(plain, torch.from_numpy(token_ids).long(), 1.0)
+    assert float((found - expected).abs().max()) < 5e-6
+
+
+def test_advantage_zero_gives_no_gradient_and_the_prefix_gets_all_of_it(all_double):
+    packed, plain = twins("llama", torch.float64)
+    batch = random_batch(6, groups=1, size=3)
+    batch.advantages[:] = 0
+    _, found = gradients_of(packed, batch)
+    assert all(float(g.abs().max()) == 0 for g in found.values())
+    batch.advantages[:] = np.where(batch.trained, 1.0, 0)
+    [row] = plan(batch, micro_batch_tokens=1000, share_prefixes=True)
+    assert row.segments[0].length == int(np.flatnonzero(batch.trained)[0])
+    _, found = gradients_of(packed, batch)
+    _, expected = reference_gradients(plain, batch)
+    # A prompt's token that occurs nowhere else: all that its embedding learns comes through the shared prefix.
+    name = "model.embed_tokens.weight"
+    for token in set(row.token_ids[: row.segments[0].length]):
+        torch.testing.assert_close(found[name][token], expected[name][token], rtol=1e-9, atol=1e-12)

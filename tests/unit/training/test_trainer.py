@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from reference_loop import plain_model, reference_losses, sequence_logprobs
+from safetensors import safe_open
+from tiny_models import model_dir, random_batch
+from transformers import AutoModelForCausalLM
+
+from headrace.channel.codec import decode, encode
+from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
+from headrace.models.loading import load_model
+from headrace.observe.spans import SpanRecorder
+from headrace.training.checkpoint import latest, read_state
+from headrace.training.report import StepReport
+from headrace.training.trainer import Trainer
+from headrace.types import Batch
+
+TRAINING = TrainingConfig(
+    learning_rate=2e-3, warmup_steps=2, schedule="cosine", weight_decay=0.01, micro_batch_tokens=48, clip_norm=0.5
+)
+WARM_START = WarmStartConfig(steps=2, learning_rate=5e-3)
+CISPO = AlgorithmConfig()
+
+
+def trainer_of(path, *, algorithm=CISPO, training=TRAINING, total_steps=5, spans=None):
+    return Trainer(load_model(path), algorithm, training, total_steps=total_steps, warm_start=WARM_START, spans=spans)
+
+
+def batches(warm=2, policy=5):
+    imitation = [random_batch(100 + i, step=1 + i, objective="imitation") for i in range(warm)]
+    return imitation + [random_batch(200 + i, step=1 + warm + i, temperature=0.9) for i in range(policy)]
+
+
+def assert_same_weights(first, second):
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+@pytest.mark.parametrize(
+    ("family", "loss"), [("llama", "cispo"), ("llama", "grpo"), ("gemma2", "cispo"), ("mixtral", "grpo")]
+)
+def test_five_steps_equal_the_reference_loop(tmp_path, family, loss):
+    path = model_dir(tmp_path / "model", family)
+    algorithm = AlgorithmConfig(loss=loss)
+    trainer = trainer_of(path, algorithm=algorithm)
+    plain = plain_model(path)
+    start = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    reports = [trainer.step(batch) for batch in batches()]
+    expected = reference_losses(plain, batches(), algorithm, TRAINING, total_steps=5, warm_start=WARM_START)
+    assert [report.loss for report in reports] == pytest.approx(expected, abs=1e-5)
+    moved = max(float((tensor - start[name]).abs().max()) for name, tensor in trainer.weights().items())
+    assert moved > 1e-2
+    for name, parameter in plain.named_parameters():
+        # Adam divides by the root of tiny second moments: where a gradient is rounding, so is its direction.
+        difference = (parameter.detach() - trainer.weights()[name]).abs()
+        assert float(difference.mean()) < 1e-6
+        assert float(difference.max()) < 2e-4
+
+
+def test_reports_say_what_was_done(tmp_path):
+    spans = SpanRecorder()
+    trainer = trainer_of(model_dir(tmp_path / "model"), spans=spans)
+    work = batches()
+    reports = [trainer.step(batch) for batch in work]
+    assert [report.step for report in reports] == [1, 2, 3, 4, 5, 6, 7]
+    assert [report.objective for report in reports] == ["imitation"] * 2 + ["policy"] * 5
+    cosine = [2e-3 * 0.5 * (1 + math.cos(math.pi * done / 3)) for done in range(3)]
+    assert [report.learning_rate for report in reports] == pytest.approx([5e-3, 5e-3, 1e-3, 2e-3, *cosine])
+    for batch, report in zip(work, reports, strict=True):
+        assert report.sequence_tokens == len(batch.token_ids) > report.tokens > report.trained_tokens
+        assert report.trained_tokens == int(batch.trained.sum())
+        assert report.micro_batches > 1
+        assert report.seconds > 0
+        assert not report.skipped
+    assert reports[0].metrics["nll"] == pytest.approx(reports[0].loss, rel=1e-5)
+    assert reports[2].metrics.keys() == {"ratio", "clip_fraction", "kl_k1", "kl_k3"}
+    assert trainer.steps_done == 7
+    assert trainer.policy_steps == 5
+    assert {span.name for span in spans.drain()} == {"train", "optimize"}
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(reports[0]), type=StepReport)
+    assert again == reports[0]
+
+
+def test_batches_as_they_come_off_the_wire_are_read_only(tmp_path):
+    path = model_dir(tmp_path / "model")
+    batch = random_batch(3)
+    received = decode(Batch, [bytes(frame) for frame in encode(batch)])
+    assert not received.token_ids.flags.writeable
+    assert trainer_of(path).step(received).loss == trainer_of(path).step(batch).loss
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_two_trainers_agree_to_the_bit(tmp_path, family):
+    path = model_dir(tmp_path / "model", family)
+    first, second = trainer_of(path), trainer_of(path)
+    for batch in batches():
+        assert first.step(batch).loss == second.step(batch).loss
+    assert_same_weights(first.weights(), second.weights())
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("stop_after", [1, 2, 4])
+def test_continuing_from_a_checkpoint_equals_never_having_stopped(tmp_path, family, stop_after):
+    """Stopped in the warm start, between it and the first policy step, and in the middle of those."""
+    path = model_dir(tmp_path / "model", family)
+    work = batches()
+    straight, stopped = trainer_of(path), trainer_of(path)
+    expected = [straight.step(batch).loss for batch in work]
+    for batch in work[:stop_after]:
+        stopped.step(batch)
+    saved = stopped.save(tmp_path / "checkpoints", version=3, source=path)
+    assert latest(tmp_path / "checkpoints") == saved
+    assert read_state(saved).version == 3
+    resumed = trainer_of(path)
+    resumed.load(saved)
+    assert resumed.steps_done == stop_after
+    assert [resumed.step(batch).loss for batch in work[stop_after:]] == expected[stop_after:]
+    assert_same_weights(resumed.weights(), straight.weights())
+
+
+def test_policy_training_starts_with_a_fresh_optimizer(tmp_path):
+    """A model that was warmed up trains like one that was loaded with the warm weights."""
+    path = model_dir(tmp_path / "model")
+    warm = trainer_of(path)
+    work = batches()
+    for batch in work[:2]:
+        warm.step(batch)
+    saved = warm.save(tmp_path / "checkpoints")
+    fresh = trainer_of(saved)
+    assert fresh.steps_done == 0
+    assert [warm.step(batch).loss for batch in work[2:]] == [fresh.step(batch).loss for batch in work[2:]]
+    assert_same_weights(warm.weights(), fresh.weights())
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_checkpoint_is_a_complete_model_directory(tmp_path, family):
+    path = model_dir(tmp_path / "model", family)
+    trainer = trainer_of(path)
+    trainer.step(random_batch(0))
+    saved = trainer.save(tmp_path / "checkpoints")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (saved / name).read_text() == (path / name).read_text()
+    assert "headrace" not in (saved / "config.json").read_text()
+    assert not list(saved.rglob("*.bin")) + list(saved.rglob("*.pt"))
+    with safe_open(saved / "trainer" / "optimizer.safetensors", "pt") as file:
+        assert "exp_avg/model.embed_tokens.weight" in file.keys()  # noqa: SIM118 - not a mapping
+    loaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    assert_same_weights(dict(trainer.weights()), {name: p.detach() for name, p in loaded.named_parameters()})
+
+
+def test_scores_are_those_of_a_plain_forward(tmp_path):
+    path = model_dir(tmp_path / "model", "gemma2")
+    trainer = trainer_of(path)
+    token_ids = np.random.default_rng(0).integers(3, 61, 17, dtype=np.int32)
+    found = trainer.score(token_ids)
+    assert found.dtype == np.float32
+    with torch.no_grad():
+        expected = sequence_logprobs(plain_model(path), torch.from_numpy(token_ids).long(), 1.0).numpy()
+    np.testing.assert_allclose(found, expected, atol=5e-6)
+    assert trainer.score(token_ids[:1]).shape == (0,)
+
+
+def test_dropout_is_off(tmp_path):
+    path = model_dir(tmp_path / "model")
+    model = load_model(path)
+    model.config.attention_dropout = 0.5
+    model.train()
+    trainer = Trainer(model, CISPO, TRAINING, total_steps=5, warm_start=WARM_START)
+    assert not any(module.training for module in model.modules())
+    assert trainer.step(random_batch(1)).loss == trainer_of(path).step(random_batch(1)).loss
+
+
+def test_a_poisoned_batch_is_skipped_and_counted(tmp_path):
+    trainer = trainer_of(model_dir(tmp_path / "model"))
+    trainer.step(random_batch(1))
+    before = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    poisoned = random_batch(2)
+    poisoned.advantages[poisoned.trained] = np.nan
+    report = trainer.step(poisoned)
+    assert report.skipped
+    assert report.skipped_steps == 1
+    assert_same_weights(trainer.weights(), before)
+    report = trainer.step(random_batch(3))
+    assert not report.skipped
+    assert report.skipped_steps == 1
+    assert math.isfinite(report.loss)
+    assert trainer.steps_done == 3
+
+
+def test_a_batch_without_trained_tokens_changes_nothing(tmp_path):
+    trainer = trainer_of(model_dir(tmp_path / "model"))
+    before = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    batch = random_batch(1)
+    batch.trained[:] = False
+    report = trainer.step(batch)
+    assert report.skipped
+    assert (report.loss, report.tokens, report.trained_tokens) == (0.0, 0, 0)
+    assert_same_weights(trainer.weights(), before)
+
+
+def test_the_policy_moves_towards_advantage(tmp_path):
+    """Steps on one batch raise the probability of what was good and lower that of what was bad."""
+    trainer = trainer_of(model_dir(tmp_path / "model"), training=TrainingConfig(learning_rate=1e-3), total_steps=20)
+    batch = random_batch(5, groups=1, size=2)
+    first = int(batch.lengths[0])
+    batch.advantages[:] = np.where(batch.trained, np.where(np.arange(len(batch.trained)) < first, 1.0, -1.0), 0)
+
+    def likelihoods():
+        parts = batch.token_ids[:first], batch.token_ids[first:]
+        masks = batch.trained[1:first], batch.trained[first + 1 :]
+        return [float(trainer.score(part)[mask].sum()) for part, mask in zip(parts, masks, strict=True)]
+
+    good, bad = likelihoods()
+    for _ in range(5):
+        trainer.step(batch)
+    better, worse = likelihoods()
+    assert better > good + 0.1
+    assert worse < bad - 0.1
