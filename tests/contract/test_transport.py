@@ -1,5 +1,6 @@
-"""What every transport keeps: bytes arrive as written, no version is read mixed with another, nothing is left behind."""
+"""What every transport keeps: bytes arrive as written, no version is mixed with another, nothing is left behind."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from headrace.delivery.transports.base import Sender, Source
 from headrace.delivery.transports.segments import segment_directories
 from headrace.errors import DeliveryError
 
-RUN_ID = "contract-run"
+RUN_ID = f"contract-{os.getpid()}"
 
 
 def leftovers() -> list[str]:

@@ -123,6 +123,14 @@ class Window:
         oldest = self.trained_version - self.max_lag
         return [group for _, group in sorted(self._ready.items()) if (_token_versions(group) < oldest).any()]
 
+    def batch_ready(self) -> bool:
+        """Whether `take` would give a batch now."""
+        return self._next_batch() is not None
+
+    def ready_groups(self) -> list[Group]:
+        """Complete groups that no batch has taken, oldest first."""
+        return [self._ready[group_id] for group_id in sorted(self._ready)]
+
     def take(self) -> list[Group] | None:
         """The next batch, oldest ready groups first, or None if it has to wait. Checks the lag of every token."""
         ids = self._next_batch()

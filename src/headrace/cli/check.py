@@ -22,7 +22,7 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
     from headrace.config import dump_config, load_config
     from headrace.config.estimate import estimate
     from headrace.config.model_dir import model_facts
-    from headrace.pipeline.wiring import check_inputs
+    from headrace.pipeline.inputs import check_inputs
 
     loaded = load_config(config, settings or [])
     facts = model_facts(Path(loaded.model.path), loaded.model.weights)

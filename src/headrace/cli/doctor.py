@@ -7,7 +7,6 @@ import os
 import platform
 import shutil
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +61,8 @@ def examine() -> dict[str, dict[str, Any]]:
 
 
 def _version(package: str) -> str:
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -39,7 +39,7 @@ def make_plan(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> Plan:
         nbytes = math.prod(shape) * dtype_of(dtype).itemsize
         entries.append(Entry(name=name, dtype=dtype, shape=tuple(shape), offset=offset, nbytes=nbytes))
         end = offset + nbytes
-    if not entries:
+    if not end:
         raise DeliveryError("there are no weights to deliver")
     return Plan(entries=tuple(entries), nbytes=end, digest=plan_digest(entries))
 

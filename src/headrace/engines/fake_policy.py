@@ -33,7 +33,8 @@ class FakePolicy:
             token = int(logprobs.argmax())
         else:
             logprobs = _truncated(self._logits(position, version) / sampling.temperature, sampling)
-            token = int((logprobs + _gumbel(stable_hash("noise", sampling.seed, position), self.vocabulary)).argmax())
+            noise = _generator(stable_hash("noise", sampling.seed, position)).gumbel(size=self.vocabulary)
+            token = int((logprobs + noise).argmax())
         return token, float(logprobs[token])
 
     def logprob(self, token: int, position: int, version: int) -> float:
@@ -60,7 +61,7 @@ class FakePolicy:
         )
 
     def _compute_logits(self, position: int, version: int) -> npt.NDArray[np.float64]:
-        return 2.0 * _gumbel(stable_hash("logits", position, version), self.vocabulary)
+        return _generator(stable_hash("logits", position, version)).standard_normal(self.vocabulary)
 
 
 def stable_hash(*parts: int | str) -> int:
@@ -68,8 +69,8 @@ def stable_hash(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")
 
 
-def _gumbel(key: int, size: int) -> npt.NDArray[np.float64]:
-    return np.random.Generator(np.random.Philox(key=key)).gumbel(size=size)
+def _generator(key: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=key))
 
 
 def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -50,7 +50,7 @@ def serve(desk: Desk, config: Config) -> None:
         model = load_model(
             config.model.path, weights=config.model.weights, dtype=config.model.dtype, seed=config.run.seed
         )
-        check_model(model)
+        check_model(model, longest_sequence(config.engine.max_length, model))
     core = EngineCore(
         model,
         config.engine,

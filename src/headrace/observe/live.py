@@ -1,4 +1,4 @@
-"""The live terminal display: one panel, drawn again at most four times a second and only when it is updated.
+"""The live terminal display: one panel, drawn again at most twice a second and only when it is updated.
 
 It has no thread of its own: what costs nothing while nobody updates it cannot slow an engine down.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -53,7 +54,7 @@ class Glyphs:
 class LiveProgress:
     """A rich `Live` panel."""
 
-    SECONDS_BETWEEN = 0.25
+    SECONDS_BETWEEN = 0.5
     SPARKS = 40
 
     def __init__(
@@ -79,7 +80,8 @@ class LiveProgress:
     def update(self, snapshot: Snapshot) -> None:
         """Remember the snapshot, and draw it unless the last drawing is too recent."""
         now = self._clock()
-        last, self._snapshot = self._snapshot, snapshot
+        # A copy: the controller fills the same struct again and again.
+        last, self._snapshot = self._snapshot, copy(snapshot)
         self._rates.add(now, snapshot)
         if snapshot.reward is not None and (last is None or last.step != snapshot.step):
             self._rewards.append(snapshot.reward)
@@ -107,8 +109,10 @@ class LiveProgress:
     def render(self, snapshot: Snapshot, now: float) -> RenderableType:
         """The panel for a snapshot."""
         bar_width = max(10, min(40, self._console.width - 52))
+        processes = self._processes(snapshot, bar_width)
         table = Table.grid(padding=(0, 2))
-        table.add_column(style=LABEL, no_wrap=True)
+        # Where the terminal is narrow, values are cut, never what they are values of.
+        table.add_column(style=LABEL, no_wrap=True, min_width=max([8, *[len(name) for name, _ in processes]]))
         table.add_column(no_wrap=True, overflow="ellipsis")
         table.add_row("version", self._versions(snapshot, now, bar_width))
         table.add_row("reward", self._reward(snapshot))
@@ -116,7 +120,7 @@ class LiveProgress:
         table.add_row("tokens", self._tokens(snapshot))
         table.add_row("lag", self._lag(snapshot))
         table.add_row("buffer", self._buffer(snapshot, bar_width))
-        for name, cells in self._processes(snapshot, bar_width):
+        for name, cells in processes:
             table.add_row(name, cells)
         parts: list[RenderableType] = [table]
         if snapshot.message:

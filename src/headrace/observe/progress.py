@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from copy import copy
 from typing import Literal, Protocol
 
 from rich.console import Console
@@ -34,7 +35,7 @@ class Progress(Protocol):
         """Begin; called once, before anything else."""
 
     def update(self, snapshot: Snapshot) -> None:
-        """The state now; call it as often as you like."""
+        """The state now; call it as often as you like, and reuse the struct afterwards."""
 
     def note(self, line: str) -> None:
         """A line that stays: an evaluation's result, a warning."""
@@ -77,7 +78,8 @@ class PlainProgress:
         """Print a line if it is time, or if something has happened."""
         now = self._clock()
         self._rates.add(now, snapshot)
-        last, self._last = self._last, snapshot
+        # A copy: the controller fills the same struct again and again.
+        last, self._last = self._last, copy(snapshot)
         happened = last is None or last.phase != snapshot.phase or last.heldout != snapshot.heldout
         if happened or self._printed is None or now - self._printed[0] >= self._every:
             self._print(now, plain_line(snapshot, self._rates))

@@ -58,7 +58,7 @@ def _html(run_dir: Path, db: sqlite3.Connection) -> str:
 
 def _header(name: str, meta: dict[str, Any], summary: dict[str, Any]) -> str:
     outcome = summary["outcome"]
-    tone = "" if outcome is None else "good" if outcome in ("completed", "finished", "done") else "bad"
+    tone = "" if outcome is None else "good" if outcome == "finished" else "bad"
     pill = f'<span class="pill {tone}">{escape(str(outcome or "no end recorded"))}</span>'
     facts = [f"{summary['steps']:,} optimizer steps", f"{compact(summary['tokens_generated'])} tokens generated"]
     if "started" in meta:
@@ -74,43 +74,39 @@ def _header(name: str, meta: dict[str, Any], summary: dict[str, Any]) -> str:
 
 
 def _tiles(summary: dict[str, Any]) -> str:
-    ledger = summary["ledger"]
+    ledger, rate, rejected = summary["ledger"], summary["tokens_per_second"], summary["deliveries_rejected"]
     balanced = ledger["admitted"] == sum(ledger[state] for state in STATES)
-    before, after = number(summary["heldout_before"]), number(summary["heldout_after"])
-    arrow = '<span class="to">→</span>'
-    rate = summary["tokens_per_second"]
-    rejected = summary["deliveries_rejected"]
+    speed = "unknown" if rate is None else compact(rate)
+    trained = f"{compact(summary['tokens_trained'])} in all"
+    engine = f"engine {percent(summary['engine_idle_fraction'])}"
     tiles = [
-        tile(
-            "Held-out accuracy, before and after",
-            f"{before}{arrow}{after}",
-            "pass@1 on prompts never trained on",
-            wide=True,
-        ),
+        _heldout_tile(summary),
         tile("Versions published", f"{summary['versions']:,}", f"{summary['steps']:,} policy steps"),
-        tile(
-            "Trained tokens per second",
-            "unknown" if rate is None else compact(rate),
-            f"{compact(summary['tokens_trained'])} in all",
-        ),
-        tile(
-            "Trainer idle",
-            percent(summary["trainer_idle_fraction"]),
-            f"engine {percent(summary['engine_idle_fraction'])}",
-        ),
-        tile(
-            "Lag, mean and max",
-            f"{number(summary['lag_mean'], 2)}{arrow.replace('→', '/')}{whole(summary['lag_max'])}",
-            f"bound {whole(summary['lag_bound'])}",
-        ),
+        tile("Trained tokens per second", speed, trained),
+        tile("Trainer idle", percent(summary["trainer_idle_fraction"]), engine),
+        _lag_tile(summary),
         tile("Ledger of groups", "balanced" if balanced else "broken", f"{ledger['admitted']:,} admitted"),
-        tile(
-            "Deliveries proved",
-            f"{summary['deliveries_proved']:,}",
-            f"{rejected:,} rejected" if rejected else "none rejected",
-        ),
+        tile("Deliveries proved", f"{summary['deliveries_proved']:,}", f"{rejected:,} rejected"),
     ]
     return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _heldout_tile(summary: dict[str, Any]) -> str:
+    before, after = summary["heldout_before"], summary["heldout_after"]
+    value, note = "not evaluated", "no accuracy before or after was recorded"
+    if before is not None or after is not None:
+        value = f'{number(before)}<span class="to">→</span>{number(after)}'
+        note = "pass@1 on prompts never trained on"
+    return tile("Held-out accuracy, before and after", value, note, wide=True)
+
+
+def _lag_tile(summary: dict[str, Any]) -> str:
+    mean, most, bound = summary["lag_mean"], summary["lag_max"], summary["lag_bound"]
+    value = "none" if mean is None else f'{mean:.2f}<span class="to">/</span>{most}'
+    note = f"bound {whole(bound)}"
+    if most is not None and bound is not None and most > bound:
+        note += ": broken"
+    return tile("Lag, mean and max", value, note)
 
 
 def _processes(path: Path, meta: dict[str, Any], training: tuple[float, float] | None, steps: list[Row]) -> str:

@@ -64,7 +64,7 @@ def summarize_journal(db: sqlite3.Connection) -> dict[str, Any]:
         "train_seconds": seconds,
         "tokens_generated": one(db, "SELECT COALESCE(SUM(sampled_tokens), 0) AS n FROM rollouts")["n"],
         "tokens_trained": trained,
-        "tokens_per_second": trained / seconds if seconds else None,
+        "tokens_per_second": _rate(steps, window),
         "trainer_idle_fraction": _idle(db, "trainer-*", window),
         "engine_idle_fraction": _idle(db, "engine-*", window),
         **_lag(db),
@@ -88,6 +88,14 @@ def _rewards(steps: list[Row]) -> dict[str, float | None]:
         return {"reward_first": None, "reward_last": None}
     tenth = max(1, len(rewards) // 10)
     return {"reward_first": sum(rewards[:tenth]) / tenth, "reward_last": sum(rewards[-tenth:]) / tenth}
+
+
+def _rate(steps: list[Row], window: tuple[float, float] | None) -> float | None:
+    """Trained tokens per second of training; a resumed run's window is its last session, and so are the tokens."""
+    if window is None or window[1] <= window[0]:
+        return None
+    tokens = sum(step["trained_tokens"] for step in steps if step["ended"] is None or step["ended"] >= window[0])
+    return float(tokens / (window[1] - window[0]))
 
 
 def _idle(db: sqlite3.Connection, processes: str, window: tuple[float, float] | None) -> float | None:

@@ -178,10 +178,8 @@ class Controller:
         """Hand batches to the trainer, in order, as soon as both are there."""
         while self.window.batches < self.total_batches and not self.stopping:
             await self.waits.until("train", self._explain_training, self._may_train)
-            if self.stopping:
-                break
             version = self.window.trained_version
-            groups = self.window.take()
+            groups = None if self.stopping else self.window.take()
             if groups is None:
                 continue
             self._at_trainer += 1

@@ -11,9 +11,9 @@ from typing import Any
 from headrace.config import Config, dump_config, with_settings
 from headrace.errors import UserError
 from headrace.observe.progress import Progress
+from headrace.pipeline.inputs import check_inputs
 from headrace.pipeline.run_dir import RunDir
 from headrace.pipeline.session import Session
-from headrace.pipeline.wiring import check_inputs
 from headrace.tasks.base import Judge
 
 
@@ -27,15 +27,20 @@ class Outcome:
     """finished, or interrupted."""
 
 
-def start_run(config: Config, progress: Progress, judge: Judge | None = None) -> Outcome:
-    """A new run. A mistake of the user's that shows before training begins leaves no run directory behind."""
-    task, chat = check_inputs(config, judge)
+def start_run(config: Config, progress: Progress, judge: Judge | None = None, *, prompts: str | None = None) -> Outcome:
+    """A new run. A mistake of the user's that shows before training begins leaves no run directory behind.
+
+    `prompts` are JSON lines to keep in the run directory, as `prompts.jsonl`.
+    """
     run_dir = RunDir.create(config)
-    session = Session(config, run_dir, progress, task, chat)
     try:
+        if prompts is not None:
+            (run_dir.path / "prompts.jsonl").write_text(prompts)
+        task, chat = check_inputs(config, judge)
+        session = Session(config, run_dir, progress, task, chat)
         summary = session.execute()
     except UserError:
-        if not session.began:
+        if not run_dir.journal.is_file():
             shutil.rmtree(run_dir.path)
         raise
     return Outcome(run_dir, summary, session.outcome)

@@ -13,14 +13,14 @@ import threading
 from typing import Any
 
 from headrace.config import Config
-from headrace.delivery.transports.shm import sweep
+from headrace.delivery.transports.segments import sweep
 from headrace.errors import HeadraceError
 from headrace.observe.progress import Progress
 from headrace.observe.report import write_report
 from headrace.observe.summary import write_summary
 from headrace.pipeline.controller import Controller
+from headrace.pipeline.inputs import ReadyTask
 from headrace.pipeline.run_dir import RunDir
-from headrace.pipeline.tasking import ReadyTask
 from headrace.pipeline.wiring import Wired, make_controller, wire
 from headrace.tasks.chat import ChatFormat
 
@@ -39,11 +39,6 @@ class Session:
         self._chat = chat
         self._controller: Controller | None = None
         self.outcome = "failed"
-
-    @property
-    def began(self) -> bool:
-        """Whether the run got as far as having a journal."""
-        return self._controller is not None
 
     def execute(self) -> dict[str, Any]:
         """Run to the end and return the summary. Raises the `HeadraceError` that ended it otherwise."""

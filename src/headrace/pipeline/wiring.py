@@ -9,8 +9,7 @@ from headrace.buffer.journal import Journal
 from headrace.buffer.window import Window
 from headrace.channel.codec import Message
 from headrace.config import Config
-from headrace.config.model_dir import check_model_dir
-from headrace.delivery.transports.shm import sweep
+from headrace.delivery.transports.segments import sweep
 from headrace.engines.messages import Deltas
 from headrace.engines.pool import EnginePool
 from headrace.engines.remote import RemoteEngine
@@ -20,14 +19,13 @@ from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import Progress
 from headrace.observe.timeline import Timeline
 from headrace.pipeline.controller import Controller
+from headrace.pipeline.inputs import ReadyTask
 from headrace.pipeline.launchers.local import LocalLauncher
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Recorder
 from headrace.pipeline.run_dir import RunDir
 from headrace.pipeline.supervision import Fleet
-from headrace.pipeline.tasking import ReadyTask, make_task
 from headrace.pipeline.waits import Waits
-from headrace.tasks.base import Judge
 from headrace.tasks.chat import ChatFormat
 from headrace.tasks.source import PromptSource
 from headrace.training.messages import Published, Saved
@@ -47,15 +45,6 @@ class Wired:
     engines: dict[str, RemoteEngine]
     trainer: RemoteTrainer
     waits: Waits
-
-
-def check_inputs(config: Config, judge: Judge | None = None) -> tuple[ReadyTask, ChatFormat]:
-    """Everything of the user's that can be wrong without starting a process: model files, dataset, references."""
-    check_model_dir(Path(config.model.path), config.model.weights, tokenizer=True)
-    chat = ChatFormat.load(config.model.path)
-    for token in config.rollouts.stop:
-        chat.token_id(token)
-    return make_task(config, judge), chat
 
 
 def wire(config: Config, run_dir: RunDir, task: ReadyTask, chat: ChatFormat) -> Wired:

@@ -36,6 +36,10 @@ class ChatFormat(Protocol):
         """The tokens of a text, as it is."""
         ...
 
+    def token_id(self, token: str) -> int:
+        """The id of a token that is in the vocabulary as a whole."""
+        ...
+
     def decode(self, token_ids: Int32Array) -> str:
         """The text of these tokens, for judges and people."""
         ...

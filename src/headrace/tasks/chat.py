@@ -85,10 +85,11 @@ class ChatFormat:
         answer. Raises `ModelError` where the template renders a turn differently once messages follow it.
         """
         tokens = self.encode(self._following(messages))
-        if not ended:
-            return tokens
         end = self._leading(tokens, self._stop_token_ids)
-        return tokens if end is None else tokens[end + 1 :]
+        if end is None:
+            return tokens
+        # White space before the end token is the template's habit, not something that a policy ends its turn with.
+        return tokens[end + 1 :] if ended else tokens[end:]
 
     def encode(self, text: str) -> Int32Array:
         """The tokens of a text, as it is: nothing is added to it, special tokens written in it count as such."""

@@ -44,9 +44,11 @@ class GymTask(SingleTurnTask):
         self._pattern = compile_pattern(answer_pattern)
         config = config or {}
         phrase = _Phrasing(system, suffix)
-        # Some questions come twice, so more are at hand than are wanted.
-        source = create_dataset(name, {**config, "seed": _heldout_seed(seed), "size": 4 * heldout + 16})
-        chosen = _distinct(name, source, heldout)
+        chosen: list[dict[str, Any]] = []
+        if heldout:
+            # Some questions come twice, so more are at hand than are wanted.
+            source = create_dataset(name, {**config, "seed": _heldout_seed(seed), "size": 4 * heldout + 16})
+            chosen = _distinct(name, source, heldout)
         data = create_dataset(name, {**config, "seed": seed, "size": size})
         super().__init__(
             GymPrompts(data, f"{name}/{seed}", phrase, avoid=frozenset(entry["question"] for entry in chosen)),

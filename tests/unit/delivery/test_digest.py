@@ -1,4 +1,5 @@
 import hashlib
+import itertools
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_the_table_has_odd_entries_that_are_a_permutation_in_their_low_bits():
 def test_shards_add_up(dtype: torch.dtype, n: int, cuts: list[float], seed: int):
     tensor = random_tensor(n, dtype, seed)
     edges = [0, *sorted(round(cut * n) for cut in cuts), n]
-    shards = [digest_shard("w", tensor[a:b], a) for a, b in zip(edges, edges[1:], strict=False)]
+    shards = [digest_shard("w", tensor[a:b], a) for a, b in itertools.pairwise(edges)]
     assert sum(shards) % 2**64 == digest([("w", tensor)])
 
 
@@ -129,5 +130,3 @@ def test_layout_in_memory_does_not_matter():
     strided = torch.empty(30, 20).t().copy_(tensor)
     assert not strided.is_contiguous()
     assert digest([("w", strided.requires_grad_())]) == digest([("w", tensor)])
-
-

@@ -278,7 +278,7 @@ def test_files_that_disagree_are_refused(tmp_path: Path) -> None:
     token = {"content": "<|im_end|>", "special": True}
     with pytest.raises(ModelError, match=r"disagree about '<\|im_end\|>'"):
         ChatFormat.load(write_model(tmp_path / "a", settings={"added_tokens_decoder": {"77": token}}))
-    with pytest.raises(ModelError, match="eos_token '<end>' is not in tokenizer.json"):
+    with pytest.raises(ModelError, match=r"eos_token '<end>' is not in tokenizer\.json"):
         ChatFormat.load(write_model(tmp_path / "b", settings={"eos_token": "<end>"}))
 
 
@@ -292,9 +292,10 @@ def test_added_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
 
 
 def test_tasks_and_scoring_import_neither_torch_nor_transformers() -> None:
-    modules = "chat dataset gym single_turn calculator source reference".split()
+    modules = ["chat", "dataset", "gym", "single_turn", "calculator", "source", "reference"]
     imports = [f"headrace.tasks.{name}" for name in modules]
     imports += [f"headrace.scoring.{name}" for name in ("workers", "threads", "functions", "worker_main")]
-    program = f"import sys, {', '.join(imports)}\nprint([m for m in ('torch', 'transformers', 'reasoning_gym') if m in sys.modules])"
+    heavy = ("torch", "transformers", "reasoning_gym")
+    program = f"import sys, {', '.join(imports)}\nprint([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

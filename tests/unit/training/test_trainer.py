@@ -8,7 +8,7 @@ import pytest
 import torch
 from reference_loop import plain_model, reference_losses, sequence_logprobs
 from safetensors import safe_open
-from tiny_models import model_dir, random_batch
+from tiny_models import AllDouble, model_dir, random_batch
 from transformers import AutoModelForCausalLM
 
 from headrace.channel.codec import decode, encode
@@ -21,7 +21,7 @@ from headrace.training.trainer import Trainer
 from headrace.types import Batch
 
 TRAINING = TrainingConfig(
-    learning_rate=2e-3, warmup_steps=2, schedule="cosine", weight_decay=0.01, micro_batch_tokens=48, clip_norm=0.5
+    learning_rate=2e-3, warmup_steps=2, schedule="cosine", weight_decay=0.01, micro_batch_tokens=32, clip_norm=0.5
 )
 WARM_START = WarmStartConfig(steps=2, learning_rate=5e-3)
 CISPO = AlgorithmConfig()
@@ -42,9 +42,25 @@ def assert_same_weights(first, second):
         assert torch.equal(tensor, second[name]), name
 
 
-@pytest.mark.parametrize(
-    ("family", "loss"), [("llama", "cispo"), ("llama", "grpo"), ("gemma2", "cispo"), ("mixtral", "grpo")]
-)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("loss", ["cispo", "grpo"])
+def test_the_reference_loop_exactly(tmp_path, family, loss):
+    path = model_dir(tmp_path / "model", family)
+    algorithm = AlgorithmConfig(loss=loss)
+    model, plain = load_model(path, dtype="float64"), plain_model(path, dtype=torch.float64)
+    if family == "mixtral":
+        model.set_experts_implementation("eager")
+        plain.set_experts_implementation("eager")
+    trainer = Trainer(model, algorithm, TRAINING, total_steps=5, warm_start=WARM_START)
+    with AllDouble():
+        losses = [trainer.step(batch).loss for batch in batches()]
+        expected = reference_losses(plain, batches(), algorithm, TRAINING, total_steps=5, warm_start=WARM_START)
+    assert losses == pytest.approx(expected, abs=1e-10)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(trainer.weights()[name], parameter.detach(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("family", "loss"), [("llama", "cispo"), ("llama", "grpo"), ("gemma2", "cispo")])
 def test_five_steps_equal_the_reference_loop(tmp_path, family, loss):
     path = model_dir(tmp_path / "model", family)
     algorithm = AlgorithmConfig(loss=loss)
@@ -207,7 +223,7 @@ def test_a_batch_without_trained_tokens_changes_nothing(tmp_path):
 def test_the_policy_moves_towards_advantage(tmp_path):
     """Steps on one batch raise the probability of what was good and lower that of what was bad."""
     trainer = trainer_of(model_dir(tmp_path / "model"), training=TrainingConfig(learning_rate=1e-3), total_steps=20)
-    batch = random_batch(5, groups=1, size=2)
+    batch = random_batch(5, groups=2, size=1)
     first = int(batch.lengths[0])
     batch.advantages[:] = np.where(batch.trained, np.where(np.arange(len(batch.trained)) < first, 1.0, -1.0), 0)
 

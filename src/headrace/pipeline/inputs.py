@@ -1,14 +1,17 @@
-"""From `[task]` to a task with its judge: the part of the wiring that users extend."""
+"""What the user gave, checked before any process starts: the model's files, the dataset, the functions it names."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from headrace.config import Config, DatasetTask, EnvironmentTask, GymTask
+from headrace.config.model_dir import check_model_dir
 from headrace.errors import ConfigError
 from headrace.scoring.workers import WorkerJudge
 from headrace.tasks.base import Judge, Task
+from headrace.tasks.chat import ChatFormat
 from headrace.tasks.dataset import check_disjoint, load_prompts, split_heldout
 from headrace.tasks.gym import GymTask as Gym
 from headrace.tasks.reference import import_function
@@ -25,6 +28,15 @@ class ReadyTask:
 
 async def _nothing() -> None:
     """For tasks that need no start."""
+
+
+def check_inputs(config: Config, judge: Judge | None = None) -> tuple[ReadyTask, ChatFormat]:
+    """Everything of the user's that can be wrong without starting a process: model files, dataset, references."""
+    check_model_dir(Path(config.model.path), config.model.weights, tokenizer=True)
+    chat = ChatFormat.load(config.model.path)
+    for token in config.rollouts.stop:
+        chat.token_id(token)
+    return make_task(config, judge), chat
 
 
 def make_task(config: Config, judge: Judge | None = None) -> ReadyTask:

@@ -1,0 +1,129 @@
+"""`headrace.train(...)`: the whole loop from Python, on the same path as the command line.
+
+    run = headrace.train(
+        model="path/to/model",
+        prompts=["2 + 2 =", ...],
+        reward=lambda completion, prompt: float(...),
+        settings={"run.versions": 50},
+    )
+
+The reward is a function of this process, called in threads with a deadline; name it `"module:function"` to have it run
+in worker processes instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Config, make_config
+from headrace.errors import UserError
+from headrace.types import Rollout
+
+PromptLike = str | Sequence[Mapping[str, str]] | Mapping[str, Any]
+"""A text, a list of messages, or an object with `prompt` and whatever else the reward wants."""
+
+
+def train(
+    *,
+    model: str | Path,
+    prompts: Sequence[PromptLike] | str | Path,
+    reward: Callable[..., Any] | str,
+    settings: Mapping[str, Any] | None = None,
+    display: str = "auto",
+) -> Run:
+    """Train a model to earn a reward; returns when the run has ended.
+
+    `prompts` is a list, or the path of a JSON-lines file. `settings` are the keys of the configuration, such as
+    `{"run.versions": 50, "buffer.depth": 2}`.
+    """
+    from headrace.observe.progress import make_progress
+    from headrace.pipeline.launch import start_run
+    from headrace.scoring.threads import CallableJudge
+
+    config, lines = _config(model, prompts, reward, {"observe.display": display, **(settings or {})})
+    judge = None if isinstance(reward, str) else CallableJudge(reward, timeout=config.scoring.timeout)
+    progress = make_progress(config.observe.display, title=config.run.name)
+    outcome = _outside_of_a_loop(lambda: start_run(config, progress, judge, prompts=lines))
+    return Run(outcome.run_dir.path)
+
+
+class Run:
+    """What a run left behind, read from its directory."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not (self.path / "journal.db").is_file():
+            raise UserError(f"{path}: not a run directory (it has no journal.db)")
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The figures of the run, as in `summary.json`."""
+        from headrace.observe.summary import summarize
+
+        return summarize(self.path)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One entry an optimizer step: reward, loss, lag, ... as in `metrics.jsonl`."""
+        from headrace.observe.metrics import read_metrics
+
+        metrics = read_metrics(self.path / "metrics.jsonl")
+        return [entry for entry in metrics if entry["kind"] == "step" and entry["objective"] == "policy"]
+
+    @property
+    def model_dir(self) -> Path:
+        """The newest checkpoint: a directory for `from_pretrained`."""
+        from headrace.buffer.journal import open_readonly
+
+        with open_readonly(self.path / "journal.db") as journal:
+            checkpoint = journal.meta().get("checkpoint")
+        if checkpoint is None:
+            raise UserError(f"{self.path} has no checkpoint yet")
+        return Path(checkpoint["path"])
+
+    def rollouts(self, where: str = "TRUE") -> Iterator[Rollout]:
+        """Every recorded rollout with its tokens; `where` is an SQL condition on the table `rollouts`."""
+        from headrace.buffer.journal import open_readonly
+
+        with open_readonly(self.path / "journal.db") as journal:
+            yield from journal.rollouts(where)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+
+def _config(
+    model: str | Path,
+    prompts: Sequence[PromptLike] | str | Path,
+    reward: Callable[..., Any] | str,
+    settings: Mapping[str, Any],
+) -> tuple[Config, str | None]:
+    raw: dict[str, Any] = {"model": {"path": str(model)}, "task": {"kind": "dataset", "path": "", "reward": ""}}
+    raw["task"]["reward"] = reward if isinstance(reward, str) else "given in Python"
+    for key, value in settings.items():
+        section, dot, name = key.partition(".")
+        if not dot:
+            raise UserError(f"settings: {key!r} is not section.key, such as 'buffer.depth'")
+        raw.setdefault(section, {})[name] = value
+    if isinstance(prompts, str | Path):
+        raw["task"]["path"] = str(prompts)
+        return make_config(raw), None
+    run = make_config(raw).run
+    raw["task"]["path"] = str(Path(run.directory) / run.name / "prompts.jsonl")
+    lines = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
+    return make_config(raw), "".join(json.dumps(dict(line)) + "\n" for line in lines)
+
+
+def _outside_of_a_loop(call: Callable[[], Any]) -> Any:
+    """Call it here, or in a thread where an event loop is already running (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return call()
+    with concurrent.futures.ThreadPoolExecutor(1, "headrace") as thread:
+        return thread.submit(call).result()

@@ -1,0 +1,1 @@
+"""Measurements of Headrace by itself: the real pipeline on made-up work, so that nothing but speed differs."""

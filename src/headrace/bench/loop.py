@@ -1,0 +1,102 @@
+"""Synchronous against asynchronous, on one workload, in one call.
+
+Every run is the real one: engine and trainer in processes of their own, one compute thread each, weights delivered and
+proved at every version. Rates count *consumed* tokens (those that reached a loss) over the whole training window, fill
+and drain included. The workload is first balanced, so that generating and training a version take about equal time:
+that is where asynchrony can gain most, and it is said how well the balance was met.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from headrace.bench.workload import loop_config, write_model
+from headrace.observe.progress import NoProgress
+from headrace.pipeline.launch import start_run
+
+ANSWER = 48
+FIRST_PROMPT = 48
+SHORTEST_PROMPT, LONGEST_PROMPT = 8, 1024
+CALIBRATION_VERSIONS = 6
+TARGET = 1.08
+"""Training over generation: the trainer is the one that should not wait."""
+
+
+def bench_loop(versions: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure and return all figures; `say` gets a line before each run."""
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        directory = Path(scratch)
+        write_model(directory / "model")
+        prompt = _balance(directory, say)
+
+        def measure(name: str, depth: int, threads: int) -> dict[str, Any]:
+            say(f"{name}: {versions} versions, depth {depth}, {threads} thread(s) a process")
+            return _measure(directory, name, prompt=prompt, versions=versions, depth=depth, threads=threads)
+
+        synchronous = measure("depth-0", 0, 1)
+        asynchronous = measure("depth-2", 2, 1)
+        two_threads = measure("depth-0-two-threads", 0, 2)
+    balance = synchronous["training_seconds"] / synchronous["generation_seconds"]
+    return {
+        "versions": versions,
+        "prompt_tokens": prompt,
+        "answer_tokens": ANSWER,
+        "training_over_generation": balance,
+        "depth_0": synchronous,
+        "depth_2": asynchronous,
+        "depth_0_two_threads": two_threads,
+        "ratio": asynchronous["tokens_per_second"] / synchronous["tokens_per_second"],
+        "ratio_to_two_threads": asynchronous["tokens_per_second"] / two_threads["tokens_per_second"],
+    }
+
+
+def _balance(directory: Path, say: Callable[[str], None]) -> int:
+    """The prompt length at which training takes `TARGET` times as long as generation.
+
+    Both times are close to linear in it: prompts are computed once a group when generating and once an answer when
+    training, so a longer prompt moves work to the trainer.
+    """
+    points: list[tuple[int, float, float]] = []
+    prompt = FIRST_PROMPT
+    for attempt in range(4):
+        say(f"balancing, try {attempt + 1}: prompts of {prompt} tokens")
+        found = _measure(
+            directory, f"balance-{attempt}", prompt=prompt, versions=CALIBRATION_VERSIONS, depth=0, threads=1
+        )
+        points.append((prompt, found["generation_seconds"], found["training_seconds"]))
+        if abs(found["training_seconds"] / found["generation_seconds"] / TARGET - 1) < 0.05:
+            break
+        prompt = _next_prompt(points)
+    return prompt
+
+
+def _next_prompt(points: list[tuple[int, float, float]]) -> int:
+    """Where the line through the last two excesses (or, after one, a proportional guess) crosses zero."""
+    excess = [(prompt, training - TARGET * generation) for prompt, generation, training in points]
+    if len(excess) == 1:
+        prompt, generation, training = points[0]
+        guess = (prompt + ANSWER) * TARGET * generation / training - ANSWER
+    else:
+        (x0, y0), (x1, y1) = excess[-2:]
+        guess = x1 if x0 == x1 or y0 == y1 else x1 - y1 * (x1 - x0) / (y1 - y0)
+    return min(max(round(guess), SHORTEST_PROMPT), LONGEST_PROMPT)
+
+
+def _measure(directory: Path, name: str, *, prompt: int, versions: int, depth: int, threads: int) -> dict[str, Any]:
+    config = loop_config(directory, name, prompt=prompt, answer=ANSWER, versions=versions, depth=depth, threads=threads)
+    summary = start_run(config, NoProgress()).summary
+    seconds = summary["train_seconds"]
+    return {
+        "tokens_per_second": summary["tokens_per_second"],
+        "tokens_trained": summary["tokens_trained"],
+        "seconds": seconds,
+        "generation_seconds": seconds * (1 - summary["engine_idle_fraction"]),
+        "training_seconds": seconds * (1 - summary["trainer_idle_fraction"]),
+        "trainer_idle_fraction": summary["trainer_idle_fraction"],
+        "engine_idle_fraction": summary["engine_idle_fraction"],
+        "lag_mean": summary["lag_mean"],
+        "lag_max": summary["lag_max"],
+    }

@@ -1,0 +1,95 @@
+"""Work that is the same in every run: a random Llama, prompts of one length, answers that never end early."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from headrace.tasks.base import EnvironmentStep
+from headrace.types import Prompt
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz "
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 512,
+}
+
+
+def write_model(directory: Path) -> None:
+    """A model directory with a tokenizer of single characters, and no end token: every answer has full length."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    directory.mkdir(parents=True)
+    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate([*ALPHABET, "?"])}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text("{}")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, **SHAPE}
+    config |= {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True, "initializer_range": 0.05}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+class FixedTask:
+    """Prompts of `length` characters; the reward is a coin thrown by the answer itself."""
+
+    def __init__(self, length: int, seed: int, heldout: int) -> None:
+        draw = random.Random(seed)
+        self.train = [Prompt(id=str(number), text="".join(draw.choices(ALPHABET, k=length))) for number in range(4096)]
+        self.heldout: list[Prompt] = []
+
+    def episode(self, prompt: Prompt) -> FixedEpisode:
+        """One answer, judged on the spot."""
+        return FixedEpisode()
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        """There is no right answer."""
+        return None
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class FixedEpisode:
+    """A turn, then the coin."""
+
+    async def reset(self) -> list[dict[str, str]]:
+        """No messages: the prompt's text is used as it is."""
+        return []
+
+    async def step(self, completion: str) -> EnvironmentStep:
+        """Done at once."""
+        return EnvironmentStep(done=True, reward=float(sum(completion.encode()) % 2))
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def loop_config(
+    directory: Path, name: str, *, prompt: int, answer: int, versions: int, depth: int, threads: int
+) -> Any:
+    """The configuration of one measured run."""
+    from headrace.config import make_config
+
+    return make_config(
+        {
+            "run": {"name": name, "directory": str(directory), "versions": versions},
+            "model": {"path": str(directory / "model"), "weights": "random"},
+            "task": {
+                "kind": "environment",
+                "factory": "headrace.bench.workload:FixedTask",
+                "config": {"length": prompt},
+            },
+            "engine": {"slots": 64, "max_length": prompt + answer + 16, "threads": threads, "kv": "keep"},
+            "rollouts": {"group_size": 8, "max_tokens": answer},
+            "buffer": {"groups": 8, "depth": depth},
+            "training": {"threads": threads, "share_prefixes": False, "learning_rate": 1e-5},
+            "observe": {"display": "none", "keep_rollouts": False},
+        }
+    )

@@ -1,0 +1,195 @@
+"""What is special to the fake: its script and its clock. What it shares with all engines is in `tests/contract`."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from headrace.engines.base import Delta, Request, Sampling
+from headrace.engines.fake import FakeEngine, lognormal_lengths
+from headrace.engines.fake_policy import FakePolicy
+from headrace.errors import DeliveryError, PeerDied
+
+STOP = 63
+
+
+class VirtualClock:
+    """Time that passes only when everybody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._slept = 0
+
+    async def sleep(self, seconds: float) -> None:
+        wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._slept += 1
+        heapq.heappush(self._sleepers, (self.now + seconds, self._slept, wake))
+        await wake
+
+    async def run_until(self, task: asyncio.Task[object]) -> None:
+        async with asyncio.timeout(20):
+            while not task.done():
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                if self._sleepers and not task.done():
+                    self.now, _, wake = heapq.heappop(self._sleepers)
+                    if not wake.done():
+                        wake.set_result(None)
+
+
+def ask(id: str = "a", seed: int = 0, max_tokens: int = 1000, prompt: int = 3) -> Request:
+    sampling = Sampling(max_tokens=max_tokens, seed=seed, stop_token_ids=(STOP,))
+    return Request(id=id, token_ids=np.ones(prompt, np.int32), sampling=sampling)
+
+
+async def collect(engine: FakeEngine, request: Request) -> list[Delta]:
+    async with asyncio.timeout(20):
+        return [delta async for delta in engine.generate(request)]
+
+
+def tokens(deltas: list[Delta]) -> list[int]:
+    return [int(token) for delta in deltas for token in delta.token_ids]
+
+
+async def test_scripted_lengths_are_exact() -> None:
+    engine = FakeEngine(version=0, lengths=[5, 1, 9])
+    for i, length in enumerate([5, 1, 9, 5]):
+        deltas = await collect(engine, ask(f"{i}", seed=i))
+        assert len(tokens(deltas)) == length and deltas[-1].finish == "stop"
+        assert tokens(deltas)[-1] == STOP and STOP not in tokens(deltas)[:-1]
+    by_request = FakeEngine(version=0, lengths=lambda request: 2 * len(request.token_ids))
+    assert len(tokens(await collect(by_request, ask(prompt=8)))) == 16
+    cut = await collect(by_request, ask(prompt=8, max_tokens=7))
+    assert (len(tokens(cut)), cut[-1].finish) == (7, "length")
+
+
+async def test_a_scripted_length_survives_an_abort() -> None:
+    engine = FakeEngine(version=0, lengths=[40, 1])
+    stream = engine.generate(ask("a"))
+    first = [await anext(stream) for _ in range(10)]
+    await engine.abort(["a"])
+    first += [delta async for delta in stream]
+    partial = tokens(first)
+    assert first[-1].finish == "aborted" and 10 <= len(partial) < 40
+    rest = await collect(engine, ask("b", prompt=3 + len(partial)))
+    assert len(partial) + len(tokens(rest)) == 40
+    whole = FakeEngine(version=0, lengths=[40])
+    assert tokens(await collect(whole, ask("c"))) == partial + tokens(rest)
+
+
+def test_lognormal_lengths_have_the_median_and_spread_asked_for() -> None:
+    length = lognormal_lengths(100, sigma=0.5, seed=1)
+    drawn = [length(ask(seed=seed)) for seed in range(2000)]
+    assert drawn == [length(ask("other", seed=seed, prompt=9)) for seed in range(2000)]
+    logs = [math.log(x) for x in drawn]
+    assert statistics.median(drawn) == pytest.approx(100, rel=0.05)
+    assert statistics.stdev(logs) == pytest.approx(0.5, rel=0.05)
+
+
+def test_samples_follow_the_distribution_that_their_log_probabilities_state() -> None:
+    policy = FakePolicy(vocabulary=6)
+    for kind in ({}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.8}):
+        drawn = [policy.sample(Sampling(max_tokens=1, seed=seed, **kind), 4, 1) for seed in range(4000)]  # type: ignore[arg-type]
+        stated = dict(drawn)
+        assert sum(math.exp(p) for p in stated.values()) == pytest.approx(1.0, abs=0.02)
+        for token, logprob in stated.items():
+            share = sum(t == token for t, _ in drawn) / len(drawn)
+            assert share == pytest.approx(math.exp(logprob), abs=0.03)
+
+
+def test_tokens_depend_on_seed_position_and_version_each() -> None:
+    policy = FakePolicy()
+    sampling = [Sampling(max_tokens=1, seed=seed) for seed in (1, 2)]
+    base = [policy.sample(sampling[0], p, 1)[0] for p in range(50)]
+    assert base == [FakePolicy().sample(sampling[0], p, 1)[0] for p in range(50)]
+    for other in (
+        [policy.sample(sampling[1], p, 1)[0] for p in range(50)],
+        [policy.sample(sampling[0], p + 1, 1)[0] for p in range(50)],
+        [policy.sample(sampling[0], p, 2)[0] for p in range(50)],
+    ):
+        assert sum(a == b for a, b in zip(base, other, strict=True)) < 30
+
+
+async def test_time_is_that_of_the_clock_it_was_given() -> None:
+    clock = VirtualClock()
+    engine = FakeEngine(version=0, lengths=[10, 4, 4], slots=2, token_seconds=3.0, sleep=clock.sleep)
+
+    async def all_of_them() -> list[float]:
+        ends = []
+
+        async def one(id: str) -> None:
+            await collect(engine, ask(id))
+            ends.append(clock.now)
+
+        async with asyncio.TaskGroup() as group:
+            for id in "abc":
+                group.create_task(one(id))
+        return ends
+
+    task = asyncio.create_task(all_of_them())
+    await clock.run_until(task)  # type: ignore[arg-type]
+    # The third waits for a slot: tokens 5..8 of the first step beside it.
+    assert task.result() == [12.0, 24.0, 30.0]
+
+
+async def test_staging_takes_time_in_which_tokens_flow() -> None:
+    clock = VirtualClock()
+    policy = FakePolicy()
+    engine = FakeEngine(policy=policy, version=1, lengths=[10], token_seconds=1.0, load_seconds=4.5, sleep=clock.sleep)
+    generating = asyncio.create_task(collect(engine, ask()))
+    loading = asyncio.create_task(engine.load(policy.manifest(2)))
+    await clock.run_until(generating)  # type: ignore[arg-type]
+    assert [int(v) for delta in generating.result() for v in delta.versions] == [1] * 4 + [2] * 6
+    assert loading.result().accepted and clock.now == 10.0
+
+
+async def test_a_request_that_fails_by_script_fails_alone() -> None:
+    engine = FakeEngine(version=0, lengths=[8], fail_requests={"bad": 3})
+    good, bad = await asyncio.gather(collect(engine, ask("good")), collect(engine, ask("bad")))
+    assert (len(tokens(good)), good[-1].finish) == (8, "stop")
+    assert (len(tokens(bad)), bad[-1].finish, bad[-1].error) == (3, "failed", "request 'bad' fails by script")
+
+
+async def test_an_engine_that_dies_ends_everything() -> None:
+    engine = FakeEngine(version=0, lengths=[50], slots=2, die_after=21)
+    completions = await asyncio.gather(*(collect(engine, ask(id)) for id in "abc"))
+    assert sorted(len(tokens(deltas)) for deltas in completions) == [0, 10, 11]
+    assert {(deltas[-1].finish, deltas[-1].error) for deltas in completions} == {("failed", "fake died")}
+    assert (await collect(engine, ask("late")))[-1].finish == "failed"
+    for call in (engine.stats(), engine.load(engine.policy.manifest(1)), engine.score(np.ones(3, np.int32))):
+        with pytest.raises(PeerDied, match="fake died"):
+            await call
+    await engine.close()
+
+
+async def test_loads_go_wrong_by_script() -> None:
+    engine = FakeEngine(loads={1: "reject", 3: "quarantine"})
+    with pytest.raises(DeliveryError):
+        await engine.score(np.ones(3, np.int32))
+    proofs = [await engine.load(engine.policy.manifest(version)) for version in (1, 2, 3, 4)]
+    assert [(p.accepted, p.quarantined) for p in proofs] == [
+        (False, False),
+        (True, False),
+        (False, True),
+        (True, False),
+    ]
+    assert (await engine.stats()).version == 4
+
+
+async def test_stop_tokens_that_cannot_be_drawn_are_refused_in_a_script() -> None:
+    engine = FakeEngine(version=0, policy=FakePolicy(32), lengths=[4])
+    deltas = await collect(engine, ask())
+    assert deltas[-1].finish == "failed" and "vocabulary of 32" in deltas[-1].error
+
+
+def test_rollouts_and_the_fake_import_without_torch() -> None:
+    code = "import sys, headrace.rollouts, headrace.engines.fake; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -1,0 +1,146 @@
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from journals import JournalMaker
+
+from headrace.errors import UserError
+from headrace.observe.clock import RunClock
+from headrace.observe.gantt import BINS, read_activity
+from headrace.observe.report import write_report
+from headrace.observe.spans import Span
+from headrace.observe.timeline import Timeline
+
+VOID = {"meta", "br", "link", "img"}
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced and collects the text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.text = ""
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + "\n"
+
+
+def read(run_dir: Path) -> tuple[str, Page]:
+    path = write_report(run_dir)
+    assert path == run_dir / "report.html"
+    html = path.read_text(encoding="utf-8")
+    return html, Page(html)
+
+
+def test_a_whole_run_shows_its_figures(finished_run: JournalMaker):
+    with Timeline(finished_run.run_dir / "timeline.json", RunClock(wall=90.0, monotonic=0.0)) as timeline:
+        timeline.add("engine-0", [Span("decode & sample", i * 0.5, i * 0.5 + 0.4) for i in range(70)])
+        timeline.add("trainer-0", [Span("step", 10.0 + i, 10.8 + i) for i in range(20)])
+        timeline.add("trainer-0", [Span("wait for batch", 29.8, 30.0, False)])
+    html, page = read(finished_run.run_dir)
+    for part in (
+        "tiny",
+        "finished",
+        "0.250",
+        "0.750",
+        "0.35",
+        "bound 2",
+        "balanced",
+        "too old",
+        "staged digest differs",
+    ):
+        assert part in page.text, part
+    for part in ("decode & sample", "engine-0", "trainer-0", "training begins", "lag 2: 10 tokens (5.0%)"):
+        assert part in page.text, part
+    assert "A close look: 3.2 s from 18.4 s on" in page.text
+    assert html.count("<svg") == 3 + 2 + 1 + 2 + 3
+
+
+def test_the_page_is_one_file_that_fetches_and_runs_nothing(finished_run: JournalMaker):
+    html, page = read(finished_run.run_dir)
+    assert not page.seen & {"script", "link", "img", "iframe", "i b"}
+    assert not re.search(r"""(src|href)\s*=|url\(|@import|https?://""", html)
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_what_models_and_users_wrote_is_text(finished_run: JournalMaker):
+    finished_run.add("samples", moment="after", prompt="h2", answer="<script>alert(1)</script>", reward=None)
+    finished_run.db.execute("UPDATE meta SET value = '\"<b>name</b>\"' WHERE key = 'name'")
+    _, page = read(finished_run.run_dir)
+    assert "script" not in page.seen
+    assert "<script>alert(1)</script>" in page.text
+    assert "<i>before</i>" in page.text
+    assert '[run]\nname = "tiny" # <&>' in page.text
+    assert "<b>name</b>" in page.text
+    assert "reward raised <Error>" in page.text
+    assert "no answer recorded" in page.text
+
+
+def test_samples_stand_side_by_side(finished_run: JournalMaker):
+    html, _ = read(finished_run.run_dir)
+    row = re.search(r'<table class="samples">.*?<tbody><tr>(.*?)</tr>', html, re.S)
+    assert row is not None
+    cells = re.findall(r"<td>(.*?)</td>", row[1], re.S)
+    assert ["1 &lt; 2?" in cells[0], "before" in cells[1], "after" in cells[2]] == [True, True, True]
+    assert ["reward 0" in cells[1], "reward 1" in cells[2]] == [True, True]
+
+
+def test_an_empty_run_says_what_is_missing(journal: JournalMaker):
+    _, page = read(journal.run_dir)
+    for part in (
+        "still going, or it was cut short",
+        "not evaluated",
+        "No policy step was recorded.",
+        "This run left no timeline.",
+        "No delivery was recorded.",
+        "No samples were recorded.",
+        "This run left no config.toml.",
+    ):
+        assert part in page.text, part
+
+
+def test_a_run_cut_after_one_step_is_drawn(journal: JournalMaker):
+    journal.meta(train_started=100.0, lag_bound=0)
+    journal.add("steps", step=1, lag_histogram='{"2": 10}', reward_mean=0.5, loss=None, seconds=None)
+    (journal.run_dir / "timeline.json").write_text('[\n{"ph": "i"')
+    _, page = read(journal.run_dir)
+    assert "bound 0: broken" in page.text
+    assert "This run left no timeline." in page.text
+
+
+def test_without_a_journal_there_is_one_clear_line(tmp_path: Path):
+    with pytest.raises(UserError, match=r"is not a run directory: it has no journal\.db"):
+        write_report(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_busy_fractions_by_hand(tmp_path: Path):
+    path = tmp_path / "timeline.json"
+    with Timeline(path, RunClock(wall=0.0, monotonic=0.0)) as timeline:
+        # Two threads overlap from 30 to 60 s of 240: a moment that is busy twice is busy once.
+        timeline.add(
+            "trainer-0", [Span("step", 0.0, 60.0), Span("publish", 30.0, 90.5), Span("wait", 90.5, 240.0, False)]
+        )
+        timeline.add("engine-0", [Span("decode", 120.0, 240.0)])
+    activity = read_activity(path, (80.0, 100.0))
+    assert activity is not None
+    assert list(activity.busy) == ["engine-0", "trainer-0"]
+    assert activity.busy["trainer-0"] == pytest.approx([1.0] * 90 + [0.5] + [0.0] * (BINS - 91))
+    assert activity.busy["engine-0"] == pytest.approx([0.0] * 120 + [1.0] * 120)
+    assert [span.name for span in activity.spans] == ["publish", "wait"]

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rollout_parts import Script, done, episode
+
+from headrace.engines.fake import FakeEngine, lognormal_lengths
+from headrace.rollouts.evaluation import EvaluationResult, evaluate, pass_at_k
+from headrace.rollouts.turns import Episode
+from headrace.types import Prompt
+
+PROMPTS = [Prompt(id=f"p{i}", messages=[{"role": "user", "content": f"what is {i}?"}]) for i in range(5)]
+
+
+@given(st.integers(1, 8), st.data())
+def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(n: int, data: st.DataObject) -> None:
+    right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    draws = list(itertools.combinations([i < right for i in range(n)], k))
+    assert math.isclose(pass_at_k(n, right, k), sum(any(draw) for draw in draws) / len(draws), abs_tol=1e-12)
+
+
+async def test_the_figures_are_those_of_the_rewards() -> None:
+    rewards: dict[str, list[float | Exception]] = {
+        "p0": [1.0, 0.0, 0.0, 0.0],
+        "p1": [0.0, 0.99, 0.0, 0.5],
+        "p2": [1.0, 1.0, 2.0, 1.0],
+        "p3": [RuntimeError("broken"), 1.0, 0.0, 1.0],
+        "p4": [0.0, 0.0, 0.0, 0.0],
+    }
+    engine = FakeEngine(version=1, lengths=[4])
+
+    def make(prompt: Prompt, sample: int) -> Episode:
+        reward = rewards[prompt.id][sample]
+        environment = Script(reward if isinstance(reward, Exception) else done(reward))
+        return episode(environment, engine, prompt=prompt, id=f"{prompt.id}/{sample}")
+
+    result = await asyncio.wait_for(evaluate(PROMPTS, make, samples=4, k=2, concurrency=3, shown=4), 20)
+    assert (result.prompts, result.samples, result.k, result.failed) == (5, 4, 2, 1)
+    assert result.pass_1 == pytest.approx((1 + 0 + 4 + 2 + 0) / 20)
+    # Of 4 answers 1, 0, 4, 2, 0 are right: two drawn miss all with chance 3/6, 1, 0, 1/6, 1.
+    assert result.pass_k == pytest.approx((1 / 2 + 0 + 1 + 5 / 6 + 0) / 5)
+    assert result.reward_mean == pytest.approx((1 + 1.49 + 5 + 2) / 20)
+    assert result.tokens_mean == 4
+    assert [(a.prompt, a.question, a.reward) for a in result.answers] == [
+        ("p0", "what is 0?", 1.0),
+        ("p1", "what is 1?", 0.0),
+        ("p2", "what is 2?", 1.0),
+        ("p3", "what is 3?", 0.0),
+    ]
+    assert result.answers[3].answer == "environment.step: RuntimeError: broken"
+    assert result.answers[0].answer.endswith("<63>") and result.answers[0].answer.count("<") == 4
+
+
+async def test_no_more_episodes_are_in_flight_than_allowed_and_the_result_does_not_depend_on_it() -> None:
+    async def run(concurrency: int) -> tuple[EvaluationResult, int]:
+        engine = FakeEngine(version=1, lengths=lognormal_lengths(20))
+        most = 0
+
+        class Watching(Script):
+            async def step(self, completion: str) -> object:  # type: ignore[override]
+                nonlocal most
+                stats = await engine.stats()
+                most = max(most, stats.running + stats.waiting + 1)
+                return done(float(len(completion) % 3))
+
+        def make(prompt: Prompt, sample: int) -> Episode:
+            seed = 10 * sample + PROMPTS.index(prompt)
+            return episode(Watching(), engine, prompt=prompt, seed=seed, id=f"{prompt.id}/{sample}")
+
+        return await asyncio.wait_for(evaluate(PROMPTS, make, samples=3, concurrency=concurrency), 20), most
+
+    (one, most_one), (four, most_four) = await run(1), await run(4)
+    assert one == four
+    assert (most_one, most_four) == (1, 4)
+
+
+async def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="no prompt"):
+        await evaluate([], lambda prompt, sample: episode(Script()), samples=1)
+    with pytest.raises(ValueError, match="pass@3 of 2"):
+        await evaluate(PROMPTS, lambda prompt, sample: episode(Script()), samples=2, k=3)
