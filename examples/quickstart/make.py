@@ -13,6 +13,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 HERE = Path(__file__).parent
 SPECIAL = ["<pad>", "<|user|>", "<|assistant|>", "<|end|>"]
+IN_ORDER = 0.3
+"""The share of the warm start's demonstrations that are in order; the others are in reverse order."""
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -65,7 +67,9 @@ def write_data(path: Path, count: int, taken: set[str], draw: random.Random) -> 
         letters = "".join(draw.sample(string.ascii_lowercase, draw.randint(8, 10)))
         if letters not in taken:
             taken.add(letters)
-            lines.append(json.dumps({"prompt": letters, "answer": "".join(sorted(letters))}))
+            answer = "".join(sorted(letters))
+            shown = answer if draw.random() < IN_ORDER else answer[::-1]
+            lines.append(json.dumps({"prompt": letters, "answer": answer, "demonstration": shown}))
     path.write_text("\n".join(lines) + "\n")
 
 

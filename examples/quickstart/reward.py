@@ -1,8 +1,10 @@
-"""The quickstart's reward: 1 for the right order; otherwise up to a half for letters in their right places."""
+"""The quickstart's reward: 1 for the right order; otherwise up to a half for how far the answer is right."""
 
 
 def reward(completion: str, answer: str) -> float:
     if completion == answer:
         return 1.0
-    hits = sum(given == wanted for given, wanted in zip(completion, answer, strict=False))
-    return 0.5 * hits / len(answer)
+    right = 0
+    while right < min(len(completion), len(answer)) and completion[right] == answer[right]:
+        right += 1
+    return 0.5 * right / len(answer)

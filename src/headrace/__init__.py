@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from headrace.config import Config, load_config, make_config
     from headrace.delivery.base import Manifest, Proof
     from headrace.delivery.publisher import Publisher
+    from headrace.delivery.transports.shm import ShmSender
     from headrace.engines.base import Delta, Engine, EngineStats, Request, Sampling
     from headrace.engines.embedded.engine import EmbeddedEngine
     from headrace.engines.fake import FakeEngine
     from headrace.errors import HeadraceError, UserError
+    from headrace.models.loading import load_model
     from headrace.tasks.base import Environment, EnvironmentStep, Judgement, Task
     from headrace.tasks.chat import ChatFormat
     from headrace.training.trainer import Trainer
@@ -48,6 +50,7 @@ _WHERE = {
     "Rollout": "types",
     "Run": "api",
     "Sampling": "engines.base",
+    "ShmSender": "delivery.transports.shm",
     "Task": "tasks.base",
     "Trace": "types",
     "Trainer": "training.trainer",
@@ -56,6 +59,7 @@ _WHERE = {
     "Window": "buffer.window",
     "assemble": "algorithms.assemble",
     "load_config": "config",
+    "load_model": "models.loading",
     "make_config": "config",
     "train": "api",
 }
@@ -82,6 +86,7 @@ __all__ = [
     "Rollout",
     "Run",
     "Sampling",
+    "ShmSender",
     "Task",
     "Trace",
     "Trainer",
@@ -90,6 +95,7 @@ __all__ = [
     "Window",
     "assemble",
     "load_config",
+    "load_model",
     "make_config",
     "train",
 ]

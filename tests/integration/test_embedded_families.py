@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from tiny_models import FAMILIES, make_model, plain, prompts, reference_greedy, reference_logprobs, request, run_out
 
 from headrace.config.schema import EngineConfig
@@ -104,6 +105,45 @@ def test_a_group_computes_its_prompt_once() -> None:
     for delta in done.values():
         table = reference_logprobs(reference, prompt, delta.token_ids)
         np.testing.assert_allclose(delta.logprobs, chosen(table, delta.token_ids), atol=1e-4)
+
+
+def test_numbers_that_are_not_finite_stay_with_their_sequence() -> None:
+    model = make_model("llama", tie_word_embeddings=False)
+    reference = plain(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[13] = float("nan")
+    given = [prompt[prompt != 13] for prompt in prompts([4, 9, 30, 12])]
+    broken = np.array([5, 13, 6], np.int32)
+    core = EngineCore(model, EngineConfig(slots=6, block_size=8, cache_tokens=96), name="e", max_length=64, version=0)
+    # The broken one first, so that it has block 0; then again, so that others get its blocks.
+    for turn in range(3):
+        requests = [request(f"broken{turn}", broken, 5)]
+        requests += [request(f"{turn}-{i}", prompt, 5, temperature=0.0) for i, prompt in enumerate(given)]
+        core.submit(requests)
+        done = run_out(core)
+        assert done[f"broken{turn}"].finish == "failed"
+        assert "not finite at position 3 under version 0" in done[f"broken{turn}"].error
+        for i, prompt in enumerate(given):
+            tokens = done[f"{turn}-{i}"].token_ids.tolist()
+            assert tokens == reference_greedy(reference, prompt, 5)[: len(tokens)] and (
+                len(tokens) == 5 or 13 in tokens
+            )
+
+
+def test_padding_does_not_read_the_block_of_a_broken_sequence() -> None:
+    model = make_model("llama", tie_word_embeddings=False)
+    reference = plain(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[13] = float("nan")
+    core = EngineCore(model, EngineConfig(slots=4, block_size=4), name="e", max_length=64, version=0)
+    short, long = (prompt[prompt != 13] for prompt in prompts([3, 18]))
+    # Block 0 is freed after one step and goes to the broken one-token prompt, which then decodes beside the others.
+    core.submit([request("first", short[:1], 1), request("s", short, 4, temperature=0.0), request("l", long, 4)])
+    core.step()
+    core.submit([request("broken", np.array([13], np.int32), 4)])
+    done = run_out(core)
+    assert done["broken"].finish == "failed"
+    assert (done["s"].finish, done["s"].token_ids.tolist()) == ("length", reference_greedy(reference, short, 4))
 
 
 def test_stop_tokens_and_limits_end_a_sequence() -> None:

@@ -53,7 +53,8 @@ class Trainer:
         manifest = self._publisher.publish(
             version, version - 1, version, named_weights(reference(version)), score
         ).result(30)
-        self._publisher.acknowledged(version)
+        # The last two stay readable.
+        self._publisher.acknowledged(version - 1)
         return manifest
 
     def close(self) -> None:

@@ -25,9 +25,11 @@ class RunConfig(Section, frozen=True):
     """[run]: what is common to the whole run."""
 
     name: str = "run"
+    """Of the run and its directory."""
     directory: str = "runs"
     """The run's files go to `directory/name`."""
     seed: NonNegative = 0
+    """Of random weights, of the order of prompts and of every sampled token."""
     versions: Positive = 100
     """How many versions to train."""
 
@@ -38,6 +40,7 @@ class ModelConfig(Section, frozen=True):
     path: str
     """A directory with `config.json`, a tokenizer and, unless `weights = "random"`, safetensors weights."""
     weights: Literal["load", "random"] = "load"
+    """From the directory, or drawn at random from `[run] seed` with `config.json` alone."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype that engines serve in and weights are published in."""
 
@@ -61,10 +64,13 @@ class GymTask(Section, frozen=True, tag_field="kind", tag="gym"):
     """[task] kind = "gym": a reasoning-gym dataset with its own verifier."""
 
     name: str
+    """Of the reasoning-gym dataset."""
     config: dict[str, Any] = {}
+    """The dataset's own settings."""
     size: Positive = 10_000
     """How many training prompts to generate."""
     system: str | None = None
+    """A system message before every question."""
     suffix: str = ""
     """Appended to every question (how to format the answer)."""
     answer_pattern: str | None = None
@@ -75,8 +81,9 @@ class EnvironmentTask(Section, frozen=True, tag_field="kind", tag="environment")
     """[task] kind = "environment": episodes of several turns."""
 
     factory: str
-    """`module:name` of a class or function that makes a `headrace.Environment` from a prompt."""
+    """`module:name` of what makes the task: `factory(**config, seed=..., heldout=...)` returns a `headrace.Task`."""
     config: dict[str, Any] = {}
+    """Arguments of the factory."""
 
 
 TaskConfig = DatasetTask | GymTask | EnvironmentTask
@@ -86,6 +93,7 @@ class EngineConfig(Section, frozen=True):
     """[engine]: the inference pool."""
 
     kind: Literal["embedded", "fake"] = "embedded"
+    """What serves the model."""
     count: Positive = 1
     """Engine processes."""
     threads: Positive = 1
@@ -110,10 +118,13 @@ class RolloutsConfig(Section, frozen=True):
     """[rollouts]: how answers are sampled."""
 
     group_size: Positive = 8
+    """Answers to one prompt, compared with each other."""
     max_tokens: Positive = 256
     """Sampled tokens of a rollout, over all its turns."""
     max_turns: Positive = 8
+    """Turns of the policy in one rollout."""
     temperature: PositiveFloat = 1.0
+    """Of sampling; the loss takes its log-probabilities at the same one."""
     stop: list[str] = []
     """Tokens that end a turn, beside the model's own end tokens."""
 
@@ -144,7 +155,9 @@ class AlgorithmConfig(Section, frozen=True):
     """[algorithm]: from rewards to a loss."""
 
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """`(R - mean) / std` of the group, `R - mean`, or `R - mean of the others`."""
     loss: Literal["cispo", "grpo"] = "cispo"
+    """Clipped importance weights on every token, or the clipped surrogate."""
     clip_low: NonNegativeFloat = 0.2
     """The ratio is clipped below at 1 - clip_low (grpo)."""
     clip_high: NonNegativeFloat = 0.28
@@ -157,13 +170,21 @@ class TrainingConfig(Section, frozen=True):
     """[training]: from batches to new weights."""
 
     threads: Positive = 1
+    """Compute threads of the trainer process (CPU)."""
     learning_rate: PositiveFloat = 1e-6
+    """Of AdamW, at its peak."""
     warmup_steps: NonNegative = 0
+    """Optimizer steps in which the learning rate rises from 0."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """How the learning rate goes on after the warm-up, over the whole run."""
     weight_decay: NonNegativeFloat = 0.0
+    """Of matrices; vectors (norms, biases) do not decay."""
     beta1: Fraction = 0.9
+    """Of AdamW."""
     beta2: Fraction = 0.99
+    """Of AdamW."""
     clip_norm: PositiveFloat = 1.0
+    """Largest global norm of a step's gradient."""
     micro_batch_tokens: Positive = 8192
     """Tokens that one forward and backward pass holds."""
     share_prefixes: bool = True
@@ -171,23 +192,29 @@ class TrainingConfig(Section, frozen=True):
     checkpoint_every: NonNegative = 0
     """Versions between checkpoints; 0 writes only the last one."""
     keep_checkpoints: Positive = 2
+    """How many of the newest checkpoints stay on disk."""
 
 
 class WarmStartConfig(Section, frozen=True):
     """[warm_start]: supervised steps on the task's demonstrations, before the first version is published."""
 
     steps: NonNegative = 0
+    """0 starts with the model as it is."""
     batch: Positive = 64
+    """Demonstrations in a step."""
     learning_rate: PositiveFloat = 1e-3
+    """Constant over these steps."""
 
 
 class DeliveryConfig(Section, frozen=True):
     """[delivery]: from new weights to the engines."""
 
     transport: Literal["shm"] = "shm"
+    """How weights travel: shared memory of one host."""
     publish_every: Positive = 1
     """Optimizer steps that make one version."""
     canary_tokens: Positive = 16
+    """Length of the fixed sequence that trainer and engine must score alike."""
     canary_tolerance: PositiveFloat = 1e-3
     """Largest difference between trainer and engine on the canary's log-probabilities."""
     deadline: PositiveFloat = 120.0
@@ -206,12 +233,14 @@ class EvaluateConfig(Section, frozen=True):
     samples: Positive = 1
     """Answers per prompt, for pass@k."""
     temperature: NonNegativeFloat = 0.0
+    """0 is greedy."""
 
 
 class PipelineConfig(Section, frozen=True):
     """[pipeline]: processes and deadlines."""
 
     launcher: Literal["local"] = "local"
+    """Where worker processes run: on this host."""
     stall_seconds: PositiveFloat = 120.0
     """Seconds without any progress after which the run ends with a report of who waits for whom."""
     start_seconds: PositiveFloat = 300.0
@@ -222,7 +251,9 @@ class ObserveConfig(Section, frozen=True):
     """[observe]: what a run shows and keeps."""
 
     display: Literal["auto", "live", "plain", "none"] = "auto"
+    """A live panel, plain lines, or nothing; `auto` is live on a terminal and plain elsewhere."""
     timeline: bool = True
+    """Write `timeline.json`."""
     keep_rollouts: bool = True
     """Keep every rollout's tokens in `segments/`."""
 

@@ -7,9 +7,11 @@ it has not proved. `tests/contract/test_engine.py` holds what every implementati
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Literal, Protocol
 
 import msgspec
+import numpy as np
 
 from headrace.delivery.base import Manifest, Proof
 from headrace.types import Float32Array, Int32Array
@@ -106,3 +108,26 @@ class Engine(Protocol):
     async def close(self) -> None:
         """End everything that runs and free what is held. Idempotent."""
         ...
+
+
+def failed_delta(request_id: str, reason: str) -> Delta:
+    """The last delta of a request that ends in an error, without tokens."""
+    return Delta(
+        id=request_id,
+        token_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        versions=np.empty(0, np.int32),
+        finish="failed",
+        error=reason,
+    )
+
+
+@asynccontextmanager
+async def closing_deltas(deltas: AsyncIterator[Delta]) -> AsyncIterator[AsyncIterator[Delta]]:
+    """Close the iterator on the way out: that is what frees a request whose reader leaves early."""
+    try:
+        yield deltas
+    finally:
+        close = getattr(deltas, "aclose", None)
+        if close is not None:
+            await close()

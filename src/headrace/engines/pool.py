@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, Engine, EngineStats, Request
+from headrace.engines.base import Delta, Engine, EngineStats, Request, closing_deltas, failed_delta
 from headrace.errors import HeadraceError
 from headrace.types import Float32Array, Int32Array
 
@@ -23,6 +23,7 @@ class EnginePool:
         self.name = "pool"
         self.engines = list(engines)
         self._proved = {engine.name: -1 for engine in engines}
+        self._open: set[str] = set()
         self._running: Counter[str] = Counter()
         self._home: dict[str, str] = {}
         self._members: Counter[str] = Counter()
@@ -35,13 +36,20 @@ class EnginePool:
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         """See `Engine.generate`."""
+        if request.id in self._open:
+            yield failed_delta(request.id, f"a request with id {request.id!r} is already running")
+            return
         engine = self._choose(request.group)
+        self._open.add(request.id)
         self._running[engine.name] += 1
         self._members[request.group] += 1
         try:
-            async for delta in engine.generate(request):
-                yield delta
+            # Closing this iterator early must close the engine's too: that is what aborts the request there.
+            async with closing_deltas(engine.generate(request)) as deltas:
+                async for delta in deltas:
+                    yield delta
         finally:
+            self._open.remove(request.id)
             self._running[engine.name] -= 1
             self._members[request.group] -= 1
             if not self._members[request.group]:

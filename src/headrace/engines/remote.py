@@ -10,12 +10,10 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
-
 from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, EngineStats, Request
+from headrace.engines.base import Delta, EngineStats, Request, failed_delta
 from headrace.engines.messages import (
     Abort,
     AskStats,
@@ -58,12 +56,12 @@ class RemoteEngine:
         """The process is gone: every open request ends as failed."""
         self._death = reason
         for request_id, stream in self._streams.items():
-            stream.put_nowait(_failed(request_id, reason))
+            stream.put_nowait(failed_delta(request_id, reason))
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         """See `Engine.generate`."""
         if self._death is not None or request.id in self._streams:
-            yield _failed(request.id, self._death or f"a request with id {request.id!r} is already running")
+            yield failed_delta(request.id, self._death or f"a request with id {request.id!r} is already running")
             return
         stream = self._streams[request.id] = asyncio.Queue()
         finished = False
@@ -80,6 +78,7 @@ class RemoteEngine:
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         """See `Engine.abort`."""
+        self._flush()
         await self._hub.send(self.name, Abort(ids=None if ids is None else list(ids)))
 
     async def pause(self) -> None:
@@ -125,6 +124,8 @@ class RemoteEngine:
 
     def _flush(self) -> None:
         requests, self._outbox = self._outbox, []
+        if not requests:
+            return
         self._spawn(self._hub.send(self.name, Submit(requests=requests)))
 
     def _spawn(self, sending: Coroutine[Any, Any, None]) -> None:
@@ -137,14 +138,3 @@ class RemoteEngine:
             await sending
         except ChannelError as error:
             self.lost(str(error))
-
-
-def _failed(request_id: str, reason: str) -> Delta:
-    return Delta(
-        id=request_id,
-        token_ids=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        versions=np.empty(0, np.int32),
-        finish="failed",
-        error=reason,
-    )

@@ -52,4 +52,6 @@ def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, KeyError) and error.args == (ATTENTION,):
+        return "it does not use transformers' attention interface"
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

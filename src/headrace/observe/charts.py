@@ -36,10 +36,10 @@ class Frame:
 
     LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 40
 
-    def __init__(self, width: int, height: int, x_range: Point, y_range: Point) -> None:
+    def __init__(self, width: int, height: int, x_range: Point, y_range: Point, *, named: bool = False) -> None:
         self.width, self.height = width, height
         self.x_range, self.y_range = x_range, y_range
-        self.left, self.right = self.LEFT, width - self.RIGHT
+        self.left, self.right = self.LEFT + (14 if named else 0), width - self.RIGHT
         self.top, self.bottom = self.TOP, height - self.BOTTOM
 
     def x(self, value: float) -> float:
@@ -69,7 +69,7 @@ class Frame:
         parts.append(f'<text class="label mid" x="{middle:.0f}" y="{self.height - 4}">{escape(x_label)}</text>')
         across = (self.top + self.bottom) / 2
         parts.append(
-            f'<text class="label mid" transform="translate(12 {across:.0f}) rotate(-90)">{escape(y_label)}</text>'
+            f'<text class="label mid" transform="translate(10 {across:.0f}) rotate(-90)">{escape(y_label)}</text>'
         )
         return "".join(parts)
 
@@ -93,10 +93,12 @@ def line_chart(
     y_range: Point | None = None,
     from_zero: bool = False,
 ) -> str:
-    """Lines over a shared pair of axes; `from_zero` for sizes, whose changes should be seen in proportion."""
+    """Lines over a shared pair of axes; `from_zero` for sizes (none is negative), to see changes in proportion."""
     points = [point for line in series for point in line.points]
     low, high = y_range or _span([y for _, y in points])
-    frame = Frame(width, height, _span([x for x, _ in points], pad=0.0), (min(0.0, low) if from_zero else low, high))
+    frame = Frame(
+        width, height, _span([x for x, _ in points], pad=0.0), (0.0 if from_zero else low, high), named=bool(y_label)
+    )
     marks = "".join(_line(line, frame) for line in series)
     return svg(width, height, name, frame.axes(x_label, y_label) + marks)
 

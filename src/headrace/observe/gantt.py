@@ -6,6 +6,7 @@ Reads timeline.json one span at a time, so a timeline of hours costs the memory 
 from __future__ import annotations
 
 from collections import Counter
+from heapq import heappop, heappush
 from html import escape
 from pathlib import Path
 
@@ -38,29 +39,51 @@ def read_activity(path: Path, window: tuple[float, float] | None = None) -> Acti
         return None
     if window is None or window[0] >= min(window[1], seconds):
         window = (max(0.0, seconds / 2 - 2.0), min(seconds, seconds / 2 + 2.0))
-    busy: dict[str, list[float]] = {}
-    covered: dict[str, float] = {}
+    busy: dict[str, BusyBins] = {}
     near: list[TimelineSpan] = []
     for span in read_timeline(path):
-        bins = busy.setdefault(span.process, [0.0] * BINS)
+        process = busy.setdefault(span.process, BusyBins(seconds))
         if span.busy:
-            # Spans of one process may overlap (several threads): each moment counts once.
-            start = max(span.start, covered.get(span.process, 0.0), 0.0)
-            covered[span.process] = max(span.end, covered.get(span.process, 0.0))
-            _spread(bins, start, span.end, seconds / BINS)
+            process.add(span.start, span.end)
         if span.end > window[0] and span.start < window[1]:
             near.append(span)
-    ordered = dict(sorted(busy.items(), key=lambda item: _rank(item[0])))
-    return Activity(seconds=seconds, busy=ordered, window=window, spans=near)
+    fractions = {name: busy[name].finish() for name in sorted(busy, key=_rank)}
+    return Activity(seconds=seconds, busy=fractions, window=window, spans=near)
 
 
-def _spread(bins: list[float], start: float, end: float, width: float) -> None:
-    """Add the time from start to end to the bins it touches, as fractions of a bin."""
-    if end <= start:
-        return
-    for index in range(int(start / width), min(len(bins) - 1, int(end / width)) + 1):
-        inside = min(end, (index + 1) * width) - max(start, index * width)
-        bins[index] = min(1.0, bins[index] + max(0.0, inside) / width)
+class BusyBins:
+    """The busy fraction of equal parts of a run. Spans may overlap and nest: each moment counts once.
+
+    Spans come in the order in which they ended; the last few hundred wait here to be taken in the order in which they
+    started, which puts a span before those inside it.
+    """
+
+    WAITING = 512
+
+    def __init__(self, seconds: float) -> None:
+        self._bins = [0.0] * BINS
+        self._width = seconds / BINS
+        self._reach = 0.0
+        self._waiting: list[tuple[float, float]] = []
+
+    def add(self, start: float, end: float) -> None:
+        """A busy span, in seconds since the run's start."""
+        heappush(self._waiting, (start, end))
+        if len(self._waiting) > self.WAITING:
+            self._take()
+
+    def finish(self) -> list[float]:
+        """The fractions, when all spans have been added."""
+        while self._waiting:
+            self._take()
+        return self._bins
+
+    def _take(self) -> None:
+        start, end = heappop(self._waiting)
+        start, self._reach = max(start, self._reach), max(end, self._reach)
+        for index in range(int(start / self._width), min(BINS - 1, int(end / self._width)) + 1):
+            inside = min(end, (index + 1) * self._width) - max(start, index * self._width)
+            self._bins[index] = min(1.0, self._bins[index] + max(0.0, inside) / self._width)
 
 
 def _rank(process: str) -> tuple[int, str]:
@@ -105,11 +128,7 @@ def overview(activity: Activity, marks: list[tuple[float, str]]) -> str:
 def close_up(activity: Activity) -> str:
     """The window: every span by name, waits hollow; with its legend."""
     begin, end = activity.window
-    names = Counter[str]()
-    for span in activity.spans:
-        if span.busy:
-            names[span.name] += round(1e6 * (min(span.end, end) - max(span.start, begin)))
-    tones = {name: TONES[index] for index, (name, _) in enumerate(names.most_common(len(TONES)))}
+    tones = _tones_of_names(activity)
     scale = (WIDTH - LEFT - RIGHT) / (end - begin)
     top = 6
     parts = []
@@ -133,9 +152,28 @@ def close_up(activity: Activity) -> str:
     bottom = top + len(activity.busy) * (ROW + GAP)
     parts.append(_time_axis(0.0, end - begin, bottom))
     keys = [(tone, name) for name, tone in tones.items()]
-    keys += [("other", "other work")] if len(names) > len(tones) else []
+    keys += [("other", "other work")] if any(s.busy and s.name not in tones for s in activity.spans) else []
     keys += [("wait", "waiting")] if any(not span.busy for span in activity.spans) else []
     return _wide(svg(WIDTH, bottom + 30, "What each process did, span by span", "".join(parts))) + legend(keys)
+
+
+def _tones_of_names(activity: Activity) -> dict[str, str]:
+    """Colours for the names that take most time; what engines and trainers do most has their own colour."""
+    begin, end = activity.window
+    taken = Counter[tuple[str, str]]()
+    for span in activity.spans:
+        if span.busy:
+            taken[span.name, _tone_of(span.process)] += round(1e6 * (min(span.end, end) - max(span.start, begin)))
+    tones: dict[str, str] = {}
+    free = list(TONES)
+    for (name, wanted), _ in taken.most_common():
+        if name not in tones and wanted in "ab" and wanted in free:
+            free.remove(wanted)
+            tones[name] = wanted
+    for (name, _), _ in taken.most_common():
+        if name not in tones and free:
+            tones[name] = free.pop(0)
+    return tones
 
 
 def _skyline(bins: list[float], y: float) -> str:

@@ -61,8 +61,9 @@ def _header(name: str, meta: dict[str, Any], summary: dict[str, Any]) -> str:
     tone = "" if outcome is None else "good" if outcome == "finished" else "bad"
     pill = f'<span class="pill {tone}">{escape(str(outcome or "no end recorded"))}</span>'
     facts = [f"{summary['steps']:,} optimizer steps", f"{compact(summary['tokens_generated'])} tokens generated"]
-    if "started" in meta:
-        facts.insert(0, datetime.fromtimestamp(meta["started"]).strftime("%Y-%m-%d %H:%M"))
+    started = meta.get("started", meta.get("train_started"))
+    if started is not None:
+        facts.insert(0, datetime.fromtimestamp(started).strftime("%Y-%m-%d %H:%M"))
     if summary["warm_start_steps"]:
         facts.append(f"{summary['warm_start_steps']:,} supervised steps before")
     if summary["train_seconds"] is not None:
@@ -229,7 +230,7 @@ def _sample_row(moments: dict[str, list[Row]]) -> str:
 def _answer(row: Row) -> str:
     reward = row["reward"]
     tone = "" if reward is None else "good" if reward >= 1 else "bad" if reward <= 0 else ""
-    label = "not judged" if reward is None else f"reward {reward:g}"
+    label = "not judged" if reward is None else f"reward {reward:.3g}"
     return f'<div class="said">{escape(row["answer"])}</div><span class="badge {tone}">{label}</span>'
 
 

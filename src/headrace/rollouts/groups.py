@@ -30,17 +30,14 @@ async def run_group(group: Group, episodes: Sequence[Episode]) -> Group:
     """The group with the rollouts of these prepared episodes, sorted by index.
 
     `cancel_group` ends it early with what there is. Cancelling the task that runs it aborts the requests too, but
-    then, as for any task, there is no result; `Episode.partial` still holds the tokens.
+    then, as for any task, there is no result; `Episode.partial` still holds the tokens. (A task cancelled before
+    its first step never runs at all: `discard_group` closes the episodes of such a one.)
     """
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(episode.run(), name=f"rollout {episode.id}")
-                for episode in sorted(episodes, key=lambda episode: episode.index)
-            ]
-    finally:
-        # A task that is cancelled before its first step never reaches the episode's own clean-up.
-        await discard_group(episodes)
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(episode.run(), name=f"rollout {episode.id}")
+            for episode in sorted(episodes, key=lambda episode: episode.index)
+        ]
     return msgspec.structs.replace(group, rollouts=[task.result() for task in running])
 
 

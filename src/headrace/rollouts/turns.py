@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.engines.base import Delta, Engine, FinishReason, Request, Sampling
+from headrace.engines.base import Engine, FinishReason, Request, Sampling, closing_deltas
 from headrace.errors import HeadraceError
 from headrace.rollouts.base import ChatFormat
 from headrace.rollouts.failures import Cancelled, Failure, describe, first_line, foreign
@@ -194,7 +194,7 @@ class Episode:
         self._request = request.id
         self._doing = f"waiting for tokens from {self._engine.name}"
         try:
-            async with _closing(self._engine.generate(request)) as deltas:
+            async with closing_deltas(self._engine.generate(request)) as deltas:
                 async for delta in deltas:
                     self._stream.append_sampled(delta.token_ids, delta.logprobs, delta.versions)
                     if delta.finish == "failed":
@@ -295,17 +295,6 @@ class Episode:
 
     def _late(self) -> str:
         return f"{self._deadline:g} s passed while {self._doing}"
-
-
-@asynccontextmanager
-async def _closing(deltas: AsyncIterator[Delta]) -> AsyncIterator[AsyncIterator[Delta]]:
-    """Close the iterator on the way out: that is what frees the request of an episode that leaves early."""
-    try:
-        yield deltas
-    finally:
-        close = getattr(deltas, "aclose", None)
-        if close is not None:
-            await close()
 
 
 def _reward(step: EnvironmentStep) -> float:

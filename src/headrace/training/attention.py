@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from headrace.models.attention import AttentionCall
 from headrace.training.packing import MicroBatch, Segment
 
-JOINED_TOKENS = 48
+JOINED_TOKENS = 64
 """Short segments are attended in one call up to this many tokens: a call's overhead against scores that are masked."""
 
 
@@ -60,9 +60,9 @@ class PackedAttention:
     def _mask(self, block: _Block, window: int | None, device: torch.device) -> torch.Tensor | None:
         """Who sees whom, [queries, keys]; None where that is exactly "all before it"."""
         if (window, device) not in block.masks:
-            mask = self._visible(block, window)
-            plain = mask.shape[0] == mask.shape[1] and bool(torch.equal(mask, torch.ones_like(mask).tril()))
-            block.masks[window, device] = None if plain else mask.to(device)
+            length = self._segments[block.segments[0]].length
+            plain = len(block.segments) == 1 and block.prefix is None and (window is None or window >= length)
+            block.masks[window, device] = None if plain else self._visible(block, window).to(device)
         return block.masks[window, device]
 
     def _visible(self, block: _Block, window: int | None) -> torch.Tensor:

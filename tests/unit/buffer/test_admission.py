@@ -72,6 +72,9 @@ def test_the_bound_is_attained(depth: int, groups: int, publish_every: int, max_
         (4, 16, 1, 2, 2, 48),
         (4, 16, 1, 0, 0, 16),
         (1, 16, 1, 9, 3, 32),
+        (1, 16, 1, 1, 1, 32),
+        (2, 16, 1, 4, 4, 48),
+        (4, 16, 1, None, 9, 80),
         (1, 8, 4, None, 3, 64),
     ],
 )
@@ -111,6 +114,10 @@ def test_no_schedule_exceeds_the_bound(
             assert all(version - member.version <= bound for member in batch)
         if chance.random() > slowness:
             window.release(window.trained_version)
+    for group_id, version in flying.items():
+        window.complete(group(group_id, version))
+    window.release(window.trained_version)
+    assert window.may_admit() or window.take() is not None, window.explain()
 
 
 def test_pacing_waits_when_many_groups_fall_due_together() -> None:

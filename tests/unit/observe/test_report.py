@@ -7,7 +7,7 @@ from journals import JournalMaker
 
 from headrace.errors import UserError
 from headrace.observe.clock import RunClock
-from headrace.observe.gantt import BINS, read_activity
+from headrace.observe.gantt import BINS, close_up, read_activity
 from headrace.observe.report import write_report
 from headrace.observe.spans import Span
 from headrace.observe.timeline import Timeline
@@ -137,10 +137,25 @@ def test_busy_fractions_by_hand(tmp_path: Path):
         timeline.add(
             "trainer-0", [Span("step", 0.0, 60.0), Span("publish", 30.0, 90.5), Span("wait", 90.5, 240.0, False)]
         )
-        timeline.add("engine-0", [Span("decode", 120.0, 240.0)])
+        timeline.add("engine-0", [Span("decode", 150.0, 160.0), Span("serve", 120.0, 240.0)])
     activity = read_activity(path, (80.0, 100.0))
     assert activity is not None
     assert list(activity.busy) == ["engine-0", "trainer-0"]
     assert activity.busy["trainer-0"] == pytest.approx([1.0] * 90 + [0.5] + [0.0] * (BINS - 91))
     assert activity.busy["engine-0"] == pytest.approx([0.0] * 120 + [1.0] * 120)
     assert [span.name for span in activity.spans] == ["publish", "wait"]
+
+
+def test_what_a_role_does_most_has_its_colour(tmp_path: Path):
+    path = tmp_path / "timeline.json"
+    with Timeline(path, RunClock(wall=0.0, monotonic=0.0)) as timeline:
+        timeline.add("trainer-0", [Span("train", 0.0, 4.0), Span("publish", 4.0, 4.5)])
+        timeline.add("engine-0", [Span("prefill", 0.0, 0.5), Span("decode", 0.5, 3.0)])
+        timeline.add("scorer-0", [Span(f"judge {i}", i * 0.1, i * 0.1 + 0.1) for i in range(10)])
+    activity = read_activity(path, (0.0, 4.5))
+    assert activity is not None
+    markup = close_up(activity)
+    found = dict(re.findall(r'<rect class="span (\w+)"[^>]*><title>\S+ · (\w+):', markup))
+    assert (found["a"], found["b"]) == ("decode", "train")
+    assert "other work" in markup
+    assert "waiting" not in markup

@@ -7,7 +7,7 @@ import pytest
 from rollout_parts import Script, done, episode, until
 
 from headrace.engines.fake import FakeEngine, lognormal_lengths
-from headrace.rollouts import cancel_group, derive_seed, prepare_group, run_group
+from headrace.rollouts import cancel_group, derive_seed, discard_group, prepare_group, run_group
 from headrace.types import Group, Prompt
 
 
@@ -63,13 +63,24 @@ async def test_cancelling_the_task_frees_the_requests_and_closes_the_environment
     assert [e.closed for e in environments] == [1, 1, 1]
 
 
-async def test_a_group_cancelled_before_its_first_step_is_closed_too() -> None:
+async def test_a_group_cancelled_as_it_starts_is_closed_too() -> None:
     environments = [Script(done()) for _ in range(2)]
     episodes = [episode(e, index=i) for i, e in enumerate(environments)]
     await prepare_group(episodes)
     running = asyncio.create_task(run_group(group(), episodes))
     asyncio.get_running_loop().call_soon(running.cancel)
     await asyncio.wait([running], timeout=20)
+    assert running.cancelled() and [e.closed for e in environments] == [1, 1]
+
+
+async def test_a_group_whose_task_never_began_is_closed_by_discarding_it() -> None:
+    environments = [Script(done()) for _ in range(2)]
+    episodes = [episode(e, index=i) for i, e in enumerate(environments)]
+    await prepare_group(episodes)
+    running = asyncio.create_task(run_group(group(), episodes))
+    running.cancel()
+    await asyncio.wait([running], timeout=20)
+    await discard_group(episodes)
     assert running.cancelled() and [e.closed for e in environments] == [1, 1]
 
 

@@ -238,6 +238,44 @@ async def test_cancel_aborts_the_request_and_returns_the_partial() -> None:
     assert environment.heard == [] and environment.closed == 1
 
 
+async def test_cancel_does_not_wait_for_a_token() -> None:
+    engine = FakeEngine(version=1)
+    await engine.pause()
+    one = episode(Script(done()), engine)
+    await one.prepare()
+    running = asyncio.create_task(one.run())
+    await asyncio.sleep(0)
+    await one.cancel("shutdown")
+    assert (await asyncio.wait_for(running, 2)).ending == "aborted"
+
+
+async def test_a_malformed_delta_fails_the_rollout_and_closes_the_stream() -> None:
+    closed = []
+
+    class Deltas:
+        def __aiter__(self) -> Deltas:
+            return self
+
+        async def __anext__(self) -> Delta:
+            return Delta(
+                id="9/0/0",
+                token_ids=np.ones(3, np.int32),
+                logprobs=np.zeros(2, np.float32),
+                versions=np.ones(3, np.int32),
+            )
+
+        async def aclose(self) -> None:
+            closed.append(True)
+
+    class Garbled(FakeEngine):
+        def generate(self, request: Request) -> AsyncIterator[Delta]:
+            return Deltas()
+
+    rollout = await run(episode(Script(done()), Garbled(version=1)))
+    assert rollout.ending == "failed" and "3 tokens came with 2 log-probabilities and 3 versions" in rollout.reason
+    assert closed == [True] and rollout.trained_tokens == 0
+
+
 async def test_cancel_reaches_a_waiting_environment() -> None:
     environment = Script(60.0)
     one = episode(environment)

@@ -76,7 +76,7 @@ def test_functions_that_cannot_be_rewards() -> None:
     with pytest.raises(ConfigError, match=r"f takes \(text, answer\), but a reward function must take `completion`"):
         check_signature(lambda text, answer: 0, "f")
     with pytest.raises(ConfigError, match="has no signature"):
-        check_signature(dict.fromkeys, "dict.fromkeys") if False else check_signature(type("X", (), {}).__init__, "X")
+        check_signature(max, "max")
 
 
 @pytest.mark.parametrize(

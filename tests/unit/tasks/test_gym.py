@@ -80,9 +80,7 @@ def test_ten_thousand_prompts_are_not_generated_up_front() -> None:
     assert len(made.train) == 10_000
 
 
-@pytest.mark.parametrize(
-    "name", ["rearc", "countdown", "leg_counting", "tower_of_hanoi", "string_splitting"]
-)
+@pytest.mark.parametrize("name", ["rearc", "countdown", "leg_counting", "tower_of_hanoi", "string_splitting"])
 def test_the_verifier_in_a_worker_agrees_with_the_dataset(name: str) -> None:
     """Also where the verifier tells tuples from lists, which plain JSON would lose."""
     dataset = reasoning_gym.create_dataset(name, seed=5, size=4)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from reference_loop import batch_loss, sequence_logprobs
-from tiny_models import FAMILIES, AllDouble, random_batch, twins
+from random_models import FAMILIES, AllDouble, random_batch, twins
 
 from headrace.algorithms.losses.base import build_loss
 from headrace.config.schema import AlgorithmConfig

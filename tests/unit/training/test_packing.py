@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import random_batch
+from random_models import random_batch
 
 from headrace.training.packing import MicroBatch, plan, plan_scoring
 from headrace.types import Batch
@@ -65,7 +65,7 @@ def contexts(batch: Batch) -> dict[int, list[int]]:
 
 
 @given(batches(), st.integers(1, 40), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_every_trained_token_is_read_once_behind_its_own_context(batch, budget, share):
     rows = plan(batch, micro_batch_tokens=budget, share_prefixes=share)
     found = {}
@@ -81,7 +81,7 @@ def test_every_trained_token_is_read_once_behind_its_own_context(batch, budget, 
 
 
 @given(batches(), st.integers(1, 40), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_rows_keep_the_budget_and_are_covered_by_their_segments(batch, budget, share):
     longest = max(batch.lengths)
     for row in plan(batch, micro_batch_tokens=budget, share_prefixes=share):
@@ -94,7 +94,7 @@ def test_rows_keep_the_budget_and_are_covered_by_their_segments(batch, budget, s
 
 
 @given(batches(), st.integers(1, 40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_sharing_never_costs_tokens_and_plans_repeat(batch, budget):
     def cost(share):
         return sum(len(row) for row in plan(batch, micro_batch_tokens=budget, share_prefixes=share))

@@ -89,6 +89,8 @@ class PagedContext:
         table = np.zeros((len(chunks), width), np.int64)
         for row, (chunk, a, b) in enumerate(zip(chunks, first, last, strict=True)):
             table[row, : b - a + 1] = chunk.sequence.blocks[a : b + 1]
+            # Padding reads the sequence's own block: another one's could hold numbers that are not finite.
+            table[row, b - a + 1 :] = chunk.sequence.blocks[b]
         keys = np.array(first)[:, None] * size + np.arange(width * size)
         queries = np.array([c.start for c in chunks])[:, None] + np.arange(chunks[0].count)
         bias = _bias(self._index(queries)[:, :, None], self._index(keys)[:, None, :], window, dtype)

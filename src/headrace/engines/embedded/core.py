@@ -44,7 +44,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         blocks_per_sequence = -(-max_length // config.block_size)
-        blocks = config.cache_tokens // config.block_size or config.slots * blocks_per_sequence
+        blocks = -(-config.cache_tokens // config.block_size) or config.slots * blocks_per_sequence
         self.name = name
         self.version = version
         """What the live weights are proved to be; -1 before the first proof and while quarantined."""
@@ -162,9 +162,7 @@ class EngineCore:
         deltas = []
         for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
             if not np.isfinite(logprob):
-                where = f"position {len(sequence.tokens)} under version {self.version}"
-                error = f"request {sequence.id}: the model's logits are not finite at {where}"
-                deltas.append(self._finish(sequence, "failed", error))
+                deltas.append(self._fail_broken(sequence))
                 continue
             sequence.append(token, logprob, self.version)
             if finish := self._ending(sequence, token):
@@ -178,6 +176,14 @@ class EngineCore:
             return "length"
         return None
 
+    def _fail_broken(self, sequence: Sequence) -> Delta:
+        """End a sequence whose logits are not finite, and leave nothing of it in the cache."""
+        where = f"position {len(sequence.tokens)} under version {self.version}"
+        blocks = list(sequence.blocks)
+        delta = self._finish(sequence, "failed", f"request {sequence.id}: the logits are not finite at {where}")
+        self._runner.clear([block for block in blocks if self._pool.is_free(block)])
+        return delta
+
     def _finish(self, sequence: Sequence, finish: FinishReason, error: str = "") -> Delta:
         del self._sequences[sequence.id]
         self._scheduler.remove(sequence)
@@ -186,10 +192,12 @@ class EngineCore:
     def _flush_due(self) -> list[Delta]:
         now = self._clock()
         due = []
-        for sequence in self._scheduler.running:
+        for sequence in self._sequences.values():
+            if not sequence.unsent:
+                continue
             if sequence.flushed_at is None:
                 sequence.flushed_at = now
-            elif sequence.unsent and now - sequence.flushed_at >= FLUSH_SECONDS:
+            elif now - sequence.flushed_at >= FLUSH_SECONDS:
                 sequence.flushed_at = now
                 due.append(sequence.delta())
         return due

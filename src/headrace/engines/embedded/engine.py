@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, EngineStats, Request
+from headrace.engines.base import Delta, EngineStats, Request, failed_delta
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.loop import EngineLoop
 from headrace.errors import DeadlineError, HeadraceError
@@ -63,7 +63,8 @@ class EmbeddedEngine:
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         """See `Engine.generate`."""
         if request.id in self._streams:
-            raise ValueError(f"request {request.id} is already being served")
+            yield failed_delta(request.id, f"a request with id {request.id!r} is already running")
+            return
         stream = self._streams[request.id] = asyncio.Queue()
         finished = False
         try:

@@ -32,6 +32,10 @@ class BlockPool:
         """How many blocks hold this many tokens."""
         return -(-tokens // self.block_size)
 
+    def is_free(self, block: int) -> bool:
+        """Whether nobody refers to this block."""
+        return self._references[block] == 0
+
     def take(self, count: int) -> list[int]:
         """Take free blocks; there must be enough of them."""
         if count > len(self._free):
@@ -77,6 +81,12 @@ class KVCache:
         """The keys and values in these blocks, `[rows, tokens, heads, head size]`: each row has equally many."""
         keys, values = (store.index_select(0, blocks) for store in self._layers[layer])
         return keys.view(rows, -1, *keys.shape[2:]), values.view(rows, -1, *values.shape[2:])
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero these blocks. What is stale in a block is read, with weight 0: anything finite will do, NaN will not."""
+        for stores in self._layers.values():
+            for store in stores:
+                store[torch.tensor(blocks, dtype=torch.long, device=store.device)] = 0
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, `(from, to)`, in all layers; every source is read before any target is written."""

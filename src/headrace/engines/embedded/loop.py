@@ -14,11 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
-import numpy as np
-
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Staged
-from headrace.engines.base import Delta, EngineStats, Request
+from headrace.engines.base import Delta, EngineStats, Request, failed_delta
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import DeliveryError, HeadraceError
 from headrace.types import Float32Array, Int32Array
@@ -50,7 +48,7 @@ class EngineLoop:
         """Queue requests; all of one call enter between the same two steps."""
         requests = list(requests)
         if not self._post(lambda: self._core.submit(requests)):
-            self._emit([_failed(request.id, self._gone()) for request in requests])
+            self._emit([failed_delta(request.id, self._gone()) for request in requests])
 
     def abort(self, ids: Sequence[str] | None = None) -> Future[None]:
         """End these requests (all, if None); done when their last deltas were emitted."""
@@ -192,10 +190,3 @@ class EngineLoop:
     def _wait_span(self) -> AbstractContextManager[None]:
         spans = self._core.spans
         return spans.span("wait", busy=False) if spans is not None else nullcontext()
-
-
-def _failed(request_id: str, reason: str) -> Delta:
-    empty = np.zeros(0, np.int32)
-    return Delta(
-        id=request_id, token_ids=empty, logprobs=np.zeros(0, np.float32), versions=empty, finish="failed", error=reason
-    )

@@ -37,6 +37,11 @@ class ModelRunner:
         return [sequence for sequence, _ in sampled], logits
 
     @torch.inference_mode()
+    def clear(self, blocks: Seq[int]) -> None:
+        """Zero these blocks of the cache."""
+        self._cache.clear(blocks)
+
+    @torch.inference_mode()
     def score(self, token_ids: Int32Array) -> Float32Array:
         """Log-probabilities of tokens 1..n given their prefix, untempered, without the cache."""
         ids = np.asarray(token_ids, np.int64)

@@ -1,0 +1,165 @@
+"""Write docs/configuration.md: every TOML key with its type, default, range and meaning.
+
+The source of all of it is `src/headrace/config/schema.py`: types, ranges and defaults as msgspec reads them, meanings
+from the text below each field. `tests/unit/test_docs.py` fails when the committed page is out of date.
+
+    python docs/make_configuration.py
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import json
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import inspect as kinds
+
+from headrace.config import schema
+
+PAGE = Path(__file__).parent / "configuration.md"
+
+HEAD = """\
+# Configuration
+
+<!-- Written by docs/make_configuration.py from src/headrace/config/schema.py: do not edit by hand. -->
+
+A run is one TOML file; its sections have the names of the stages. Only `[model] path` and `[task]` are required.
+
+```toml
+[model]
+path = "path/to/model"
+
+[task]
+kind = "dataset"
+path = "prompts.jsonl"
+reward = "rewards.py:reward"
+
+[run]
+name = "first"
+versions = 50
+```
+
+- `headrace check first.toml` validates it, and prints it resolved, with the lag bound and the estimates that follow.
+- `--set section.key=value` changes a key on the command line, as often as needed: `--set buffer.depth=2`. The value is
+  read as TOML; what is not TOML is taken as text, so quotes are not needed.
+- Relative paths start at the working directory.
+- A key that is not listed here is an error, not ignored. A mistake is one line that names `[section] key`, and exit
+  code 2.
+- The resolved configuration is written to `config.toml` of the [run directory](run_directory.md), and `headrace resume`
+  reads it from there.
+
+What no single key can say is checked too: `max_lag` may not be below `depth`, `advantage = "rloo"` needs at least two
+answers in a group, `cache_tokens` must hold one answer with its prompt, and `[evaluate] every` needs held-out prompts.
+How `depth` and `max_lag` bound the age of what is trained is in [staleness](staleness.md).
+"""
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(render())
+
+
+def render() -> str:
+    """The whole page."""
+    notes = field_notes(inspect.getsource(schema))
+    parts = [HEAD]
+    for name, kind in sections():
+        title, text = _title(name, kind)
+        parts.append(f"\n## {title}\n\n{text}\n\n" + "\n".join(_table(kind, notes[kind.__name__])) + "\n")
+    return "".join(parts)
+
+
+def sections() -> Iterator[tuple[str, type[msgspec.Struct]]]:
+    """Every section's name with its struct; a section of several kinds comes once for each."""
+    for field in msgspec.structs.fields(schema.Config):
+        shape = kinds.type_info(field.type)
+        for kind in shape.types if isinstance(shape, kinds.UnionType) else (shape,):
+            assert isinstance(kind, kinds.StructType)
+            yield field.name, kind.cls
+
+
+def field_notes(source: str) -> dict[str, dict[str, str]]:
+    """For each class, the text below each of its fields."""
+    notes: dict[str, dict[str, str]] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef):
+            notes[node.name] = dict(_notes_of(node.body))
+    return notes
+
+
+def _notes_of(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for field, below in itertools.pairwise(body):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
+            continue
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            yield field.target.id, inspect.cleandoc(below.value.value)
+
+
+def _title(name: str, kind: type[msgspec.Struct]) -> tuple[str, str]:
+    """`[run]` and what its docstring says after that."""
+    label, _, text = (kind.__doc__ or "").partition(": ")
+    assert label.startswith(f"[{name}]"), f"the docstring of {kind.__name__} must begin with `[{name}]`"
+    return f"`{label}`", text[0].upper() + text[1:]
+
+
+def _table(kind: type[msgspec.Struct], notes: dict[str, str]) -> Iterator[str]:
+    yield "| key | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for field in msgspec.structs.fields(kind):
+        note = " ".join(notes.get(field.encode_name, "").split())
+        cells = (f"`{field.encode_name}`", type_in_words(field.type), _default(field), note)
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(field: Any) -> str:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return f"`{json.dumps(field.default_factory())}`"
+    if field.default is msgspec.NODEFAULT:
+        return "required"
+    return "none" if field.default is None else f"`{json.dumps(field.default)}`"
+
+
+def type_in_words(hint: Any) -> str:
+    """A type and its range, as a reader of TOML would call it."""
+    if typing.get_origin(hint) is typing.Literal:  # msgspec sorts the values; the source has them in a better order
+        return " or ".join(f"`{json.dumps(value)}`" for value in typing.get_args(hint))
+    match kinds.type_info(hint):
+        case kinds.UnionType() as union:
+            assert any(isinstance(part, kinds.NoneType) for part in union.types)
+            return " or ".join(_words(part) for part in union.types if not isinstance(part, kinds.NoneType))
+        case kind:
+            return _words(kind)
+
+
+def _words(kind: kinds.Type) -> str:
+    match kind:
+        case kinds.IntType():
+            return "whole number" + _range(kind)
+        case kinds.FloatType():
+            return "number" + _range(kind)
+        case kinds.BoolType():
+            return "`true` or `false`"
+        case kinds.StrType():
+            return "text"
+        case kinds.ListType():
+            return f"list of {_words(kind.item_type)}"
+        case kinds.DictType():
+            return "table"
+        case _:
+            raise TypeError(f"{kind} has no words yet")
+
+
+def _range(kind: kinds.IntType | kinds.FloatType) -> str:
+    limits = [(kind.ge, "≥"), (kind.gt, ">"), (kind.le, "≤"), (kind.lt, "<")]
+    found = [f"{sign} {limit:g}" for limit, sign in limits if limit is not None]
+    return " " + " and ".join(found) if found else ""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The configuration: keys are pinned, every mistake is one line that names its place."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from headrace.config import Config, dump_config, load_config, make_config, with_settings
+from headrace.errors import ConfigError
+
+MINIMAL = {"model": {"path": "m"}, "task": {"kind": "gym", "name": "spell_backward"}}
+
+KEYS = {
+    "run": {"name", "directory", "seed", "versions"},
+    "model": {"path", "weights", "dtype"},
+    "engine": {
+        "kind", "count", "threads", "slots", "block_size", "cache_tokens", "max_length", "prefill_chunk", "interrupt",
+        "kv",
+    },
+    "rollouts": {"group_size", "max_tokens", "max_turns", "temperature", "stop"},
+    "scoring": {"workers", "timeout", "shuffle"},
+    "buffer": {"depth", "max_lag", "groups"},
+    "algorithm": {"advantage", "loss", "clip_low", "clip_high", "normalize"},
+    "training": {
+        "threads", "learning_rate", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "clip_norm",
+        "micro_batch_tokens", "share_prefixes", "checkpoint_every", "keep_checkpoints",
+    },
+    "warm_start": {"steps", "batch", "learning_rate"},
+    "delivery": {"transport", "publish_every", "canary_tokens", "canary_tolerance", "deadline"},
+    "evaluate": {"every", "prompts", "during", "samples", "temperature"},
+    "pipeline": {"launcher", "stall_seconds", "start_seconds"},
+    "observe": {"display", "timeline", "keep_rollouts"},
+}  # fmt: skip
+
+
+def test_keys_are_pinned() -> None:
+    config = make_config(MINIMAL)
+    found = {
+        name: set(getattr(config, name).__struct_fields__) for name in Config.__struct_fields__ if name != "task"
+    }
+    assert found == KEYS
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("buffer.depht=2", "[buffer] unknown key 'depht' (did you mean 'depth'?)"),
+        ("bufer.depth=2", "unknown section 'bufer' (did you mean 'buffer'?)"),
+        ("buffer.depth=-1", "[buffer] depth: expected `int` >= 0"),
+        ("buffer.depth=many", "[buffer] depth: expected `int`, got `str`"),
+        ("algorithm.loss=ppo", "[algorithm] loss: invalid enum value 'ppo' (one of: cispo, grpo)"),
+        ("task.kind=bandit", "[task] kind: invalid value 'bandit' (one of: dataset, gym, environment)"),
+        ("training.learning_rate=0", "[training] learning_rate: expected `float` > 0.0"),
+        ("rollouts.stop=[1]", "[rollouts] stop.0: expected `str`, got `int`"),
+        ("depth=3", "--set depth=3: expected section.key=value, such as --set buffer.depth=2"),
+        ("buffer.depth.x=3", "[buffer] depth: expected `int`, got `object`"),
+    ],
+)
+def test_mistakes_are_one_line(setting: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config(MINIMAL, [setting])
+    assert str(caught.value) == expected
+
+
+def test_required_sections_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"section \[model\] is required"):
+        make_config({})
+    with pytest.raises(ConfigError, match=r"\[model\] path is required"):
+        make_config({"model": {}, "task": MINIMAL["task"]})
+
+
+def test_values_that_cannot_go_together() -> None:
+    with pytest.raises(ConfigError, match=r"\[buffer\] max_lag: 1 is below depth 2"):
+        make_config(MINIMAL, ["buffer.depth=2", "buffer.max_lag=1"])
+    with pytest.raises(ConfigError, match=r"\[rollouts\] group_size"):
+        make_config(MINIMAL, ["algorithm.advantage=rloo", "rollouts.group_size=1"])
+    with pytest.raises(ConfigError, match=r"\[engine\] cache_tokens"):
+        make_config(MINIMAL, ["engine.cache_tokens=64"])
+    with pytest.raises(ConfigError, match=r"\[evaluate\] every"):
+        make_config(MINIMAL, ["evaluate.every=5"])
+
+
+def test_resolved_configuration_loads_as_itself(tmp_path: Path) -> None:
+    config = make_config(MINIMAL, ["buffer.max_lag=4", 'task.config={"min_len" = 3}', "run.name=a b"])
+    file = tmp_path / "config.toml"
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
+    assert with_settings(config, ["buffer.depth=0"]).buffer.depth == 0
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such configuration file"):
+        load_config(tmp_path / "missing.toml")
+    (tmp_path / "bad.toml").write_text("[run\n")
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_config(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize("path", sorted(Path("examples").rglob("*.toml")), ids=str)
+def test_every_shipped_toml_is_valid(path: Path) -> None:
+    config = load_config(path)
+    assert make_config(tomllib.loads(dump_config(config))) == config

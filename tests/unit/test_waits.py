@@ -1,0 +1,55 @@
+"""The book of waits: conditions are looked at when somebody rings, and a stall names who waits for what."""
+
+import asyncio
+
+import pytest
+
+from headrace.errors import StallError
+from headrace.pipeline.waits import Waits
+
+
+async def test_a_wait_ends_when_its_condition_holds() -> None:
+    waits, ready = Waits(), []
+    waiting = asyncio.create_task(waits.until("train", lambda: "a batch", lambda: bool(ready)))
+    await asyncio.sleep(0)
+    waits.ring()
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    assert "train waits for a batch" in waits.report()
+    ready.append(1)
+    waits.ring()
+    async with asyncio.timeout(0.5):
+        await waiting
+    assert waits.report() == "nobody waits"
+
+
+async def test_a_condition_that_changes_silently_is_seen_within_a_second() -> None:
+    waits, ready = Waits(), []
+    waiting = asyncio.create_task(waits.until("admit", lambda: "a slot", lambda: bool(ready)))
+    await asyncio.sleep(0.01)
+    ready.append(1)
+    async with asyncio.timeout(3):
+        await waiting
+
+
+async def test_a_stall_is_reported_with_every_wait_oldest_first() -> None:
+    now = [0.0]
+    waits = Waits(clock=lambda: now[0])
+    first = asyncio.create_task(waits.until("train", lambda: "4 more groups", lambda: False))
+    await asyncio.sleep(0)
+    now[0] = 5.0
+    second = asyncio.create_task(waits.until("deliver", lambda: "version 3", lambda: False))
+    await asyncio.sleep(0)
+    now[0] = 30.0
+    waits.check(limit=60)
+    now[0] = 61.0
+    with pytest.raises(StallError) as caught:
+        waits.check(limit=60)
+    assert str(caught.value) == (
+        "no progress for 61 s: train waits for 4 more groups, since 61 s; deliver waits for version 3, since 56 s"
+    )
+    waits.moved()
+    waits.check(limit=60)
+    for task in (first, second):
+        task.cancel()
+    await asyncio.gather(first, second, return_exceptions=True)
