@@ -37,7 +37,7 @@ def rows(run_dir: Path, sql: str) -> list[tuple]:
 def test_the_summary_follows_from_the_journal(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     meta = {key: json.loads(value) for key, value in rows(finished, "SELECT key, value FROM meta")}
-    evaluations = {moment: value for moment, value in rows(finished, "SELECT moment, pass_1 FROM evaluations")}
+    evaluations = dict(rows(finished, "SELECT moment, pass_1 FROM evaluations"))
     states = Counter(state for (state,) in rows(finished, "SELECT state FROM groups"))
     lags: Counter[int] = Counter()
     for (text,) in rows(finished, "SELECT lag_histogram FROM steps WHERE objective = 'policy'"):
@@ -89,8 +89,7 @@ def test_every_recorded_token_is_what_its_version_says(finished: Path) -> None:
     checkpoints = {}
     for path in (finished / "checkpoints").iterdir():
         state = json.loads((path / "trainer" / "state.json").read_text())
-        version = state["state"]["version"] if "state" in state else state["version"]
-        checkpoints[version] = path
+        checkpoints[state["state"]["version"]] = path
     models = {
         version: AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
         for version, path in checkpoints.items()

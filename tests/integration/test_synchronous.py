@@ -58,7 +58,7 @@ def test_a_synchronous_run_has_no_lag(two_runs: list[Path]) -> None:
 
 def test_losses_equal_a_plain_reference_loop(two_runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tests/unit/training"))
-    from reference_loop import plain_model, train_reference
+    from reference_loop import plain_model, reference_losses
 
     run_dir = two_runs[0]
     config = load_config(run_dir / "config.toml")
@@ -67,13 +67,13 @@ def test_losses_equal_a_plain_reference_loop(two_runs: list[Path], monkeypatch: 
         steps = dict(db.execute("SELECT id, step FROM groups").fetchall())
     batches = warm_start_batches(config) + recorded_batches(run_dir, config, steps)
     assert len(batches) == len(recorded) == 2 + 5
-    losses = train_reference(
+    losses = reference_losses(
         plain_model(config.model.path, weights="random", seed=config.run.seed),
         batches,
         config.algorithm,
         config.training,
-        config.warm_start,
         total_steps=config.run.versions,
+        warm_start=config.warm_start,
     )
     np.testing.assert_allclose(losses, [recorded[batch.step] for batch in batches], atol=1e-5)
 
@@ -107,7 +107,7 @@ def warm_start_batches(config) -> list[Batch]:
         pairs = [
             (
                 chat.open(prompt.messages),
-                np.append(chat.encode(prompt.data["answer"]), chat.stop_token_ids[0]).astype(np.int32),
+                np.append(chat.encode(prompt.data["demonstration"]), chat.stop_token_ids[0]).astype(np.int32),
             )
             for prompt in drawn
         ]

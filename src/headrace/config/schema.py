@@ -41,7 +41,7 @@ class ModelConfig(Section, frozen=True):
     """A directory with `config.json`, a tokenizer and, unless `weights = "random"`, safetensors weights."""
     weights: Literal["load", "random"] = "load"
     """From the directory, or drawn at random from `[run] seed` with `config.json` alone."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32"] = "float32"
     """The dtype that engines serve in and weights are published in."""
 
 
@@ -92,7 +92,7 @@ TaskConfig = DatasetTask | GymTask | EnvironmentTask
 class EngineConfig(Section, frozen=True):
     """[engine]: the inference pool."""
 
-    kind: Literal["embedded", "fake"] = "embedded"
+    kind: Literal["embedded"] = "embedded"
     """What serves the model."""
     count: Positive = 1
     """Engine processes."""

@@ -80,6 +80,8 @@ def make_controller(wired: Wired, run_dir: RunDir, progress: Progress) -> Contro
         versions=config.run.versions - first_step // config.delivery.publish_every,
     )
     journal.meta("name", config.run.name)
+    journal.meta("started", clock.wall)
+    journal.meta("outcome", "running")
     journal.meta("lag_bound", window.lag_bound)
     recorder = Recorder(
         journal,
@@ -106,7 +108,7 @@ def make_controller(wired: Wired, run_dir: RunDir, progress: Progress) -> Contro
         waits=wired.waits,
         first_step=first_step,
         resumed=bool(facts["resumed_from"]),
-        parent_version=before.last_version,
+        parent_version=int(facts["version"]),
     )
     controller = Controller(parts)
     _connect(wired, controller)

@@ -22,10 +22,10 @@ from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
 from headrace.errors import HeadraceError
 from headrace.models.loading import load_model
-from headrace.training.checkpoint import latest, prune
+from headrace.training.checkpoint import latest, prune, read_state
 from headrace.training.messages import Acknowledged, Publish, Published, Save, Saved, Train, Trained
 from headrace.training.trainer import Trainer
-from headrace.types import Int32Array
+from headrace.types import NO_VERSION, Int32Array
 
 
 def serve(desk: Desk, config: Config) -> None:
@@ -70,6 +70,7 @@ class TrainerRole:
         self.desk.ready(
             policy_steps=self.trainer.policy_steps,
             resumed_from=str(self.resumed_from or ""),
+            version=NO_VERSION if self.resumed_from is None else read_state(self.resumed_from).version,
             parameters=sum(weight.numel() for weight in self.trainer.weights().values()),
         )
         try:
