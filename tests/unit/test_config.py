@@ -35,9 +35,7 @@ KEYS = {
 
 def test_keys_are_pinned() -> None:
     config = make_config(MINIMAL)
-    found = {
-        name: set(getattr(config, name).__struct_fields__) for name in Config.__struct_fields__ if name != "task"
-    }
+    found = {name: set(getattr(config, name).__struct_fields__) for name in Config.__struct_fields__ if name != "task"}
     assert found == KEYS
 
 

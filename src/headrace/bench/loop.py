@@ -18,9 +18,10 @@ from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run
 
 ANSWER = 48
-FIRST_PROMPT = 48
-SHORTEST_PROMPT, LONGEST_PROMPT = 8, 1024
+FIRST_PROMPT = 24
+SHORTEST_PROMPT, LONGEST_PROMPT = 4, 512
 CALIBRATION_VERSIONS = 6
+ATTEMPTS = 3
 TARGET = 1.08
 """Training over generation: the trainer is the one that should not wait."""
 
@@ -61,7 +62,7 @@ def _balance(directory: Path, say: Callable[[str], None]) -> int:
     """
     points: list[tuple[int, float, float]] = []
     prompt = FIRST_PROMPT
-    for attempt in range(4):
+    for attempt in range(ATTEMPTS):
         say(f"balancing, try {attempt + 1}: prompts of {prompt} tokens")
         found = _measure(
             directory, f"balance-{attempt}", prompt=prompt, versions=CALIBRATION_VERSIONS, depth=0, threads=1

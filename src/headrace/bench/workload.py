@@ -12,13 +12,13 @@ from headrace.types import Prompt
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz "
 SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "vocab_size": 512,
+    "vocab_size": 256,
 }
 
 
@@ -86,7 +86,7 @@ def loop_config(
                 "factory": "headrace.bench.workload:FixedTask",
                 "config": {"length": prompt},
             },
-            "engine": {"slots": 64, "max_length": prompt + answer + 16, "threads": threads, "kv": "keep"},
+            "engine": {"slots": 8, "max_length": prompt + answer + 16, "threads": threads, "kv": "keep"},
             "rollouts": {"group_size": 8, "max_tokens": answer},
             "buffer": {"groups": 8, "depth": depth},
             "training": {"threads": threads, "share_prefixes": False, "learning_rate": 1e-5},

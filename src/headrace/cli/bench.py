@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 
 def loop(
-    versions: Annotated[int, typer.Option(help="Versions that each run trains.", min=2)] = 40, as_json: AsJson = False
+    versions: Annotated[int, typer.Option(help="Versions that each run trains.", min=2)] = 30, as_json: AsJson = False
 ) -> None:
     """The whole loop: depth 0 against depth 2 on one balanced workload, one compute thread a process."""
     from headrace.bench.loop import bench_loop

@@ -1,0 +1,144 @@
+"""Processes that die, rewards that fail, a Ctrl-C: the run ends in order, says why, and can go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+from runs import QUICKSTART, headrace, segments_of_this_user, small_config, small_settings, start, worker_pids
+
+from headrace.observe.progress import NoProgress
+from headrace.pipeline.launch import start_run
+
+
+def settings(directory: Path, *more: str) -> list[str]:
+    return [part for setting in small_settings(directory, *more) for part in ("--set", setting)]
+
+
+def wait_until_training(run_dir: Path, steps: int) -> None:
+    """Until this many policy steps are in the journal."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (run_dir / "journal.db").is_file():
+            with sqlite3.connect(run_dir / "journal.db") as db:
+                try:
+                    (done,) = db.execute("SELECT count(*) FROM steps WHERE objective = 'policy'").fetchone()
+                except sqlite3.OperationalError:
+                    done = 0
+            if done >= steps:
+                return
+        time.sleep(0.05)
+    raise TimeoutError(f"{run_dir} did not reach step {steps}")
+
+
+def ledger(run_dir: Path) -> dict[str, int]:
+    found = json.loads((run_dir / "summary.json").read_text())["ledger"]
+    assert found["admitted"] == found["trained"] + found["dropped"] + found["failed"] + found["in_flight"]
+    assert found["in_flight"] == 0
+    return found
+
+
+@pytest.mark.parametrize("victim", ["engine-0", "trainer-0"])
+def test_a_dead_worker_ends_the_run_with_its_name(tmp_path: Path, victim: str) -> None:
+    run = start("train", str(QUICKSTART), *settings(tmp_path, "run.versions=500"))
+    run_dir = tmp_path / "run"
+    wait_until_training(run_dir, 2)
+    os.kill(worker_pids(run_dir)[victim], signal.SIGKILL)
+    killed = time.monotonic()
+    _, stderr = run.communicate(timeout=60)
+    assert time.monotonic() - killed < 30
+    assert run.returncode == 1
+    assert f"headrace: {victim} died: killed by signal 9" in stderr
+    assert worker_pids(run_dir) == {}
+    assert not {name for name in segments_of_this_user() if "-run-" in name}
+    assert ledger(run_dir)["dropped"] > 0
+    assert json.loads((run_dir / "summary.json").read_text())["outcome"] == "failed"
+
+
+def test_a_killed_controller_leaves_no_orphan(tmp_path: Path) -> None:
+    run = start("train", str(QUICKSTART), *settings(tmp_path, "run.versions=500"))
+    run_dir = tmp_path / "run"
+    wait_until_training(run_dir, 1)
+    run.kill()
+    run.communicate(timeout=30)
+    deadline = time.monotonic() + 30
+    while worker_pids(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert worker_pids(run_dir) == {}
+
+
+def test_ctrl_c_drains_and_resume_goes_on(tmp_path: Path) -> None:
+    run = start("train", str(QUICKSTART), *settings(tmp_path, "run.versions=500"))
+    run_dir = tmp_path / "run"
+    wait_until_training(run_dir, 3)
+    run.send_signal(signal.SIGINT)
+    _, stderr = run.communicate(timeout=60)
+    assert run.returncode == 130, stderr
+    assert "headrace resume" in stderr
+    interrupted = ledger(run_dir)
+    before = json.loads((run_dir / "summary.json").read_text())
+    assert before["outcome"] == "interrupted"
+    done = before["steps"]
+    assert interrupted["trained"] == 4 * done
+
+    again = headrace("resume", str(run_dir), "--set", f"run.versions={done + 2}", "--json")
+    assert again.returncode == 0, again.stderr
+    after = json.loads(again.stdout)
+    assert after["outcome"] == "finished"
+    assert after["ledger"]["trained"] == 4 * (done + 2)
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        versions = db.execute("SELECT id, parent, step FROM versions ORDER BY id").fetchall()
+        steps = [step for (step,) in db.execute("SELECT step FROM steps WHERE objective = 'policy' ORDER BY step")]
+        groups = db.execute("SELECT count(*), count(DISTINCT id) FROM groups").fetchone()
+    assert steps == list(range(1, done + 3)), "no step is lost, none is done twice"
+    assert groups[0] == groups[1]
+    ids = [version for version, _, _ in versions]
+    assert ids == sorted(set(ids)), "versions are never reused"
+    resumed = versions[done + 1]
+    assert resumed[1:] == (done, done), "the first version after the resume continues the checkpointed one"
+    assert "config is:" in again.stderr
+
+
+REWARD = """
+import time
+
+def reward(completion, answer):
+    if answer.startswith("a"):
+        raise ValueError("cannot judge this one")
+    if answer.startswith("b"):
+        time.sleep(60)
+    return 0.5
+"""
+
+
+def test_a_reward_that_raises_or_hangs_fails_that_rollout_only(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    data = tmp_path / "data.jsonl"
+    answers = ["abcdef", "bcdefg", "cdefgh", "defghi", "efghij", "fghijk", "ghijkl", "hijklm"]
+    lines = [{"prompt": answer[::-1], "answer": answer, "demonstration": answer} for answer in answers]
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = small_config(
+        tmp_path,
+        f"task.path={data}",
+        f"task.heldout_path={data.with_name('heldout.jsonl')}",
+        f"task.reward={tmp_path / 'reward.py'}:reward",
+        "scoring.timeout=1.0",
+        "scoring.workers=2",
+        "run.versions=2",
+        "evaluate.prompts=1",
+    )
+    data.with_name("heldout.jsonl").write_text(
+        json.dumps({"prompt": "zyxwvu", "answer": "uvwxyz", "demonstration": "uvwxyz"}) + "\n"
+    )
+    outcome = start_run(config, NoProgress())
+    assert outcome.outcome == "finished"
+    assert ledger(outcome.run_dir.path)["trained"] == 8
+    assert outcome.summary["ledger"]["failed"] >= 1
+    reasons = " ".join(outcome.summary["reasons_rollouts"]["failed"])
+    assert "cannot judge this one" in reasons
+    assert "1 s" in reasons
