@@ -43,7 +43,7 @@ async def test_train_returns_a_run(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_user_errors(tmp_path: Path) -> None:
-    common = {"model": "nowhere", "prompts": ["a"], "reward": len}
+    common = {"model": "nowhere", "prompts": ["a"], "reward": lambda completion: 0.0}
     with pytest.raises(headrace.UserError, match="nowhere is not a directory"):
         headrace.train(**common, settings={"run.directory": str(tmp_path)}, display="none")
     with pytest.raises(headrace.UserError, match="unknown key"):

@@ -88,13 +88,19 @@ def _worker(address: str) -> None:
 @pytest.fixture
 async def connected(tmp_path: Path):
     seen: list[Message] = []
-    hub = Hub(f"ipc://{tmp_path}/hub", lambda peer, message: seen.append(message))
+    greeted = asyncio.Event()
+
+    def on_message(peer: str, message: Message) -> None:
+        seen.append(message)
+        if isinstance(message, Hello):
+            greeted.set()
+
+    hub = Hub(f"ipc://{tmp_path}/hub", on_message)
     hub.start()
     process = multiprocessing.get_context("spawn").Process(target=_worker, args=(hub.address,), daemon=True)
     process.start()
     async with asyncio.timeout(60):
-        while not any(isinstance(message, Hello) for message in seen):
-            await asyncio.sleep(0.01)
+        await greeted.wait()
     yield hub, process, seen
     process.kill()
     process.join(5)

@@ -17,8 +17,8 @@ from headrace.bench.workload import loop_config, write_model
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run
 
-ANSWER = 48
-FIRST_PROMPT = 24
+ANSWER = 32
+FIRST_PROMPT = 96
 SHORTEST_PROMPT, LONGEST_PROMPT = 4, 512
 CALIBRATION_VERSIONS = 6
 ATTEMPTS = 3

@@ -88,7 +88,7 @@ def loop_config(
             },
             "engine": {"slots": 8, "max_length": prompt + answer + 16, "threads": threads, "kv": "keep"},
             "rollouts": {"group_size": 8, "max_tokens": answer},
-            "buffer": {"groups": 8, "depth": depth},
+            "buffer": {"groups": 4, "depth": depth},
             "training": {"threads": threads, "share_prefixes": False, "learning_rate": 1e-5},
             "observe": {"display": "none", "keep_rollouts": False},
         }

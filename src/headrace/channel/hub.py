@@ -26,9 +26,16 @@ M = TypeVar("M", bound=Message)
 class Hub:
     """Talks to workers by name."""
 
-    def __init__(self, address: str, on_message: Callable[[str, Message], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        on_message: Callable[[str, Message], None],
+        on_silence: Callable[[PeerDied], None] = lambda death: None,
+    ) -> None:
+        """`on_silence` is called once for a peer that is no longer heard of, or cannot be reached."""
         self.address = address
         self._on_message = on_message
+        self._on_silence = on_silence
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
@@ -127,10 +134,10 @@ class Hub:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             for peer in self.peers:
-                if self.silent_for(peer) > SILENCE_SECONDS:
-                    self.mark_dead(PeerDied(peer, f"silent for {SILENCE_SECONDS:g} s"))
-                    continue
                 try:
+                    if self.silent_for(peer) > SILENCE_SECONDS:
+                        raise PeerDied(peer, f"silent for {SILENCE_SECONDS:g} s")
                     await self._send(peer, "event", 0, Alive())
                 except PeerDied as death:
                     self.mark_dead(death)
+                    self._on_silence(death)

@@ -27,7 +27,7 @@ import numpy as np
 from headrace.algorithms.assemble import assemble, assemble_demonstrations
 from headrace.delivery.base import Manifest
 from headrace.engines.base import Sampling
-from headrace.errors import ConfigError, DeliveryError
+from headrace.errors import ConfigError, DeliveryError, HeadraceError
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Moment
 from headrace.rollouts.base import derive_seed
@@ -42,6 +42,7 @@ from headrace.types import Group, Int32Array, Prompt
 BATCHES_AT_TRAINER = 2
 """One in training and one at hand, so that the trainer never waits for a message."""
 DELIVERY_ATTEMPTS = 3
+FAILED_IN_A_ROW = 20
 EVALUATION_SHARE = 4
 """Evaluation beside training takes at most one in so many slots of the engines."""
 
@@ -66,6 +67,7 @@ class Controller:
         self._published: deque[Published] = deque()
         self._running: dict[int, list[Episode]] = {}
         self._at_trainer = 0
+        self._failed_in_a_row = 0
         self._trained_batches = 0
         self._evaluating: asyncio.Task[None] | None = None
         self._stop_tokens = tuple(parts.chat.token_id(token) for token in self.config.rollouts.stop)
@@ -76,13 +78,21 @@ class Controller:
         """Warm start (unless a checkpoint is ahead of it), publish the first version, evaluate it."""
         if not self.parts.resumed:
             await self._warm_start()
+        if self.stopping:
+            return
         await self.parts.trainer.publish(self.first_version, self.parts.parent_version)
         await self._deliver_next()
         await self._evaluate("before")
 
     async def train(self) -> None:
         """Run the loops until the last version is proved, or until `stop` was called."""
+        if self.stopping:
+            return
         self.recorder.phase = "training"
+        self.recorder.note(
+            f"at most {self.window.capacity} groups under way; no token will be trained more than "
+            f"{self.window.lag_bound} versions after it was sampled"
+        )
         self.recorder.training_started()
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self.admit_loop(loops), name="admit")
@@ -92,9 +102,9 @@ class Controller:
 
     async def finish(self) -> None:
         """Evaluate the last version and save it."""
-        if not self.stopping:
-            await self._evaluate("after")
-        await self._save()
+        await self._evaluate("after")
+        if self.proved >= 0:
+            await self._save()
 
     def stop(self) -> None:
         """Begin no more groups; end the run in good order after what is in training."""
@@ -165,12 +175,20 @@ class Controller:
             self.window.drop(group.id)
             self.recorder.group_ended(group, "dropped", "interrupted")
         elif len(group.usable) < min(2, len(group.rollouts)):
-            self.window.fail(group.id)
-            reasons = [rollout.reason for rollout in group.rollouts if rollout.ending == "failed"]
-            self.recorder.group_ended(group, "failed", reasons[0])
+            self._fail_group(group)
         else:
+            self._failed_in_a_row = 0
             self.window.complete(group)
         self.waits.moved()
+
+    def _fail_group(self, group: Group) -> None:
+        reason = next(rollout.reason for rollout in group.rollouts if rollout.ending == "failed")
+        self.window.fail(group.id)
+        self.recorder.group_ended(group, "failed", reason)
+        self._failed_in_a_row += 1
+        # Groups that fail are replaced by others; where all fail, replacing them would go on for ever.
+        if self._failed_in_a_row >= max(FAILED_IN_A_ROW, 2 * self.window.capacity):
+            raise HeadraceError(f"the last {self._failed_in_a_row} groups all failed, the last one because: {reason}")
 
     # ---- TRAIN
 
@@ -286,7 +304,7 @@ class Controller:
     async def _evaluate(self, moment: Moment) -> None:
         config = self.config.evaluate
         prompts: Sequence[Prompt] = self.parts.task.heldout
-        if not prompts:
+        if not prompts or self.stopping:
             return
         if moment == "during":
             prompts = prompts[: config.during or None]
@@ -295,14 +313,23 @@ class Controller:
         version = self.proved
         slots = self.config.engine.slots * self.config.engine.count
         started = self.recorder.now()
-        result = await evaluate(
-            prompts,
-            lambda prompt, sample: self._heldout_episode(prompt, sample, version),
-            samples=config.samples,
-            concurrency=max(1, slots // EVALUATION_SHARE) if moment == "during" and not self.synchronous else slots,
+        evaluation = asyncio.create_task(
+            evaluate(
+                prompts,
+                lambda prompt, sample: self._heldout_episode(prompt, sample, version),
+                samples=config.samples,
+                concurrency=max(1, slots // EVALUATION_SHARE) if moment == "during" and not self.synchronous else slots,
+            )
         )
-        self.recorder.evaluated(version, moment, result, started)
-        self.waits.moved()
+        evaluation.add_done_callback(lambda _: self.waits.moved())
+        try:
+            await self.waits.until(
+                "evaluate", lambda: f"{len(prompts)} held-out prompts", lambda: evaluation.done() or self.stopping
+            )
+            if evaluation.done():
+                self.recorder.evaluated(version, moment, evaluation.result(), started)
+        finally:
+            evaluation.cancel()
 
     def _heldout_episode(self, prompt: Prompt, sample: int, version: int) -> Episode:
         name = f"heldout-{version}/{prompt.id}/{sample}"
@@ -339,6 +366,8 @@ class Controller:
         self.recorder.phase = "warm start"
         source = PromptSource(self.parts.task.train, self.config.run.seed + 1)
         for step in range(1 - warm.steps, 1):
+            if self.stopping:
+                return
             pairs = [self._demonstration(source.draw()) for _ in range(warm.batch)]
             batch = assemble_demonstrations(pairs, step=step, version=self.first_version)
             report = await self.parts.trainer.train(batch)

@@ -42,7 +42,10 @@ class Session:
 
     def execute(self) -> dict[str, Any]:
         """Run to the end and return the summary. Raises the `HeadraceError` that ended it otherwise."""
-        return asyncio.run(self._execute())
+        try:
+            return asyncio.run(self._execute())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
 
     async def _execute(self) -> dict[str, Any]:
         self.progress.start()

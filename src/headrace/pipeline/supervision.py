@@ -29,12 +29,13 @@ class Fleet:
         """`workers` are (role, rank) pairs."""
         self._launcher = launcher
         self._socket_dir = Path(tempfile.mkdtemp(prefix="headrace-"))
-        self.hub = Hub(f"ipc://{self._socket_dir}/hub", self._dispatch)
+        self.hub = Hub(f"ipc://{self._socket_dir}/hub", self._dispatch, self._silent)
         self._specs = [
             WorkerSpec(role=role, rank=rank, address=self.hub.address, run_dir=str(run_dir)) for role, rank in workers
         ]
         self._ready: dict[str, Ready] = {}
         self._stopping = False
+        self._silenced: asyncio.Queue[PeerDied] = asyncio.Queue()
         self.phases: dict[str, str] = {}
         self.on_beat: Callable[[str, Beat], None] = lambda peer, beat: None
         self.on_message: Callable[[str, Message], None] = lambda peer, message: None
@@ -62,7 +63,12 @@ class Fleet:
             await asyncio.sleep(0.02)
 
     async def watch(self) -> None:
-        """Raise `PeerDied` as soon as a worker dies (a `UserError` where it died of a user's mistake)."""
+        """Raise `PeerDied` as soon as a worker dies or falls silent (`UserError` where it died of a user's mistake)."""
+        async with asyncio.TaskGroup() as watchers:
+            watchers.create_task(self._watch_exits(), name="watch exits")
+            watchers.create_task(self._watch_silence(), name="watch silence")
+
+    async def _watch_exits(self) -> None:
         while True:
             exited = await self._launcher.next_exit()
             if self._stopping:
@@ -73,6 +79,15 @@ class Fleet:
             if exited.code == EXIT_USER_ERROR:
                 raise UserError(exited.last_lines.splitlines()[-1] if exited.last_lines else str(death))
             raise death
+
+    async def _watch_silence(self) -> None:
+        death = await self._silenced.get()
+        self.on_death(death)
+        raise death
+
+    def _silent(self, death: PeerDied) -> None:
+        if not self._stopping:
+            self._silenced.put_nowait(death)
 
     async def stop(self) -> None:
         """Ask every worker to end, and see to it that it does. Idempotent."""

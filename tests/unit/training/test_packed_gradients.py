@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from reference_loop import batch_loss, sequence_logprobs
 from random_models import FAMILIES, AllDouble, random_batch, twins
+from reference_loop import batch_loss, sequence_logprobs
 
 from headrace.algorithms.losses.base import build_loss
 from headrace.config.schema import AlgorithmConfig

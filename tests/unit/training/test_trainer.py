@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from random_models import AllDouble, model_dir, random_batch
 from reference_loop import plain_model, reference_losses, sequence_logprobs
 from safetensors import safe_open
-from random_models import AllDouble, model_dir, random_batch
 from transformers import AutoModelForCausalLM
 
 from headrace.channel.codec import decode, encode
