@@ -22,22 +22,19 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
-
-from headrace.algorithms.assemble import assemble, assemble_demonstrations
+from headrace.algorithms.assemble import assemble
 from headrace.delivery.base import Manifest
-from headrace.engines.base import Sampling
-from headrace.errors import ConfigError, DeliveryError, HeadraceError
+from headrace.errors import DeliveryError, HeadraceError
+from headrace.pipeline.episodes import Episodes
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Moment
-from headrace.rollouts.base import derive_seed
+from headrace.pipeline.warm_start import warm_start
 from headrace.rollouts.evaluation import evaluate
 from headrace.rollouts.groups import cancel_group, prepare_group, run_group
 from headrace.rollouts.turns import Episode
 from headrace.scoring.shuffle import shuffle_rewards
-from headrace.tasks.source import PromptSource
 from headrace.training.messages import Published
-from headrace.types import Group, Int32Array, Prompt
+from headrace.types import Group, Prompt
 
 BATCHES_AT_TRAINER = 2
 """One in training and one at hand, so that the trainer never waits for a message."""
@@ -56,6 +53,7 @@ class Controller:
         self.window = parts.window
         self.waits = parts.waits
         self.recorder = parts.recorder
+        self.episodes = Episodes(parts)
         self.synchronous = parts.window.depth == 0
         self.first_version = parts.window.first_version
         self.versions_done = parts.first_step // self.config.delivery.publish_every
@@ -70,14 +68,13 @@ class Controller:
         self._failed_in_a_row = 0
         self._trained_batches = 0
         self._evaluating: asyncio.Task[None] | None = None
-        self._stop_tokens = tuple(parts.chat.token_id(token) for token in self.config.rollouts.stop)
 
     # ---- the phases of a run
 
     async def begin(self) -> None:
         """Warm start (unless a checkpoint is ahead of it), publish the first version, evaluate it."""
         if not self.parts.resumed:
-            await self._warm_start()
+            await warm_start(self.parts, lambda: self.stopping)
         if self.stopping:
             return
         await self.parts.trainer.publish(self.first_version, self.parts.parent_version)
@@ -141,29 +138,10 @@ class Controller:
     def _admit(self) -> tuple[Group, list[Episode]]:
         group = Group(id=self.recorder.next_group_id(), prompt=self.parts.source.draw(), version=self.proved)
         self.window.admit(group.id, group.version)
-        episodes = [self._episode(group, index) for index in range(self.config.rollouts.group_size)]
+        episodes = self.episodes.of_group(group)
         self.recorder.admitted(group, [episode.id for episode in episodes])
         self._running[group.id] = episodes
         return group, episodes
-
-    def _episode(self, group: Group, index: int) -> Episode:
-        rollouts = self.config.rollouts
-        return Episode(
-            id=f"{group.id}/{index}",
-            index=index,
-            prompt=group.prompt,
-            environment=self.parts.task.episode(group.prompt),
-            chat=self.parts.chat,
-            engine=self.parts.pool,
-            sampling=Sampling(
-                max_tokens=rollouts.max_tokens,
-                temperature=rollouts.temperature,
-                seed=derive_seed(self.config.run.seed, group.id, index),
-                stop_token_ids=self._stop_tokens,
-            ),
-            max_turns=rollouts.max_turns,
-            group=str(group.id),
-        )
 
     async def _run_group(self, group: Group, episodes: list[Episode]) -> None:
         if not self.synchronous:
@@ -293,7 +271,7 @@ class Controller:
                 return
         raise DeliveryError(f"version {manifest.version} was refused {DELIVERY_ATTEMPTS} times ({'; '.join(refusals)})")
 
-    # ---- EVALUATE, SAVE, WARM START
+    # ---- EVALUATE, SAVE
 
     def _evaluate_if_due(self, tasks: asyncio.TaskGroup) -> None:
         every = self.config.evaluate.every
@@ -316,7 +294,7 @@ class Controller:
         evaluation = asyncio.create_task(
             evaluate(
                 prompts,
-                lambda prompt, sample: self._heldout_episode(prompt, sample, version),
+                lambda prompt, sample: self.episodes.heldout(prompt, sample, version),
                 samples=config.samples,
                 concurrency=max(1, slots // EVALUATION_SHARE) if moment == "during" and not self.synchronous else slots,
             )
@@ -331,26 +309,6 @@ class Controller:
         finally:
             evaluation.cancel()
 
-    def _heldout_episode(self, prompt: Prompt, sample: int, version: int) -> Episode:
-        name = f"heldout-{version}/{prompt.id}/{sample}"
-        return Episode(
-            id=name,
-            index=sample,
-            prompt=prompt,
-            environment=self.parts.task.episode(prompt),
-            chat=self.parts.chat,
-            engine=self.parts.pool,
-            sampling=Sampling(
-                max_tokens=self.config.rollouts.max_tokens,
-                temperature=self.config.evaluate.temperature,
-                seed=derive_seed(self.config.run.seed, prompt.id, sample),
-                stop_token_ids=self._stop_tokens,
-            ),
-            max_turns=self.config.rollouts.max_turns,
-            group=f"heldout-{version}/{prompt.id}",
-            priority=1,
-        )
-
     def _save_due(self, version: int) -> bool:
         every = self.config.training.checkpoint_every
         return bool(every) and (version - self.first_version) % every == 0 and version < self.last_version
@@ -358,26 +316,3 @@ class Controller:
     async def _save(self) -> None:
         self.recorder.saved(self.proved, await self.parts.trainer.save(self.proved))
         self.waits.moved()
-
-    async def _warm_start(self) -> None:
-        warm = self.config.warm_start
-        if not warm.steps:
-            return
-        self.recorder.phase = "warm start"
-        source = PromptSource(self.parts.task.train, self.config.run.seed + 1)
-        for step in range(1 - warm.steps, 1):
-            if self.stopping:
-                return
-            pairs = [self._demonstration(source.draw()) for _ in range(warm.batch)]
-            batch = assemble_demonstrations(pairs, step=step, version=self.first_version)
-            report = await self.parts.trainer.train(batch)
-            self.recorder.step_ended(batch, [], report)
-            self.waits.moved()
-
-    def _demonstration(self, prompt: Prompt) -> tuple[Int32Array, Int32Array]:
-        answer = self.parts.task.demonstration(prompt)
-        if answer is None:
-            raise ConfigError(f"[warm_start] steps: the task has no demonstration for prompt {prompt.id}")
-        chat = self.parts.chat
-        opening = chat.open(prompt.messages) if prompt.messages else chat.encode(prompt.text or "")
-        return opening, np.append(chat.encode(answer), chat.stop_token_ids[0]).astype(np.int32)
