@@ -158,7 +158,7 @@ class Window:
 
     def explain(self) -> str:
         """One line: what the next admission and the next batch wait for."""
-        return f"{self._explain_admission()}; {self._explain_batch()}"
+        return f"{self.explain_admission()}; {self.explain_batch()}"
 
     def _next_batch(self) -> list[int] | None:
         if len(self._ready) < self.groups:
@@ -186,7 +186,8 @@ class Window:
         oldest = next(iter(self._unconsumed), None)
         self._overtakers = {i for i in self._overtakers if oldest is not None and i > oldest}
 
-    def _explain_admission(self) -> str:
+    def explain_admission(self) -> str:
+        """What the next admission waits for."""
         if free := self.free:
             return f"{free} of {self.capacity} slots may be charged"
         if self._wanted is not None and self.batches * self.groups + len(self._unconsumed) >= self._wanted:
@@ -203,7 +204,8 @@ class Window:
             f"which {len(self._overtakers)} younger ones have overtaken"
         )
 
-    def _explain_batch(self) -> str:
+    def explain_batch(self) -> str:
+        """What the next batch waits for."""
         if self._next_batch() is not None:
             return f"a batch for version {self.trained_version} is ready"
         if len(self._ready) < self.groups:

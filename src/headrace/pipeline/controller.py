@@ -118,9 +118,7 @@ class Controller:
     async def admit_loop(self, tasks: asyncio.TaskGroup) -> None:
         """Start groups while the window has slots for them."""
         while not self._admitted_all():
-            await self.waits.until(
-                "admit", self.window.explain, lambda: self.window.may_admit() or self._admitted_all()
-            )
+            await self.waits.until("admit", self._explain_admission, self._may_admit)
             started = [self._admit() for _ in range(0 if self.stopping else self.window.free)]
             if self.synchronous:
                 # All first requests leave in one message: the engine's schedule follows from it alone.
@@ -131,6 +129,12 @@ class Controller:
         if self.stopping:
             for episodes in list(self._running.values()):
                 await cancel_group(episodes, "interrupted")
+
+    def _may_admit(self) -> bool:
+        return self.window.may_admit() or self._admitted_all()
+
+    def _explain_admission(self) -> str:
+        return f"a slot ({self.window.explain_admission()})"
 
     def _admitted_all(self) -> bool:
         return self.stopping or self._trained_batches >= self.total_batches
@@ -194,7 +198,7 @@ class Controller:
     def _explain_training(self) -> str:
         if self._at_trainer >= BATCHES_AT_TRAINER:
             return f"{self.parts.trainer.name} to end a step"
-        return self.window.explain()
+        return f"a batch ({self.window.explain_batch()})"
 
     async def _train_batch(self, groups: list[Group], version: int, batches: int) -> None:
         config = self.config

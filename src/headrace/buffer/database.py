@@ -1,0 +1,90 @@
+"""The file `journal.db`: who may open it, and what must be in it.
+
+One live run at a time writes it, and a file of another schema, or of somebody else, is refused in one line.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from importlib import resources
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from headrace.errors import UserError
+
+SCHEMA = 1
+
+
+def lock_run(path: Path) -> BinaryIO:
+    """The lock of a live run: the operating system frees it when the process ends, however it ends."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_suffix(".lock").open("a+b")
+    except OSError as error:
+        raise UserError(f"{path} cannot be opened as a journal: {error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().decode().strip()
+        file.close()
+        raise UserError(f"{path} is in use by a live run (process {owner})") from None
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n".encode())
+    file.flush()
+    return file
+
+
+def open_database(path: Path, lock_seconds: float) -> sqlite3.Connection:
+    """Open or create, for writing. `lock_seconds`: how long another SQL client may hold the file."""
+    fresh = not path.exists() or path.stat().st_size == 0
+    db = connect(str(path), path, lock_seconds, fresh=fresh)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        # In WAL mode NORMAL survives every death of the process; a power failure may lose the last commits, no more.
+        db.execute("PRAGMA synchronous = NORMAL")
+        if not _tables(db):
+            schema = resources.files("headrace.buffer").joinpath("schema.sql").read_text()
+            db.executescript(f"BEGIN; {schema}; INSERT INTO meta VALUES ('schema', '{SCHEMA}'); COMMIT;")
+    except sqlite3.DatabaseError as error:
+        db.close()
+        raise UserError(f"{path} cannot be opened as a journal: {error}") from error
+    return db
+
+
+def connect(name: str, path: Path, lock_seconds: float, *, fresh: bool = False) -> sqlite3.Connection:
+    """Connect to a file path or `file:` URI; `path` is the name in errors. A file that is not `fresh` is checked."""
+    try:
+        db = sqlite3.connect(
+            name, timeout=lock_seconds, isolation_level=None, check_same_thread=False, uri=name.startswith("file:")
+        )
+    except sqlite3.DatabaseError as error:
+        raise UserError(f"{path} cannot be opened as a journal: {error}") from error
+    try:
+        # A crash between creating the file and its tables leaves a database without any.
+        if not fresh and (tables := _tables(db)):
+            _check_schema(db, path, tables)
+    except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
+        db.close()
+        raise UserError(f"{path} cannot be opened as a journal: {error}") from error
+    except UserError:
+        db.close()
+        raise
+    return db
+
+
+def _check_schema(db: sqlite3.Connection, path: Path, tables: set[str]) -> None:
+    row = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone() if "meta" in tables else None
+    if row is None:
+        raise UserError(f"{path} is not a journal of Headrace (no schema version in it)")
+    found = msgspec.json.decode(row[0])
+    if found != SCHEMA:
+        raise UserError(f"{path} has schema {found}, but this version of Headrace reads schema {SCHEMA}")
+
+
+def _tables(db: sqlite3.Connection) -> set[str]:
+    return {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}

@@ -1,0 +1,195 @@
+"""A run without processes: the real controller, window, journal and rollouts over fake engines and a fake trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.buffer.journal import Journal, open_readonly
+from headrace.buffer.window import Window
+from headrace.config import Config, make_config
+from headrace.engines.fake import FakeEngine
+from headrace.engines.fake_policy import FakePolicy
+from headrace.engines.pool import EnginePool
+from headrace.observe.clock import RunClock
+from headrace.observe.metrics import MetricsLog
+from headrace.observe.progress import NoProgress
+from headrace.pipeline.controller import Controller
+from headrace.pipeline.parts import Parts
+from headrace.pipeline.recording import Recorder
+from headrace.pipeline.waits import Waits
+from headrace.tasks.base import EnvironmentStep
+from headrace.tasks.source import PromptSource
+from headrace.training.messages import Published
+from headrace.training.report import StepReport
+from headrace.types import Batch, Int32Array, Prompt
+
+
+class PlainChat:
+    """One token a character; no end token."""
+
+    stop_token_ids = (63,)
+
+    def open(self, messages: Any) -> Int32Array:
+        return self.encode(messages[-1]["content"])
+
+    def continue_(self, messages: Any, *, ended: bool) -> Int32Array:
+        return self.encode(messages[-1]["content"])
+
+    def encode(self, text: str) -> Int32Array:
+        return np.array([ord(letter) % 60 for letter in text], np.int32)
+
+    def decode(self, token_ids: Int32Array) -> str:
+        return "".join(chr(97 + int(token) % 26) for token in token_ids)
+
+    def token_id(self, token: str) -> int:
+        return ord(token[0]) % 60
+
+
+class OneTurn:
+    """An environment that judges by a function of the prompt."""
+
+    def __init__(self, prompt: Prompt, judge: Callable[[Prompt, str], float]) -> None:
+        self.prompt = prompt
+        self._judge = judge
+
+    async def reset(self) -> list[dict[str, str]]:
+        return self.prompt.messages or []
+
+    async def step(self, completion: str) -> EnvironmentStep:
+        return EnvironmentStep(done=True, reward=self._judge(self.prompt, completion))
+
+    async def close(self) -> None:
+        pass
+
+
+class PlainTask:
+    def __init__(self, judge: Callable[[Prompt, str], float], heldout: int) -> None:
+        self._judge = judge
+        self.train = [Prompt(id=str(n), messages=[{"role": "user", "content": f"q{n}"}]) for n in range(50)]
+        self.heldout = [Prompt(id=f"h{n}", messages=[{"role": "user", "content": f"h{n}"}]) for n in range(heldout)]
+
+    def episode(self, prompt: Prompt) -> OneTurn:
+        return OneTurn(prompt, self._judge)
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        return "abc"
+
+    async def close(self) -> None:
+        pass
+
+
+class FakeTrainer:
+    """Keeps the batches it is given, and publishes what the fake policy calls a version."""
+
+    name = "trainer-0"
+
+    def __init__(self, policy: FakePolicy, seconds: float) -> None:
+        self._policy = policy
+        self._seconds = seconds
+        self.published: Callable[[Published], None] = lambda announcement: None
+        self.on_batch: Callable[[], None] = lambda: None
+        self.batches: list[Batch] = []
+        self.acknowledged: list[int] = []
+        self.saved: list[int] = []
+        self._turn = asyncio.Lock()
+
+    async def train(
+        self, batch: Batch, *, publish: int | None = None, parent: int = -1, save: bool = False
+    ) -> StepReport:
+        async with self._turn:
+            await asyncio.sleep(self._seconds)
+        self.batches.append(batch)
+        self.on_batch()
+        if publish is not None:
+            await self.publish(publish, parent)
+        return StepReport(
+            step=batch.step, version=batch.version, objective=batch.objective, loss=0.0, grad_norm=1.0,
+            learning_rate=0.1, tokens=1, sequence_tokens=1, trained_tokens=1, micro_batches=1, seconds=self._seconds,
+        )  # fmt: skip
+
+    async def publish(self, version: int, parent: int) -> None:
+        manifest = self._policy.manifest(version, parent=parent)
+        asyncio.get_running_loop().call_later(
+            self._seconds / 2, lambda: self.published(Published(manifest=manifest, snapshot_seconds=0.0))
+        )
+
+    async def acknowledge(self, version: int) -> None:
+        self.acknowledged.append(version)
+
+    async def save(self, version: int) -> Path:
+        self.saved.append(version)
+        return Path(f"checkpoint-{version}")
+
+
+class FakeRun:
+    """Everything of a run that needs no process."""
+
+    def __init__(
+        self,
+        path: Path,
+        *settings: str,
+        judge: Callable[[Prompt, str], float] = lambda prompt, completion: float(len(completion) % 2),
+        engine: dict[str, Any] | None = None,
+        engines: int = 1,
+        train_seconds: float = 0.005,
+        heldout: int = 0,
+    ) -> None:
+        base = ["rollouts.group_size=2", "rollouts.max_tokens=8", "buffer.groups=2", "run.versions=5"]
+        self.config: Config = make_config(
+            {"model": {"path": "-"}, "task": {"kind": "gym", "name": "-"}}, [*base, *settings]
+        )
+        config = self.config
+        self.path = path
+        policy = FakePolicy(64)
+        options: dict[str, Any] = {"slots": 16, "token_seconds": 0.0005, **(engine or {})}
+        self.engines = [FakeEngine(name=f"engine-{n}", policy=policy, **options) for n in range(engines)]
+        self.trainer = FakeTrainer(policy, train_seconds)
+        self.window = Window(
+            config.buffer.groups, config.buffer.depth, config.delivery.publish_every, config.buffer.max_lag,
+            versions=config.run.versions,
+        )  # fmt: skip
+        journal = Journal(path / "journal.db")
+        self.recorder = Recorder(
+            journal, MetricsLog(path / "metrics.jsonl"), None, NoProgress(), self.window, clock=RunClock.now(),
+            versions_total=config.run.versions, versions_done=0, before=journal.recover(step=0),
+        )  # fmt: skip
+        self.waits = Waits()
+        task = PlainTask(judge, heldout)
+        self.controller = Controller(
+            Parts(
+                config=config,
+                task=task,
+                chat=PlainChat(),
+                source=PromptSource(task.train, 0),
+                pool=EnginePool(self.engines),
+                trainer=self.trainer,
+                window=self.window,
+                recorder=self.recorder,
+                waits=self.waits,
+            )
+        )
+        self.trainer.published = self.controller.published
+        self.generated: dict[str, int] = {}
+
+    async def run(self) -> None:
+        """The phases in order, with a deadline."""
+        try:
+            async with asyncio.timeout(30):
+                await self.controller.begin()
+                await self.controller.train()
+                await self.controller.finish()
+        finally:
+            for engine in self.engines:
+                self.generated[engine.name] = (await engine.stats()).generated_tokens
+                await engine.close()
+            self.recorder.abandon("test over")
+            self.recorder.close("finished")
+
+    def journal(self, sql: str) -> list[dict[str, Any]]:
+        with open_readonly(self.path / "journal.db") as journal:
+            return journal.rows(sql)
