@@ -78,7 +78,7 @@ class Run:
     @property
     def model_dir(self) -> Path:
         """The newest checkpoint: a directory for `from_pretrained`."""
-        from headrace.buffer.journal import open_readonly
+        from headrace.buffer.reader import open_readonly
 
         with open_readonly(self.path / "journal.db") as journal:
             checkpoint = journal.meta().get("checkpoint")
@@ -88,7 +88,7 @@ class Run:
 
     def rollouts(self, where: str = "TRUE") -> Iterator[Rollout]:
         """Every recorded rollout with its tokens; `where` is an SQL condition on the table `rollouts`."""
-        from headrace.buffer.journal import open_readonly
+        from headrace.buffer.reader import open_readonly
 
         with open_readonly(self.path / "journal.db") as journal:
             yield from journal.rollouts(where)

@@ -1,4 +1,4 @@
-"""Reading a journal: only what is committed is seen, so both ledgers balance at every moment, also while a run writes."""
+"""Reading a journal, of a live run or an ended one: only what is committed is seen, and nothing is ever changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class JournalReader:
 
     def counts(self) -> dict[str, dict[str, Any]]:
         """Both ledgers: the same form as `Ledgers.as_dict`."""
-        return both_counts(self._db)
+        return count_ledgers(self._db)
 
     def meta(self) -> dict[str, Any]:
         """All facts about the run."""
@@ -61,7 +61,7 @@ def open_readonly(path: Path) -> JournalReader:
     return JournalReader(path)
 
 
-def count(db: sqlite3.Connection, table: Literal["groups", "rollouts"]) -> Counts:
+def count_ledger(db: sqlite3.Connection, table: Literal["groups", "rollouts"]) -> Counts:
     """The ledger that the rows of a table make."""
     counts = Counts(admitted=int(db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]))
     for state, reason, count in db.execute(f"SELECT state, reason, COUNT(*) FROM {table} GROUP BY state, reason"):
@@ -71,6 +71,6 @@ def count(db: sqlite3.Connection, table: Literal["groups", "rollouts"]) -> Count
     return counts
 
 
-def both_counts(db: sqlite3.Connection) -> dict[str, dict[str, Any]]:
+def count_ledgers(db: sqlite3.Connection) -> dict[str, dict[str, Any]]:
     """Both ledgers: the same form as `Ledgers.as_dict`."""
-    return {"groups": count(db, "groups").as_dict(), "rollouts": count(db, "rollouts").as_dict()}
+    return {"groups": count_ledger(db, "groups").as_dict(), "rollouts": count_ledger(db, "rollouts").as_dict()}

@@ -27,11 +27,15 @@ class Abort(Message):
 
 
 class Pause(Message):
-    """Stop stepping."""
+    """Stop stepping; answered by `Done` when no step is under way."""
 
 
 class Resume(Message):
-    """Step again."""
+    """Step again; answered by `Done`."""
+
+
+class Done(Message):
+    """What was asked has happened."""
 
 
 class Load(Message):

@@ -1,7 +1,7 @@
 """An engine in another process, as the controller sees it.
 
-Requests made in one turn of the event loop travel as one message: what the engine sees between two of its steps does
-not depend on how fast the controller is, and at depth 0 the whole schedule follows from that one message.
+Requests made in one turn of the event loop travel as one message: at depth 0 the engine's whole schedule follows from
+that one message.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, EngineStats, Request, failed_delta
+from headrace.engines.base import Delta, EngineStats, Request
 from headrace.engines.messages import (
     Abort,
     AskStats,
     Deltas,
+    Done,
     Load,
     Pause,
     Proved,
@@ -27,7 +28,8 @@ from headrace.engines.messages import (
     Stats,
     Submit,
 )
-from headrace.errors import ChannelError, DeadlineError
+from headrace.engines.streams import DeltaStreams
+from headrace.errors import ChannelError
 from headrace.types import Float32Array, Int32Array
 
 M = TypeVar("M", bound=Message)
@@ -41,53 +43,35 @@ class RemoteEngine:
         self._hub = hub
         self._load_deadline = load_deadline
         self._token_deadline = token_deadline
-        self._streams: dict[str, asyncio.Queue[Delta]] = {}
-        self._outbox: list[Request] = []
+        self._streams = DeltaStreams(name, self._submit, self._withdraw, deadline=token_deadline)
         self._sending: set[asyncio.Task[None]] = set()
-        self._death: str | None = None
 
     def deliver(self, message: Deltas) -> None:
         """Hand deltas to whoever waits for them; those of requests given up are dropped."""
-        for delta in message.deltas:
-            if stream := self._streams.get(delta.id):
-                stream.put_nowait(delta)
+        self._streams.deliver(message.deltas)
 
     def lost(self, reason: str) -> None:
         """The process is gone: every open request ends as failed."""
-        self._death = reason
-        for request_id, stream in self._streams.items():
-            stream.put_nowait(failed_delta(request_id, reason))
+        self._streams.lost(reason)
 
-    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
         """See `Engine.generate`."""
-        if self._death is not None or request.id in self._streams:
-            yield failed_delta(request.id, self._death or f"a request with id {request.id!r} is already running")
-            return
-        stream = self._streams[request.id] = asyncio.Queue()
-        finished = False
-        try:
-            self._post(request)
-            while not finished:
-                delta = await self._next(request.id, stream)
-                finished = delta.finish is not None
-                yield delta
-        finally:
-            del self._streams[request.id]
-            if not finished and self._death is None:
-                self._spawn(self._hub.send(self.name, Abort(ids=[request.id])))
+        return self._streams.generate(request)
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         """See `Engine.abort`."""
-        self._flush()
+        self._streams.flush()
+        # What was submitted before must be there before: an abort that overtakes its request does nothing.
+        await asyncio.gather(*self._sending)
         await self._hub.send(self.name, Abort(ids=None if ids is None else list(ids)))
 
     async def pause(self) -> None:
         """See `Engine.pause`."""
-        await self._hub.send(self.name, Pause())
+        await self._ask(Pause(), Done, self._token_deadline)
 
     async def resume(self) -> None:
         """See `Engine.resume`."""
-        await self._hub.send(self.name, Resume())
+        await self._ask(Resume(), Done, self._token_deadline)
 
     async def load(self, manifest: Manifest) -> Proof:
         """See `Engine.load`."""
@@ -109,24 +93,11 @@ class RemoteEngine:
     async def _ask(self, message: Message, reply: type[M], deadline: float) -> M:
         return await self._hub.request(self.name, message, reply, timeout=deadline)
 
-    async def _next(self, request_id: str, stream: asyncio.Queue[Delta]) -> Delta:
-        try:
-            async with asyncio.timeout(self._token_deadline):
-                return await stream.get()
-        except TimeoutError as error:
-            waited = f"{self.name} sent nothing for request {request_id} in {self._token_deadline:g} s"
-            raise DeadlineError(waited) from error
-
-    def _post(self, request: Request) -> None:
-        self._outbox.append(request)
-        if len(self._outbox) == 1:
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self) -> None:
-        requests, self._outbox = self._outbox, []
-        if not requests:
-            return
+    def _submit(self, requests: list[Request]) -> None:
         self._spawn(self._hub.send(self.name, Submit(requests=requests)))
+
+    def _withdraw(self, request_id: str) -> None:
+        self._spawn(self._hub.send(self.name, Abort(ids=[request_id])))
 
     def _spawn(self, sending: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._sent(sending), name=f"{self.name} send")

@@ -21,6 +21,7 @@ from headrace.engines.messages import (
     Abort,
     AskStats,
     Deltas,
+    Done,
     Load,
     Pause,
     Proved,
@@ -80,9 +81,9 @@ def _pass_messages(desk: Desk, loop: EngineLoop) -> None:
             case Abort(ids=ids):
                 loop.abort(ids)
             case Pause():
-                loop.pause()
+                _answer(desk, incoming, loop.pause(), lambda _: Done())
             case Resume():
-                loop.resume()
+                _answer(desk, incoming, loop.resume(), lambda _: Done())
             case Load(manifest=manifest):
                 _answer(desk, incoming, loop.load(manifest), lambda proof: Proved(proof=proof))
             case Score(token_ids=token_ids):

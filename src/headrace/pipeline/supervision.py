@@ -20,6 +20,7 @@ from headrace.pipeline.launchers.base import Exit, Launcher, WorkerSpec
 from headrace.pipeline.worker import EXIT_USER_ERROR
 
 STOP_SECONDS = 10.0
+EXIT_NEWS_SECONDS = 3.0
 
 
 class Fleet:
@@ -82,6 +83,8 @@ class Fleet:
 
     async def _watch_silence(self) -> None:
         death = await self._silenced.get()
+        # A process that has just ended cannot be reached either: its launcher knows how it ended, and is heard first.
+        await asyncio.sleep(EXIT_NEWS_SECONDS)
         self.on_death(death)
         raise death
 

@@ -67,14 +67,17 @@ def test_the_reference_loop_exactly(tmp_path, family, loss):
 def test_five_steps_equal_the_reference_loop(tmp_path, family, loss):
     path = model_dir(tmp_path / "model", family)
     algorithm = AlgorithmConfig(loss=loss)
-    trainer = trainer_of(path, algorithm=algorithm)
+    # In float32 each step multiplies the last one's rounding; small steps keep five of them comparable.
+    training = msgspec.structs.replace(TRAINING, learning_rate=3e-4)
+    warm_start = msgspec.structs.replace(WARM_START, learning_rate=5e-4)
+    trainer = Trainer(load_model(path), algorithm, training, total_steps=5, warm_start=warm_start)
     plain = plain_model(path)
     start = {name: tensor.clone() for name, tensor in trainer.weights().items()}
     reports = [trainer.step(batch) for batch in batches()]
-    expected = reference_losses(plain, batches(), algorithm, TRAINING, total_steps=5, warm_start=WARM_START)
+    expected = reference_losses(plain, batches(), algorithm, training, total_steps=5, warm_start=warm_start)
     assert [report.loss for report in reports] == pytest.approx(expected, abs=1e-5)
     moved = max(float((tensor - start[name]).abs().max()) for name, tensor in trainer.weights().items())
-    assert moved > 1e-2
+    assert moved > 1e-3
     for name, parameter in plain.named_parameters():
         # Adam divides by the root of tiny second moments: where a gradient is rounding, so is its direction.
         difference = (parameter.detach() - trainer.weights()[name]).abs()

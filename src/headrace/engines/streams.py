@@ -1,0 +1,92 @@
+"""The open requests of an engine that runs elsewhere (a thread, a process), as the event loop sees them.
+
+    generate ──outbox──▶ submit        deliver ──a queue per request──▶ generate
+
+Requests made in one turn of the event loop leave together: what the engine sees between two of its steps does not
+depend on how fast the caller is. An id is open at most once, its iterator ends with exactly one last delta or an error,
+and an engine that is lost is sent nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from headrace.engines.base import Delta, Request, failed_delta
+from headrace.errors import DeadlineError
+
+
+class DeltaStreams:
+    """Used from one event loop only. The engine's side calls `deliver`, and `lost` when it is gone."""
+
+    def __init__(
+        self,
+        name: str,
+        submit: Callable[[list[Request]], object],
+        withdraw: Callable[[str], object],
+        *,
+        deadline: float | None = None,
+    ) -> None:
+        """`withdraw` aborts one request; `deadline`: seconds between two deltas (None: until `lost` is called)."""
+        self._name = name
+        self._submit = submit
+        self._withdraw = withdraw
+        self._deadline = deadline
+        self._open: dict[str, asyncio.Queue[Delta]] = {}
+        self._outbox: list[Request] = []
+        self._death: str | None = None
+
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """See `Engine.generate`."""
+        if self._death is not None or request.id in self._open:
+            yield failed_delta(request.id, self._death or f"a request with id {request.id!r} is already running")
+            return
+        stream = self._open[request.id] = asyncio.Queue()
+        finished = False
+        try:
+            self._post(request)
+            while not finished:
+                delta = await self._next(request.id, stream)
+                finished = delta.finish is not None
+                yield delta
+        finally:
+            del self._open[request.id]
+            if not finished:
+                self._give_up(request.id)
+
+    def deliver(self, deltas: Iterable[Delta]) -> None:
+        """Hand deltas to whoever waits for them; those of requests given up are dropped."""
+        for delta in deltas:
+            if stream := self._open.get(delta.id):
+                stream.put_nowait(delta)
+
+    def lost(self, reason: str) -> None:
+        """The engine is gone: open requests end as failed, after what was delivered to them, and later ones at once."""
+        self._death = reason
+        self._outbox.clear()
+        for request_id, stream in self._open.items():
+            stream.put_nowait(failed_delta(request_id, reason))
+
+    def flush(self) -> None:
+        """Submit what waits for the end of this turn now."""
+        requests, self._outbox = self._outbox, []
+        if requests:
+            self._submit(requests)
+
+    def _post(self, request: Request) -> None:
+        self._outbox.append(request)
+        if len(self._outbox) == 1:
+            asyncio.get_running_loop().call_soon(self.flush)
+
+    async def _next(self, request_id: str, stream: asyncio.Queue[Delta]) -> Delta:
+        try:
+            async with asyncio.timeout(self._deadline):
+                return await stream.get()
+        except TimeoutError as error:
+            waited = f"{self._name} sent nothing for request {request_id} in {self._deadline:g} s"
+            raise DeadlineError(waited) from error
+
+    def _give_up(self, request_id: str) -> None:
+        self._outbox = [request for request in self._outbox if request.id != request_id]
+        if self._death is None:
+            self._withdraw(request_id)
