@@ -60,16 +60,29 @@ def test_a_dead_worker_ends_the_run_with_its_name(tmp_path: Path, victim: str) -
     assert json.loads((run_dir / "summary.json").read_text())["outcome"] == "failed"
 
 
-def test_a_killed_controller_leaves_no_orphan(tmp_path: Path) -> None:
-    run = start("train", str(QUICKSTART), *settings(tmp_path, "run.versions=500"))
+def test_a_killed_controller_leaves_no_orphan_and_its_run_goes_on(tmp_path: Path) -> None:
+    run = start("train", str(QUICKSTART), *settings(tmp_path, "run.versions=500", "training.checkpoint_every=2"))
     run_dir = tmp_path / "run"
-    wait_until_training(run_dir, 1)
+    wait_until_training(run_dir, 5)
     run.kill()
     run.communicate(timeout=30)
     deadline = time.monotonic() + 30
     while worker_pids(run_dir) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert worker_pids(run_dir) == {}
+
+    again = headrace("resume", str(run_dir), "--set", "run.versions=12", "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["outcome"] == "finished"
+    assert ledger(run_dir)["trained"] == 4 * 12
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        steps = [step for (step,) in db.execute("SELECT step FROM steps WHERE objective = 'policy' ORDER BY step")]
+        reasons = {reason for (reason,) in db.execute("SELECT DISTINCT reason FROM groups WHERE state = 'dropped'")}
+        versions = [version for (version,) in db.execute("SELECT id FROM versions ORDER BY rowid")]
+    assert steps == list(range(1, 13)), "what the checkpoint did not hold is trained again, once"
+    assert reasons <= {"interrupted", "rolled back"}
+    assert versions == sorted(set(versions)), "versions are never reused"
+    assert not {name for name in segments_of_this_user() if "-run-" in name}
 
 
 def test_ctrl_c_drains_and_resume_goes_on(tmp_path: Path) -> None:
