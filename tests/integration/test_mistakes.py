@@ -96,6 +96,7 @@ def test_a_run_directory_that_exists_is_not_touched(tmp_path: Path) -> None:
 
 def test_other_commands(tmp_path: Path) -> None:
     assert "no such configuration file" in refused("train", "nothing.toml")
+    assert "nothing.py" in refused("check", str(QUICKSTART), "--set", "task.reward=nothing.py:reward")
     assert "no such run directory" in refused("resume", str(tmp_path / "nothing"))
     assert "not a run directory" in refused("resume", str(tmp_path))
     assert "journal.db" in refused("report", str(tmp_path))

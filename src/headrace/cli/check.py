@@ -22,17 +22,17 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
     from headrace.config import dump_config, load_config
     from headrace.config.estimate import estimate
     from headrace.config.model_dir import model_facts
-    from headrace.pipeline.inputs import check_inputs
+    from headrace.pipeline.inputs import count_prompts
 
     loaded = load_config(config, settings or [])
     facts = model_facts(Path(loaded.model.path), loaded.model.weights)
-    ready, _ = check_inputs(loaded)
+    train_prompts, heldout_prompts = count_prompts(loaded)
     buffer, every = loaded.buffer, loaded.delivery.publish_every
     found: dict[str, Any] = {
         "lag_bound": lag_bound(buffer.depth, buffer.groups, every, buffer.max_lag),
         "slots": capacity(buffer.depth, buffer.groups, every, buffer.max_lag),
-        "train_prompts": len(ready.task.train),
-        "heldout_prompts": len(ready.task.heldout),
+        "train_prompts": train_prompts,
+        "heldout_prompts": heldout_prompts,
         **estimate(loaded, facts),
     }
     if as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from headrace.config import Config, DatasetTask, EnvironmentTask, GymTask
@@ -32,11 +33,33 @@ async def _nothing() -> None:
 
 def check_inputs(config: Config, judge: Judge | None = None) -> tuple[ReadyTask, ChatFormat]:
     """Everything of the user's that can be wrong without starting a process: model files, dataset, references."""
+    chat = check_model(config)
+    return make_task(config, judge), chat
+
+
+def check_model(config: Config) -> ChatFormat:
+    """The model's chat format, if its directory is complete and knows the configured stop tokens."""
     check_model_dir(Path(config.model.path), config.model.weights, tokenizer=True)
     chat = ChatFormat.load(config.model.path)
     for token in config.rollouts.stop:
         chat.token_id(token)
-    return make_task(config, judge), chat
+    return chat
+
+
+def count_prompts(config: Config) -> tuple[int, int]:
+    """Training and held-out prompts, with everything checked that `check_inputs` checks at once.
+
+    A reasoning-gym dataset is taken at its word: importing it takes seconds, and it is checked when a run starts.
+    """
+    if isinstance(config.task, GymTask):
+        check_model(config)
+        if find_spec("reasoning_gym") is None:
+            raise ConfigError('[task] kind = "gym" needs reasoning-gym: pip install "headrace[tasks]"')
+        return config.task.size, config.evaluate.prompts
+    if isinstance(config.task, DatasetTask):
+        import_function(config.task.reward)
+    task = check_inputs(config)[0].task
+    return len(task.train), len(task.heldout)
 
 
 def make_task(config: Config, judge: Judge | None = None) -> ReadyTask:
