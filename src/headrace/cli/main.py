@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from headrace.cli import bench, check, doctor, generate, report, train
+from headrace.cli import audit, bench, check, doctor, generate, ledger, report, rollouts, train
 from headrace.errors import HeadraceError, PeerDied, UserError
 
 app = typer.Typer(
@@ -24,6 +24,9 @@ check.register(app)
 generate.register(app)
 bench.register(app)
 report.register(app)
+ledger.register(app)
+rollouts.register(app)
+audit.register(app)
 doctor.register(app)
 
 

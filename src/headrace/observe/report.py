@@ -16,9 +16,10 @@ from headrace.observe import charts, gantt
 from headrace.observe.charts import Series
 from headrace.observe.clock import compact, duration
 from headrace.observe.curves import lag, learning
+from headrace.observe.ledgers import STATES
 from headrace.observe.page import card, columns, nothing, page, section, stack, table, tile
 from headrace.observe.records import Row, open_journal, policy_steps, read_meta, rows, training_window
-from headrace.observe.summary import STATES, number, percent, summarize_journal, whole
+from headrace.observe.summary import number, percent, summarize_journal, whole
 from headrace.observe.timeline import timeline_started
 
 REPORT = "report.html"

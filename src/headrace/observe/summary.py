@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from headrace.observe.clock import compact, duration
+from headrace.observe.ledgers import count_reasons, count_states, ledger_line
 from headrace.observe.records import (
     Row,
     lag_tokens,
@@ -25,7 +26,6 @@ from headrace.observe.records import (
 )
 
 SUMMARY = "summary.json"
-STATES = ("trained", "dropped", "failed", "in_flight")
 
 
 def summarize(run_dir: Path) -> dict[str, Any]:
@@ -69,10 +69,10 @@ def summarize_journal(db: sqlite3.Connection) -> dict[str, Any]:
         "engine_idle_fraction": _idle(db, "engine-*", window),
         **_lag(db),
         "lag_bound": meta.get("lag_bound"),
-        "ledger": _ledger(db, "groups"),
-        "ledger_rollouts": _ledger(db, "rollouts"),
-        "reasons": _reasons(db, "groups"),
-        "reasons_rollouts": _reasons(db, "rollouts"),
+        "ledger": count_states(db, "groups"),
+        "ledger_rollouts": count_states(db, "rollouts"),
+        "reasons": count_reasons(db, "groups"),
+        "reasons_rollouts": count_reasons(db, "rollouts"),
         "steps": len(steps),
         "warm_start_steps": one(db, "SELECT COUNT(*) AS n FROM steps WHERE objective = 'imitation'")["n"],
         "versions": one(db, "SELECT COUNT(*) AS n FROM versions")["n"],
@@ -126,24 +126,6 @@ def _lag(db: sqlite3.Connection) -> dict[str, float | int | None]:
     return {"lag_mean": sum(lag * count for lag, count in tokens.items()) / total, "lag_max": max(tokens)}
 
 
-def _ledger(db: sqlite3.Connection, table: str) -> dict[str, int]:
-    counts = {row["state"]: row["n"] for row in rows(db, f"SELECT state, COUNT(*) AS n FROM {table} GROUP BY state")}
-    admitted = one(db, f"SELECT COUNT(*) AS n FROM {table}")["n"]
-    return {"admitted": admitted, **{state: counts.get(state, 0) for state in STATES}}
-
-
-def _reasons(db: sqlite3.Connection, table: str) -> dict[str, dict[str, int]]:
-    """Why groups or rollouts were dropped or failed, most frequent first."""
-    query = f"""
-        SELECT state, reason, COUNT(*) AS n FROM {table} WHERE state IN ('dropped', 'failed')
-        GROUP BY state, reason ORDER BY n DESC, reason
-    """
-    reasons: dict[str, dict[str, int]] = {"dropped": {}, "failed": {}}
-    for row in rows(db, query):
-        reasons[row["state"]][row["reason"]] = row["n"]
-    return reasons
-
-
 def _deliveries(db: sqlite3.Connection) -> dict[str, int]:
     query = "SELECT COUNT(*) AS n, COALESCE(SUM(accepted AND NOT quarantined), 0) AS proved FROM deliveries"
     row = one(db, query)
@@ -166,13 +148,6 @@ def describe(summary: dict[str, Any]) -> str:
     ]
     width = max(len(label) for label, _ in lines)
     return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
-
-
-def ledger_line(ledger: dict[str, int]) -> str:
-    """One ledger as its equation."""
-    parts = " + ".join(f"{ledger[state]:,} {state.replace('_', ' ')}" for state in STATES)
-    sign = "=" if ledger["admitted"] == sum(ledger[state] for state in STATES) else "≠"
-    return f"{ledger['admitted']:,} admitted {sign} {parts}"
 
 
 def number(value: float | None, digits: int = 3) -> str:

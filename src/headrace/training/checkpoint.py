@@ -87,6 +87,13 @@ def latest(directory: Path) -> Path | None:
     return max(_complete(directory), key=_steps, default=None)
 
 
+def by_version(directory: Path) -> dict[int, Path]:
+    """The complete checkpoints by the version that their weights were published as; unpublished ones are not there."""
+    paths = sorted(_complete(directory), key=_steps)
+    found = {record.state.version: path for path in paths if (record := _record(path)) is not None}
+    return {version: path for version, path in found.items() if version != NO_VERSION}
+
+
 def prune(directory: Path, keep: int) -> list[Path]:
     """Delete all but the newest `keep` checkpoints and what crashed writes left behind; the checkpoints deleted."""
     clean(directory)

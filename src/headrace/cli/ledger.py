@@ -1,0 +1,25 @@
+"""`headrace ledger`: what became of every group and rollout, and whether the books balance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import typer
+
+from headrace.cli.options import AsJson, RunPath
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(ledger)
+
+
+def ledger(run_dir: RunPath, as_json: AsJson = False) -> None:
+    """Print what was admitted, trained, dropped, failed and is in flight. Exit code 1 if it does not balance."""
+    from headrace.observe.ledgers import describe_ledgers, read_ledgers
+
+    found = read_ledgers(Path(run_dir))
+    typer.echo(json.dumps(found, indent=2) if as_json else describe_ledgers(found))
+    if not found["balanced"]:
+        raise typer.Exit(1)

@@ -1,0 +1,52 @@
+"""`headrace rollouts`: the recorded rollouts of a run, to read or to take elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headrace.cli.options import AsJson, RunPath
+
+SHOWN = 20
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(rollouts)
+
+
+def rollouts(
+    run_dir: RunPath,
+    where: Annotated[str, typer.Option(help='An SQL condition on the table rollouts: "reward >= 1".')] = "TRUE",
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many; 20 are shown, all are exported.")] = None,
+    export: Annotated[str | None, typer.Option(metavar="FILE", help="Write to FILE.jsonl or FILE.parquet.")] = None,
+    text: Annotated[bool, typer.Option("--text", help="Decode the completions.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Browse the recorded rollouts of RUN_DIR, or export them with their tokens."""
+    from headrace.observe.records import open_journal
+    from headrace.review import rollouts as found
+    from headrace.review.export import export as write
+    from headrace.review.export import writer_for
+
+    path = Path(run_dir)
+    if export is not None:
+        writer_for(Path(export))
+    with open_journal(path) as db:
+        total = found.count(db, where)
+        chat = found.load_chat(path) if text else None
+        if export is not None:
+            written = write(Path(export), path, found.matching(db, where, limit), chat)
+            typer.echo(json.dumps({"records": written, "file": export}) if as_json else f"{written:,} in {export}")
+            return
+        rows = found.matching(db, where, SHOWN if limit is None and not as_json else limit)
+        entries = list(found.shown(path, rows, chat))
+    if as_json:
+        typer.echo(json.dumps(entries, indent=2))
+        return
+    for line in found.table(entries):
+        typer.echo(line)
+    typer.echo(f"{len(entries):,} of {total:,} rollouts")

@@ -1,0 +1,232 @@
+"""Trust, but verify: recorded log-probabilities against those that the tagged versions' checkpoints give.
+
+Every sampled token of a drawn rollout is either compared or counted as not checkable with a reason; none is left out in
+silence. The weights come from a checkpoint (or, before the first step, from the model directory), are digested and held
+against the digest that the version was published with, and are scored by whatever `load` returns: no engine has a part.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.config import Config
+from headrace.errors import HeadraceError
+from headrace.observe.records import Row, open_journal, rows
+from headrace.pipeline.run_dir import RunDir
+from headrace.review.findings import Audit, VersionAudit
+from headrace.review.rollouts import recorded
+from headrace.training.checkpoint import by_version
+from headrace.types import NO_VERSION, Float32Array, Int32Array, Rollout, Trace
+
+NO_CHECKPOINT = "their version has no checkpoint"
+KEPT_CACHE = 'sampled after a swap with [engine] kv = "keep"'
+CHANGED_MODEL = "the model directory is not what was published"
+
+
+class Weights(Protocol):
+    """One version's weights, ready to score."""
+
+    @property
+    def digest(self) -> int:
+        """As a delivery proves them."""
+        ...
+
+    def logprobs(self, token_ids: Int32Array, temperature: float) -> Float32Array:
+        """Of tokens 1..n given their prefix ([n - 1])."""
+        ...
+
+
+Load = Callable[[Path, str], Weights]
+"""From a model directory and a dtype."""
+
+
+class _Source(msgspec.Struct, frozen=True):
+    """Where a version's weights are."""
+
+    path: Path
+    checkpoint: bool
+    """Else it is the model directory, which nobody promised to keep."""
+
+
+class _Stretch(msgspec.Struct, frozen=True):
+    """The tokens of one trace that one version sampled."""
+
+    rollout: str
+    number: int
+    trace: Trace
+    where: npt.NDArray[np.intp]
+    lag: int | None
+
+
+def audit(run_dir: Path, load: Load, *, samples: int = 64, seed: int = 0, tolerance: float = 1e-3) -> Audit:
+    """Draw recorded rollouts and check every token that can be checked, a version at a time."""
+    paths, config = RunDir.open(run_dir)
+    published = _published(run_dir)
+    sources = _sources(paths, config, published)
+    drawn, report = _draw(run_dir, sources, samples, seed)
+    report.tolerance = tolerance
+    stretches: dict[int, list[_Stretch]] = {}
+    for row in drawn:
+        for version, stretch in _stretches(run_dir, row, report):
+            stretches.setdefault(version, []).append(stretch)
+    kept = config.engine.kv == "keep" and config.engine.interrupt == "never"
+    for version, found in sorted(stretches.items()):
+        entry = _proofs(version, published, report)
+        report.versions.append(entry)
+        _lag(entry, found)
+        checkable = [part for part in found if _first_version(part.trace) == version] if kept else found
+        skipped = sum(len(part.where) for part in found) - sum(len(part.where) for part in checkable)
+        report.skip(KEPT_CACHE, skipped)
+        _check(entry, checkable, sources.get(version), config, load, report)
+    return report
+
+
+# ---- what there is to check
+
+
+def _published(run_dir: Path) -> dict[int, Row]:
+    """Every version of the journal, with the engines' proofs of it in `deliveries`."""
+    with open_journal(run_dir) as db:
+        found = {row["id"]: {**row, "deliveries": []} for row in rows(db, "SELECT * FROM versions")}
+        for row in rows(db, "SELECT * FROM deliveries ORDER BY version, engine, time"):
+            if row["version"] in found:
+                found[row["version"]]["deliveries"].append(row)
+    return found
+
+
+def _sources(paths: RunDir, config: Config, published: dict[int, Row]) -> dict[int, _Source]:
+    found = {version: _Source(path, True) for version, path in by_version(paths.checkpoints).items()}
+    if config.model.weights == "load" and not config.warm_start.steps and Path(config.model.path).is_dir():
+        untrained = [version for version, row in published.items() if row["step"] == 0 and version not in found]
+        found |= dict.fromkeys(untrained, _Source(Path(config.model.path), False))
+    return found
+
+
+def _draw(run_dir: Path, sources: dict[int, _Source], samples: int, seed: int) -> tuple[list[Row], Audit]:
+    """Among the rollouts that a known version has a part in, or among all where there are none."""
+    versions = msgspec.json.encode(sorted(sources)).decode()
+    touched = "EXISTS (SELECT 1 FROM json_each(:versions) WHERE value BETWEEN oldest_version AND newest_version)"
+    kept, order = "segment IS NOT NULL", "ORDER BY group_id, length(id), id"
+    with open_journal(run_dir) as db:
+        everything = [row["id"] for row in db.execute(f"SELECT id FROM rollouts WHERE {kept} {order}")]
+        checkable = [
+            row["id"]
+            for row in db.execute(f"SELECT id FROM rollouts WHERE {kept} AND {touched} {order}", {"versions": versions})
+        ]
+        population = checkable or everything
+        chosen = sorted(random.Random(seed).sample(range(len(population)), min(samples, len(population))))
+        trained = "(SELECT version FROM steps WHERE steps.step = rollouts.step) AS trained_as"
+        query = f"SELECT *, {trained} FROM rollouts WHERE id = :id"
+        drawn = [row for index in chosen for row in rows(db, query, id=population[index])]
+    return drawn, Audit(recorded=len(everything), checkable=len(checkable), drawn=len(drawn))
+
+
+def _stretches(run_dir: Path, row: Row, report: Audit) -> Iterator[tuple[int, _Stretch]]:
+    """The sampled tokens of a rollout by version; a record that cannot be read, or is not its row's, is a problem."""
+    try:
+        rollout = recorded(run_dir, row)
+    except HeadraceError as error:
+        report.problems.append(f"rollout {row['id']}: {error}")
+        return
+    assert rollout is not None
+    if not _same(row, rollout):
+        report.problems.append(f"rollout {row['id']}: its tokens are not those that its row in the journal counts")
+    for number, trace in enumerate(rollout.traces):
+        for version in np.unique(trace.versions[trace.versions != NO_VERSION]).tolist():
+            where = np.flatnonzero(trace.versions == version)
+            lag = None if row["trained_as"] is None else row["trained_as"] - version
+            yield version, _Stretch(row["id"], number, trace, where, lag)
+
+
+def _same(row: Row, rollout: Rollout) -> bool:
+    sampled = [version for trace in rollout.traces for version in trace.versions[trace.trained].tolist()]
+    counted = (row["id"], row["sampled_tokens"], row["oldest_version"], row["newest_version"])
+    return counted == (rollout.id, len(sampled), min(sampled, default=None), max(sampled, default=None))
+
+
+def _first_version(trace: Trace) -> int:
+    return int(trace.versions[trace.versions != NO_VERSION][0])
+
+
+# ---- the checks
+
+
+def _proofs(version: int, published: dict[int, Row], report: Audit) -> VersionAudit:
+    """What the engines proved about a version that sampled tokens."""
+    if version not in published:
+        report.problems.append(f"version {version} has sampled tokens but was never published")
+        return VersionAudit(version=version)
+    row = published[version]
+    proved = [proof for proof in row["deliveries"] if proof["accepted"] and not proof["quarantined"]]
+    if not proved:
+        report.problems.append(f"version {version} has sampled tokens but no engine has proved it")
+    for proof in proved:
+        if {proof["staged_digest"], proof["live_digest"]} != {row["digest"]}:
+            report.problems.append(f"{proof['engine']} accepted version {version} with another digest than published")
+    return VersionAudit(
+        version=version,
+        published_digest=row["digest"],
+        accepted=len(proved),
+        rejected=len(row["deliveries"]) - len(proved),
+        canary_error=max((proof["canary_error"] for proof in proved), default=None),
+    )
+
+
+def _lag(entry: VersionAudit, found: list[_Stretch]) -> None:
+    lags: Counter[int] = Counter()
+    for part in found:
+        if part.lag is not None:
+            lags[part.lag] += int(part.trace.trained[part.where].sum())
+    if lags.total():
+        entry.lag_mean = sum(lag * count for lag, count in lags.items()) / lags.total()
+        entry.lag_max = max(lag for lag, count in lags.items() if count)
+
+
+def _check(
+    entry: VersionAudit, found: list[_Stretch], source: _Source | None, config: Config, load: Load, report: Audit
+) -> None:
+    tokens = sum(len(part.where) for part in found)
+    if source is None:
+        report.skip(NO_CHECKPOINT, tokens)
+        return
+    if not tokens:
+        return
+    weights = load(source.path, config.model.dtype)
+    digest = f"{weights.digest:016x}"
+    if digest != entry.published_digest:
+        if not source.checkpoint:
+            report.skip(CHANGED_MODEL, tokens)
+            return
+        if entry.published_digest:
+            report.problems.append(
+                f"{source.path}: its weights have digest {digest}, but version {entry.version} was published as "
+                f"{entry.published_digest}"
+            )
+    entry.weights = source.path.name if source.checkpoint else str(source.path)
+    for part in found:
+        _compare(entry, part, weights.logprobs(part.trace.token_ids, config.rollouts.temperature), report)
+
+
+def _compare(entry: VersionAudit, part: _Stretch, reference: Float32Array, report: Audit) -> None:
+    """One stretch against the reference; a rollout is named once, with its worst token."""
+    errors = np.abs(part.trace.logprobs[part.where].astype(np.float64) - reference[part.where - 1])
+    errors[~np.isfinite(errors)] = np.inf
+    worst = int(errors.argmax())
+    entry.add(errors.tolist())
+    if errors[worst] <= report.tolerance:
+        return
+    place = int(part.where[worst])
+    report.problems.append(
+        f"rollout {part.rollout}: token {place} of trace {part.number}, sampled by version {entry.version}, is "
+        f"recorded with {part.trace.logprobs[place]:.6f}, but its checkpoint gives {reference[place - 1]:.6f} "
+        f"(error {errors[worst]:.2g}; {int((errors > report.tolerance).sum())} of {len(errors)} tokens over "
+        f"{report.tolerance:g})"
+    )

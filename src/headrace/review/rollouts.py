@@ -1,0 +1,117 @@
+"""The recorded rollouts that meet an SQL condition: their rows, and their tokens read back from the segments.
+
+The condition runs on a connection that can change nothing; one that SQLite refuses is the user's mistake, in one line.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from headrace.buffer.segments import read
+from headrace.errors import UserError
+from headrace.observe.records import Row, one
+from headrace.pipeline.run_dir import RunDir
+from headrace.tasks.chat import ChatFormat
+from headrace.training.checkpoint import latest
+from headrace.types import NO_VERSION, Rollout, Trace
+
+COLUMNS = (
+    "id", "group_id", "prompt", "state", "reason", "ending", "reward", "step", "tokens", "sampled_tokens",
+    "oldest_version", "newest_version",
+)  # fmt: skip
+"""Of a row that is shown or exported; `prompt` is that of the group."""
+_LONGEST_TEXT = 100
+
+
+def count(db: sqlite3.Connection, where: str) -> int:
+    """How many rollouts meet the condition."""
+    (row,) = _query(db, where, f"SELECT COUNT(*) AS n FROM rollouts WHERE ({where}\n)")
+    return int(row["n"])
+
+
+def matching(db: sqlite3.Connection, where: str = "TRUE", limit: int | None = None) -> Iterator[Row]:
+    """The rows that meet the condition, in the order of groups; `prompt` is among their columns."""
+    prompt = "(SELECT prompt FROM groups WHERE groups.id = rollouts.group_id) AS prompt"
+    # The condition ends with a line break, so that a comment in it ends there too.
+    sql = f"SELECT rollouts.*, {prompt} FROM rollouts WHERE ({where}\n) ORDER BY group_id, length(id), id"
+    return _query(db, where, sql + (f" LIMIT {limit}" if limit is not None else ""))
+
+
+def _query(db: sqlite3.Connection, where: str, sql: str) -> Iterator[Row]:
+    one(db, "SELECT COUNT(*) AS n FROM rollouts WHERE FALSE")  # a broken journal is not the condition's fault
+    try:
+        for row in db.execute(sql):
+            yield dict(row)
+    except (sqlite3.Error, sqlite3.Warning) as error:
+        reason = " ".join(str(error).split())  # SQLite quotes the condition, line breaks and all
+        raise UserError(f"--where {where!r}: {reason} (an SQL condition on the table rollouts)") from error
+
+
+def recorded(run_dir: Path, row: Row) -> Rollout | None:
+    """The rollout of a row with its tokens; None where they were not kept, or are still to come."""
+    if row["segment"] is None:
+        return None
+    return read(run_dir / "segments", row["segment"], row["offset"], row["length"])
+
+
+def load_chat(run_dir: Path) -> ChatFormat:
+    """The tokenizer of the run's model: a checkpoint's, which lies beside the rollouts, or else the model's own."""
+    paths, config = RunDir.open(run_dir)
+    return ChatFormat.load(latest(paths.checkpoints) or config.model.path)
+
+
+def completion(trace: Trace, chat: ChatFormat) -> str:
+    """The text of a trace from its first sampled token on; special tokens and what tools answered are part of it."""
+    sampled = (trace.versions != NO_VERSION).nonzero()[0]
+    return chat.decode(trace.token_ids[sampled[0] :], skip_special=False) if len(sampled) else ""
+
+
+def shown(run_dir: Path, rows: Iterable[Row], chat: ChatFormat | None) -> Iterator[Row]:
+    """Rows for people and programs: the documented columns and, with a tokenizer, `text` (one for each trace)."""
+    for row in rows:
+        entry = {column: row[column] for column in COLUMNS}
+        if chat is not None:
+            rollout = recorded(run_dir, row)
+            entry["text"] = None if rollout is None else [completion(trace, chat) for trace in rollout.traces]
+        yield entry
+
+
+def table(entries: Iterable[Row]) -> list[str]:
+    """Aligned lines under a heading."""
+    entries = list(entries)
+    heading = ["id", "step", "state", "ending", "reward", "tokens", "versions"]
+    with_text = bool(entries) and "text" in entries[0]
+    lines = [heading + (["text"] if with_text else [])]
+    for entry in entries:
+        reason = f" ({entry['reason']})" if entry["reason"] else ""
+        cells = [entry["id"], entry["step"], entry["state"] + reason, entry["ending"]]
+        cells += [_number(entry["reward"]), entry["sampled_tokens"], _versions(entry)]
+        lines.append([_cell(cell) for cell in cells] + ([_text(entry["text"])] if with_text else []))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else f"{value:.4g}"
+
+
+def _versions(entry: Row) -> str | None:
+    oldest, newest = entry["oldest_version"], entry["newest_version"]
+    return None if oldest is None else f"{oldest}" if oldest == newest else f"{oldest}-{newest}"
+
+
+def _cell(value: Any) -> str:
+    """A value on one line; what a model or a judge wrote may hold characters that a terminal would obey."""
+    if value is None:
+        return "-"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))
+
+
+def _text(texts: list[str] | None) -> str:
+    if texts is None:
+        return "-"
+    text = _cell(" | ".join(texts))
+    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 1] + "…"
