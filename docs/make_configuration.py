@@ -54,9 +54,11 @@ versions = 50
 - The resolved configuration is written to `config.toml` of the [run directory](run_directory.md), and `headrace resume`
   reads it from there.
 
-What no single key can say is checked too: `max_lag` may not be below `depth`, `advantage = "rloo"` needs at least two
-answers in a group, `cache_tokens` must hold one answer with its prompt, and `[evaluate] every` needs held-out prompts.
-How `depth` and `max_lag` bound the age of what is trained is in [staleness](staleness.md).
+What no single key can say is checked too: `max_lag` may not be below `depth`, `advantage = "rloo"` and
+`"maxrl"` need at least two answers in a group, a loss that does not clip takes no `clip_low` and `clip_high`,
+`overlong_buffer` may not be above `max_tokens`, `cache_tokens` must hold one answer with its prompt, and
+`[evaluate] every` needs held-out prompts. How `depth` and `max_lag` bound the age of what is trained is in
+[staleness](staleness.md); the formulas behind `[algorithm]` are in [losses](losses.md).
 """
 
 
@@ -147,6 +149,8 @@ def _words(kind: kinds.Type) -> str:
             return "`true` or `false`"
         case kinds.StrType():
             return "text"
+        case kinds.LiteralType():
+            return " or ".join(f"`{json.dumps(value)}`" for value in kind.values)
         case kinds.ListType():
             return f"list of {_words(kind.item_type)}"
         case kinds.DictType():

@@ -20,7 +20,11 @@ KEYS = {
     "rollouts": {"group_size", "max_tokens", "max_turns", "temperature", "stop"},
     "scoring": {"workers", "timeout", "shuffle"},
     "buffer": {"depth", "max_lag", "groups"},
-    "algorithm": {"advantage", "loss", "clip_low", "clip_high", "normalize"},
+    "algorithm": {
+        "advantage", "loss", "clip_low", "clip_high", "sapo_tau_positive", "sapo_tau_negative", "dppo_delta",
+        "proximal_mix", "corrections", "tis_cap", "icepop_low", "icepop_high", "mis_ratio", "mis_low", "mis_high",
+        "opsm_limit", "overlong_buffer", "overlong_penalty", "length_penalty", "normalize",
+    },
     "training": {
         "threads", "learning_rate", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "clip_norm",
         "micro_batch_tokens", "share_prefixes", "checkpoint_every", "keep_checkpoints",
@@ -46,7 +50,16 @@ def test_keys_are_pinned() -> None:
         ("bufer.depth=2", "unknown section 'bufer' (did you mean 'buffer'?)"),
         ("buffer.depth=-1", "[buffer] depth: expected `int` >= 0"),
         ("buffer.depth=many", "[buffer] depth: expected `int`, got `str`"),
-        ("algorithm.loss=ppo", "[algorithm] loss: invalid enum value 'ppo' (one of: cispo, grpo)"),
+        (
+            "algorithm.loss=ppo",
+            "[algorithm] loss: invalid enum value 'ppo' "
+            "(one of: cispo, grpo, dapo, gspo, sapo, dppo_tv, topr, decoupled_ppo)",
+        ),
+        (
+            'algorithm.corrections=["tsi"]',
+            "[algorithm] corrections.0: invalid enum value 'tsi' (one of: tis, icepop, mis, opsm)",
+        ),
+        ("algorithm.corrections=tis", "[algorithm] corrections: expected `array`, got `str`"),
         ("task.kind=bandit", "[task] kind: invalid value 'bandit' (one of: dataset, gym, environment)"),
         ("training.learning_rate=0", "[training] learning_rate: expected `float` > 0.0"),
         ("rollouts.stop=[1]", "[rollouts] stop.0: expected `str`, got `int`"),
@@ -72,6 +85,14 @@ def test_values_that_cannot_go_together() -> None:
         make_config(MINIMAL, ["buffer.depth=2", "buffer.max_lag=1"])
     with pytest.raises(ConfigError, match=r"\[rollouts\] group_size"):
         make_config(MINIMAL, ["algorithm.advantage=rloo", "rollouts.group_size=1"])
+    with pytest.raises(ConfigError, match=r"\[rollouts\] group_size: advantage 'maxrl'"):
+        make_config(MINIMAL, ["algorithm.advantage=maxrl", "rollouts.group_size=1"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] clip_high: loss 'sapo' does not clip ratios"):
+        make_config(MINIMAL, ["algorithm.loss=sapo", "algorithm.clip_high=0.2"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] icepop_low: 6.0 is above icepop_high 5.0"):
+        make_config(MINIMAL, ["algorithm.icepop_low=6.0"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] overlong_buffer: 65 is above \[rollouts\] max_tokens 64"):
+        make_config(MINIMAL, ["rollouts.max_tokens=64", "algorithm.overlong_buffer=65"])
     with pytest.raises(ConfigError, match=r"\[engine\] cache_tokens"):
         make_config(MINIMAL, ["engine.cache_tokens=64"])
     with pytest.raises(ConfigError, match=r"\[evaluate\] every"):

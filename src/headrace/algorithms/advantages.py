@@ -1,21 +1,22 @@
-"""From a group's rewards to its advantages: pure functions, one per estimator. No torch here.
+"""From the rewards of a step's groups to their advantages: pure functions, one per estimator. No torch here.
 
-Each estimator is unchanged when a constant is added to every reward, follows a reordering of the rollouts, and sums to
-zero over the group: a group whose rollouts all earned the same teaches nothing.
+Each estimator follows a reordering of the rollouts and sums to zero, over a group or over the step: where all earned
+the same, nothing is to be learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
-AdvantageFunction = Callable[[FloatArray], FloatArray]
+AdvantageFunction = Callable[[Sequence[FloatArray]], list[FloatArray]]
+"""From the rewards of each group of a step to the advantages of each group."""
 
 EPSILON = 1e-6
-"""Added to the standard deviation of `grpo`: small beside any real spread of rewards, large beside rounding."""
+"""Added to a standard deviation: small beside any real spread of rewards, large beside rounding."""
 
 
 def grpo(rewards: FloatArray) -> FloatArray:
@@ -38,10 +39,39 @@ def rloo(rewards: FloatArray) -> FloatArray:
     return dr_grpo(rewards) * (n / (n - 1)) if n > 1 else np.zeros(n, np.float64)
 
 
-ADVANTAGES: dict[str, AdvantageFunction] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+def maxrl(rewards: FloatArray) -> FloatArray:
+    """(R - mean) / mean: hard prompts count for more; zeros where the mean is not above 0.
+
+    For rewards that are not negative: a negative mean would turn every sign around.
+    """
+    if len(rewards) == 0 or rewards.mean() <= 0:
+        return np.zeros(len(rewards), np.float64)
+    return dr_grpo(rewards) / float(rewards.mean())
+
+
+def reinforce_plus_plus(groups: Sequence[FloatArray]) -> list[FloatArray]:
+    """(R - mean) / (std + EPSILON) over all rollouts of the step: prompts are compared with each other."""
+    if not groups:
+        return []
+    cuts = np.cumsum([len(rewards) for rewards in groups])[:-1]
+    return np.split(grpo(np.concatenate(groups)), cuts)
+
+
+def each(estimate: Callable[[FloatArray], FloatArray]) -> AdvantageFunction:
+    """An estimator that compares the rollouts of a group with each other, over the groups of a step."""
+    return lambda groups: [estimate(rewards) for rewards in groups]
+
+
+ADVANTAGES: dict[str, AdvantageFunction] = {
+    "grpo": each(grpo),
+    "dr_grpo": each(dr_grpo),
+    "rloo": each(rloo),
+    "maxrl": each(maxrl),
+    "reinforce_plus_plus": reinforce_plus_plus,
+}
 """Every estimator by the name that `[algorithm] advantage` gives it."""
 
 
-def advantages(name: str, rewards: npt.ArrayLike) -> FloatArray:
-    """The advantages of one group's rollouts, in their order."""
-    return ADVANTAGES[name](np.asarray(rewards, np.float64))
+def advantages(name: str, groups: Sequence[npt.ArrayLike]) -> list[FloatArray]:
+    """The advantages of a step's rollouts: for each group, in the order of its rewards."""
+    return ADVANTAGES[name]([np.asarray(rewards, np.float64) for rewards in groups])

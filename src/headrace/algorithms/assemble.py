@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from headrace.algorithms.advantages import advantages
+from headrace.algorithms.advantages import FloatArray, advantages
+from headrace.algorithms.shaping import shaped
 from headrace.types import Batch, Group, Int32Array, Rollout, Trace
 
 Normalize = Literal["token", "sequence", "constant"]
@@ -27,18 +28,33 @@ def assemble(
     group_size: int,
     max_tokens: int,
     temperature: float,
+    overlong_buffer: int = 0,
+    overlong_penalty: float = 1.0,
+    length_penalty: float = 0.0,
 ) -> Batch:
     """The batch of one optimizer step: every trace of every usable rollout is one sequence.
 
     A trained token weighs 1 / (trained tokens of the step) with "token", 1 / (rollouts x trained tokens of its rollout)
     with "sequence" (rollouts without a trained token are not counted), and 1 / (groups x group_size x max_tokens) with
-    "constant".
+    "constant". Advantages are taken of rewards shaped by length (see `shaping`).
     """
+    ordered = [
+        sorted(group.usable, key=lambda rollout: rollout.index) for group in sorted(groups, key=lambda group: group.id)
+    ]
+
+    def rewards(rollouts: Sequence[Rollout]) -> FloatArray:
+        return shaped(
+            np.array([_reward(rollout) for rollout in rollouts], np.float64),
+            np.array([rollout.trained_tokens for rollout in rollouts], np.int32),
+            max_tokens=max_tokens,
+            overlong_buffer=overlong_buffer,
+            overlong_penalty=overlong_penalty,
+            length_penalty=length_penalty,
+        )
+
     rows: list[tuple[Rollout, int, float]] = []
-    for index, group in enumerate(sorted(groups, key=lambda group: group.id)):
-        usable = sorted(group.usable, key=lambda rollout: rollout.index)
-        values = advantages(advantage, [_reward(rollout) for rollout in usable])
-        rows += [(rollout, index, float(value)) for rollout, value in zip(usable, values, strict=True)]
+    for index, values in enumerate(advantages(advantage, [rewards(rollouts) for rollouts in ordered])):
+        rows += [(rollout, index, float(value)) for rollout, value in zip(ordered[index], values, strict=True)]
     total = sum(rollout.trained_tokens for rollout, _, _ in rows)
     counted = sum(rollout.trained_tokens > 0 for rollout, _, _ in rows)
 

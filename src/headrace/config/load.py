@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from headrace.config.schema import Config, Section
+from headrace.config.schema import AlgorithmConfig, Config, RolloutsConfig, Section
 from headrace.errors import ConfigError
 
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
@@ -117,17 +117,18 @@ def _allowed_values(section: type[Section] | None, parts: list[str]) -> list[str
     if parts == ["task", "kind"]:
         union = typing.get_args(typing.get_type_hints(Config)["task"])
         return [str(task.__struct_config__.tag) for task in union]
-    if section is None or len(parts) != 2:
+    if section is None or len(parts) < 2:
         return []
     hint = typing.get_type_hints(section).get(parts[1])
+    if len(parts) == 3 and typing.get_origin(hint) is list:
+        [hint] = typing.get_args(hint)
     return [str(value) for value in typing.get_args(hint)] if typing.get_origin(hint) is typing.Literal else []
 
 
 def _check_together(config: Config) -> None:
     """What no single key can say."""
+    _check_algorithm(config.algorithm, config.rollouts)
     buffer, rollouts = config.buffer, config.rollouts
-    if config.algorithm.advantage == "rloo" and rollouts.group_size < 2:
-        raise ConfigError("[rollouts] group_size: advantage 'rloo' compares answers and needs at least 2")
     if buffer.max_lag is not None and buffer.max_lag < buffer.depth:
         raise ConfigError(
             f"[buffer] max_lag: {buffer.max_lag} is below depth {buffer.depth}, so the deeper work could never be "
@@ -141,6 +142,22 @@ def _check_together(config: Config) -> None:
         )
     if config.evaluate.every and not config.evaluate.prompts:
         raise ConfigError("[evaluate] every: needs prompts > 0")
+
+
+def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
+    advantage, loss = algorithm.advantage, algorithm.loss
+    if advantage in ("rloo", "maxrl") and rollouts.group_size < 2:
+        raise ConfigError(f"[rollouts] group_size: advantage {advantage!r} compares answers and needs at least 2")
+    for key in ("clip_low", "clip_high"):
+        if loss in ("sapo", "dppo_tv", "topr") and getattr(algorithm, key) is not None:
+            raise ConfigError(f"[algorithm] {key}: loss {loss!r} does not clip ratios")
+    for name in ("icepop", "mis"):
+        low, high = getattr(algorithm, f"{name}_low"), getattr(algorithm, f"{name}_high")
+        if low > high:
+            raise ConfigError(f"[algorithm] {name}_low: {low} is above {name}_high {high}")
+    buffer, longest = algorithm.overlong_buffer, rollouts.max_tokens
+    if buffer > longest:
+        raise ConfigError(f"[algorithm] overlong_buffer: {buffer} is above [rollouts] max_tokens {longest}")
 
 
 def _without_none(value: Any) -> Any:

@@ -154,14 +154,46 @@ class BufferConfig(Section, frozen=True):
 class AlgorithmConfig(Section, frozen=True):
     """[algorithm]: from rewards to a loss."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """`(R - mean) / std` of the group, `R - mean`, or `R - mean of the others`."""
-    loss: Literal["cispo", "grpo"] = "cispo"
-    """Clipped importance weights on every token, or the clipped surrogate."""
-    clip_low: NonNegativeFloat = 0.2
-    """The ratio is clipped below at 1 - clip_low (grpo)."""
-    clip_high: NonNegativeFloat = 0.28
-    """The ratio is clipped above at 1 + clip_high."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"] = "grpo"
+    """`(R - mean) / std` of the group, `R - mean`, `R - mean of the others`, `(R - mean) / mean`, or
+    `(R - mean) / std` of the whole step."""
+    loss: Literal["cispo", "grpo", "dapo", "gspo", "sapo", "dppo_tv", "topr", "decoupled_ppo"] = "cispo"
+    """What becomes of importance ratios and advantages; `docs/losses.md` has the formulas."""
+    clip_low: NonNegativeFloat | None = None
+    """The ratio is clipped below at 1 - clip_low; by default where the loss has it: 0.2, for gspo 0.0003."""
+    clip_high: NonNegativeFloat | None = None
+    """The ratio is clipped above at 1 + clip_high; by default 0.28 for cispo and dapo, 0.2 for grpo and decoupled_ppo,
+    0.0004 for gspo."""
+    sapo_tau_positive: PositiveFloat = 1.0
+    """How fast the gate of sapo closes where the advantage is positive."""
+    sapo_tau_negative: PositiveFloat = 1.05
+    """How fast the gate of sapo closes where the advantage is not positive."""
+    dppo_delta: NonNegativeFloat = 0.2
+    """How far a token's probability may move before dppo_tv silences it."""
+    proximal_mix: Fraction | None = None
+    """The sampler's share in the proximal policy of decoupled_ppo; by default 1 / lag of the token, and 0 at lag 0."""
+    corrections: list[Literal["tis", "icepop", "mis", "opsm"]] = []
+    """What is done about tokens on which policy and sampler disagree, whatever the loss; any of them together."""
+    tis_cap: PositiveFloat = 2.0
+    """tis: the largest importance ratio that the loss sees."""
+    icepop_low: NonNegativeFloat = 0.5
+    """icepop: a token with a smaller ratio is left out."""
+    icepop_high: PositiveFloat = 5.0
+    """icepop: a token with a larger ratio is left out."""
+    mis_ratio: Literal["product", "mean"] = "product"
+    """mis: a sequence's ratio is the product of its tokens' ratios, or their geometric mean."""
+    mis_low: NonNegativeFloat = 0.0
+    """mis: a sequence with a smaller ratio is left out."""
+    mis_high: PositiveFloat = 2.0
+    """mis: a sequence with a larger ratio is left out."""
+    opsm_limit: NonNegativeFloat = 1e-4
+    """opsm: where a sequence's mean of log(sampler / policy) is larger, tokens of negative advantage are left out."""
+    overlong_buffer: NonNegative = 0
+    """Over the last tokens before `[rollouts] max_tokens`, this many, the overlong punishment rises; 0 is off."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    """What the reward loses at `max_tokens` when `overlong_buffer` is on."""
+    length_penalty: NonNegativeFloat = 0.0
+    """What the reward loses at `max_tokens`, and in proportion at smaller lengths."""
     normalize: Literal["token", "sequence", "constant"] = "token"
     """Average over the step's tokens, over its sequences, or over `groups x group_size x max_tokens`."""
 

@@ -214,6 +214,9 @@ class Controller:
             group_size=config.rollouts.group_size,
             max_tokens=config.rollouts.max_tokens,
             temperature=config.rollouts.temperature,
+            overlong_buffer=config.algorithm.overlong_buffer,
+            overlong_penalty=config.algorithm.overlong_penalty,
+            length_penalty=config.algorithm.length_penalty,
         )
         made = version + 1 if batches % config.delivery.publish_every == 0 else None
         save = made is not None and self._save_due(made)

@@ -34,7 +34,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One row of N packed tokens, and M trained tokens to be read from it."""
+    """One row of N packed tokens, and M trained tokens to be read from it: all those of its sequences.
+
+    A sequence is never cut, and a shared prefix holds no trained token, so a loss may look at whole sequences.
+    """
 
     token_ids: Index  # [N]
     position_ids: Index  # [N], counted within each sequence
@@ -42,6 +45,7 @@ class MicroBatch:
     predictors: Index  # [M], where in the row the logits of a trained token are; several may share one
     targets: Index  # [M], the trained token's id
     sources: Index  # [M], the trained token's place in the batch
+    sequences: Index  # [M], the trained token's sequence, numbered within the row
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -150,6 +154,7 @@ def _row(families: Sequence[_Family]) -> MicroBatch:
     predictors: list[Index] = []
     targets: list[Int32Array] = []
     sources: list[Index] = []
+    sequences: list[Index] = []
     filled = 0
 
     def add(token_ids: Int32Array, first_position: int, prefix: int | None) -> None:
@@ -175,6 +180,7 @@ def _row(families: Sequence[_Family]) -> MicroBatch:
             )
             targets.append(member.targets)
             sources.append(member.offset + member.trained)
+            sequences.append(np.full(len(member.trained), len(sequences)))
     return MicroBatch(
         token_ids=np.concatenate(tokens).astype(np.int64),
         position_ids=np.concatenate(positions).astype(np.int64),
@@ -182,4 +188,5 @@ def _row(families: Sequence[_Family]) -> MicroBatch:
         predictors=np.concatenate(predictors).astype(np.int64),
         targets=np.concatenate(targets).astype(np.int64),
         sources=np.concatenate(sources).astype(np.int64),
+        sequences=np.concatenate(sequences).astype(np.int64),
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headrace.algorithms.losses.base import Loss
+from headrace.algorithms.losses.base import Loss, TokenInputs
 from headrace.observe.spans import SpanRecorder
 from headrace.training.logprobs import row_logprobs
 from headrace.training.packing import MicroBatch, plan
@@ -64,7 +64,14 @@ def _backward(model: Any, batch: Batch, row: MicroBatch, loss: Loss) -> tuple[fl
     def gathered(values: Any) -> torch.Tensor:
         return torch.from_numpy(values[row.sources]).to(logprobs)
 
-    result = loss(logprobs, gathered(batch.logprobs), gathered(batch.advantages))
+    inputs = TokenInputs(
+        logprobs=logprobs,
+        behaviour=gathered(batch.logprobs),
+        advantages=gathered(batch.advantages),
+        sequences=torch.from_numpy(row.sequences).to(logprobs.device),
+        lags=gathered(batch.version - batch.versions),
+    )
+    result = loss(inputs)
     total = (gathered(batch.weights) * result.values).sum()
     total.backward()  # type: ignore[no-untyped-call]
     return float(total.detach()), {name: float(value) for name, value in result.sums.items()}

@@ -94,14 +94,36 @@ def test_weights_by_hand(normalize, per_rollout):
         assert batch.weights.sum() == pytest.approx(1.0)
 
 
-def test_order_of_arrival_does_not_matter():
+def test_rewards_are_shaped_by_length_before_they_are_compared():
+    # Lengths 1, 3, 4 and 2 of at most 4: the overlong punishment is 0, 1/2, 1 and 0; the reward itself stays.
     groups = two_groups()
-    expected = msgspec.structs.asdict(batch_of(groups))
+    batch = batch_of(groups, max_tokens=4, overlong_buffer=2, overlong_penalty=4.0)
+    per_trace = np.array([(1 - -2) / 2, (-2 - 1) / 2, (-1 - 1) / 2, (-1 - 1) / 2, (1 - -1) / 2])
+    np.testing.assert_allclose(batch.advantages, np.where(batch.trained, np.repeat(per_trace, batch.lengths), 0))
+    assert groups[1].rollouts[0].reward == 3.0
+    batch = batch_of(groups, max_tokens=4, length_penalty=2.0)
+    # 1 - 1/2 and 0 - 3/2; 3 - 2 and 1 - 1.
+    per_trace = np.array([1.0, -1.0, 0.5, 0.5, -0.5])
+    np.testing.assert_allclose(batch.advantages, np.where(batch.trained, np.repeat(per_trace, batch.lengths), 0))
+
+
+def test_whitening_sees_every_group_of_the_step():
+    batch = batch_of(two_groups(), advantage="reinforce_plus_plus")
+    # Rewards 1, 0, 3, 1: mean 1.25, variance 1.1875; the third rollout has two traces.
+    per_trace = (np.array([1, 0, 3, 3, 1]) - 1.25) / 1.1875**0.5
+    expected = np.where(batch.trained, np.repeat(per_trace, batch.lengths), 0)
+    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("advantage", ["dr_grpo", "reinforce_plus_plus"])
+def test_order_of_arrival_does_not_matter(advantage):
+    groups = two_groups()
+    expected = msgspec.structs.asdict(batch_of(groups, advantage=advantage))
     for seed in range(5):
         random.Random(seed).shuffle(groups)
         for group in groups:
             random.Random(seed + 10).shuffle(group.rollouts)
-        found = msgspec.structs.asdict(batch_of(groups))
+        found = msgspec.structs.asdict(batch_of(groups, advantage=advantage))
         for name, value in expected.items():
             np.testing.assert_array_equal(found[name], value)
 

@@ -3,147 +3,313 @@
 from __future__ import annotations
 
 import math
+import typing
 
 import pytest
 import torch
+from plain_losses import Tokens, plain_losses
 
-from headrace.algorithms.losses.base import LOSSES, build_loss
+from headrace.algorithms.losses.base import CORRECTIONS, LOSSES, TokenInputs, build_loss
 from headrace.algorithms.losses.cispo import cispo
+from headrace.algorithms.losses.decoupled_ppo import decoupled_ppo
+from headrace.algorithms.losses.dppo_tv import dppo_tv
 from headrace.algorithms.losses.grpo import clipped_grpo
+from headrace.algorithms.losses.gspo import gspo
 from headrace.algorithms.losses.imitation import imitation
+from headrace.algorithms.losses.sapo import sapo
+from headrace.algorithms.losses.topr import topr
 from headrace.config.schema import AlgorithmConfig
 
 LOW, HIGH = 0.2, 0.28
 RATIOS = [0.5, 0.9, 1.0, 1.1, 1.5, 3.0]
 CASES = [(ratio, advantage) for ratio in RATIOS for advantage in (2.0, -1.0)]
+EVERY_LOSS = pytest.mark.parametrize("name", sorted(LOSSES))
 
 
-def arrays():
-    behaviour = torch.full((len(CASES),), -1.25, dtype=torch.float64)
-    ratios = torch.tensor([ratio for ratio, _ in CASES], dtype=torch.float64)
-    advantages = torch.tensor([advantage for _, advantage in CASES], dtype=torch.float64)
-    return (behaviour + ratios.log()).requires_grad_(), behaviour, advantages
+def double(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def inputs_of(cases=CASES, sequences=None, lags=None, mu=-1.25):
+    """Tokens with these (ratio, advantage), sampled with log mu; each a sequence of its own unless told."""
+    ratios, advantages = double([ratio for ratio, _ in cases]), double([advantage for _, advantage in cases])
+    behaviour = torch.full((len(cases),), mu, dtype=torch.float64)
+    return TokenInputs(
+        logprobs=(behaviour + ratios.log()).requires_grad_(),
+        behaviour=behaviour,
+        advantages=advantages,
+        sequences=torch.tensor(sequences or list(range(len(cases)))),
+        lags=double(lags or [0] * len(cases)),
+    )
 
 
 def gradient(values, logprobs):
     return torch.autograd.grad(values.sum(), logprobs)[0]
 
 
+def check(result, inputs, values, slopes, clipped=None):
+    """Both by hand: the losses, and their derivatives by log pi."""
+    torch.testing.assert_close(result.values.detach(), double(values), rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradient(result.values, inputs.logprobs), double(slopes), rtol=0, atol=1e-12)
+    if clipped is not None:
+        assert float(result.sums["clip_fraction"]) == clipped
+
+
 def test_cispo_by_hand():
-    logprobs, behaviour, advantages = arrays()
-    result = cispo(logprobs, behaviour, advantages, clip_high=HIGH)
-    expected = [-min(r, 1.28) * a * (-1.25 + math.log(r)) for r, a in CASES]
-    torch.testing.assert_close(result.values.detach(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+    inputs = inputs_of()
+    values = [-min(r, 1.28) * a * (-1.25 + math.log(r)) for r, a in CASES]
     slopes = [-min(r, 1.28) * a for r, a in CASES]
-    found = gradient(result.values, logprobs)
-    torch.testing.assert_close(found, torch.tensor(slopes, dtype=torch.float64), rtol=0, atol=1e-12)
+    check(cispo(inputs, clip_high=HIGH), inputs, values, slopes, clipped=4)
 
 
 def test_grpo_by_hand():
-    logprobs, behaviour, advantages = arrays()
-    result = clipped_grpo(logprobs, behaviour, advantages, clip_low=LOW, clip_high=HIGH)
-    expected = [-min(r * a, min(max(r, 0.8), 1.28) * a) for r, a in CASES]
-    torch.testing.assert_close(result.values.detach(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+    inputs = inputs_of()
+    values = [-min(r * a, min(max(r, 0.8), 1.28) * a) for r, a in CASES]
     # Only a token that has gone too far in the direction of its advantage loses its gradient.
     silent = {(1.5, 2.0), (3.0, 2.0), (0.5, -1.0)}
     slopes = [0.0 if (r, a) in silent else -r * a for r, a in CASES]
-    found = gradient(result.values, logprobs)
-    torch.testing.assert_close(found, torch.tensor(slopes, dtype=torch.float64), rtol=0, atol=1e-12)
+    check(clipped_grpo(inputs, clip_low=LOW, clip_high=HIGH), inputs, values, slopes, clipped=3)
+
+
+def test_dapo_is_grpo_with_more_room_above():
+    cases = [(1.25, 1.0), (1.3, 1.0), (0.75, -1.0), (0.85, -1.0)]
+    for name, values, slopes in [
+        ("dapo", [-1.25, -1.28, 0.8, 0.85], [-1.25, 0, 0, 0.85]),
+        ("grpo", [-1.2, -1.2, 0.8, 0.85], [0, 0, 0, 0.85]),
+    ]:
+        inputs = inputs_of(cases)
+        check(build_loss(AlgorithmConfig(loss=name))(inputs), inputs, values, slopes)
+
+
+def test_gspo_by_hand():
+    # Sequences of ratio 1 (2 x 1/2), 1.1 (geometric mean of 1.21 and 1, and again for A < 0), and 0.9 alone.
+    cases = [(2.0, 3.0), (0.5, 3.0), (1.21, 1.0), (1.0, 1.0), (1.21, -1.0), (1.0, -1.0), (0.9, -2.0)]
+    inputs = inputs_of(cases, sequences=[0, 0, 1, 1, 2, 2, 3])
+    values = [-3.0, -3.0, -1.05, -1.05, 1.1, 1.1, 1.9]
+    slopes = [-3.0, -3.0, 0, 0, 1.1, 1.1, 0]
+    check(gspo(inputs, clip_low=0.05, clip_high=0.05), inputs, values, slopes, clipped=3)
+    # And with its own narrow region: 1.0003 is inside, 1.0005 is out.
+    inputs = inputs_of([(1.0003, 1.0), (1.0005, 1.0), (0.9998, -1.0), (0.9996, -1.0)])
+    check(gspo(inputs), inputs, [-1.0003, -1.0004, 0.9998, 0.9997], [-1.0003, 0, 0.9998, 0])
+
+
+def test_gspo_has_the_gradient_of_the_sequence_ratio():
+    tokens, logp = random_tokens(5, spread=0.05)
+    sequences = torch.tensor(tokens.sequences)
+    advantages = torch.linspace(-1.0, 1.5, 9, dtype=torch.float64)[sequences]
+    inputs = TokenInputs(logp, tokens.behaviour, advantages, sequences, double(tokens.lags))
+    found = gradient(gspo(inputs, clip_low=0.01, clip_high=0.02).values, logp)
+    free = logp.detach().clone().requires_grad_()
+    objective = torch.zeros((), dtype=torch.float64)
+    for own in set(tokens.sequences):
+        mine = sequences == own
+        ratio = (free[mine] - tokens.behaviour[mine]).mean().exp()
+        a = advantages[mine][0]
+        # The mean over tokens of a sequence gives every token the same: its length times the sequence's own loss.
+        objective = objective - int(mine.sum()) * torch.minimum(ratio * a, ratio.clamp(0.99, 1.02) * a)
+    [expected] = torch.autograd.grad(objective, free)
+    assert 0 < int((found == 0).sum()) < len(found)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_sapo_by_hand():
+    inputs = inputs_of([(1.0, 2.0), (1.0, -1.0), (2.0, 1.0), (3.0, -1.0)])
+
+    def sigmoid(x):
+        return 1 / (1 + math.exp(-x))
+
+    up, down = sigmoid(1.0), sigmoid(1.05 * 2)
+    values = [-2 * 2.0, 2 / 1.05, -4 * up, 4 / 1.05 * down]
+    # d/d log pi = 4 sigma' r A: at ratio 1 exactly A.
+    slopes = [-2.0, 1.0, -4 * up * (1 - up) * 2.0, 4 * down * (1 - down) * 3.0]
+    check(sapo(inputs, tau_positive=1.0, tau_negative=1.05), inputs, values, slopes, clipped=0)
+
+
+def test_dppo_tv_by_hand():
+    # Mu is 1/2. The probability moves by +0.25, +0.15, -0.25 and -0.15; only the way of the advantage's sign counts.
+    ratios = [1.5, 1.3, 0.5, 0.7]
+    cases = [(r, a) for r in ratios for a in (2.0, -1.0)]
+    inputs = inputs_of(cases, mu=math.log(0.5))
+    masked = {(1.5, 2.0), (0.5, -1.0)}
+    expected = [0.0 if case in masked else -case[0] * case[1] for case in cases]
+    check(dppo_tv(inputs, delta=0.2), inputs, expected, expected, clipped=2)
+    # A rare token may move by any ratio.
+    inputs = inputs_of([(20.0, 1.0)], mu=math.log(0.001))
+    check(dppo_tv(inputs, delta=0.2), inputs, [-20.0], [-20.0], clipped=0)
+
+
+def test_topr_by_hand():
+    # Sequence ratios: 3 x 1/2 = 1.5 twice, 1/2 x 1/2 = 1/4 twice; the sign of the advantage differs.
+    cases = [(3.0, 1.0), (0.5, 1.0), (3.0, -1.0), (0.5, -1.0), (0.5, 2.0), (0.5, 2.0), (0.5, -2.0), (0.5, -2.0)]
+    inputs = inputs_of(cases, sequences=[0, 0, 1, 1, 2, 2, 3, 3])
+    weights = [1, 1, 1, 1, 1, 1, 0.25, 0.25]
+    slopes = [-w * a for w, (_, a) in zip(weights, cases, strict=True)]
+    values = [slope * (-1.25 + math.log(r)) for slope, (r, _) in zip(slopes, cases, strict=True)]
+    check(topr(inputs), inputs, values, slopes, clipped=2)
+
+
+def test_decoupled_ppo_by_hand():
+    # At lag 0 the proximal policy is the policy, at lag 1 the sampler, at lag 2 the geometric mean of the two.
+    cases = [(1.44, 1.0)] * 3 + [(1.69, 1.0), (0.25, -1.0), (1.21, 3.0)]
+    inputs = inputs_of(cases, lags=[0, 1, 2, 2, 2, 4])
+    # Lag 2: weight sqrt(rho), ratio sqrt(rho); 1.3 is clipped to 1.2, 0.5 to 0.8.
+    values = [-1.44, -1.2, -1.44, -1.3 * 1.2, 0.5 * 0.8, -3 * 1.21]
+    slopes = [-1.44, 0, -1.44, 0, 0, -3 * 1.21]
+    check(decoupled_ppo(inputs), inputs, values, slopes, clipped=3)
+    inputs = inputs_of(cases, lags=[0, 1, 2, 2, 2, 4])
+    # The sampler alone: clipped GRPO.
+    expected = clipped_grpo(inputs)
+    slopes = gradient(expected.values, inputs.logprobs).tolist()
+    check(decoupled_ppo(inputs, proximal_mix=1.0), inputs, expected.values.tolist(), slopes)
 
 
 def test_metrics_by_hand_and_over_micro_batches():
-    logprobs, behaviour, advantages = arrays()
+    inputs = inputs_of()
     ratios = [r for r, _ in CASES]
-    clipped = {"cispo": 4, "grpo": 3}
-    for name, build in LOSSES.items():
-        loss = build(AlgorithmConfig(clip_low=LOW, clip_high=HIGH))
-        sums = loss(logprobs, behaviour, advantages).sums
+    for name in LOSSES:
+        loss = build_loss(AlgorithmConfig(loss=name, corrections=["tis"]))
+        sums = loss(inputs).sums
         assert float(sums["ratio"]) == pytest.approx(sum(ratios))
-        assert float(sums["clip_fraction"]) == clipped[name]
         assert float(sums["kl_k1"]) == pytest.approx(-sum(math.log(r) for r in ratios))
         assert float(sums["kl_k3"]) == pytest.approx(sum(r - 1 - math.log(r) for r in ratios))
-        parts = [loss(logprobs[cut], behaviour[cut], advantages[cut]).sums for cut in (slice(0, 5), slice(5, None))]
+        assert float(sums["tis_fraction"]) == 2
+        first, second = (
+            loss(TokenInputs(*(array[cut] for array in inputs))._replace(sequences=torch.arange(n))).sums
+            for cut, n in ((slice(0, 5), 5), (slice(5, None), 7))
+        )
         for key, value in sums.items():
             assert not value.requires_grad
-            assert float(parts[0][key] + parts[1][key]) == pytest.approx(float(value))
+            assert float(first[key] + second[key]) == pytest.approx(float(value))
 
 
-def random_policy(seed=0, tokens=40, vocabulary=7):
+def random_tokens(seed=0, count=40, sequences=9, spread=0.4):
+    """Recorded tokens of several sequences, mixed up, and the policy's own log-probabilities beside them."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(tokens, vocabulary, dtype=torch.float64, generator=generator)
-    picked = torch.randint(vocabulary, (tokens,), generator=generator)
-    noise = 0.4 * torch.randn(tokens, dtype=torch.float64, generator=generator)
-    advantages = torch.randn(tokens, dtype=torch.float64, generator=generator)
-    return logits, picked, noise, advantages
+    logp = (torch.randn(count, 7, dtype=torch.float64, generator=generator)).log_softmax(-1)[:, 0]
+    noise = spread * torch.randn(count, dtype=torch.float64, generator=generator)
+    advantages = torch.randn(count, dtype=torch.float64, generator=generator)
+    order = torch.randperm(count, generator=generator) % sequences
+    lags = torch.randint(0, 4, (count,), generator=generator)
+    tokens = Tokens(logp + noise, advantages, order.tolist(), lags.tolist())
+    return tokens, logp.requires_grad_()
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
-def test_gradient_through_a_softmax_against_finite_differences(name):
-    logits, picked, noise, advantages = random_policy()
-    behaviour = logits.log_softmax(-1)[range(len(picked)), picked] + noise
-    config = AlgorithmConfig(loss=name, clip_low=LOW, clip_high=HIGH)
+def inputs_from(tokens, logp, **changes):
+    inputs = TokenInputs(logp, tokens.behaviour, tokens.advantages, torch.tensor(tokens.sequences), double(tokens.lags))
+    return inputs._replace(**changes)
 
-    def surrogate(free, held):
-        """The loss by its definition, with the stop-gradient as a second argument that is held."""
-        logp = torch.log(torch.exp(free) / torch.exp(free).sum(-1, keepdim=True))[range(len(picked)), picked]
-        if name == "cispo":
-            fixed = torch.log(torch.exp(held) / torch.exp(held).sum(-1, keepdim=True))[range(len(picked)), picked]
-            return -(torch.clip(torch.exp(fixed - behaviour), 0, 1 + HIGH) * advantages * logp).sum()
-        ratio = torch.exp(logp - behaviour)
-        return -torch.where(
-            advantages > 0, torch.clip(ratio, max=1 + HIGH) * advantages, torch.clip(ratio, min=1 - LOW) * advantages
-        ).sum()
 
-    free = logits.clone().requires_grad_()
-    logp = free.log_softmax(-1)[range(len(picked)), picked]
-    result = build_loss(config)(logp, behaviour, advantages)
-    assert float(result.values.sum().detach()) == pytest.approx(float(surrogate(logits, logits)), abs=1e-10)
-    [found] = torch.autograd.grad(result.values.sum(), free)
-    step = 1e-6
-    for place in [(0, 0), (3, 2), (17, 6), (39, 1), (20, int(picked[20]))]:
-        shift = torch.zeros_like(logits)
+SETS = [[], ["tis"], ["icepop"], ["mis"], ["opsm"], ["opsm", "mis", "icepop", "tis"]]
+
+
+@EVERY_LOSS
+@pytest.mark.parametrize("corrections", SETS, ids="+".join)
+def test_values_and_gradients_against_the_definition(name, corrections):
+    tokens, logp = random_tokens(3, spread=0.8)
+    result = build_loss(AlgorithmConfig(loss=name, corrections=corrections))(inputs_from(tokens, logp))
+    free = logp.detach().clone().requires_grad_()
+    expected = plain_losses(name, free, logp.detach(), tokens, corrections=corrections)
+    torch.testing.assert_close(result.values, expected, rtol=0, atol=1e-10)
+    slopes = gradient(expected, free)
+    torch.testing.assert_close(gradient(result.values, logp), slopes, rtol=0, atol=1e-10)
+    assert slopes.count_nonzero() > 0
+    for correction in corrections:
+        assert 0 < float(result.sums[f"{correction}_fraction"]) < len(logp)
+
+
+@EVERY_LOSS
+def test_gradient_against_finite_differences(name):
+    tokens, logp = random_tokens(4)
+    clips = (0.03, 0.05) if name == "gspo" else None
+    given = {} if clips is None else {"clip_low": clips[0], "clip_high": clips[1]}
+    found = gradient(build_loss(AlgorithmConfig(loss=name, **given))(inputs_from(tokens, logp)).values, logp)
+    held, step = logp.detach(), 1e-6
+    for place in range(0, 40, 3):
+        shift = torch.zeros_like(held)
         shift[place] = step
-        numeric = (surrogate(logits + shift, logits) - surrogate(logits - shift, logits)) / (2 * step)
-        assert float(found[place]) == pytest.approx(float(numeric), abs=1e-7)
-    # And all of it, against the surrogate's own autograd.
-    reference = logits.clone().requires_grad_()
-    [expected] = torch.autograd.grad(surrogate(reference, logits), reference)
+        above, below = (plain_losses(name, held + s, held, tokens, clips=clips).sum() for s in (shift, -shift))
+        assert float(found[place]) == pytest.approx(float((above - below) / (2 * step)), abs=1e-7)
+
+
+@EVERY_LOSS
+def test_clipping_and_mixing_are_configured(name):
+    tokens, logp = random_tokens(6)
+    given = {"clip_low": 0.04, "clip_high": 0.06, "proximal_mix": 0.25}
+    found = build_loss(AlgorithmConfig(loss=name, **given))(inputs_from(tokens, logp)).values
+    expected = plain_losses(name, logp, logp, tokens, clips=(0.04, 0.06), mix=0.25)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
+@EVERY_LOSS
 def test_no_advantage_no_gradient(name):
-    logits, picked, noise, _ = random_policy(1)
-    logp = logits.log_softmax(-1)[range(len(picked)), picked].requires_grad_()
-    values = build_loss(AlgorithmConfig(loss=name))(logp, logp.detach() + noise, torch.zeros(len(picked))).values
-    assert gradient(values, logp).count_nonzero() == 0
+    tokens, logp = random_tokens(1)
+    inputs = inputs_from(tokens, logp, advantages=torch.zeros(40, dtype=torch.float64))
+    for corrections in SETS:
+        values = build_loss(AlgorithmConfig(loss=name, corrections=corrections))(inputs).values
+        assert gradient(values, logp).count_nonzero() == 0
 
 
-def test_on_policy_both_are_the_policy_gradient():
-    logits, picked, _, advantages = random_policy(2)
-    logp = logits.log_softmax(-1)[range(len(picked)), picked].requires_grad_()
-    for name in LOSSES:
-        values = build_loss(AlgorithmConfig(loss=name))(logp, logp.detach(), advantages).values
-        torch.testing.assert_close(gradient(values, logp), -advantages, rtol=0, atol=1e-12)
+@EVERY_LOSS
+@pytest.mark.parametrize("corrections", SETS, ids="+".join)
+def test_on_policy_all_are_the_policy_gradient(name, corrections):
+    """At pi = mu every ratio is 1, inside every trust region: all losses have the gradient -A, with any correction."""
+    tokens, logp = random_tokens(2)
+    values = build_loss(AlgorithmConfig(loss=name, corrections=corrections))(
+        inputs_from(tokens, logp, behaviour=logp.detach())
+    ).values
+    torch.testing.assert_close(gradient(values, logp), -tokens.advantages, rtol=0, atol=1e-12)
+
+
+@EVERY_LOSS
+def test_the_order_of_tokens_and_the_numbers_of_sequences_do_not_matter(name):
+    tokens, logp = random_tokens(7)
+    loss = build_loss(AlgorithmConfig(loss=name, corrections=["tis", "icepop", "mis", "opsm"]))
+    whole = inputs_from(tokens, logp)
+    expected = loss(whole).values
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    moved = TokenInputs(*(array[order] for array in whole))._replace(sequences=8 - whole.sequences[order])
+    torch.testing.assert_close(loss(moved).values, expected[order], rtol=0, atol=1e-12)
+    # Whole sequences alone give what they give among others.
+    for own in (0, 5):
+        mine = whole.sequences == own
+        alone = TokenInputs(*(array[mine] for array in whole))
+        alone = alone._replace(sequences=torch.zeros_like(alone.sequences))
+        torch.testing.assert_close(loss(alone).values, expected[mine], rtol=0, atol=1e-12)
 
 
 def test_a_hopeless_ratio_stays_finite():
-    logp = torch.tensor([-1.0, -1.0], requires_grad=True)
-    behaviour = torch.tensor([-500.0, -500.0])
     for name in LOSSES:
-        result = build_loss(AlgorithmConfig(loss=name))(logp, behaviour, torch.tensor([1.0, -1.0]))
-        assert torch.isfinite(result.values).all()
-        assert torch.isfinite(gradient(result.values, logp)).all()
-        assert all(math.isfinite(float(value)) for value in result.sums.values())
+        for corrections in SETS:
+            for behaviour in (-500.0, -1e-3):
+                logp = torch.tensor([-1.0, -400.0], requires_grad=True)
+                inputs = TokenInputs(
+                    logp, torch.full((2,), behaviour), torch.tensor([1.0, -1.0]), torch.tensor([0, 0]), torch.ones(2)
+                )
+                result = build_loss(AlgorithmConfig(loss=name, corrections=corrections))(inputs)
+                assert torch.isfinite(result.values).all()
+                assert torch.isfinite(gradient(result.values, logp)).all()
+                assert all(math.isfinite(float(value)) for value in result.sums.values())
 
 
 def test_imitation_is_likelihood():
-    logits, picked, noise, advantages = random_policy(3)
-    free = logits.clone().requires_grad_()
-    result = imitation(free.log_softmax(-1)[range(len(picked)), picked], noise, advantages)
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(40, 7, dtype=torch.float64, generator=generator).requires_grad_()
+    picked = torch.randint(7, (40,), generator=generator)
+    tokens, _ = random_tokens(3)
+    result = imitation(inputs_from(tokens, logits.log_softmax(-1)[range(40), picked]))
     expected = torch.nn.functional.cross_entropy(logits, picked, reduction="none")
-    torch.testing.assert_close(result.values.detach(), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(result.values, expected, rtol=0, atol=1e-12)
     assert float(result.sums["nll"]) == pytest.approx(float(expected.sum()))
-    [found] = torch.autograd.grad(result.values.sum(), free)
-    onehot = torch.nn.functional.one_hot(picked, logits.shape[1])
-    torch.testing.assert_close(found, logits.softmax(-1) - onehot, rtol=0, atol=1e-12)
+    [found] = torch.autograd.grad(result.values.sum(), logits)
+    onehot = torch.nn.functional.one_hot(picked, 7)
+    torch.testing.assert_close(found, logits.detach().softmax(-1) - onehot, rtol=0, atol=1e-12)
+
+
+def test_every_name_of_the_configuration_builds_and_no_other():
+    hints = typing.get_type_hints(AlgorithmConfig)
+    assert set(typing.get_args(hints["loss"])) == set(LOSSES)
+    [correction] = typing.get_args(hints["corrections"])
+    assert set(typing.get_args(correction)) == set(CORRECTIONS)
+    for name in LOSSES:
+        for corrections in SETS:
+            assert callable(build_loss(AlgorithmConfig(loss=name, corrections=corrections)))

@@ -1,4 +1,4 @@
-"""An independent trainer in a hundred lines: plain Hugging Face and torch, one sequence at a time, no Headrace code.
+"""An independent trainer in two hundred lines: plain Hugging Face and torch, one sequence at a time, no Headrace code.
 
 It takes recorded batches and gives the losses that a right trainer must have had. It shares nothing, packs nothing and
 knows the formulas by heart; what it reads of a batch are its arrays.
@@ -34,16 +34,67 @@ def sequence_logprobs(model: Any, token_ids: torch.Tensor, temperature: float) -
     return torch.log_softmax(logits / temperature, dim=-1)[torch.arange(len(token_ids) - 1), token_ids[1:]]
 
 
+CLIPS = {"gspo": (3e-4, 4e-4), "cispo": (0.2, 0.28), "dapo": (0.2, 0.28)}
+
+
 def token_loss(
-    logp: torch.Tensor, mu: torch.Tensor, advantage: torch.Tensor, objective: str, algorithm: AlgorithmConfig
+    logp: torch.Tensor,
+    mu: torch.Tensor,
+    advantage: torch.Tensor,
+    lag: torch.Tensor,
+    objective: str,
+    algorithm: AlgorithmConfig,
 ) -> torch.Tensor:
+    """The losses of the trained tokens of one sequence."""
     if objective == "imitation":
         return -logp
-    ratio = torch.exp(logp - mu)
+    still = logp.detach()
+    rho = torch.exp(still - mu)
+    kept = torch.ones(len(mu), dtype=torch.bool)
+    if "icepop" in algorithm.corrections:
+        kept &= (rho >= algorithm.icepop_low) & (rho <= algorithm.icepop_high)
+    if "mis" in algorithm.corrections:
+        kept &= bool(rho.prod() <= algorithm.mis_high)
+    if "opsm" in algorithm.corrections:
+        kept &= ~((advantage < 0) & ((mu - still).mean() > algorithm.opsm_limit))
+    if "tis" in algorithm.corrections:
+        rho = torch.clip(rho, max=algorithm.tis_cap)
+    return kept * policy_loss(rho, rho * torch.exp(logp - still), logp, advantage, lag, algorithm)
+
+
+def policy_loss(
+    rho: torch.Tensor,
+    ratio: torch.Tensor,
+    logp: torch.Tensor,
+    advantage: torch.Tensor,
+    lag: torch.Tensor,
+    algorithm: AlgorithmConfig,
+) -> torch.Tensor:
+    """`rho` and `ratio` are the same number; only the second is differentiable."""
+    low, high = CLIPS.get(algorithm.loss, (0.2, 0.2))
+    low = low if algorithm.clip_low is None else algorithm.clip_low
+    high = high if algorithm.clip_high is None else algorithm.clip_high
+
+    def ppo(x: torch.Tensor) -> torch.Tensor:
+        return -torch.min(x * advantage, torch.clip(x, 1 - low, 1 + high) * advantage)
+
     if algorithm.loss == "cispo":
-        return -torch.clip(ratio.detach(), 0, 1 + algorithm.clip_high) * advantage * logp
-    clipped = torch.clip(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    return -torch.min(ratio * advantage, clipped * advantage)
+        return -torch.clip(rho, 0, 1 + high) * advantage * logp
+    if algorithm.loss == "gspo":
+        return ppo(rho.log().mean().exp() * ratio / rho)
+    if algorithm.loss == "sapo":
+        tau = 1.05 - 0.05 * (advantage > 0).to(advantage)
+        return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+    if algorithm.loss == "dppo_tv":
+        moved = logp.detach().exp() * (1 - 1 / rho)
+        return -ratio * advantage * ((moved * advantage.sign()) <= 0.2)
+    if algorithm.loss == "topr":
+        return -torch.where(advantage < 0, torch.clip(rho.prod(), max=1.0), 1.0) * advantage * logp
+    if algorithm.loss == "decoupled_ppo":
+        weight = rho ** torch.where(lag > 0, 1 - 1 / lag.clamp(min=1), 1.0)
+        return weight * ppo(ratio / weight)
+    assert algorithm.loss in ("grpo", "dapo")
+    return ppo(ratio)
 
 
 def batch_loss(model: Any, batch: Batch, algorithm: AlgorithmConfig) -> torch.Tensor:
@@ -56,11 +107,12 @@ def batch_loss(model: Any, batch: Batch, algorithm: AlgorithmConfig) -> torch.Te
         if trained.any():
             tokens = torch.tensor(batch.token_ids[start : start + length].astype("int64"))
             logp = sequence_logprobs(model, tokens, batch.temperature)[trained]
-            mu, advantage, weight = (
+            mu, advantage, weight, version = (
                 torch.tensor(array[here])[trained].to(logp)
-                for array in (batch.logprobs, batch.advantages, batch.weights)
+                for array in (batch.logprobs, batch.advantages, batch.weights, batch.versions)
             )
-            total = total + (weight * token_loss(logp, mu, advantage, batch.objective, algorithm)).sum()
+            losses = token_loss(logp, mu, advantage, batch.version - version, batch.objective, algorithm)
+            total = total + (weight * losses).sum()
         start += length
     return total
 

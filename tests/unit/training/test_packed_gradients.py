@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from random_models import FAMILIES, AllDouble, random_batch, twins
 from reference_loop import batch_loss, sequence_logprobs
 
-from headrace.algorithms.losses.base import build_loss
+from headrace.algorithms.losses.base import LOSSES, build_loss
 from headrace.config.schema import AlgorithmConfig
 from headrace.training import attention, logprobs
 from headrace.training.packing import plan, plan_scoring
 from headrace.training.step import accumulate
+from headrace.types import NO_VERSION
 
 CISPO = AlgorithmConfig()
 
@@ -88,6 +90,53 @@ def test_neither_rows_nor_sharing_change_the_gradient(family, all_double):
             assert relative_error(found, expected) < 1e-9
             for name, value in whole.metrics.items():
                 assert cut.metrics[name] == pytest.approx(value, abs=1e-10)
+
+
+def off_policy(batch, plain, spread=0.3):
+    """Sampled by policies of several versions, a little off the model: most ratios are near 1, on either side."""
+    rng = np.random.default_rng(1)
+    logprobs = np.zeros(len(batch.token_ids))
+    ends = np.cumsum(batch.lengths)
+    with torch.no_grad():
+        for start, end in zip(ends - batch.lengths, ends, strict=True):
+            tokens = torch.tensor(batch.token_ids[start:end].astype("int64"))
+            logprobs[start + 1 : end] = sequence_logprobs(plain, tokens, batch.temperature).numpy()
+    noise = spread * rng.normal(size=len(logprobs))
+    # Relative to some sequences the model has moved away as a whole.
+    noise += np.repeat(rng.choice([0.0, 0.1], len(batch.lengths)), batch.lengths)
+    versions = np.where(batch.trained, rng.integers(1, 5, len(logprobs)), NO_VERSION).astype(np.int32)
+    logprobs = np.where(batch.trained, logprobs + noise, 0.0).astype(np.float32)
+    return msgspec.structs.replace(batch, logprobs=logprobs, version=4, versions=versions)
+
+
+def reordered(batch, order):
+    """The same batch with its sequences in another order."""
+    ends = np.cumsum(batch.lengths)
+    index = np.concatenate([np.arange(ends[i] - batch.lengths[i], ends[i]) for i in order])
+    per_token = ("token_ids", "trained", "logprobs", "versions", "advantages", "weights")
+    changes = {name: getattr(batch, name)[index] for name in per_token}
+    return msgspec.structs.replace(batch, lengths=batch.lengths[order], groups=batch.groups[order], **changes)
+
+
+@pytest.mark.parametrize("corrections", [[], ["tis", "icepop", "mis", "opsm"]], ids=["alone", "corrected"])
+@pytest.mark.parametrize("loss", sorted(LOSSES))
+def test_every_loss_whatever_the_packing(loss, corrections, all_double):
+    """Values and gradients of whole steps equal the plain loop's, in any order, cut into rows of any size."""
+    packed, plain = twins("llama", torch.float64)
+    batch = off_policy(random_batch(7, groups=4), plain)
+    algorithm = AlgorithmConfig(loss=loss, corrections=corrections, mis_high=1.2, icepop_low=0.8, tis_cap=1.3)
+    expected_loss, expected = reference_gradients(plain, batch, algorithm)
+    whole, _ = gradients_of(packed, batch, algorithm=algorithm)
+    for name in corrections:
+        assert 0 < whole.metrics[f"{name}_fraction"] < 1
+    order = np.random.default_rng(0).permutation(len(batch.lengths))
+    for each, budget, share in [(batch, 10_000, True), (batch, 1, True), (reordered(batch, order), 30, False)]:
+        result, found = gradients_of(packed, each, algorithm=algorithm, micro_batch_tokens=budget, share_prefixes=share)
+        assert (result.micro_batches == 1) == (budget == 10_000)
+        assert abs(result.loss - expected_loss) < 1e-10
+        assert relative_error(found, expected) < 1e-9
+        for name, value in whole.metrics.items():
+            assert result.metrics[name] == pytest.approx(value, abs=1e-10)
 
 
 def test_sharing_computes_a_prompt_once():

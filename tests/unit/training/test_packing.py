@@ -66,6 +66,24 @@ def contexts(batch: Batch) -> dict[int, list[int]]:
 
 @given(batches(), st.integers(1, 40), st.booleans())
 @settings(max_examples=80, deadline=None)
+def test_a_sequence_is_never_cut_and_tokens_know_theirs(batch, budget, share):
+    ends = np.cumsum(batch.lengths)
+    owner = np.searchsorted(ends, np.arange(len(batch.token_ids)), side="right")
+    seen = set()
+    for row in plan(batch, micro_batch_tokens=budget, share_prefixes=share):
+        assert len(row.sequences) == len(row.sources)
+        numbers = sorted(set(row.sequences.tolist()))
+        assert numbers == list(range(len(numbers)))
+        for number in numbers:
+            sources = row.sources[row.sequences == number]
+            [sequence] = set(owner[sources].tolist())
+            assert sequence not in seen
+            seen.add(sequence)
+            assert sources.tolist() == np.flatnonzero(batch.trained & (owner == sequence)).tolist()
+
+
+@given(batches(), st.integers(1, 40), st.booleans())
+@settings(max_examples=80, deadline=None)
 def test_every_trained_token_is_read_once_behind_its_own_context(batch, budget, share):
     rows = plan(batch, micro_batch_tokens=budget, share_prefixes=share)
     found = {}

@@ -1,12 +1,12 @@
-"""What a loss is: a pure function of flat arrays over trained tokens, blind to sequences, batches and weights.
+"""What a loss is: a pure function of flat arrays over trained tokens, blind to batches and weights.
 
 A loss never normalises: the step multiplies it by the batch's weights and adds up. Its metrics are sums over tokens,
-so those of micro-batches add up too.
+so those of micro-batches add up too. All tokens of a sequence come in one call, so a loss may look at whole sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,6 +15,20 @@ from headrace.config.schema import AlgorithmConfig
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are cut here: beyond it only overflow is to be had."""
+
+
+class TokenInputs(NamedTuple):
+    """What is known of N trained tokens; every array is [N]."""
+
+    logprobs: torch.Tensor
+    """Log pi, differentiable: the policy in training, at the sampling temperature."""
+    behaviour: torch.Tensor
+    """Log mu, as the engine recorded it when it sampled the token."""
+    advantages: torch.Tensor
+    sequences: torch.Tensor
+    """int64: which sequence a token belongs to, numbered from 0 within the call; never a part of one."""
+    lags: torch.Tensor
+    """How many versions old the token is, in the dtype of `logprobs`."""
 
 
 class TokenLoss(NamedTuple):
@@ -29,13 +43,33 @@ class TokenLoss(NamedTuple):
 class Loss(Protocol):
     """A loss function."""
 
-    def __call__(self, logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor) -> TokenLoss:
-        """The loss of each token from log pi (differentiable), the recorded log mu, and the advantage, all [N]."""
+    def __call__(self, inputs: TokenInputs, /) -> TokenLoss:
+        """The loss of each token."""
+        ...
+
+
+class Corrected(NamedTuple):
+    """What a correction makes of N tokens."""
+
+    behaviour: torch.Tensor
+    """[N], the log mu that the loss is to see: the recorded one, or a larger one, which bounds the ratio."""
+    kept: torch.Tensor
+    """[N], bool; the loss of the others is zero."""
+
+
+class Correction(Protocol):
+    """Tames tokens on which policy and sampler disagree, before any loss sees them."""
+
+    def __call__(self, inputs: TokenInputs, /) -> Corrected:
+        """Look at the recorded ratios; nothing here is differentiable."""
         ...
 
 
 LOSSES: dict[str, Callable[[AlgorithmConfig], Loss]] = {}
 """Every policy loss by the name that `[algorithm] loss` gives it."""
+
+CORRECTIONS: dict[str, Callable[[AlgorithmConfig], Correction]] = {}
+"""Every correction by the name that `[algorithm] corrections` gives it."""
 
 
 def register(name: str) -> Callable[[Callable[[AlgorithmConfig], Loss]], Callable[[AlgorithmConfig], Loss]]:
@@ -49,8 +83,32 @@ def register(name: str) -> Callable[[Callable[[AlgorithmConfig], Loss]], Callabl
 
 
 def build_loss(config: AlgorithmConfig) -> Loss:
-    """The policy loss that the configuration names."""
-    return LOSSES[config.loss](config)
+    """The policy loss that the configuration names, with its corrections."""
+    loss = LOSSES[config.loss](config)
+    corrections: dict[str, Correction] = {name: CORRECTIONS[name](config) for name in config.corrections}
+    return corrected(loss, corrections) if corrections else loss
+
+
+def corrected(loss: Loss, corrections: Mapping[str, Correction]) -> Loss:
+    """The loss with these corrections; each looks at what was recorded, so their order does not matter.
+
+    Metrics of the ratio stay those of the recorded tokens; `<name>_fraction` counts what a correction touched.
+    """
+
+    def whole(inputs: TokenInputs) -> TokenLoss:
+        behaviour, kept = inputs.behaviour, torch.ones_like(inputs.behaviour, dtype=torch.bool)
+        fractions: dict[str, torch.Tensor] = {}
+        for name, correct in corrections.items():
+            verdict = correct(inputs._replace(logprobs=inputs.logprobs.detach()))
+            touched = ~verdict.kept | (verdict.behaviour != inputs.behaviour)
+            fractions[f"{name}_fraction"] = touched.sum().to(inputs.behaviour.dtype)
+            behaviour = torch.maximum(behaviour, verdict.behaviour)
+            kept = kept & verdict.kept
+        result = loss(inputs._replace(behaviour=behaviour))
+        values = torch.where(kept, result.values, 0.0)
+        return TokenLoss(values, result.sums | ratio_sums(log_ratio(inputs.logprobs, inputs.behaviour)) | fractions)
+
+    return whole
 
 
 def log_ratio(logprobs: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
@@ -58,16 +116,30 @@ def log_ratio(logprobs: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
     return (logprobs - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+def sequence_sums(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    """For each token, the sum of the values over its sequence."""
+    # There are at most as many sequences as tokens; counting them would wait for the device.
+    return torch.zeros_like(values).index_add(0, sequences, values)[sequences]
+
+
+def sequence_means(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+    """For each token, the mean of the values over the trained tokens of its sequence."""
+    return sequence_sums(values, sequences) / sequence_sums(torch.ones_like(values), sequences)
+
+
 def policy_sums(log_ratios: torch.Tensor, clipped: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The metrics of every policy loss: the ratio, how often it is clipped, and two estimates of KL(mu || pi).
+    """The metrics of every policy loss: the ratio, and how many tokens the loss clips."""
+    return ratio_sums(log_ratios) | {"clip_fraction": clipped.sum().to(log_ratios.dtype)}
+
+
+def ratio_sums(log_ratios: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The ratio and two estimates of KL(mu || pi).
 
     `kl_k1` is -log r (unbiased, may be negative), `kl_k3` is r - 1 - log r (unbiased, never negative).
     """
     log_ratios = log_ratios.detach()
-    ratio = log_ratios.exp()
     return {
-        "ratio": ratio.sum(),
-        "clip_fraction": clipped.sum().to(ratio.dtype),
+        "ratio": log_ratios.exp().sum(),
         "kl_k1": -log_ratios.sum(),
         "kl_k3": (torch.expm1(log_ratios) - log_ratios).sum(),
     }

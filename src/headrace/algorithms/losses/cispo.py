@@ -5,25 +5,23 @@ Every token keeps a gradient: clipping bounds its weight and never silences it.
 
 from __future__ import annotations
 
-import torch
+from functools import partial
 
-from headrace.algorithms.losses.base import Loss, TokenLoss, log_ratio, policy_sums, register
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums, register
 from headrace.config.schema import AlgorithmConfig
 
+CLIP_HIGH = 0.28
 
-def cispo(logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor, *, clip_high: float) -> TokenLoss:
+
+def cispo(inputs: TokenInputs, *, clip_high: float = CLIP_HIGH) -> TokenLoss:
     """-sg(min(r, 1 + clip_high)) * A * log pi, with r = pi / mu."""
-    log_ratios = log_ratio(logprobs.detach(), behaviour)
+    log_ratios = log_ratio(inputs.logprobs.detach(), inputs.behaviour)
     ratio = log_ratios.exp()
-    values = -ratio.clamp(max=1.0 + clip_high) * advantages * logprobs
+    values = -ratio.clamp(max=1.0 + clip_high) * inputs.advantages * inputs.logprobs
     return TokenLoss(values, policy_sums(log_ratios, ratio > 1.0 + clip_high))
 
 
 @register("cispo")
 def build(config: AlgorithmConfig) -> Loss:
     """CISPO with the configuration's `clip_high`."""
-
-    def loss(logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor) -> TokenLoss:
-        return cispo(logprobs, behaviour, advantages, clip_high=config.clip_high)
-
-    return loss
+    return partial(cispo, clip_high=CLIP_HIGH if config.clip_high is None else config.clip_high)

@@ -5,28 +5,37 @@ A token whose ratio has left the trust region in the direction of its advantage 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from headrace.algorithms.losses.base import Loss, TokenLoss, log_ratio, policy_sums, register
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums, register
 from headrace.config.schema import AlgorithmConfig
 
+CLIP_LOW, CLIP_HIGH = 0.2, 0.2
 
-def clipped_grpo(
-    logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor, *, clip_low: float, clip_high: float
-) -> TokenLoss:
+
+def clipped_grpo(inputs: TokenInputs, *, clip_low: float = CLIP_LOW, clip_high: float = CLIP_HIGH) -> TokenLoss:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r = pi / mu."""
-    log_ratios = log_ratio(logprobs, behaviour)
-    ratio = log_ratios.exp()
+    log_ratios = log_ratio(inputs.logprobs, inputs.behaviour)
+    values, clipped = clipped_surrogate(log_ratios.exp(), inputs.advantages, clip_low, clip_high)
+    return TokenLoss(values, policy_sums(log_ratios, clipped))
+
+
+def clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-min(r A, clip(r) A) of each token for any ratio r, and whether the clipped one is the smaller."""
     plain = ratio * advantages
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    return TokenLoss(-torch.minimum(plain, bounded), policy_sums(log_ratios, (bounded < plain).detach()))
+    return -torch.minimum(plain, bounded), (bounded < plain).detach()
 
 
 @register("grpo")
 def build(config: AlgorithmConfig) -> Loss:
     """Clipped GRPO with the configuration's `clip_low` and `clip_high`."""
-
-    def loss(logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor) -> TokenLoss:
-        return clipped_grpo(logprobs, behaviour, advantages, clip_low=config.clip_low, clip_high=config.clip_high)
-
-    return loss
+    return partial(
+        clipped_grpo,
+        clip_low=CLIP_LOW if config.clip_low is None else config.clip_low,
+        clip_high=CLIP_HIGH if config.clip_high is None else config.clip_high,
+    )

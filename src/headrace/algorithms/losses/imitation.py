@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
-from headrace.algorithms.losses.base import TokenLoss
+from headrace.algorithms.losses.base import TokenInputs, TokenLoss
 
 
-def imitation(logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor) -> TokenLoss:
+def imitation(inputs: TokenInputs) -> TokenLoss:
     """-log pi."""
-    values = -logprobs
+    values = -inputs.logprobs
     return TokenLoss(values, {"nll": values.detach().sum()})

@@ -1,0 +1,57 @@
+"""Corrections: what is done about tokens on which policy and sampler disagree, whatever the loss.
+
+Each looks at the recorded ratio rho = sg(pi) / mu and nothing else but advantages and sequences. Every loss takes its
+importance ratio against the recorded mu already, so a correction bounds or removes, and never multiplies by rho again.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Literal
+
+import torch
+
+from headrace.algorithms.losses.base import (
+    CORRECTIONS,
+    Corrected,
+    TokenInputs,
+    log_ratio,
+    sequence_means,
+    sequence_sums,
+)
+
+
+def tis(inputs: TokenInputs, *, cap: float) -> Corrected:
+    """Truncated importance sampling: the ratio that the loss sees is min(rho, cap)."""
+    behaviour = torch.maximum(inputs.behaviour, inputs.logprobs - math.log(cap))
+    return Corrected(behaviour, torch.ones_like(behaviour, dtype=torch.bool))
+
+
+def icepop(inputs: TokenInputs, *, low: float, high: float) -> Corrected:
+    """IcePop: a token counts only where low <= rho <= high."""
+    ratio = log_ratio(inputs.logprobs, inputs.behaviour).exp()
+    return Corrected(inputs.behaviour, (ratio >= low) & (ratio <= high))
+
+
+def mis(inputs: TokenInputs, *, low: float, high: float, ratio: Literal["product", "mean"]) -> Corrected:
+    """Sequence masking: a sequence counts only where low <= its ratio <= high.
+
+    Its ratio is the product of its tokens' rho, or their geometric mean, which does not grow with its length.
+    """
+    over = {"product": sequence_sums, "mean": sequence_means}[ratio]
+    whole = over(log_ratio(inputs.logprobs, inputs.behaviour), inputs.sequences)
+    kept = whole <= math.log(high)
+    return Corrected(inputs.behaviour, kept & (whole >= math.log(low)) if low > 0 else kept)
+
+
+def opsm(inputs: TokenInputs, *, limit: float) -> Corrected:
+    """Off-policy sequence masking: drop A < 0 in sequences whose mean of log mu - log pi is over the limit."""
+    drift = -sequence_means(log_ratio(inputs.logprobs, inputs.behaviour), inputs.sequences)
+    return Corrected(inputs.behaviour, ~((inputs.advantages < 0) & (drift > limit)))
+
+
+CORRECTIONS["tis"] = lambda config: partial(tis, cap=config.tis_cap)
+CORRECTIONS["icepop"] = lambda config: partial(icepop, low=config.icepop_low, high=config.icepop_high)
+CORRECTIONS["mis"] = lambda config: partial(mis, low=config.mis_low, high=config.mis_high, ratio=config.mis_ratio)
+CORRECTIONS["opsm"] = lambda config: partial(opsm, limit=config.opsm_limit)

@@ -1,0 +1,24 @@
+"""DAPO's loss: clipped GRPO with more room above than below, so that unlikely tokens can become likely.
+
+The rest of DAPO is configuration, not loss: the mean over the step's tokens and the shaping of overlong answers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from headrace.algorithms.losses.base import Loss, register
+from headrace.algorithms.losses.grpo import clipped_grpo
+from headrace.config.schema import AlgorithmConfig
+
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+
+
+@register("dapo")
+def build(config: AlgorithmConfig) -> Loss:
+    """Clipped GRPO with DAPO's clipping, unless the configuration has its own."""
+    return partial(
+        clipped_grpo,
+        clip_low=CLIP_LOW if config.clip_low is None else config.clip_low,
+        clip_high=CLIP_HIGH if config.clip_high is None else config.clip_high,
+    )

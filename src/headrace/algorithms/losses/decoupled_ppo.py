@@ -1,0 +1,47 @@
+"""Decoupled PPO: the trust region is around a proximal policy, the importance weight against the sampler.
+
+The proximal policy lies between sampler and policy on the straight line of their log-probabilities, so it costs no
+forward pass of its own. The older a token, the nearer to the policy: stale tokens are not silenced for their age.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums, register
+from headrace.algorithms.losses.grpo import clipped_surrogate
+from headrace.config.schema import AlgorithmConfig
+
+CLIP_LOW, CLIP_HIGH = 0.2, 0.2
+
+
+def decoupled_ppo(
+    inputs: TokenInputs, *, clip_low: float = CLIP_LOW, clip_high: float = CLIP_HIGH, proximal_mix: float | None = None
+) -> TokenLoss:
+    """-sg(prox / mu) min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r = pi / prox.
+
+    Log prox = sg(mix log mu + (1 - mix) log pi); the mix is 1 / lag unless it is given, and 0 at lag 0.
+    """
+    recorded = log_ratio(inputs.logprobs.detach(), inputs.behaviour)
+    if proximal_mix is None:
+        mix = torch.where(inputs.lags >= 1, 1.0 / inputs.lags.clamp(min=1.0), 0.0)
+    else:
+        mix = torch.full_like(recorded, proximal_mix)
+    # Both halves are taken from the cut log-ratio, so that their product never overflows.
+    weight = ((1.0 - mix) * recorded).exp()
+    ratio = (mix * recorded + inputs.logprobs - inputs.logprobs.detach()).exp()
+    values, clipped = clipped_surrogate(ratio, inputs.advantages, clip_low, clip_high)
+    return TokenLoss(weight * values, policy_sums(recorded, clipped))
+
+
+@register("decoupled_ppo")
+def build(config: AlgorithmConfig) -> Loss:
+    """Decoupled PPO with the configuration's clipping and `proximal_mix`."""
+    return partial(
+        decoupled_ppo,
+        clip_low=CLIP_LOW if config.clip_low is None else config.clip_low,
+        clip_high=CLIP_HIGH if config.clip_high is None else config.clip_high,
+        proximal_mix=config.proximal_mix,
+    )

@@ -1,0 +1,29 @@
+"""DPPO with total variation: the trust region is in probabilities, not in ratios.
+
+A rare token may change by a large ratio, a common one may not move far: a token is silenced where its probability has
+moved by more than `delta` in the direction of its advantage.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums, register
+from headrace.config.schema import AlgorithmConfig
+
+
+def dppo_tv(inputs: TokenInputs, *, delta: float) -> TokenLoss:
+    """-r A, with r = pi / mu; 0 where A > 0 and pi - mu > delta, or A < 0 and mu - pi > delta."""
+    log_ratios = log_ratio(inputs.logprobs, inputs.behaviour)
+    moved = inputs.logprobs.detach().exp() - inputs.behaviour.exp()
+    masked = torch.sign(inputs.advantages) * moved > delta
+    values = torch.where(masked, 0.0, -log_ratios.exp() * inputs.advantages)
+    return TokenLoss(values, policy_sums(log_ratios, masked))
+
+
+@register("dppo_tv")
+def build(config: AlgorithmConfig) -> Loss:
+    """DPPO-TV with the configuration's `dppo_delta`."""
+    return partial(dppo_tv, delta=config.dppo_delta)

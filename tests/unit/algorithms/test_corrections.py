@@ -1,0 +1,114 @@
+"""Corrections alone, by hand, and on the plainest of losses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from headrace.algorithms.losses.base import TokenInputs, build_loss
+from headrace.algorithms.losses.corrections import icepop, mis, opsm, tis
+from headrace.config.schema import AlgorithmConfig
+
+RATIOS = [0.4, 0.5001, 1.0, 1.9, 4.9, 5.1]
+
+
+def inputs_of(ratios=RATIOS, advantages=None, sequences=None):
+    behaviour = torch.full((len(ratios),), -3.0, dtype=torch.float64)
+    logprobs = behaviour + torch.tensor(ratios, dtype=torch.float64).log()
+    return TokenInputs(
+        logprobs=logprobs.requires_grad_(),
+        behaviour=behaviour,
+        advantages=torch.tensor(advantages or [1.0] * len(ratios), dtype=torch.float64),
+        sequences=torch.tensor(sequences or list(range(len(ratios)))),
+        lags=torch.zeros_like(behaviour),
+    )
+
+
+def plain_ratio(**changes):
+    """-r A: GRPO whose clip is out of the way."""
+    return build_loss(AlgorithmConfig(loss="grpo", clip_low=1.0, clip_high=1e9, **changes))
+
+
+def slopes(loss, inputs):
+    result = loss(inputs)
+    [found] = torch.autograd.grad(result.values.sum(), inputs.logprobs)
+    torch.testing.assert_close(found, result.values.detach())
+    return found.tolist(), result.sums
+
+
+def test_tis_bounds_the_importance_weight():
+    inputs = inputs_of()
+    verdict = tis(inputs, cap=2.0)
+    ratios = (inputs.logprobs - verdict.behaviour).exp().tolist()
+    assert ratios == pytest.approx([0.4, 0.5001, 1.0, 1.9, 2.0, 2.0], abs=1e-12)
+    assert verdict.kept.all()
+    found, sums = slopes(plain_ratio(corrections=["tis"]), inputs)
+    assert found == pytest.approx([-0.4, -0.5001, -1.0, -1.9, -2.0, -2.0], abs=1e-12)
+    assert float(sums["tis_fraction"]) == 2
+    # The metric stays that of what was recorded.
+    assert float(sums["ratio"]) == pytest.approx(sum(RATIOS))
+    found, _ = slopes(plain_ratio(corrections=["tis"], tis_cap=1.0), inputs)
+    assert found == pytest.approx([-0.4, -0.5001, -1, -1, -1, -1], abs=1e-12)
+
+
+def test_tis_holds_where_grpo_does_not_clip():
+    """A bad token that has become likelier has an unbounded ratio in GRPO."""
+    inputs = inputs_of([30.0], [-1.0])
+    for corrections, expected in [([], 30.0), (["tis"], 2.0)]:
+        values = build_loss(AlgorithmConfig(loss="grpo", corrections=corrections))(inputs).values
+        assert values.tolist() == pytest.approx([expected])
+
+
+def test_icepop_leaves_out_what_is_out_of_range():
+    inputs = inputs_of()
+    assert icepop(inputs, low=0.5, high=5.0).kept.tolist() == [False, True, True, True, True, False]
+    found, sums = slopes(plain_ratio(corrections=["icepop"]), inputs)
+    assert found == pytest.approx([0, -0.5001, -1.0, -1.9, -4.9, 0], abs=1e-12)
+    assert float(sums["icepop_fraction"]) == 2
+    found, _ = slopes(plain_ratio(corrections=["icepop"], icepop_low=0.9, icepop_high=1.5), inputs)
+    assert found == pytest.approx([0, 0, -1.0, 0, 0, 0], abs=1e-12)
+
+
+def test_mis_leaves_out_whole_sequences():
+    # Products 1.2, 2.25, 0.1; geometric means about 1.1, 1.5, 0.32.
+    ratios, sequences = [3.0, 0.4, 1.5, 1.5, 0.5, 0.2], [0, 0, 1, 1, 2, 2]
+    inputs = inputs_of(ratios, sequences=sequences)
+    product, mean = "product", "mean"
+    for ratio, low, high, kept in [
+        (product, 0.0, 2.0, [True, False, True]),
+        (product, 0.5, 2.0, [True, False, False]),
+        (mean, 0.0, 2.0, [True, True, True]),
+        (mean, 0.5, 1.4, [True, False, False]),
+        (mean, 0.3, 1.0, [False, False, True]),
+    ]:
+        found = mis(inputs, low=low, high=high, ratio=ratio).kept.tolist()
+        assert found == [kept[s] for s in sequences]
+    found, sums = slopes(plain_ratio(corrections=["mis"]), inputs)
+    assert found == pytest.approx([-3.0, -0.4, 0, 0, -0.5, -0.2], abs=1e-12)
+    assert float(sums["mis_fraction"]) == 2
+    found, _ = slopes(plain_ratio(corrections=["mis"], mis_ratio="mean", mis_low=1.2), inputs)
+    assert found == pytest.approx([0, 0, -1.5, -1.5, 0, 0], abs=1e-12)
+
+
+def test_opsm_leaves_out_bad_sequences_that_the_policy_has_left():
+    # Mean of log mu - log pi: log 2 for the first two, 0 for the third, -log 2 for the last.
+    ratios, sequences = [0.25, 1.0, 0.25, 1.0, 2.0, 0.5, 2.0], [0, 0, 1, 1, 2, 2, 3]
+    inputs = inputs_of(ratios, [-1.0, -1.0, 1.0, 1.0, -1.0, -1.0, -1.0], sequences)
+    assert opsm(inputs, limit=1e-4).kept.tolist() == [False, False, True, True, True, True, True]
+    assert opsm(inputs, limit=math.log(2) + 1e-9).kept.all()
+    found, sums = slopes(plain_ratio(corrections=["opsm"]), inputs)
+    assert found == pytest.approx([0, 0, -0.25, -1.0, 2.0, 0.5, 2.0], abs=1e-12)
+    assert float(sums["opsm_fraction"]) == 2
+
+
+def test_together_in_any_order_and_twice():
+    inputs = inputs_of([0.4, 3.0, 1.0, 0.9, 6.0, 1.2], [1.0, -1.0, -2.0, -2.0, 1.0, 1.0], [0, 0, 1, 1, 2, 2])
+    names = ["tis", "icepop", "mis", "opsm"]
+    # 0.4 and 6 are out of icepop's range, 3 is cut to 2, the second sequence is opsm's, and the third is mis's.
+    expected = [0, 2.0, 0, 0, 0, 0]
+    for order in itertools.permutations(names):
+        found, _ = slopes(plain_ratio(corrections=[*order, order[0]]), inputs)
+        assert found == pytest.approx(expected, abs=1e-12)
