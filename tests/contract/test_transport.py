@@ -1,24 +1,39 @@
 """What every transport keeps: bytes arrive as written, no version is mixed with another, nothing is left behind."""
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from headrace.delivery import transports
-from headrace.delivery.plan import plan_weights
+from headrace.delivery.plan import Plan, plan_weights
 from headrace.delivery.transports.base import Sender, Source
+from headrace.delivery.transports.files import LOCK
 from headrace.delivery.transports.segments import segment_directories
 from headrace.errors import DeliveryError
 
 RUN_ID = f"contract-{os.getpid()}"
 
 
-def leftovers() -> list[str]:
-    return [path.name for directory in segment_directories() for path in directory.glob(f"headrace-{RUN_ID}-*")]
+def on_disk(directory: Path) -> list[str]:
+    """What any transport has put on the machine."""
+    segments = [path.name for place in segment_directories() for path in place.glob(f"headrace-{RUN_ID}-*")]
+    return segments + [path.name for path in directory.glob("weights/*") if path.name != LOCK]
+
+
+def listening() -> set[str]:
+    """Ports that this process listens on."""
+    inodes = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
 @pytest.fixture(params=transports.NAMES)
@@ -27,20 +42,31 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def sender(transport: str) -> Iterator[Sender]:
-    made = transports.sender(transport, RUN_ID)
+def sender(transport: str, tmp_path: Path) -> Iterator[Sender]:
+    threads, ports, descriptors = threading.active_count(), listening(), len(list(Path("/proc/self/fd").iterdir()))
+    made = transports.sender(transport, RUN_ID, directory=tmp_path / "weights", keep=1)
     yield made
     made.close()
     made.close()
-    assert leftovers() == []
+    assert on_disk(tmp_path) == []
+    assert not (tmp_path / "weights").exists()
+    assert threading.active_count() <= threads
+    assert listening() == ports
+    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors
 
 
 @pytest.fixture
-def source(transport: str) -> Iterator[Source]:
+def source(transport: str, sender: Sender) -> Iterator[Source]:
     made = transports.source(transport)
     yield made
     made.close()
     made.close()
+
+
+def write(sender: Sender, version: int, plan: Plan, weights: dict[str, torch.Tensor]) -> str:
+    location = sender.write(version, plan, weights)
+    sender.finish(location)
+    return location
 
 
 def weights_of(seed: int) -> dict[str, torch.Tensor]:
@@ -69,7 +95,7 @@ def test_bytes_arrive_as_written_cast_to_the_serving_dtype(sender: Sender, sourc
     weights = weights_of(1)
     plan = plan_weights(weights, dtype)
     sender.wait(1, 1.0)
-    location = sender.write(1, plan, weights)
+    location = write(sender, 1, plan, weights)
     for tensor in weights.values():
         tensor.zero_()
     found = source.open(location, 1, plan.entries)
@@ -78,23 +104,21 @@ def test_bytes_arrive_as_written_cast_to_the_serving_dtype(sender: Sender, sourc
     assert_equal(sender.snapshot(location, plan), weights_of(1), getattr(torch, dtype))
 
 
-def test_many_versions_pass_through_few_places(sender: Sender, source: Source):
+def test_many_versions_pass_through_few_places(sender: Sender, source: Source, tmp_path: Path):
     plan = plan_weights(weights_of(0), "float32")
-    locations = set()
     for version in range(10):
         sender.wait(version, 1.0)
-        location = sender.write(version, plan, weights_of(version))
+        location = write(sender, version, plan, weights_of(version))
         assert_equal(source.open(location, version, plan.entries), weights_of(version), torch.float32)
         source.verify(location, version)
         sender.release(location)
-        locations.add(location)
-    assert len(locations) <= 2
+        assert len(on_disk(tmp_path)) <= 2
 
 
 def test_two_versions_are_held_and_a_third_waits_for_a_release(sender: Sender, source: Source):
     plan = plan_weights(weights_of(0), "float32")
-    first = sender.write(1, plan, weights_of(1))
-    second = sender.write(2, plan, weights_of(2))
+    first = write(sender, 1, plan, weights_of(1))
+    second = write(sender, 2, plan, weights_of(2))
     assert first != second
     with pytest.raises(DeliveryError, match=r"version 3.*version 1 .*version 2 "):
         sender.write(3, plan, weights_of(3))
@@ -104,17 +128,17 @@ def test_two_versions_are_held_and_a_third_waits_for_a_release(sender: Sender, s
     assert 0.2 <= time.monotonic() - started < 5
     threading.Timer(0.2, sender.release, [first]).start()
     sender.wait(3, 10.0)
-    third = sender.write(3, plan, weights_of(3))
+    third = write(sender, 3, plan, weights_of(3))
     assert_equal(source.open(second, 2, plan.entries), weights_of(2), torch.float32)
     assert_equal(source.open(third, 3, plan.entries), weights_of(3), torch.float32)
 
 
 def test_a_place_that_is_used_again_while_it_is_read_is_noticed(sender: Sender, source: Source):
     plan = plan_weights(weights_of(0), "float32")
-    location = sender.write(1, plan, weights_of(1))
+    location = write(sender, 1, plan, weights_of(1))
     source.open(location, 1, plan.entries)
     sender.release(location)
-    again = sender.write(2, plan, weights_of(2))
+    again = write(sender, 2, plan, weights_of(2))
     with pytest.raises(DeliveryError):
         source.verify(location, 1)
     with pytest.raises(DeliveryError):
@@ -132,7 +156,7 @@ def test_a_write_that_fails_frees_its_place(sender: Sender):
 
 def test_release_is_idempotent_and_frees_one_place_only(sender: Sender):
     plan = plan_weights(weights_of(0), "float32")
-    location = sender.write(1, plan, weights_of(1))
+    location = write(sender, 1, plan, weights_of(1))
     sender.write(2, plan, weights_of(2))
     sender.release(location)
     sender.release(location)
@@ -145,15 +169,15 @@ def test_weights_may_change_their_size(sender: Sender, source: Source):
     for version, rows in enumerate([4, 4000, 4, 400]):
         weights = {"w": torch.full((rows, 3), float(version))}
         plan = plan_weights(weights, "float32")
-        location = sender.write(version, plan, weights)
+        location = write(sender, version, plan, weights)
         assert_equal(source.open(location, version, plan.entries), weights, torch.float32)
         sender.release(location)
 
 
 def test_a_location_that_is_gone_is_an_error(transport: str, sender: Sender, source: Source):
     plan = plan_weights(weights_of(0), "float32")
-    opened = sender.write(1, plan, weights_of(1))
-    unopened = sender.write(2, plan, weights_of(2))
+    opened = write(sender, 1, plan, weights_of(1))
+    unopened = write(sender, 2, plan, weights_of(2))
     source.open(opened, 1, plan.entries)
     sender.close()
     for location, version in [(opened, 1), (unopened, 2)]:
@@ -167,9 +191,11 @@ def test_close_wakes_who_waits(sender: Sender):
     plan = plan_weights(weights_of(0), "float32")
     sender.write(1, plan, weights_of(1))
     sender.write(2, plan, weights_of(2))
-    threading.Timer(0.1, sender.close).start()
+    timer = threading.Timer(0.1, sender.close)
+    timer.start()
     with pytest.raises(DeliveryError, match="closed"):
         sender.wait(3, 10.0)
+    timer.join()
 
 
 def test_an_unknown_transport_is_named():

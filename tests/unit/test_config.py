@@ -30,7 +30,10 @@ KEYS = {
         "micro_batch_tokens", "share_prefixes", "checkpoint_every", "keep_checkpoints",
     },
     "warm_start": {"steps", "batch", "learning_rate"},
-    "delivery": {"transport", "publish_every", "canary_tokens", "canary_tolerance", "deadline"},
+    "delivery": {
+        "transport", "directory", "keep_files", "bind", "publish_every", "canary_tokens", "canary_tolerance",
+        "deadline",
+    },
     "evaluate": {"every", "prompts", "during", "samples", "temperature"},
     "pipeline": {"launcher", "stall_seconds", "start_seconds"},
     "observe": {"display", "timeline", "keep_rollouts"},
@@ -95,6 +98,10 @@ def test_values_that_cannot_go_together() -> None:
         make_config(MINIMAL, ["rollouts.max_tokens=64", "algorithm.overlong_buffer=65"])
     with pytest.raises(ConfigError, match=r"\[engine\] cache_tokens"):
         make_config(MINIMAL, ["engine.cache_tokens=64"])
+    with pytest.raises(ConfigError, match=r"\[delivery\] bind: 'here' is not an IP address"):
+        make_config(MINIMAL, ["delivery.bind=here"])
+    with pytest.raises(ConfigError, match=r"\[delivery\] bind: 0.0.0.0 is every interface"):
+        make_config(MINIMAL, ["delivery.bind=0.0.0.0"])
     with pytest.raises(ConfigError, match=r"\[evaluate\] every"):
         make_config(MINIMAL, ["evaluate.every=5"])
 

@@ -13,6 +13,8 @@ from typing import Any
 import typer
 
 from headrace.cli.options import AsJson
+from headrace.config.schema import DeliveryConfig
+from headrace.delivery.setup import choose
 
 PACKAGES = ("torch", "transformers", "tokenizers", "peft", "safetensors", "msgspec", "pyzmq", "numpy", "reasoning-gym")
 
@@ -40,6 +42,7 @@ def examine() -> dict[str, dict[str, Any]]:
 
     cuda = torch.cuda.is_available()
     shm = Path("/dev/shm")
+    choice = choose(DeliveryConfig(), shm)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "machine": {
@@ -53,7 +56,7 @@ def examine() -> dict[str, dict[str, Any]]:
         "packages": {name: _version(name) for name in PACKAGES},
         "paths": {
             "engine": "embedded, CPU: paged attention in plain torch",
-            "weights": "shm: shared memory" + ("" if shm.is_dir() else " in a temporary directory (slower)"),
+            "weights": f"{choice.transport}: {choice.why}; others: [delivery] transport",
             "training": "one process, packed sequences, float32",
             "threads": f"{torch.get_num_threads()} by default; [engine] threads and [training] threads decide",
         },

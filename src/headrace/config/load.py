@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import re
 import tomllib
 import typing
@@ -140,6 +141,7 @@ def _check_together(config: Config) -> None:
             f"[engine] cache_tokens: {config.engine.cache_tokens} cannot hold one answer of "
             f"[rollouts] max_tokens = {longest} with its prompt"
         )
+    _check_bind(config.delivery.bind)
     if config.evaluate.every and not config.evaluate.prompts:
         raise ConfigError("[evaluate] every: needs prompts > 0")
 
@@ -158,6 +160,15 @@ def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> No
     buffer, longest = algorithm.overlong_buffer, rollouts.max_tokens
     if buffer > longest:
         raise ConfigError(f"[algorithm] overlong_buffer: {buffer} is above [rollouts] max_tokens {longest}")
+
+
+def _check_bind(bind: str) -> None:
+    try:
+        address = ipaddress.ip_address(bind)
+    except ValueError as error:
+        raise ConfigError(f"[delivery] bind: {bind!r} is not an IP address, such as 127.0.0.1") from error
+    if address.is_unspecified:
+        raise ConfigError(f"[delivery] bind: {bind} is every interface; name the one address that engines can reach")
 
 
 def _without_none(value: Any) -> Any:

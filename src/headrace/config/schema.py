@@ -241,8 +241,15 @@ class WarmStartConfig(Section, frozen=True):
 class DeliveryConfig(Section, frozen=True):
     """[delivery]: from new weights to the engines."""
 
-    transport: Literal["shm"] = "shm"
-    """How weights travel: shared memory of one host."""
+    transport: Literal["auto", "shm", "file", "tcp"] = "auto"
+    """How weights travel: shared memory of one host, files in a directory, sockets, or the best of them, which is
+    said."""
+    directory: str | None = None
+    """`file`: a directory that trainer and engines share; by default `weights/` in the run directory."""
+    keep_files: Positive = 2
+    """`file`: how many of the newest versions stay; one that is not acknowledged always does."""
+    bind: str = "127.0.0.1"
+    """`tcp`: the address of this host that the trainer listens on; beyond loopback, encrypted with keys of the run."""
     publish_every: Positive = 1
     """Optimizer steps that make one version."""
     canary_tokens: Positive = 16

@@ -66,6 +66,15 @@ def unpack(packed: torch.Tensor, entries: Iterable[Entry]) -> dict[str, torch.Te
     }
 
 
+def pack(packed: torch.Tensor, entries: Iterable[Entry], weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy the weights to their places in the packed bytes, cast to the entries' dtypes."""
+    with torch.no_grad():
+        for name, target in unpack(packed, entries).items():
+            if target.shape != weights[name].shape:
+                raise DeliveryError(f"{name} has shape {tuple(weights[name].shape)}, not {tuple(target.shape)}")
+            target.copy_(weights[name])
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")

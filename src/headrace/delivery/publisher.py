@@ -95,6 +95,7 @@ class Publisher:
         self._sender.close()
 
     def _finish(self, manifest: Manifest, plan: Plan) -> Manifest:
+        self._sender.finish(manifest.location)
         manifest.digest = digest(self._sender.snapshot(manifest.location, plan).items())
         return manifest
 

@@ -1,6 +1,6 @@
 """An engine's end of delivery: weights are proved before they touch the live ones, and again after.
 
-`stage` works on a buffer of its own and leaves the live weights alone, whatever it finds. From the first byte that
+`stage` works on memory of its own and leaves the live weights alone, whatever it finds. From the first byte that
 `swap` writes until the proof succeeds the receiver is in quarantine: no exception leaves unproved weights in service.
 """
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -39,9 +40,11 @@ class Receiver:
     `stage` may run in a thread of its own while the engine uses the live weights; `swap` runs where nothing else does.
     """
 
-    def __init__(self, weights: dict[str, torch.Tensor], engine: str) -> None:
+    def __init__(self, weights: dict[str, torch.Tensor], engine: str, *, keys: Path | None = None) -> None:
+        """`keys` is the file with the keys of the run, for transports that encrypt."""
         self._live = weights
         self._engine = engine
+        self._keys = keys
         self._proved = NO_VERSION
         self._quarantined = False
         self._sources: dict[str, Source] = {}
@@ -145,16 +148,22 @@ class Receiver:
 
     def _fetch(self, manifest: Manifest, plan: Plan) -> dict[str, torch.Tensor]:
         if manifest.transport not in self._sources:
-            self._sources[manifest.transport] = source(manifest.transport)
+            self._sources[manifest.transport] = source(manifest.transport, keys=self._keys)
         opened = self._sources[manifest.transport]
         published = opened.open(manifest.location, manifest.version, plan.entries)
+        device = next(iter(self._live.values())).device
+        weights = published if opened.private and device.type == "cpu" else self._copied(published, plan, device)
+        opened.verify(manifest.location, manifest.version)
+        return weights
+
+    def _copied(
+        self, published: Mapping[str, torch.Tensor], plan: Plan, device: torch.device
+    ) -> dict[str, torch.Tensor]:
         if self._buffer is None or len(self._buffer) < plan.nbytes:
-            device = next(iter(self._live.values())).device
             self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
         weights = unpack(self._buffer, plan.entries)
         for name, tensor in published.items():
             weights[name].copy_(tensor)
-        opened.verify(manifest.location, manifest.version)
         return weights
 
     def _check_casts(self, weights: Mapping[str, torch.Tensor]) -> None:

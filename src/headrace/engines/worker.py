@@ -14,6 +14,7 @@ from headrace.channel.beats import Stop
 from headrace.channel.desk import Desk
 from headrace.channel.spoke import Incoming
 from headrace.config import Config
+from headrace.delivery.transports.keys import KEYS
 from headrace.engines.base import Delta
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.loop import EngineLoop
@@ -58,6 +59,7 @@ def serve(desk: Desk, config: Config) -> None:
         name=desk.name,
         max_length=longest_sequence(config.engine.max_length, model),
         spans=desk.spans,
+        keys=desk.run_dir / KEYS,
     )
 
     def emit(deltas: list[Delta]) -> None:

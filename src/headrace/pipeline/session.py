@@ -13,7 +13,7 @@ import threading
 from typing import Any
 
 from headrace.config import Config
-from headrace.delivery.transports.segments import sweep
+from headrace.delivery.setup import choose, clean
 from headrace.errors import HeadraceError
 from headrace.observe.progress import Progress
 from headrace.observe.report import write_report
@@ -49,6 +49,8 @@ class Session:
 
     async def _execute(self) -> dict[str, Any]:
         self.progress.start()
+        choice = choose(self.config.delivery)
+        self.progress.note(f"weights travel by {choice.transport} ({choice.why})")
         wired: Wired | None = None
         try:
             wired = wire(self.config, self.run_dir, self._task, self._chat)
@@ -60,7 +62,7 @@ class Session:
             if wired is not None:
                 await wired.fleet.stop()
                 await wired.task.task.close()
-            sweep()
+            clean(self.config.delivery, self.run_dir.path)
             if self._controller is not None:
                 self._controller.recorder.abandon("interrupted" if self.outcome == "interrupted" else "run failed")
                 self._controller.recorder.close(self.outcome)

@@ -9,7 +9,7 @@ from headrace.buffer.journal import Journal
 from headrace.buffer.window import Window
 from headrace.channel.codec import Message
 from headrace.config import Config
-from headrace.delivery.transports.segments import sweep
+from headrace.delivery.setup import prepare
 from headrace.engines.messages import Deltas
 from headrace.engines.pool import EnginePool
 from headrace.engines.remote import RemoteEngine
@@ -49,7 +49,7 @@ class Wired:
 
 def wire(config: Config, run_dir: RunDir, task: ReadyTask, chat: ChatFormat) -> Wired:
     """The processes of a run and the lines to them."""
-    sweep()
+    prepare(config.delivery, run_dir.path)
     workers = [("trainer", 0), *(("engine", rank) for rank in range(config.engine.count))]
     fleet = Fleet(LocalLauncher(), run_dir.path, workers)
     stall = config.pipeline.stall_seconds

@@ -19,7 +19,7 @@ from headrace.channel.spoke import Incoming
 from headrace.config import Config
 from headrace.delivery.base import Manifest
 from headrace.delivery.publisher import Publisher
-from headrace.delivery.transports import sender
+from headrace.delivery.setup import make_sender
 from headrace.errors import HeadraceError
 from headrace.models.loading import load_model
 from headrace.training.checkpoint import latest, prune, read_state
@@ -56,13 +56,13 @@ class TrainerRole:
             if self.resumed_from is not None:
                 self.trainer.load(self.resumed_from)
         self.publisher = Publisher(
-            sender(config.delivery.transport, run_id=desk.run_dir.name),
+            make_sender(config.delivery, desk.run_dir),
             dtype=config.model.dtype,
             tolerance=config.delivery.canary_tolerance,
             canary_token_ids=canary_sequence(model.config.vocab_size, config.delivery.canary_tokens),
             deadline=config.delivery.deadline,
         )
-        self.work: queue.Queue[Incoming] = queue.Queue()
+        self.work: queue.Queue[Incoming | BaseException] = queue.Queue()
 
     def run(self) -> None:
         """Do what is asked, in order."""
@@ -96,9 +96,13 @@ class TrainerRole:
         with self.desk.spans.span("wait", busy=False):
             while True:
                 try:
-                    return self.work.get(timeout=1.0)
+                    work = self.work.get(timeout=1.0)
                 except queue.Empty:
                     self.desk.phase = "waiting for a batch"
+                    continue
+                if isinstance(work, BaseException):
+                    raise work
+                return work
 
     def _handle(self, incoming: Incoming) -> None:
         match incoming.message:
@@ -133,6 +137,11 @@ class TrainerRole:
         snapshot_seconds = self.publisher.last_snapshot_seconds
 
         def announce(done: Future[Manifest]) -> None:
+            error = done.exception()
+            if error is not None:
+                # In a callback an exception would be lost, and everybody would wait for a version that never comes.
+                self.work.put(error)
+                return
             self.desk.spoke.send(Published(manifest=done.result(), snapshot_seconds=snapshot_seconds))
 
         future.add_done_callback(announce)

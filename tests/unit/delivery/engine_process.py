@@ -10,7 +10,10 @@ from bigram import make_weights, score
 from headrace.channel.codec import decode
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Receiver
+from headrace.delivery.transports import tcp_source
 from headrace.errors import DeliveryError
+
+tcp_source.BUCKET_BYTES = 256  # several buckets, although the table is small
 
 
 def main() -> None:

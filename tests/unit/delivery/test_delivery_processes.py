@@ -1,8 +1,12 @@
+"""Trainer and engines in processes of their own: what is proved, what is rejected, what is left, on every transport."""
+
 import base64
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,11 +15,14 @@ import pytest
 import torch
 from bigram import CANARY, make_weights, score
 
-from headrace.channel.codec import encode
+from headrace.channel.codec import decode, encode
+from headrace.delivery import transports
 from headrace.delivery.base import Manifest, Proof
+from headrace.delivery.plan import Plan
 from headrace.delivery.publisher import Publisher
+from headrace.delivery.transports.base import Sender
+from headrace.delivery.transports.files import layout_of, sweep_directory
 from headrace.delivery.transports.segments import HEADER_BYTES, segment_directories, sweep
-from headrace.delivery.transports.shm import ShmSender
 
 RUN_ID = f"processes-test-{os.getpid()}"
 
@@ -69,9 +76,34 @@ def publish(publisher: Publisher, version: int) -> Manifest:
     return publisher.publish(version, version - 1, version, weights, lambda ids: score(weights, ids)).result(30)
 
 
-def test_versions_are_proved_in_another_process_and_nothing_is_left(engine: Process):
-    publisher = Publisher(ShmSender(RUN_ID), "float32", 1e-5, CANARY, deadline=5.0)
-    locations = set()
+@pytest.fixture(params=transports.NAMES)
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def flip_a_bit(sender: Sender, manifest: Manifest) -> None:
+    """In the bytes that engines will get."""
+    plan = Plan(entries=tuple(manifest.entries), nbytes=0, digest=manifest.plan_digest)
+    entries = manifest.entries
+    match sender.name:
+        case "shm":
+            path, offset = Path(manifest.location), HEADER_BYTES + entries[0].offset
+        case "file":
+            layout = layout_of(manifest.version, entries)
+            path, offset = Path(manifest.location), layout.entries[1].offset
+        case _:
+            sender.snapshot(manifest.location, plan)["bias"].view(torch.int32)[0] ^= 1
+            return
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_versions_are_proved_in_another_process_and_nothing_is_left(transport: str, engine: Process, tmp_path: Path):
+    sender = transports.sender(transport, RUN_ID, directory=tmp_path / "weights")
+    publisher = Publisher(sender, "float32", 1e-5, CANARY, deadline=5.0)
     for version in (1, 2, 3, 4):
         manifest = publish(publisher, version)
         proof, logits = engine.load(manifest)
@@ -79,32 +111,75 @@ def test_versions_are_proved_in_another_process_and_nothing_is_left(engine: Proc
         assert proof.live_digest == proof.staged_digest == manifest.digest
         assert torch.equal(logits, make_weights(version)["logits"].flatten())
         publisher.acknowledged(version)
-        locations.add(manifest.location)
 
     corrupt = publish(publisher, 5)
-    with Path(corrupt.location).open("r+b") as segment:
-        segment.seek(HEADER_BYTES + corrupt.entries[0].offset)
-        segment.write(b"\x01")
+    flip_a_bit(sender, corrupt)
     proof, logits = engine.load(corrupt)
     assert not proof.accepted
     assert not proof.quarantined
     assert "version 5 arrived wrong" in proof.reason
     assert torch.equal(logits, make_weights(4)["logits"].flatten())
 
-    assert engine.load(publish(publisher, 6))[0].accepted
+    sixth = publish(publisher, 6)
+    assert engine.load(sixth)[0].accepted
     publisher.close()
     assert engine.load(corrupt)[0].reason.startswith("version 5 is out of order")
+    gone = msgspec.structs.replace(sixth, version=7)
+    proof, logits = engine.load(gone)
+    assert not proof.accepted and not proof.quarantined
+    assert torch.equal(logits, make_weights(6)["logits"].flatten())
     assert engine.end() == 0
     assert leftovers() == []
-    assert len(locations) <= 2
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_trainer_leaves_is_swept():
-    trainer = Process("trainer_process.py", RUN_ID)
-    location = Path(trainer.read())
+def test_one_engine_that_dies_does_not_disturb_another(transport: str, engine: Process, tmp_path: Path):
+    publisher = Publisher(transports.sender(transport, RUN_ID, directory=tmp_path), "float32", 1e-5, CANARY)
+    victim = Process("engine_process.py")
+    manifest = publish(publisher, 1)
+    assert victim.load(manifest)[0].accepted
+    victim.kill()
+    assert engine.load(manifest)[0].accepted
+    publisher.acknowledged(1)
+    assert engine.load(publish(publisher, 2))[0].accepted
+    publisher.close()
+
+
+def test_what_a_killed_trainer_leaves_is_rejected_or_whole_and_gone_at_the_next_start(
+    transport: str, engine: Process, tmp_path: Path
+):
+    directory = tmp_path / "weights"
+    trainer = Process("trainer_process.py", transport, RUN_ID, str(directory))
+    manifest = decode(Manifest, [base64.b64decode(frame) for frame in json.loads(trainer.read())])
     sweep()
-    assert location.exists()
+    sweep_directory(directory)
+    assert engine.load(manifest)[0].accepted
     trainer.kill()
-    assert leftovers() == [location.name]
+    proof, logits = engine.load(msgspec.structs.replace(manifest, version=2))
+    assert not proof.accepted and not proof.quarantined
+    assert torch.equal(logits, make_weights(1)["logits"].flatten())
+    assert len(leftovers()) == (transport == "shm")
+    assert directory.exists() == (transport == "file")
+    (directory.exists() and (directory / "version-00000002.safetensors.partial").write_bytes(b"half"))
     sweep()
+    again = transports.sender(transport, RUN_ID, directory=directory)
     assert leftovers() == []
+    assert [path.name for path in directory.glob("*.safetensors*")] == []
+    again.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trainer_that_dies_in_the_middle_of_a_transfer(engine: Process, tmp_path: Path):
+    healthy = Publisher(transports.sender("tcp", RUN_ID), "float32", 1e-5, CANARY)
+    assert engine.load(publish(healthy, 0))[0].accepted
+    trainer = Process("trainer_process.py", "tcp", RUN_ID, str(tmp_path), "3")
+    manifest = decode(Manifest, [base64.b64decode(frame) for frame in json.loads(trainer.read())])
+    started = time.monotonic()
+    proof, logits = engine.load(manifest)
+    assert time.monotonic() - started < 8
+    assert not proof.accepted and not proof.quarantined
+    assert "is gone" in proof.reason
+    assert torch.equal(logits, make_weights(0)["logits"].flatten())
+    assert trainer.end() == -signal.SIGKILL
+    assert engine.load(publish(healthy, 2))[0].accepted
+    healthy.close()

@@ -1,17 +1,45 @@
-"""A trainer of one table in a process of its own: publishes version 1, prints where it lies, and waits to be killed."""
+"""A trainer of one table in a process of its own: publishes version 1, prints its manifest, and waits to be killed.
 
+    trainer_process.py TRANSPORT RUN_ID DIRECTORY [BUCKETS]
+
+With BUCKETS, the process dies in the middle of a transfer: instead of serving one bucket more.
+"""
+
+import base64
+import json
+import os
+import signal
 import sys
+from pathlib import Path
+from typing import Any
 
 from bigram import CANARY, make_weights, score
 
+from headrace.channel.codec import encode
+from headrace.delivery import transports
 from headrace.delivery.publisher import Publisher
-from headrace.delivery.transports.shm import ShmSender
+from headrace.delivery.transports.tcp import TcpSender
+
+
+class Mortal(TcpSender):
+    left = 1 << 60
+
+    def _answer(self, frames: list[bytes]) -> list[Any]:
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+        return super()._answer(frames)
 
 
 def main() -> None:
+    transport, run_id, directory, *buckets = sys.argv[1:]
+    sender = Mortal() if buckets else transports.sender(transport, run_id, directory=Path(directory))
+    if isinstance(sender, Mortal):
+        sender.left = int(buckets[0])
     weights = make_weights(1)
-    publisher = Publisher(ShmSender(sys.argv[1]), "float32", 1e-5, CANARY)
-    print(publisher.publish(1, -1, 1, weights, lambda ids: score(weights, ids)).result(30).location, flush=True)
+    publisher = Publisher(sender, "float32", 1e-5, CANARY)
+    manifest = publisher.publish(1, -1, 1, weights, lambda ids: score(weights, ids)).result(30)
+    print(json.dumps([base64.b64encode(frame).decode() for frame in encode(manifest)]), flush=True)
     sys.stdin.read()
     publisher.close()
 

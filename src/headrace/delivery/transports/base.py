@@ -36,8 +36,15 @@ class Sender(Protocol):
         """
         ...
 
+    def finish(self, location: str) -> None:
+        """Make what was written readable; nobody opens the location before.
+
+        Called by a thread of the publisher's while the trainer goes on. Raises `DeliveryError` when it cannot be done.
+        """
+        ...
+
     def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
-        """What was really written there, as views; valid until `release`."""
+        """What was really written there, as views; valid after `finish` and until `release`."""
         ...
 
     def release(self, location: str) -> None:
@@ -52,8 +59,12 @@ class Sender(Protocol):
 class Source(Protocol):
     """An engine's end. Used by one thread at a time."""
 
+    private: bool
+    """Whether `open` gives memory of this source's own, which nothing changes before the next `open`: then the reader
+    need not copy it."""
+
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-        """Views of a version's tensors, to be copied and not written to. Free when the location was opened before.
+        """Views of a version's tensors, not to be written to.
 
         Raises `DeliveryError` when the location is gone, too small, or does not hold all of exactly this version.
         """

@@ -6,60 +6,42 @@ before and after its copy. Locations are the segments' paths.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import torch
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import Plan, unpack
+from headrace.delivery.plan import Plan, pack, unpack
+from headrace.delivery.transports.places import Places
 from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, Segment, sweep
 from headrace.errors import DeliveryError
 
 __all__ = ["ShmSender", "ShmSource", "sweep"]
 
 
-class _Held(msgspec.Struct):
-    """Who holds a segment, and since when."""
-
-    version: int
-    since: float
-
-
 class ShmSender:
     """The trainer's end: owns the segments."""
 
     name = "shm"
-    SEGMENTS = 2
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._segments: dict[str, Segment] = {}
-        self._held: dict[str, _Held] = {}
-        self._changed = threading.Condition()
-        self._closed = False
+        self._places = Places("segment")
 
     def wait(self, version: int, timeout: float) -> None:
         """Wait for a free segment; see `Sender.wait`."""
-        with self._changed:
-            if not self._changed.wait_for(self._has_room, timeout) or self._closed:
-                raise self._refusal(version)
+        self._places.wait(version, timeout)
 
     def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights into a free segment; see `Sender.write`."""
-        segment = self._take(version, plan.nbytes)
-        location = str(segment.path)
+        location = self._places.take(version, lambda held: self._free_segment(plan.nbytes, held))
+        segment = self._segments[location]
         written = False
         try:
             segment.begin(version)
-            with torch.no_grad():
-                for name, target in unpack(_payload(segment.buffer), plan.entries).items():
-                    if target.shape != weights[name].shape:
-                        raise DeliveryError(f"{name} has shape {tuple(weights[name].shape)}, not {tuple(target.shape)}")
-                    target.copy_(weights[name])
+            pack(_payload(segment.buffer), plan.entries, weights)
             segment.finish(version)
             written = True
         finally:
@@ -67,60 +49,42 @@ class ShmSender:
                 self.release(location)
         return location
 
+    def finish(self, location: str) -> None:
+        """Nothing is left to do: a segment is readable once it is written."""
+
     def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
         """Views of a segment that was written and not released."""
-        with self._changed:
-            if location not in self._held:
-                raise DeliveryError(f"segment {location} holds nothing")
-            return unpack(_payload(self._segments[location].buffer), plan.entries)
+        segment = self._segments.get(location)
+        if segment is None or not self._places.holds(location):
+            raise DeliveryError(f"segment {location} holds nothing")
+        return unpack(_payload(segment.buffer), plan.entries)
 
     def release(self, location: str) -> None:
         """The segment may be written again."""
-        with self._changed:
-            self._held.pop(location, None)
-            self._changed.notify_all()
+        self._places.release(location)
 
     def close(self) -> None:
-        """Remove the segments; a `write` that waits raises."""
-        with self._changed:
-            self._closed = True
-            segments, self._segments = self._segments, {}
-            self._held.clear()
-            self._changed.notify_all()
+        """Remove the segments; a `wait` that goes on raises."""
+        self._places.close()
+        segments, self._segments = self._segments, {}
         for segment in segments.values():
             segment.remove()
 
-    def _take(self, version: int, nbytes: int) -> Segment:
-        with self._changed:
-            if self._closed or not self._has_room():
-                raise self._refusal(version)
-            segment = self._free_segment(nbytes)
-            self._held[str(segment.path)] = _Held(version, time.monotonic())
-            return segment
-
-    def _has_room(self) -> bool:
-        return self._closed or len(self._held) < self.SEGMENTS
-
-    def _refusal(self, version: int) -> DeliveryError:
-        if self._closed:
-            return DeliveryError(f"no segment for version {version}: the transport is closed")
-        now = time.monotonic()
-        holders = " and ".join(f"version {held.version} ({now - held.since:.1f} s)" for held in self._held.values())
-        return DeliveryError(f"no segment for version {version}: not acknowledged by the engines: {holders}")
-
-    def _free_segment(self, nbytes: int) -> Segment:
-        for location in [location for location in self._segments if location not in self._held]:
+    def _free_segment(self, nbytes: int, held: Collection[str]) -> str:
+        for location in [location for location in self._segments if location not in held]:
             if self._segments[location].nbytes == nbytes:
-                return self._segments[location]
+                return location
             # Never resized: a reader may have it mapped, and would die of reading past its end.
             self._segments.pop(location).remove()
         segment = Segment.create(self._run_id, nbytes)
         self._segments[str(segment.path)] = segment
-        return segment
+        return str(segment.path)
 
 
 class ShmSource:
     """An engine's end: maps each segment once."""
+
+    private = False
 
     def __init__(self) -> None:
         self._mapped: dict[str, MappedSegment] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class EngineCore:
         max_length: int,
         version: int = NO_VERSION,
         spans: SpanRecorder | None = None,
+        keys: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         blocks_per_sequence = -(-max_length // config.block_size)
@@ -55,7 +57,7 @@ class EngineCore:
         self._pool = BlockPool(blocks, config.block_size)
         self._scheduler = Scheduler(self._pool, slots=config.slots, prefill_chunk=config.prefill_chunk)
         self._runner = ModelRunner(model, KVCache(blocks, config.block_size))
-        self._receiver = Receiver(named_weights(model), name)
+        self._receiver = Receiver(named_weights(model), name, keys=keys)
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._sequences: dict[str, Sequence] = {}
         self._refused: list[Delta] = []

@@ -1,0 +1,47 @@
+"""From the configuration to a transport: the choice and its reason, the keys, what a dead run left."""
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from headrace.config.schema import DeliveryConfig
+from headrace.delivery.setup import choose, clean, make_sender, prepare, weights_directory
+from headrace.errors import DeliveryError
+
+
+def test_auto_takes_shared_memory_where_there_is_some_and_says_why(tmp_path: Path):
+    assert choose(DeliveryConfig(), tmp_path).transport == "shm"
+    assert "one host" in choose(DeliveryConfig(), tmp_path).why
+    without = choose(DeliveryConfig(), tmp_path / "missing")
+    assert without.transport == "tcp"
+    assert "missing" in without.why
+    assert choose(DeliveryConfig(transport="file"), tmp_path).transport == "file"
+
+
+def test_keys_are_made_only_beyond_the_host_and_removed_at_the_end(tmp_path: Path):
+    prepare(DeliveryConfig(transport="tcp"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    config = DeliveryConfig(transport="tcp", bind="203.0.113.1")
+    with pytest.raises(DeliveryError, match=r"delivery\.keys, cannot be read"):
+        make_sender(config, tmp_path)
+    prepare(config, tmp_path)
+    (keys,) = tmp_path.iterdir()
+    assert (keys.name, stat.S_IMODE(keys.stat().st_mode)) == ("delivery.keys", 0o600)
+    first = keys.read_bytes()
+    prepare(config, tmp_path)
+    assert keys.read_bytes() != first
+    clean(config, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_two_runs_in_a_shared_directory_do_not_meet(tmp_path: Path):
+    config = DeliveryConfig(transport="file", directory=str(tmp_path / "shared"))
+    assert weights_directory(DeliveryConfig(transport="file"), tmp_path / "a") == tmp_path / "a" / "weights"
+    one, other = make_sender(config, tmp_path / "a"), make_sender(config, tmp_path / "b")
+    clean(config, tmp_path / "a")
+    assert weights_directory(config, tmp_path / "a").is_dir()
+    one.close()
+    assert not weights_directory(config, tmp_path / "a").exists()
+    assert weights_directory(config, tmp_path / "b").is_dir()
+    other.close()
