@@ -72,6 +72,7 @@ def worker_pids(run_dir: Path) -> dict[str, int]:
     return found
 
 
-def segments_of_this_user() -> set[str]:
-    """Shared-memory segments on this host."""
-    return {path.name for path in Path("/dev/shm").glob("headrace-*") if path.stat().st_uid == os.getuid()}
+def segments_left() -> set[str]:
+    """Shared-memory segments of this user whose owner is gone."""
+    names = {path.name for path in Path("/dev/shm").glob("headrace-*") if path.stat().st_uid == os.getuid()}
+    return {name for name in names if not Path(f"/proc/{name.split('-')[-2]}").exists()}

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import QUICKSTART, headrace, segments_of_this_user, small_config, small_settings, start, worker_pids
+from runs import QUICKSTART, headrace, segments_left, small_config, small_settings, start, worker_pids
 
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run
@@ -55,7 +55,7 @@ def test_a_dead_worker_ends_the_run_with_its_name(tmp_path: Path, victim: str) -
     assert run.returncode == 1
     assert f"headrace: {victim} died: killed by signal 9" in stderr
     assert worker_pids(run_dir) == {}
-    assert not {name for name in segments_of_this_user() if "-run-" in name}
+    assert segments_left() == set()
     assert ledger(run_dir)["dropped"] > 0
     assert json.loads((run_dir / "summary.json").read_text())["outcome"] == "failed"
 
@@ -82,7 +82,7 @@ def test_a_killed_controller_leaves_no_orphan_and_its_run_goes_on(tmp_path: Path
     assert steps == list(range(1, 13)), "what the checkpoint did not hold is trained again, once"
     assert reasons <= {"interrupted", "rolled back"}
     assert versions == sorted(set(versions)), "versions are never reused"
-    assert not {name for name in segments_of_this_user() if "-run-" in name}
+    assert segments_left() == set()
 
 
 def test_ctrl_c_drains_and_resume_goes_on(tmp_path: Path) -> None:

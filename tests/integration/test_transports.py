@@ -6,7 +6,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from runs import segments_of_this_user, small_config, worker_pids
+from runs import segments_left, small_config, worker_pids
 
 from headrace.errors import HeadraceError
 from headrace.observe.progress import NoProgress
@@ -25,7 +25,7 @@ class Notes(NoProgress):
     ("transport", "why"), [("file", '[delivery] transport = "file"'), ("tcp", "tcp"), ("auto", "one host")]
 )
 def test_every_delivery_is_proved(tmp_path: Path, transport: str, why: str) -> None:
-    before = segments_of_this_user()
+    before = segments_left()
     notes = Notes()
     settings = ["run.versions=3", "evaluate.prompts=4", f"delivery.transport={transport}", "engine.count=2"]
     outcome = start_run(small_config(tmp_path, *settings), notes)
@@ -44,7 +44,7 @@ def test_every_delivery_is_proved(tmp_path: Path, transport: str, why: str) -> N
     (line,) = [line for line in notes.lines if line.startswith("weights travel by ")]
     assert why in line
     assert worker_pids(outcome.run_dir.path) == {}
-    assert not {name for name in segments_of_this_user() - before if "-run-" in name}
+    assert not {name for name in segments_left() - before if "-run-" in name}
     assert not (outcome.run_dir.path / "weights").exists()
     assert not (outcome.run_dir.path / "delivery.keys").exists()
 
@@ -54,7 +54,7 @@ def test_a_version_that_cannot_be_written_ends_the_run_with_the_reason(tmp_path:
     blocked.mkdir(parents=True)
     settings = ["run.versions=3", "evaluate.prompts=0", "delivery.transport=file"]
     settings.append(f"delivery.directory={tmp_path / 'shared'}")
-    with pytest.raises(HeadraceError, match="trainer-0"):
+    with pytest.raises(HeadraceError, match=r"cannot be written: Is a directory|trainer-0 died"):
         start_run(small_config(tmp_path, *settings), NoProgress())
     log = (tmp_path / "run" / "logs" / "trainer-0.log").read_text()
     assert "version-00000001.safetensors cannot be written: Is a directory" in log

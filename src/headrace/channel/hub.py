@@ -32,7 +32,7 @@ class Hub:
         on_message: Callable[[str, Message], None],
         on_silence: Callable[[PeerDied], None] = lambda death: None,
     ) -> None:
-        """`on_silence` is called once for a peer that is no longer heard of, or cannot be reached."""
+        """`on_silence` is called for a peer that is no longer heard of, or cannot be reached; perhaps repeatedly."""
         self.address = address
         self._on_message = on_message
         self._on_silence = on_silence
@@ -108,7 +108,8 @@ class Hub:
         try:
             await self._socket.send_multipart([peer.encode(), *pack(kind, request_id, message)], copy=False)
         except zmq.ZMQError as error:
-            raise PeerDied(peer, f"unreachable ({error})") from error
+            # How it ended is known to whoever watches over it; that news, not this one, should end what waits for it.
+            self._on_silence(PeerDied(peer, f"unreachable ({error})"))
 
     async def _receive_loop(self) -> None:
         while True:
@@ -134,10 +135,9 @@ class Hub:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             for peer in self.peers:
-                try:
-                    if self.silent_for(peer) > SILENCE_SECONDS:
-                        raise PeerDied(peer, f"silent for {SILENCE_SECONDS:g} s")
-                    await self._send(peer, "event", 0, Alive())
-                except PeerDied as death:
+                if self.silent_for(peer) > SILENCE_SECONDS:
+                    death = PeerDied(peer, f"silent for {SILENCE_SECONDS:g} s")
                     self.mark_dead(death)
                     self._on_silence(death)
+                else:
+                    await self._send(peer, "event", 0, Alive())

@@ -85,6 +85,7 @@ class Fleet:
         death = await self._silenced.get()
         # A process that has just ended cannot be reached either: its launcher knows how it ended, and is heard first.
         await asyncio.sleep(EXIT_NEWS_SECONDS)
+        self.hub.mark_dead(death)
         self.on_death(death)
         raise death
 

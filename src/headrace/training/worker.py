@@ -62,6 +62,8 @@ class TrainerRole:
             canary_token_ids=canary_sequence(model.config.vocab_size, config.delivery.canary_tokens),
             deadline=config.delivery.deadline,
         )
+        self.failure: BaseException | None = None
+        """Why a version was not announced: none is after it."""
         self.work: queue.Queue[Incoming | BaseException] = queue.Queue()
 
     def run(self) -> None:
@@ -129,6 +131,8 @@ class TrainerRole:
         return Saved(version=version, path=str(path))
 
     def _publish(self, version: int, parent: int) -> None:
+        if self.failure is not None:
+            raise self.failure
         self.desk.phase = "publishing"
         with self.desk.spans.span("publish"):
             future = self.publisher.publish(
@@ -140,7 +144,9 @@ class TrainerRole:
             error = done.exception()
             if error is not None:
                 # In a callback an exception would be lost, and everybody would wait for a version that never comes.
+                self.failure = self.failure or error
                 self.work.put(error)
+            if self.failure is not None:
                 return
             self.desk.spoke.send(Published(manifest=done.result(), snapshot_seconds=snapshot_seconds))
 
