@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+Int16Array = npt.NDArray[np.int16]
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]

@@ -14,10 +14,18 @@ import msgspec
 import numpy as np
 
 from headrace.delivery.base import Manifest, Proof
-from headrace.types import Float32Array, Int32Array
+from headrace.types import Float32Array, Int16Array, Int32Array
 
 FinishReason = Literal["stop", "length", "aborted", "failed"]
 """An end token; the length limit; `abort` (a partial completion is a normal answer); an error (see `Delta.error`)."""
+
+
+KEPT_LIMIT = 1024
+"""With `Sampling.record_kept` no more than this many of the best tokens are left to draw from."""
+
+
+FORBIDDEN_LIMIT = 32
+"""How many tokens a request may forbid."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,9 +37,31 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all."""
+    min_p: float = 0.0
+    """Tokens less likely than this share of the likeliest one are left out; 0 keeps all."""
+    forbidden: tuple[int, ...] = ()
+    """Tokens that are never drawn (at most `FORBIDDEN_LIMIT`); the others share their probability."""
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     """A sampled token of these ends the sequence, and is part of it."""
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    """Sampled tokens that end with one of these end the sequence; they are part of it."""
+    record_kept: bool = False
+    """Answer with the tokens that truncation kept, for every sampled token (at most `KEPT_LIMIT`, the best)."""
+
+
+def sampling_refusal(sampling: Sampling, vocabulary: int) -> str:
+    """Why nothing can be drawn like this, or nothing."""
+    positive = sampling.max_tokens >= 1 and sampling.temperature >= 0 and sampling.top_k >= 0
+    if not (positive and 0 < sampling.top_p <= 1):
+        return "sampling needs max_tokens >= 1, temperature >= 0, top_k >= 0 and 0 < top_p <= 1"
+    if not 0 <= sampling.min_p <= 1:
+        return "sampling needs 0 <= min_p <= 1"
+    if any(not stop for stop in sampling.stop_sequences):
+        return "a stop sequence has no tokens"
+    if len(sampling.forbidden) > FORBIDDEN_LIMIT or len(set(sampling.forbidden)) >= vocabulary:
+        return f"more than {FORBIDDEN_LIMIT} tokens are forbidden, or all of them"
+    return ""
 
 
 class Request(msgspec.Struct, kw_only=True):
@@ -44,6 +74,17 @@ class Request(msgspec.Struct, kw_only=True):
     """Requests of one group that share a prompt compute it once."""
     priority: int = 0
     """Lower goes first; equal priorities in the order of submission."""
+    parent: str = ""
+    """A request that is running: what of its keys and values fits this prompt is shared, whatever their versions."""
+
+
+class Kept(msgspec.Struct, kw_only=True):
+    """The tokens that were left to draw from, for some sampled tokens one after the other."""
+
+    counts: Int32Array
+    """How many, for each sampled token."""
+    token_ids: Int32Array
+    """All of them, joined; those of one sampled token in ascending order."""
 
 
 class Delta(msgspec.Struct, kw_only=True):
@@ -56,6 +97,10 @@ class Delta(msgspec.Struct, kw_only=True):
     finish: FinishReason | None = None
     """Set on the last delta of a request, which may hold no token."""
     error: str = ""
+    kept: Kept | None = None
+    """With `Sampling.record_kept`."""
+    routing: Int16Array | None = None
+    """[tokens, layers, k]: the experts chosen by the pass that each token was drawn from (mixtures of experts)."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
