@@ -1,0 +1,287 @@
+"""Attention of one new token per row over the paged cache, which also stores that token's key and value.
+
+The slot being written is read by nobody: the program that writes it attends to the new token from registers, and all
+others read earlier positions only. A launch reads nothing back, so it may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.engines.embedded.kernels.tiles import (
+    LOG2E,
+    NOTHING,
+    UNBOUNDED,
+    base2_logits,
+    dot,
+    load_tile,
+    padded,
+    tile_blocks,
+    tile_slots,
+)
+
+MAX_SPLITS = 32
+_TILE_BYTES = 16384
+
+
+def choose_splits(batch: int, kv_heads: int, processors: int) -> int:
+    """Into how many programs to split each row's keys: a power of two that gives a processor 2 to 4 programs."""
+    splits = 1
+    while splits < MAX_SPLITS and batch * kv_heads * splits < 2 * processors:
+        splits *= 2
+    return splits
+
+
+def choose_tile(size: int, itemsize: int) -> int:
+    """How many keys of this size a program reads at once: enough bytes in flight, little enough for three stages."""
+    return min(64, max(16, _TILE_BYTES // (padded(size) * itemsize)))
+
+
+def paged_decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    splits: int = 1,
+) -> torch.Tensor:
+    """The output, `[B, H, Dv]`, of the token at `positions` of each of `rows`, stored in the cache on the way.
+
+    `query` is `[B, H, D]`, `key` and `value` are `[B, Hk, D]` and `[B, Hk, Dv]`, with any strides but the last. `keys`
+    and `values` are `[blocks, Hk, block_size, D]` and change at the new tokens' slots alone. An entry whose position
+    is negative is idle: it writes nothing and its output is zero.
+    """
+    return launch_decode(
+        *(query, key, value, keys, values, tables, rows, positions),
+        scaling=scaling,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        splits=splits,
+        tile=choose_tile(max(keys.shape[3], values.shape[3]), keys.element_size()),
+    )
+
+
+def launch_decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    splits: int,
+    tile: int,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> torch.Tensor:
+    """`paged_decode` with the kernel's shape spelt out."""
+    batch, heads, size = query.shape
+    kv_heads, block_size, value_size = keys.shape[1], keys.shape[2], values.shape[3]
+    assert keys.is_contiguous() and values.is_contiguous() and tables.stride(1) == 1
+    assert query.stride(2) == key.stride(2) == value.stride(2) == 1
+    assert query.dtype == key.dtype == value.dtype == keys.dtype == values.dtype
+    out = torch.empty(batch, heads, value_size, dtype=query.dtype, device=query.device)
+    partials = stats = None
+    if splits > 1:
+        partials = torch.empty(batch, heads, splits, value_size, dtype=torch.float32, device=query.device)
+        stats = torch.empty(2, batch, heads, splits, dtype=torch.float32, device=query.device)
+    _decode_kernel[(kv_heads, batch, splits)](
+        *(query, key, value, keys, values, tables, rows, positions, sinks, out, partials, stats),
+        *(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], tables.stride(0)),
+        scaling,
+        UNBOUNDED if window is None else window,
+        1.0 if softcap is None else softcap,
+        CAPPED=softcap is not None,
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        GROUP_PAD=padded(heads // kv_heads),
+        D=size,
+        D_PAD=padded(size),
+        DV=value_size,
+        DV_PAD=padded(value_size),
+        BLOCK=block_size,
+        TILE=tile,
+        SPLITS=splits,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    if splits > 1:
+        _combine_kernel[(heads, batch)](
+            *(partials, stats, positions, out),
+            UNBOUNDED if window is None else window,
+            HEADS=heads,
+            DV=value_size,
+            DV_PAD=padded(value_size),
+            TILE=tile,
+            SPLITS=splits,
+            SPLITS_PAD=triton.next_power_of_2(splits),
+            num_warps=2,
+        )
+    return out
+
+
+@triton.jit
+def _visible_tiles(position, window, TILE: tl.constexpr, SPLITS: tl.constexpr):
+    """Of the cached keys a token sees: the first one, its tile, how many tiles, and how many splits share them."""
+    start = tl.maximum(position + 1 - window, 0)
+    first = start // TILE
+    tiles = (position + TILE - 1) // TILE - first
+    # A split without a tile would write nothing worth combining: there are only as many as tiles, and at least one.
+    return start, first, tiles, tl.maximum(tl.minimum(tiles, SPLITS), 1)
+
+
+@triton.jit
+def _decode_kernel(
+    query,
+    key,
+    value,
+    keys,
+    values,
+    tables,
+    rows,
+    positions,
+    sinks,
+    out,
+    partials,
+    stats,
+    query_entry,
+    query_head,
+    key_entry,
+    key_head,
+    value_entry,
+    value_head,
+    table_row,
+    scaling,
+    window,
+    softcap,
+    CAPPED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    # Heads vary fastest: programs that run together read neighbouring memory of a block.
+    head, entry, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    position, row = tl.load(positions + entry), tl.load(rows + entry)
+    group, d, dv = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
+    mine = group < GROUP
+    out_row = (entry * KV_HEADS + head) * GROUP + group
+    out_mask = mine[:, None] & (dv < DV)[None, :]
+    if position < 0:
+        if SPLITS == 1:
+            nothing = tl.zeros([GROUP_PAD, DV_PAD], out.dtype.element_ty)
+            tl.store(out + out_row[:, None] * DV + dv[None, :], nothing, out_mask)
+        return
+    start, first, tiles, used = _visible_tiles(position, window, TILE, SPLITS)
+    if split >= used:
+        return
+    begin, end = first + tiles * split // used, first + tiles * (split + 1) // used
+    # The last of the splits owns the new token. Its loads are issued here and first used after the loop, where their
+    # latency is hidden.
+    owner = split == used - 1
+    table = tables + row.to(tl.int64) * table_row
+    blocks = tile_blocks(table, begin, position, BLOCK, TILE)
+    q_addresses = query + entry * query_entry + (head * GROUP + group)[:, None] * query_head + d[None, :]
+    q = tl.load(q_addresses, mask=mine[:, None] & (d < D)[None, :], other=0.0)
+    new_key = tl.load(key + entry * key_entry + head * key_head + d, mask=owner & (d < D), other=0.0)
+    new_value = tl.load(value + entry * value_entry + head * value_head + dv, mask=owner & (dv < DV), other=0.0)
+    new_block = tl.load(table + position // BLOCK, mask=owner, other=0)
+
+    highest = tl.full([GROUP_PAD], NOTHING, tl.float32)
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    result = tl.zeros([GROUP_PAD, DV_PAD], tl.float32)
+    for tile in range(begin, end):
+        slots = tile_slots(blocks, head, tile, KV_HEADS, BLOCK, TILE)
+        # One tile ahead, so that no tile waits for its own addresses.
+        blocks = tile_blocks(table, tile + 1, position, BLOCK, TILE)
+        spots = tile * TILE + tl.arange(0, TILE)
+        visible = (spots >= start) & (spots < position)
+        k = load_tile(keys, slots, visible, D, D_PAD)
+        scores = dot(q, tl.trans(k), tl.zeros([GROUP_PAD, TILE], tl.float32))
+        scores = tl.where(visible[None, :], base2_logits(scores, scaling, softcap, CAPPED), float("-inf"))
+        raised = tl.maximum(highest, tl.max(scores, 1))
+        weights, shrink = tl.exp2(scores - raised[:, None]), tl.exp2(highest - raised)
+        total = total * shrink + tl.sum(weights, 1)
+        v = load_tile(values, slots, visible, DV, DV_PAD)
+        result = dot(weights.to(v.dtype), v, result * shrink[:, None])
+        highest = raised
+
+    # The owner stores the new token, attends to it, and counts the sink, once per query.
+    new_slot = (new_block.to(tl.int64) * KV_HEADS + head) * BLOCK + position % BLOCK
+    tl.store(keys + new_slot * D + d, new_key, mask=owner & (d < D))
+    tl.store(values + new_slot * DV + dv, new_value, mask=owner & (dv < DV))
+    products = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1)
+    logits = tl.where(owner, base2_logits(products, scaling, softcap, CAPPED), NOTHING)
+    raised = tl.maximum(highest, logits)
+    if sinks is not None:
+        sink = tl.load(sinks + head * GROUP + group, mask=owner & mine, other=0.0).to(tl.float32) * LOG2E
+        sink = tl.where(owner, sink, NOTHING)
+        raised = tl.maximum(raised, sink)
+    weight, shrink = tl.where(owner, tl.exp2(logits - raised), 0.0), tl.exp2(highest - raised)
+    total = total * shrink + weight
+    if sinks is not None:
+        total += tl.where(owner, tl.exp2(sink - raised), 0.0)
+    result = result * shrink[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
+
+    if SPLITS == 1:
+        result = result / total[:, None]
+        tl.store(out + out_row[:, None] * DV + dv[None, :], result.to(out.dtype.element_ty), out_mask)
+    else:
+        part = out_row * SPLITS + split
+        tl.store(partials + part[:, None] * DV + dv[None, :], result, out_mask)
+        tl.store(stats + part, raised, mine)
+        tl.store(stats + tl.num_programs(1).to(tl.int64) * (KV_HEADS * GROUP * SPLITS) + part, total, mine)
+
+
+@triton.jit
+def _combine_kernel(
+    partials,
+    stats,
+    positions,
+    out,
+    window,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+):
+    head, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    position = tl.load(positions + entry)
+    _, _, _, used = _visible_tiles(position, window, TILE, SPLITS)
+    split, dv = tl.arange(0, SPLITS_PAD), tl.arange(0, DV_PAD)
+    # Splits that took no part (all of them, in an idle entry) left their scratch as it was.
+    took_part = (split < used) & (position >= 0)
+    part = (entry * HEADS + head) * SPLITS + split
+    highest = tl.load(stats + part, mask=took_part, other=NOTHING)
+    total = tl.load(stats + tl.num_programs(1).to(tl.int64) * (HEADS * SPLITS) + part, mask=took_part, other=0.0)
+    mask = took_part[:, None] & (dv < DV)[None, :]
+    results = tl.load(partials + part[:, None] * DV + dv[None, :], mask=mask, other=0.0)
+    weight = tl.exp2(highest - tl.max(highest, 0))
+    total = tl.sum(weight * total, 0)
+    result = tl.sum(weight[:, None] * results, 0) / tl.where(position >= 0, total, 1.0)
+    tl.store(out + (entry * HEADS + head) * DV + dv, result.to(out.dtype.element_ty), mask=dv < DV)

@@ -1,0 +1,188 @@
+"""Causal attention of chunks of new tokens over the paged cache, in which their own keys and values already lie.
+
+A token sees itself and what is before it in its own row, and nothing else: neither its chunk's neighbours nor the
+slots of its last block that are not written yet.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from headrace.engines.embedded.kernels.decode import choose_tile
+from headrace.engines.embedded.kernels.tiles import (
+    LOG2E,
+    NOTHING,
+    UNBOUNDED,
+    base2_logits,
+    dot,
+    load_tile,
+    padded,
+    tile_blocks,
+    tile_slots,
+)
+
+
+def paged_prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    offsets: torch.Tensor,
+    longest: int,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The output, `[T, H, Dv]`, of the queries, `[T, H, D]`, of chunks packed one after the other.
+
+    Chunk c holds the tokens `offsets[c]:offsets[c + 1]`, at most `longest`, of `rows[c]`, from position `starts[c]` on.
+    Tokens of no chunk get zeros.
+    """
+    size = max(keys.shape[3], values.shape[3])
+    # Wide numbers are multiplied outside the tensor cores, from registers: few queries at a time.
+    query_tile = 16 if query.element_size() > 2 else 64 if longest <= 64 or size > 128 else 128
+    return launch_prefill(
+        *(query, keys, values, tables, rows, starts, offsets, longest),
+        scaling=scaling,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        query_tile=query_tile,
+        tile=min(64, choose_tile(size, keys.element_size())),
+        num_warps=8 if query_tile == 128 else 4,
+        num_stages=3,
+    )
+
+
+def launch_prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    offsets: torch.Tensor,
+    longest: int,
+    *,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    query_tile: int,
+    tile: int,
+    num_warps: int,
+    num_stages: int,
+) -> torch.Tensor:
+    """`paged_prefill` with the kernel's shape spelt out."""
+    tokens, heads, size = query.shape
+    kv_heads, block_size, value_size = keys.shape[1], keys.shape[2], values.shape[3]
+    assert keys.is_contiguous() and values.is_contiguous() and query.stride(2) == tables.stride(1) == 1
+    assert query.dtype == keys.dtype == values.dtype
+    out = torch.zeros(tokens, heads, value_size, dtype=query.dtype, device=query.device)
+    if longest == 0 or len(rows) == 0:
+        return out
+    _prefill_kernel[(triton.cdiv(longest, query_tile), heads, len(rows))](
+        *(query, keys, values, tables, rows, starts, offsets, sinks, out),
+        *(*query.stride()[:2], tables.stride(0)),
+        scaling,
+        UNBOUNDED if window is None else window,
+        1.0 if softcap is None else softcap,
+        CAPPED=softcap is not None,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=size,
+        D_PAD=padded(size),
+        DV=value_size,
+        DV_PAD=padded(value_size),
+        BLOCK=block_size,
+        QUERIES=query_tile,
+        TILE=tile,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return out
+
+
+@triton.jit
+def _prefill_kernel(
+    query,
+    keys,
+    values,
+    tables,
+    rows,
+    starts,
+    offsets,
+    sinks,
+    out,
+    query_token,
+    query_head,
+    table_row,
+    scaling,
+    window,
+    softcap,
+    CAPPED: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    DV: tl.constexpr,
+    DV_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    query_first, head, chunk = tl.program_id(0) * QUERIES, tl.program_id(1), tl.program_id(2)
+    offset = tl.load(offsets + chunk)
+    count = tl.load(offsets + chunk + 1) - offset
+    if query_first >= count:
+        return
+    kv_head = head // (HEADS // KV_HEADS)
+    start = tl.load(starts + chunk)
+    table = tables + tl.load(rows + chunk).to(tl.int64) * table_row
+    indices, d, dv = query_first + tl.arange(0, QUERIES), tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
+    tokens, places = (offset + indices).to(tl.int64), start + indices
+    q_addresses = query + tokens[:, None] * query_token + head * query_head + d[None, :]
+    q = tl.load(q_addresses, mask=(indices < count)[:, None] & (d < D)[None, :], other=0.0)
+
+    # What the tile of queries sees together: from the first one's window to the last one itself.
+    begin = tl.maximum(start + query_first + 1 - window, 0)
+    end = start + tl.minimum(query_first + QUERIES, count)
+    result = tl.zeros([QUERIES, DV_PAD], tl.float32)
+    if sinks is not None:
+        # The maximum of anything is finite, a sink that is switched off (minus infinity) included.
+        sink = tl.maximum(tl.load(sinks + head).to(tl.float32) * LOG2E, NOTHING)
+        highest = tl.full([QUERIES], 1.0, tl.float32) * sink
+        total = tl.full([QUERIES], 1.0, tl.float32)
+    else:
+        highest = tl.full([QUERIES], NOTHING, tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+
+    blocks = tile_blocks(table, begin // TILE, end, BLOCK, TILE)
+    for tile in range(begin // TILE, (end + TILE - 1) // TILE):
+        slots = tile_slots(blocks, kv_head, tile, KV_HEADS, BLOCK, TILE)
+        # One tile ahead, so that no tile waits for its own addresses.
+        blocks = tile_blocks(table, tile + 1, end, BLOCK, TILE)
+        spots = tile * TILE + tl.arange(0, TILE)
+        written = (spots >= begin) & (spots < end)
+        k = load_tile(keys, slots, written, D, D_PAD)
+        scores = dot(q, tl.trans(k), tl.zeros([QUERIES, TILE], tl.float32))
+        behind = places[:, None] - spots[None, :]
+        visible = (behind >= 0) & (behind < window)
+        scores = tl.where(visible, base2_logits(scores, scaling, softcap, CAPPED), float("-inf"))
+        raised = tl.maximum(highest, tl.max(scores, 1))
+        weights, shrink = tl.exp2(scores - raised[:, None]), tl.exp2(highest - raised)
+        total = total * shrink + tl.sum(weights, 1)
+        v = load_tile(values, slots, written, DV, DV_PAD)
+        result = dot(weights.to(v.dtype), v, result * shrink[:, None])
+        highest = raised
+
+    # Queries past the chunk's end may have seen nothing; they are not stored.
+    result = result / tl.where(indices < count, total, 1.0)[:, None]
+    out_addresses = out + (tokens[:, None] * HEADS + head) * DV + dv[None, :]
+    tl.store(out_addresses, result.to(out.dtype.element_ty), mask=(indices < count)[:, None] & (dv < DV)[None, :])
