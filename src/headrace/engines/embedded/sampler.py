@@ -1,51 +1,86 @@
 """Drawing tokens: the noise of a token is a function of (seed, position) alone.
 
 One uniform number per row, hashed from its seed and absolute position, picks the token by the inverse of the
-cumulative distribution. So a row's draw depends on nothing beside it in the batch, and is the same after preemption or
-when a partial completion is resumed. The log-probability is that of the distribution really drawn from, in fp32.
+cumulative distribution over the kept tokens in the order of their ids. So a row's draw depends on nothing beside it in
+the batch, and is the same after preemption or when a partial completion is resumed. The log-probability is that of the
+distribution really drawn from, in fp32. `kernels.sampling` keeps the same rules on a GPU; this is its reference.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.engines.base import Sampling
-from headrace.types import Float32Array
+from headrace.engines.base import KEPT_LIMIT, Sampling
+from headrace.types import Float32Array, Int32Array
 
 _MASK = (1 << 64) - 1
 _HEAD = 1024
 """Top-p looks at this many best tokens first, and sorts the whole vocabulary only where they are not enough."""
 
 
-def draw(
-    logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
-) -> tuple[npt.NDArray[np.int64], Float32Array]:
+@dataclass(frozen=True)
+class Drawn:
+    """What was drawn, row by row."""
+
+    tokens: npt.NDArray[np.int64]
+    logprobs: Float32Array
+    kept: list[Int32Array | None]
+    """The ids left to draw from, ascending, where they were asked for. Empty if greedy: nothing is truncated then."""
+
+
+class _Rule(NamedTuple):
+    """What truncation leaves; all zero but `top_p`, which is one: everything."""
+
+    greedy: bool
+    top_k: int
+    top_p: float
+    min_p: float
+
+    @property
+    def truncates(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Drawn:
     """A token and its log-probability for every row of `logits` [R, V]; `positions` are those of the new tokens."""
-    scaled = logits.float()
+    logits = _without_forbidden(logits.float(), samplings)
+    best, best_ids = logits.max(dim=-1, keepdim=True)
+    # Under the row's best: what matters is near zero, where fp32 is fine enough for any temperature.
+    scaled = logits - best
     if any(s.temperature not in (0.0, 1.0) for s in samplings):
         # Greedy rows keep their logits: their log-probabilities are the untempered ones.
         temperatures = torch.tensor([s.temperature or 1.0 for s in samplings], device=logits.device)
-        scaled = scaled / temperatures[:, None]
-    logprobs = torch.log_softmax(scaled, dim=-1)
-    noise = uniforms([s.seed for s in samplings], positions)
+        scaled /= temperatures[:, None]
+    masses = scaled.exp()
+    noise = torch.from_numpy(uniforms([s.seed for s in samplings], positions)).to(logits.device)
 
     tokens = torch.empty(len(samplings), dtype=torch.long)
-    chosen = torch.empty(len(samplings), dtype=torch.float32)
-    for (greedy, top_k, top_p), rows in _by_rule(samplings, logprobs.shape[1]).items():
-        mine = logprobs if len(rows) == len(samplings) else logprobs[rows]
-        if greedy:
-            values, indices = mine.max(dim=-1)
+    logprobs = torch.empty(len(samplings), dtype=torch.float32)
+    kept: list[Int32Array | None] = [None] * len(samplings)
+    for rule, rows in _by_rule(samplings, logits.shape[1]).items():
+        whole = len(rows) == len(samplings)
+        mine = masses if whole else masses[rows]
+        keep = None
+        if rule.truncates:
+            keep = _keep(logits if whole else logits[rows], mine, rule)
+            mine = mine * keep
+        if rule.greedy:
+            ids, total = best_ids[rows, 0], mine.sum(-1, dtype=torch.float64)
         else:
-            u = torch.from_numpy(noise[rows]).to(mine.device)
-            indices, values = _pick_truncated(mine, u, top_k, top_p) if top_k or top_p < 1 else _pick(mine, u)
-        tokens[rows] = indices.cpu()
-        chosen[rows] = values.cpu()
-    return tokens.numpy(), chosen.numpy()
+            ids, total = _pick(mine, noise[rows])
+        tokens[rows] = ids.cpu()
+        logprobs[rows] = (scaled[rows, ids] - total.log()).float().cpu()
+        for index, row in enumerate(rows):
+            if samplings[row].record_kept:
+                kept[row] = _ids(logits[row], keep[index] if keep is not None else None, rule)
+    return Drawn(tokens.numpy(), logprobs.numpy(), kept)
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
@@ -64,54 +99,94 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _by_rule(samplings: Sequence[Sampling], vocabulary: int) -> dict[tuple[bool, int, float], list[int]]:
+def _without_forbidden(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+    # An id outside the vocabulary is never drawn anyway.
+    inside = range(logits.shape[1])
+    pairs = [(row, token) for row, sampling in enumerate(samplings) for token in sampling.forbidden if token in inside]
+    if not pairs:
+        return logits
+    rows, tokens = torch.tensor(pairs, device=logits.device).unbind(1)
+    return logits.index_put((rows, tokens), logits.new_tensor(float("-inf")))
+
+
+def _by_rule(samplings: Sequence[Sampling], vocabulary: int) -> dict[_Rule, list[int]]:
     """Rows by how they are truncated. What a row computes then depends on its own rule only."""
-    rules: dict[tuple[bool, int, float], list[int]] = defaultdict(list)
+    rules: dict[_Rule, list[int]] = defaultdict(list)
     for row, sampling in enumerate(samplings):
-        greedy = sampling.temperature == 0
-        top_k = 0 if greedy or sampling.top_k >= vocabulary else sampling.top_k
-        rules[greedy, top_k, 1.0 if greedy else sampling.top_p].append(row)
+        if sampling.temperature == 0:
+            rules[_Rule(True, 0, 1.0, 0.0)].append(row)
+            continue
+        top_k = min(sampling.top_k or KEPT_LIMIT, KEPT_LIMIT) if sampling.record_kept else sampling.top_k
+        rules[_Rule(False, top_k if top_k < vocabulary else 0, sampling.top_p, sampling.min_p)].append(row)
     return rules
 
 
-def _pick(logprobs: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    indices = _first_above(cumulative, u)
-    return indices, logprobs.gather(1, indices[:, None])[:, 0]
+def _pick(masses: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first id whose cumulative mass exceeds `u` of the whole, never one of zero mass; and the whole."""
+    cumulative = masses.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    ids = torch.searchsorted(cumulative, (u * total)[:, None], right=True)[:, 0]
+    # A row of NaN finds no id; its log-probability will say so.
+    return ids.clamp_(max=masses.shape[1] - 1), total
 
 
-def _pick_truncated(
-    logprobs: torch.Tensor, u: torch.Tensor, top_k: int, top_p: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    vocabulary = logprobs.shape[1]
-    width = top_k or min(_HEAD, vocabulary)
-    indices, values, enough = _pick_from_best(logprobs, u, width, top_p, renormalize=bool(top_k))
-    short = (~enough).nonzero()[:, 0]
-    if width < vocabulary and not top_k and len(short):
-        whole = _pick_from_best(logprobs[short], u[short], vocabulary, top_p, renormalize=False)
-        indices[short], values[short] = whole[0], whole[1]
-    return indices, values
+def _keep(logits: torch.Tensor, masses: torch.Tensor, rule: _Rule) -> torch.Tensor:
+    """[R, V]: what truncation leaves: tokens above an edge, and of those at the edge the ones of the lowest ids."""
+    keep = logits > float("-inf")
+    if rule.top_k or rule.top_p < 1:
+        edge, places = _edge(logits, masses, rule)
+        tie = logits == edge
+        # Only the lowest ids of an edge with too many tokens are taken: a row's own count decides, not its neighbours.
+        keep &= (logits > edge) | (tie & (tie.cumsum(-1, dtype=torch.int32) <= places))
+    if rule.min_p:
+        # The best token's mass is one.
+        keep &= masses >= rule.min_p
+    return keep
 
 
-def _pick_from_best(
-    logprobs: torch.Tensor, u: torch.Tensor, width: int, top_p: float, *, renormalize: bool
+def _edge(logits: torch.Tensor, masses: torch.Tensor, rule: _Rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least logit that stays, and how many tokens that have it may: both [R, 1]."""
+    if not rule.top_k:
+        limit = rule.top_p * masses.sum(-1, keepdim=True, dtype=torch.float64)
+        width = min(_HEAD, logits.shape[1])
+        edge, places, enough = _edge_of_best(logits, masses, width, limit)
+        short = (~enough).nonzero()[:, 0]
+        if width < logits.shape[1] and len(short):
+            whole = _edge_of_best(logits[short], masses[short], logits.shape[1], limit[short])
+            edge[short], places[short] = whole[0], whole[1]
+        return edge, places
+    best, ids = logits.topk(rule.top_k, dim=-1)
+    edge = best[:, -1:]
+    places = (best == edge).sum(-1, keepdim=True)
+    if rule.top_p < 1:
+        limit = rule.top_p * masses.gather(1, ids).sum(-1, keepdim=True, dtype=torch.float64)
+        higher, fewer, _ = _edge_of_best(logits, masses, rule.top_k, limit)
+        places = torch.where(higher == edge, torch.minimum(fewer, places), fewer)
+        edge = higher
+    return edge, places
+
+
+def _edge_of_best(
+    logits: torch.Tensor, masses: torch.Tensor, width: int, limit: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pick among the `width` best; also whether these reach `top_p` (of their own mass, if `renormalize`)."""
-    best, ids = logprobs.topk(width, dim=-1)
-    mass = best.exp().double()
+    """Where the best tokens reach this mass, how many places are left there, and whether `width` of them do."""
+    best, ids = logits.topk(width, dim=-1)
+    mass = masses.gather(1, ids).double()
     cumulative = mass.cumsum(-1)
-    limit = top_p * cumulative[:, -1:] if renormalize else torch.full_like(cumulative[:, -1:], top_p)
-    # The smallest set that reaches top_p: a token stays while the mass before it has not. The first always stays.
-    kept = (cumulative - mass) < limit if top_p < 1 else torch.ones_like(mass, dtype=torch.bool)
-    kept[:, 0] = True
-    cumulative = (mass * kept).cumsum(-1)
-    index = _first_above(cumulative, u)[:, None]
-    logprob = best.gather(1, index)[:, 0] - cumulative[:, -1].log().float()
-    return ids.gather(1, index)[:, 0], logprob, (cumulative[:, -1:] >= limit)[:, 0]
+    last = torch.searchsorted(cumulative, limit).clamp_(max=width - 1)
+    edge = best.gather(1, last)
+    above = (mass * (best > edge)).sum(-1, keepdim=True)
+    # A token stays while the mass before it has not reached the limit; the first always stays.
+    places = (
+        ((limit - above) / mass.gather(1, last)).ceil().nan_to_num(nan=1.0, posinf=width).clamp_(1, logits.shape[1])
+    )
+    return edge, places.long(), cumulative[:, -1] >= limit[:, 0]
 
 
-def _first_above(cumulative: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """The first index whose cumulative mass exceeds `u` of the whole: never one of zero mass."""
-    target = u[:, None] * cumulative[:, -1:]
-    # A row of NaN finds no index; its log-probability will say so.
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=cumulative.shape[1] - 1)
+def _ids(logits: torch.Tensor, keep: torch.Tensor | None, rule: _Rule) -> Int32Array:
+    if rule.greedy:
+        return np.empty(0, np.int32)
+    # Without truncation (a small vocabulary) all that may be drawn is kept.
+    keep = logits > float("-inf") if keep is None else keep
+    ids: Int32Array = keep.nonzero()[:, 0].cpu().numpy().astype(np.int32)
+    return ids
