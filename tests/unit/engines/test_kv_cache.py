@@ -47,6 +47,42 @@ def test_a_free_block_is_neither_shared_nor_freed_again() -> None:
         pool.share(blocks)
 
 
+def test_remembered_blocks_are_reused_last_and_the_longest_free_first() -> None:
+    pool = BlockPool(4, 4)
+    reused: list[int] = []
+    pool.on_reuse = reused.append
+    blocks = pool.take(3)
+    for block in blocks:
+        pool.remember(block)
+    pool.release([blocks[1]])
+    pool.release([blocks[0]])
+    pool.release([blocks[2]])
+    assert pool.free == 4 and all(pool.is_free(block) for block in blocks)
+    pool.share([blocks[1]])
+    pool.release([blocks[1]])
+    assert set(pool.take(1)).isdisjoint(blocks) and reused == []
+    assert pool.take(2) == [blocks[0], blocks[2]] == reused
+    with pytest.raises(RuntimeError, match="2 blocks wanted, 1 free"):
+        pool.take(2)
+    assert pool.take(1) == [blocks[1]]
+
+
+def test_a_forgotten_block_is_an_ordinary_one() -> None:
+    pool = BlockPool(2, 4)
+    held, idle = pool.take(2)
+    for block in (held, idle):
+        pool.remember(block)
+    pool.release([idle])
+    for block in (held, idle):
+        pool.forget(block)
+    with pytest.raises(RuntimeError, match="cannot be shared"):
+        pool.share([idle])
+    with pytest.raises(RuntimeError, match="cannot be remembered"):
+        pool.remember(idle)
+    pool.release([held])
+    assert pool.free == 2 and pool.references(held) == 0
+
+
 @given(tokens=st.integers(0, 200), size=st.integers(1, 33))
 def test_blocks_for_is_the_smallest_number_that_holds(tokens: int, size: int) -> None:
     blocks = BlockPool(1, size).blocks_for(tokens)

@@ -1,12 +1,15 @@
 """The paged KV cache: blocks of token slots, counted references, and the tensors behind them.
 
-A block is free exactly when nobody refers to it; every taker releases what it took, once. Only the owner of a block's
-last slots writes to it: sharers read the slots that were full when they joined, or copy the block first.
+A block is free exactly when nobody refers to it; every taker releases what it took, once. A free block may be
+remembered for what it holds: it is taken for something else only when no other is free, least recently used first.
+Only the owner of a block's last slots writes to it: sharers read the slots that were full when they joined, or copy
+the block first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import numpy as np
@@ -19,37 +22,48 @@ class BlockPool:
     def __init__(self, total: int, block_size: int) -> None:
         self.total = total
         self.block_size = block_size
+        self.on_reuse: Callable[[int], None] | None = None
+        """Told of every remembered block that is taken for something else."""
         self._references = [0] * total
         # Last in, first out: a cache larger than the work touches little memory.
         self._free = list(range(total - 1, -1, -1))
+        self._remembered: set[int] = set()
+        # Free and remembered, the one that was free for longest first.
+        self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def free(self) -> int:
-        """Blocks that nobody refers to."""
-        return len(self._free)
+        """Blocks that nobody refers to, remembered or not."""
+        return len(self._free) + len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold this many tokens."""
         return -(-tokens // self.block_size)
+
+    def references(self, block: int) -> int:
+        """How many refer to this block."""
+        return self._references[block]
 
     def is_free(self, block: int) -> bool:
         """Whether nobody refers to this block."""
         return self._references[block] == 0
 
     def take(self, count: int) -> list[int]:
-        """Take free blocks; there must be enough of them."""
-        if count > len(self._free):
-            raise RuntimeError(f"{count} blocks wanted, {len(self._free)} free")
-        taken = [self._free.pop() for _ in range(count)]
+        """Take free blocks, remembered ones last; there must be enough of them."""
+        if count > self.free:
+            raise RuntimeError(f"{count} blocks wanted, {self.free} free")
+        taken = [self._free.pop() if self._free else self._reuse() for _ in range(count)]
         for block in taken:
             self._references[block] = 1
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Refer once more to blocks that somebody holds."""
+        """Refer once more to blocks that somebody holds, or that are remembered."""
         for block in blocks:
             if self._references[block] == 0:
-                raise RuntimeError(f"block {block} is free and cannot be shared")
+                if block not in self._idle:
+                    raise RuntimeError(f"block {block} is free and cannot be shared")
+                del self._idle[block]
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -59,7 +73,30 @@ class BlockPool:
                 raise RuntimeError(f"block {block} is already free")
             self._references[block] -= 1
             if self._references[block] == 0:
-                self._free.append(block)
+                if block in self._remembered:
+                    self._idle[block] = None
+                else:
+                    self._free.append(block)
+
+    def remember(self, block: int) -> None:
+        """Take this block for something else only when no other is free. Somebody must hold it now."""
+        if self._references[block] == 0:
+            raise RuntimeError(f"block {block} is free and cannot be remembered")
+        self._remembered.add(block)
+
+    def forget(self, block: int) -> None:
+        """What this block holds is of no use to anybody but its holders."""
+        self._remembered.discard(block)
+        if block in self._idle:
+            del self._idle[block]
+            self._free.append(block)
+
+    def _reuse(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        self._remembered.discard(block)
+        if self.on_reuse is not None:
+            self.on_reuse(block)
+        return block
 
 
 class KVCache:
