@@ -1,0 +1,232 @@
+"""One experts function, registered with transformers, that says which experts each token went to.
+
+What is recorded is the very index tensor that the products are made with, so it cannot differ from what ran; and
+recording waits for nothing on the host, so it holds inside a compiled layer and a captured graph.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import grouped_mm
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from headrace.errors import ModelError
+
+EXPERTS = "headrace"
+"""The name to set: `model.set_experts_implementation(EXPERTS)`; `prepare_experts` does it."""
+
+_COLUMN = "headrace_column"
+"""The attribute of an experts module that says which column of the record is its own."""
+_DISPATCHED = ("is_transposed", "has_gate", "has_bias")
+"""What transformers' decorator leaves on a module that it dispatches; there is no base class to ask for."""
+_ROUTING_CLASS = re.compile(r"(Experts?|Router|Gating|MoE|Moe|Mo[eE]Block)$")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+_MOST_EXPERTS = torch.iinfo(torch.int16).max
+_BLOCK = 8
+"""Experts computed at once where every expert is; a number that does not depend on the pass, for compiled layers."""
+
+
+@dataclass(frozen=True)
+class RoutingShape:
+    """Where a model routes. A record of T tokens is [T, len(layers), per_token] of numbers below `experts`."""
+
+    layers: tuple[int, ...]
+    """The decoder layers that route, ascending; empty where that cannot be known."""
+    per_token: int
+    experts: int
+    recorded: bool = True
+    """False for models that route outside of transformers' experts interface: they are served, never recorded."""
+
+
+class RoutingRecorder:
+    """The experts of the pass in force: row t of `chosen` is the pass's token t, whatever it was before.
+
+    The buffer is allocated once and never replaced, so a captured graph keeps writing where the host reads.
+    """
+
+    def __init__(self, shape: RoutingShape, tokens: int, device: torch.device | str) -> None:
+        if not shape.recorded:
+            raise ModelError("this model's experts cannot be recorded: it routes outside of transformers' interface")
+        self.shape = shape
+        self.chosen = torch.zeros(tokens, len(shape.layers), shape.per_token, dtype=torch.int16, device=device)
+
+    def write(self, column: int, index: torch.Tensor) -> None:
+        """Keep one layer's experts, [T, k], as rows 0..T-1."""
+        tokens, per_token = index.shape
+        if tokens > self.chosen.shape[0] or per_token != self.shape.per_token:
+            raise ValueError(f"{tokens} tokens of {per_token} experts do not fit into {tuple(self.chosen.shape)}")
+        self.chosen[:tokens, column].copy_(index)
+
+
+_recorder: ContextVar[RoutingRecorder | None] = ContextVar("headrace_routing", default=None)
+
+
+@contextmanager
+def recording(recorder: RoutingRecorder | None) -> Iterator[None]:
+    """Every pass of the body writes its experts into this recorder, if there is one."""
+    token = _recorder.set(recorder)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
+
+
+def prepare_experts(model: Any) -> RoutingShape | None:
+    """Route this model's experts through Headrace; where it routes, or None for a dense model."""
+    config = model.config.get_text_config()
+    experts, per_token = _first(config, _EXPERT_COUNTS) or 0, _first(config, _EXPERTS_PER_TOKEN) or 0
+    modules = experts_modules(model)
+    if not modules:
+        # By class: a configuration may speak of experts that no layer has.
+        if not any(_ROUTING_CLASS.search(type(module).__name__) for module in model.modules()):
+            return None
+        return RoutingShape(layers=(), per_token=per_token, experts=experts, recorded=False)
+    model.set_experts_implementation(EXPERTS)
+    layers = _layers_of(modules)
+    counts = {int(module.num_experts) for module in modules.values()}
+    dispatched = all(module.config._experts_implementation == EXPERTS for module in modules.values())
+    if not (dispatched and layers and per_token and len(counts) == 1 and max(counts) <= _MOST_EXPERTS):
+        return RoutingShape(layers=layers, per_token=per_token, experts=max(counts), recorded=False)
+    for column, module in enumerate(modules.values()):
+        setattr(module, _COLUMN, column)
+    return RoutingShape(layers=layers, per_token=per_token, experts=max(counts))
+
+
+def experts_modules(model: torch.nn.Module) -> dict[str, Any]:
+    """The modules that transformers dispatches through its experts interface, by path, in the order of a record."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if all(name in vars(module) for name in _DISPATCHED) and hasattr(module, "down_proj")
+    }
+
+
+def _layers_of(modules: dict[str, Any]) -> tuple[int, ...]:
+    """The layer of each experts module, ascending; empty where they do not tell, or one routes more than once."""
+    # The layer's number is the first in the path: `model.layers.3.mlp.experts`.
+    numbers = [[int(part) for part in path.split(".") if part.isdecimal()] for path in modules]
+    layers = tuple(found[0] for found in numbers if found)
+    return layers if len(layers) == len(modules) and layers == tuple(sorted(set(layers))) else ()
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((int(value) for value in values if isinstance(value, int)), None)
+
+
+@torch.library.custom_op("headrace::record_routing", mutates_args=())
+def _record_routing(index: torch.Tensor, column: int) -> torch.Tensor:
+    # Returning the index makes the record a step on the way to the products: a compiler can neither drop nor move it.
+    _record(index, column)
+    return index.clone()
+
+
+@_record_routing.register_fake
+def _(index: torch.Tensor, column: int) -> torch.Tensor:
+    return torch.empty_like(index)
+
+
+def _record(index: torch.Tensor, column: int) -> None:
+    if (recorder := _recorder.get()) is not None:
+        recorder.write(column, index)
+
+
+def _experts(module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each token's experts, [T, H], by transformers' experts interface."""
+    column = getattr(module, _COLUMN, None)
+    if column is None:
+        pass
+    elif torch.compiler.is_compiling():
+        # Opaque to the compiler, so that one compiled layer serves passes with and without a recorder.
+        top_k_index = _record_routing(top_k_index, column)
+    else:
+        _record(top_k_index, column)
+    if top_k_weights.shape != top_k_index.shape:
+        raise ModelError(f"{type(module).__name__} weighs its experts in a form that is not known: it cannot be served")
+    compute = _grouped if _groups(module, hidden) else _every_expert
+    return compute(module, hidden, top_k_index, top_k_weights).to(hidden.dtype)
+
+
+def _groups(module: Any, hidden: torch.Tensor) -> bool:
+    """Whether torch's grouped product takes these tensors here; it waits for the host where it has no kernel."""
+    first = _up(module)
+    if hidden.dtype != first.dtype or hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    if any(size * hidden.element_size() % 16 for weight in (first, module.down_proj) for size in weight.shape[1:]):
+        return False
+    if hidden.dtype == torch.bfloat16:
+        return True
+    return not torch.compiler.is_compiling() and not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _grouped(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Pairs of token and expert sorted by expert, and one product per expert over its stretch of them."""
+    tokens, per_token = index.shape
+    expert, order = torch.sort(index.reshape(-1).to(torch.int16), stable=True)  # narrow keys sort in fewer rounds
+    numbers = torch.arange(module.num_experts, device=expert.device, dtype=expert.dtype)
+    ends = torch.searchsorted(expert, numbers, right=True, out_int32=True)
+    inner = grouped_mm(hidden[order // per_token], _input_first(module, _up(module)), offs=ends)
+    if module.has_bias:
+        inner = inner + _up_bias(module)[expert.int()]
+    outer = grouped_mm(_activate(module, inner), _input_first(module, module.down_proj), offs=ends)
+    if module.has_bias:
+        outer = outer + module.down_proj_bias[expert.int()]
+    outer = _normed(module, outer) * weights.reshape(-1)[order, None]
+    # Back in the tokens' order, where the sum over a token's experts has a fixed order too: no atomic additions.
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    return outer[back].view(tokens, per_token, outer.shape[-1]).sum(1)
+
+
+def _every_expert(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Every expert over every token, most of it for nothing: for what the grouped product does not take."""
+    spread = weights.new_zeros((index.shape[0], module.num_experts)).scatter_add(1, index, weights).t()[..., None]
+    total = torch.zeros_like(hidden)
+    for start in range(0, module.num_experts, _BLOCK):
+        part = slice(start, start + _BLOCK)
+        inner = torch.matmul(hidden, _input_first(module, _up(module)[part]))
+        if module.has_bias:
+            inner = inner + _up_bias(module)[part, None]
+        outer = torch.bmm(_activate(module, inner), _input_first(module, module.down_proj[part]))
+        if module.has_bias:
+            outer = outer + module.down_proj_bias[part, None]
+        # What an expert that was not chosen makes of a token may overflow: it must not come back as 0 times infinity.
+        outer = _normed(module, outer).masked_fill(spread[part] == 0, 0.0)
+        total = total + (outer * spread[part]).sum(0)
+    return total
+
+
+def _up(module: Any) -> torch.Tensor:
+    weight: torch.Tensor = module.gate_up_proj if module.has_gate else module.up_proj
+    return weight
+
+
+def _up_bias(module: Any) -> torch.Tensor:
+    bias: torch.Tensor = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+    return bias
+
+
+def _input_first(module: Any, weight: torch.Tensor) -> torch.Tensor:
+    return weight if module.is_transposed else weight.transpose(-2, -1)
+
+
+def _activate(module: Any, inner: torch.Tensor) -> torch.Tensor:
+    active: torch.Tensor = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    return active
+
+
+def _normed(module: Any, outer: torch.Tensor) -> torch.Tensor:
+    if not getattr(module, "has_post_expert_norm", False):
+        return outer
+    normed: torch.Tensor = module.post_expert_norm(outer)
+    return normed
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)

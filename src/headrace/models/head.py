@@ -1,0 +1,47 @@
+"""Logits in float32: the last matrix product of a 16-bit model is not rounded back to 16 bits.
+
+Near the likeliest tokens a bfloat16 logit is only good to some hundredths, which is what a log-probability's error
+would then be; the product itself accumulates in float32 anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def keep_logits_in_float32(model: Any) -> bool:
+    """Make this model's vocabulary projection answer in float32; False where it is not a plain 16-bit one on a GPU."""
+    head = model.get_output_embeddings()
+    plain = isinstance(head, torch.nn.Linear) and head.bias is None
+    if not plain or head.weight.device.type != "cuda" or head.weight.dtype not in _HALF:
+        return False
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        product = torch.mm(flat, head.weight.t(), out_dtype=torch.float32)
+        return product.view(*hidden.shape[:-1], -1)
+
+    head.forward = forward
+    return True
+
+
+@contextmanager
+def float32_head(model: Any) -> Iterator[None]:
+    """Inside, the vocabulary projection is computed wholly in float32: slow, and the reference of the one above."""
+    head = model.get_output_embeddings()
+    before = head.__dict__.get("forward")
+    head.forward = lambda hidden: torch.nn.functional.linear(
+        hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float()
+    )
+    try:
+        yield
+    finally:
+        del head.forward
+        if before is not None:
+            head.forward = before

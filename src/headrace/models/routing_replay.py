@@ -1,0 +1,117 @@
+"""Recorded experts, forced on a model's own routers: which experts run is the record's, how they weigh is the router's.
+
+A router is not rewritten: the one `topk` by which it chooses is answered from the record. A router that chooses in
+another way, or twice, is refused, so a pass under `forcing` never routes freely without saying so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from headrace.errors import ModelError
+from headrace.models.experts import RoutingShape, experts_modules
+
+FREE = -1
+"""In place of a token's experts: this token was not recorded (a prompt's, say), and its router chooses."""
+
+_TOPK = (torch.topk, torch.Tensor.topk)
+
+
+@contextmanager
+def forcing(model: Any, shape: RoutingShape, routing: np.ndarray[Any, Any] | torch.Tensor) -> Iterator[None]:
+    """Every pass of the body has T tokens, and they go to the experts of `routing` [T, layers, k], FREE where unknown.
+
+    With activation checkpointing the body must hold the backward pass too, which computes the layers again.
+    """
+    record = _checked(shape, torch.as_tensor(routing)).to(next(model.parameters()).device, torch.int64)
+    with ExitStack() as stack:
+        for column, path in enumerate(experts_modules(model)):
+            # The router and its choice are somewhere in the block that holds the experts.
+            block = model.get_submodule(path.rpartition(".")[0])
+            stack.enter_context(_forced_block(block, record[:, column], shape.experts))
+        yield
+
+
+def _checked(shape: RoutingShape, routing: torch.Tensor) -> torch.Tensor:
+    if not shape.recorded:
+        raise ModelError("this model's experts cannot be forced: it routes outside of transformers' interface")
+    if routing.ndim != 3 or routing.shape[1:] != (len(shape.layers), shape.per_token):
+        raise ValueError(f"a record of {tuple(routing.shape)} is not [tokens, {len(shape.layers)}, {shape.per_token}]")
+    free = routing == FREE
+    known = (routing >= 0) & (routing < shape.experts)
+    if not (free.all(-1) | known.all(-1)).all():
+        raise ValueError(f"a record holds numbers that are not those of {shape.experts} experts")
+    return routing
+
+
+@contextmanager
+def _forced_block(block: torch.nn.Module, forced: torch.Tensor, experts: int) -> Iterator[None]:
+    inner = block.forward
+    patched = vars(block).get("forward")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # Entered by the block itself, so that a pass repeated on another thread (checkpointing) is forced as well.
+        with _Choice(forced, experts) as choice:
+            output = inner(*args, **kwargs)
+        if choice.made != 1:
+            raise ModelError(
+                f"{type(block).__name__} chose its experts by {choice.made} topk calls, not one: they cannot be forced"
+            )
+        return output
+
+    block.forward = forward
+    try:
+        yield
+    finally:
+        del block.forward
+        if patched is not None:
+            block.forward = patched
+
+
+class _Choice(TorchFunctionMode):
+    """Answers the topk over all experts from the record, and counts how often."""
+
+    def __init__(self, forced: torch.Tensor, experts: int) -> None:
+        super().__init__()
+        self.made = 0
+        self._forced = forced
+        self._experts = experts
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The call's own result, except for a choice of experts or of their groups."""
+        kwargs = kwargs or {}
+        if func not in _TOPK:
+            return func(*args, **kwargs)
+        return self._topk(*args, **kwargs)
+
+    def _topk(self, input: torch.Tensor, k: int, dim: int = -1, **kwargs: Any) -> Any:
+        width = input.shape[-1]
+        over_experts = width == self._experts and k == self._forced.shape[1]
+        over_groups = width < self._experts and self._experts % width == 0
+        if input.ndim != 2 or dim not in (-1, 1) or not (over_experts or over_groups):
+            return torch.topk(input, k, dim, **kwargs)
+        if input.shape[0] != self._forced.shape[0]:
+            raise ValueError(f"a pass of {input.shape[0]} tokens is forced by a record of {self._forced.shape[0]}")
+        if over_experts:
+            self.made += 1
+            index = torch.topk(input, k, dim, **kwargs).indices
+            index = torch.where(self._forced >= 0, self._forced, index)
+        else:
+            index = torch.topk(self._with_forced_groups(input), k, dim, **kwargs).indices
+        return torch.return_types.topk((input.gather(1, index), index))
+
+    def _with_forced_groups(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores by which the groups of all forced experts are chosen: a router hides the experts of all others."""
+        groups = scores.shape[1]
+        # One more column takes what the free rows point to, and is cut off again.
+        group = torch.where(self._forced >= 0, self._forced // (self._experts // groups), groups)
+        held = scores.new_zeros(scores.shape[0], groups + 1, dtype=torch.bool).scatter(1, group, True)[:, :groups]
+        return scores.detach().masked_fill(held, float("inf"))
