@@ -64,4 +64,4 @@ class Proof(msgspec.Struct, kw_only=True):
     """Largest absolute difference of the canary's log-probabilities."""
     stage_seconds: float = 0.0
     swap_seconds: float = 0.0
-    """How long decoding stood still: the swap, the live digest and the canary."""
+    """How long decoding stood still: the copy, the live digest and the canary; on a GPU the copy alone."""

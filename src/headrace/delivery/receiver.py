@@ -1,14 +1,18 @@
 """An engine's end of delivery: weights are proved before they touch the live ones, and again after.
 
 `stage` works on memory of its own and leaves the live weights alone, whatever it finds. From the first byte that
-`swap` writes until the proof succeeds the receiver is in quarantine: no exception leaves unproved weights in service.
+`install` writes until `prove` succeeds the receiver is in quarantine: no exception makes unproved weights a version.
+
+On a GPU only the copy stands in the way of decoding: `stage` has a stream of its own, and so has the live digest.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +21,7 @@ import torch
 
 from headrace.delivery.base import Canary, Entry, Manifest, Proof
 from headrace.delivery.digest import digest
+from headrace.delivery.live import DeviceCheck, DeviceSide, HostCheck
 from headrace.delivery.plan import Plan, dtype_name, dtype_of, make_plan, plan_digest, unpack
 from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Source
@@ -26,7 +31,7 @@ from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """Weights that arrived whole and wait in the receiver's buffer for the next `swap`."""
+    """Weights that arrived whole and wait in the receiver's buffer for the next `install`."""
 
     manifest: Manifest
     weights: Mapping[str, torch.Tensor]
@@ -34,22 +39,50 @@ class Staged:
     seconds: float
 
 
+@dataclass(frozen=True, eq=False)
+class Installed:
+    """Weights that were copied over the live ones and wait for `prove`."""
+
+    staged: Staged
+    live: HostCheck | DeviceCheck
+    """What a digest finds in the live weights now."""
+
+    def ready(self) -> bool:
+        """Whether `prove` need not wait for the live digest."""
+        return self.live.ready()
+
+
 class Receiver:
     """Keeps the live tensors of one engine up to date; they keep their addresses.
 
-    `stage` may run in a thread of its own while the engine uses the live weights; `swap` runs where nothing else does.
+    `stage` may run in a thread of its own while the engine uses the live weights. `install`, `prove` and `swap` belong
+    to the thread that runs passes, between two of them; on a GPU they work on its current stream.
     """
 
-    def __init__(self, weights: dict[str, torch.Tensor], engine: str, *, keys: Path | None = None) -> None:
-        """`keys` is the file with the keys of the run, for transports that encrypt."""
+    def __init__(
+        self,
+        weights: dict[str, torch.Tensor],
+        engine: str,
+        keys: Path | None = None,
+        installed: Callable[[], None] | None = None,
+    ) -> None:
+        """`keys` is the file with the keys of the run, for transports that encrypt.
+
+        `installed` is called as soon as new weights are in place, on the same stream, before they are digested and
+        scored: there an engine brings up to date what it derives from them.
+        """
         self._live = weights
         self._engine = engine
         self._keys = keys
+        self._after_copy = installed
+        self._device = next((tensor.device for tensor in weights.values()), torch.device("cpu"))
+        self._gpu = DeviceSide(self._device) if self._device.type == "cuda" else None
         self._proved = NO_VERSION
         self._quarantined = False
         self._sources: dict[str, Source] = {}
         self._buffer: torch.Tensor | None = None
         self._staged: Staged | None = None
+        self._installed: Installed | None = None
         self._busy = threading.Lock()
 
     @property
@@ -67,66 +100,119 @@ class Receiver:
 
         Raises `DeliveryError` with the reason; the live weights and `version` are as before.
         """
-        with self._alone("stage", manifest.version), torch.no_grad():
+        beside = self._gpu.staging() if self._gpu else nullcontext()
+        with self._alone("stage", manifest.version), torch.no_grad(), beside:
             started = time.monotonic()
             self._staged = None
-            if manifest.version <= self._proved:
-                raise DeliveryError(f"version {manifest.version} is out of order: version {self._proved} is live")
+            self._check_order(manifest.version)
             plan = self._agreed_plan(manifest)
             weights = self._fetch(manifest, plan)
-            found = digest(weights.items())
+            found = self._gpu.digest_staged(plan, weights) if self._gpu else digest(weights.items())
             if found != manifest.digest:
                 raise DeliveryError(
                     f"version {manifest.version} arrived wrong: its digest is {found:016x}, not {manifest.digest:016x}"
                 )
             self._check_casts(weights)
+            if self._gpu:
+                self._gpu.prepare_live(plan, self._live)
             self._staged = Staged(manifest, weights, found, time.monotonic() - started)
             return self._staged
 
+    def install(self, staged: Staged) -> Installed:
+        """Copy the staged version over the live one, which no version vouches for until it is proved.
+
+        On a GPU this returns before the copy ends: it is ordered on the current stream like any other work there.
+        """
+        with self._alone("install", staged.manifest.version), torch.no_grad():
+            return self._install(staged)
+
+    def prove(self, installed: Installed, logprobs: Float32Array) -> Proof:
+        """Compare the live digest, and the canary's log-probabilities under the live weights, with the manifest's.
+
+        A proof that is not accepted leaves the receiver in quarantine until a version is proved, and so does a digest
+        that does not come in time, which raises `DeliveryError`.
+        """
+        staged = installed.staged
+        version = staged.manifest.version
+        if installed is not self._installed:
+            raise DeliveryError(f"version {version} is no longer installed")
+        self._installed = None
+        found = installed.live.digest()
+        error = canary_error(staged.manifest.canary, logprobs)
+        reason = _mismatch(staged, found, error)
+        self._quarantined = bool(reason)
+        if not reason:
+            self._proved = version
+        return Proof(
+            engine=self._engine,
+            version=version,
+            accepted=not reason,
+            quarantined=bool(reason),
+            reason=reason,
+            staged_digest=staged.digest,
+            live_digest=found,
+            canary_error=error,
+            stage_seconds=staged.seconds,
+            swap_seconds=installed.live.seconds(),
+        )
+
     def swap(self, staged: Staged, score: Callable[[Int32Array], Float32Array]) -> Proof:
-        """Make the staged version the live one and prove it.
+        """Make the staged version the live one and prove it: `install` and `prove`, and no other delivery between.
 
         `score` gives the log-probabilities of tokens 1..n under the live weights. A proof that is not accepted, and an
         exception of `score`, leave the receiver in quarantine until a version is proved.
         """
         with self._alone("swap", staged.manifest.version), torch.no_grad():
-            if staged is not self._staged:
-                raise DeliveryError(f"version {staged.manifest.version} is no longer staged")
-            started = time.monotonic()
-            self._staged = None
-            self._quarantined = True
-            for name, tensor in staged.weights.items():
-                self._live[name].copy_(tensor)
-            found = digest(self._live_as(staged.manifest.entries))
-            canary = staged.manifest.canary
+            installed = self._install(staged)
             # A copy: what came over a channel is read-only, which torch does not take without a warning.
-            error = canary_error(canary, score(canary.token_ids.copy()))
-            reason = _mismatch(staged, found, error)
-            self._quarantined = bool(reason)
-            if not reason:
-                self._proved = staged.manifest.version
-            return Proof(
-                engine=self._engine,
-                version=staged.manifest.version,
-                accepted=not reason,
-                quarantined=bool(reason),
-                reason=reason,
-                staged_digest=staged.digest,
-                live_digest=found,
-                canary_error=error,
-                stage_seconds=staged.seconds,
-                swap_seconds=time.monotonic() - started,
-            )
+            return self.prove(installed, score(staged.manifest.canary.token_ids.copy()))
 
     def close(self) -> None:
         """Let go of the transports and the buffer. Idempotent."""
         for opened in self._sources.values():
             opened.close()
         self._sources.clear()
-        self._staged = self._buffer = None
+        self._staged = self._installed = self._buffer = None
+        if self._gpu:
+            self._gpu.close()
 
     def _alone(self, what: str, version: int) -> _Exclusive:
         return _Exclusive(self._busy, f"cannot {what} version {version}: another delivery is under way")
+
+    def _check_order(self, version: int) -> None:
+        if version <= self._proved:
+            raise DeliveryError(f"version {version} is out of order: version {self._proved} is live")
+
+    def _install(self, staged: Staged) -> Installed:
+        if staged is not self._staged:
+            raise DeliveryError(f"version {staged.manifest.version} is no longer staged")
+        # Again: a newer version may have been proved since this one was staged.
+        self._check_order(staged.manifest.version)
+        started = time.monotonic()
+        self._staged = self._installed = None
+        self._quarantined = True
+        live: HostCheck | DeviceCheck
+        if self._gpu:
+            live = self._gpu.install(lambda: self._copy(staged), self._buffer, self._after_copy)
+        else:
+            self._copy(staged)
+            if self._after_copy:
+                self._after_copy()
+            live = HostCheck(digest(self._live_as(staged.manifest.entries)), started)
+        self._installed = Installed(staged, live)
+        return self._installed
+
+    def _copy(self, staged: Staged) -> None:
+        """All tensors over the live ones, in few launches: torch fuses those of one pair of dtypes."""
+        pairs: defaultdict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]]
+        pairs = defaultdict(lambda: ([], []))
+        for name, tensor in staged.weights.items():
+            live = self._live[name]
+            targets, sources = pairs[live.dtype, tensor.dtype]
+            targets.append(live)
+            sources.append(tensor)
+        for targets, sources in pairs.values():
+            torch._foreach_copy_(targets, sources)
 
     def _agreed_plan(self, manifest: Manifest) -> Plan:
         """The plan that follows from our own names and shapes, if it is the manifest's too."""
@@ -151,19 +237,19 @@ class Receiver:
             self._sources[manifest.transport] = source(manifest.transport, keys=self._keys)
         opened = self._sources[manifest.transport]
         published = opened.open(manifest.location, manifest.version, plan.entries)
-        device = next(iter(self._live.values())).device
-        weights = published if opened.private and device.type == "cpu" else self._copied(published, plan, device)
+        private = opened.private and self._device.type == "cpu"
+        weights = published if private else self._copied(published, plan)
         opened.verify(manifest.location, manifest.version)
         return weights
 
-    def _copied(
-        self, published: Mapping[str, torch.Tensor], plan: Plan, device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    def _copied(self, published: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
         if self._buffer is None or len(self._buffer) < plan.nbytes:
-            self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=device)
+            self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device)
         weights = unpack(self._buffer, plan.entries)
         for name, tensor in published.items():
-            weights[name].copy_(tensor)
+            weights[name].copy_(tensor, non_blocking=True)
+        if self._gpu:
+            self._gpu.finish_staging()
         return weights
 
     def _check_casts(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -172,7 +258,8 @@ class Receiver:
             live = self._live[name]
             if live.dtype != tensor.dtype:
                 back = tensor.to(live.dtype).to(tensor.dtype)
-                if digest([(name, back)]) != digest([(name, tensor)]):
+                # As bytes: a NaN is equal to itself, and the two zeros differ.
+                if not torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
                     raise DeliveryError(
                         f"{name} is published as {dtype_name(tensor.dtype)} and loses precision as the engine's"
                         f" {dtype_name(live.dtype)}"

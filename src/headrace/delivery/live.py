@@ -1,0 +1,154 @@
+"""The live weights while they change: what a digest finds in them, and the order of a receiver's streams on a GPU.
+
+On a GPU the staging buffer is written again only after the last installation has read it, and a digest of the live
+weights begins only after they were copied; decoding waits for neither.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.delivery.plan import Plan, dtype_of
+from headrace.errors import DeliveryError
+
+if TYPE_CHECKING:
+    from headrace.delivery.digest_kernel import DeviceDigest
+
+GPU_SECONDS = 120.0
+"""How long a copy or a digest may take on a GPU before the delivery fails."""
+
+
+@dataclass(frozen=True, eq=False)
+class HostCheck:
+    """The digest of live weights in host memory."""
+
+    found: int
+    started: float
+
+    def ready(self) -> bool:
+        """It was taken when the weights were installed."""
+        return True
+
+    def digest(self) -> int:
+        """Of the live weights."""
+        return self.found
+
+    def seconds(self) -> float:
+        """Since the installation began: nothing else runs until it is proved."""
+        return time.monotonic() - self.started
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceCheck:
+    """A digest of live weights that a GPU takes beside other work."""
+
+    stream: torch.cuda.Stream
+    result: torch.Tensor
+    digested: torch.cuda.Event
+    copy_began: torch.cuda.Event
+    copy_ended: torch.cuda.Event
+
+    def ready(self) -> bool:
+        """Whether it is done."""
+        return _done(self.digested)
+
+    def digest(self) -> int:
+        """Of the live weights; waits for it."""
+        from headrace.delivery.digest_kernel import DeviceDigest
+
+        _wait(self.digested, "the digest of the live weights")
+        with torch.cuda.stream(self.stream):
+            return DeviceDigest.value(self.result)
+
+    def seconds(self) -> float:
+        """How long the engine's stream was kept busy. Call it after `digest`."""
+        return float(self.copy_began.elapsed_time(self.copy_ended)) / 1000
+
+
+class DeviceSide:
+    """A receiver's streams on a GPU, and what keeps them in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stage, self._digest = _stream(device), _stream(device)
+        self._copied: torch.cuda.Event | None = None
+        self._prepared: dict[str, tuple[tuple[int, tuple[int, ...]], DeviceDigest]] = {}
+
+    @contextmanager
+    def staging(self) -> Iterator[None]:
+        """Work on the stream for staging, once the last installation has read the buffer; it is done on return."""
+        with torch.cuda.stream(self._stage):
+            if self._copied is not None:
+                self._stage.wait_event(self._copied)
+            yield
+            self.finish_staging()
+
+    def finish_staging(self) -> None:
+        """Wait for what was put on the stream for staging."""
+        _wait(self._stage.record_event(), "staging")
+
+    def digest_staged(self, plan: Plan, weights: Mapping[str, torch.Tensor]) -> int:
+        """The digest of what is in the buffer."""
+        prepared = self._prepare("staged", plan, weights)
+        return prepared.value(prepared.launch())
+
+    def prepare_live(self, plan: Plan, live: Mapping[str, torch.Tensor]) -> None:
+        """Make the digest of the live weights, in the dtypes of the plan, ready for `install`."""
+        self._prepare("live", plan, live)
+
+    def install(
+        self, copy: Callable[[], None], buffer: torch.Tensor | None, installed: Callable[[], None] | None
+    ) -> DeviceCheck:
+        """Copy out of the buffer on the current stream, and begin the digest once that is done."""
+        stream = torch.cuda.current_stream(self._stage.device)
+        began, ended = _timed_event(), _timed_event()
+        began.record(stream)
+        copy()
+        if buffer is not None:
+            buffer.record_stream(stream)
+        self._copied = stream.record_event()
+        if installed:
+            installed()
+        ended.record(stream)
+        self._digest.wait_event(ended)
+        with torch.cuda.stream(self._digest):
+            result = self._prepared["live"][1].launch()
+            return DeviceCheck(self._digest, result, self._digest.record_event(), began, ended)
+
+    def close(self) -> None:
+        """Let go of the tensors. Idempotent."""
+        self._prepared.clear()
+
+    def _prepare(self, what: str, plan: Plan, weights: Mapping[str, torch.Tensor]) -> DeviceDigest:
+        from headrace.delivery.digest_kernel import DeviceDigest
+
+        key = (plan.digest, tuple(tensor.data_ptr() for tensor in weights.values()))
+        if what not in self._prepared or self._prepared[what][0] != key:
+            dtypes = {entry.name: dtype_of(entry.dtype) for entry in plan.entries}
+            self._prepared[what] = key, DeviceDigest(weights, dtypes)
+        return self._prepared[what][1]
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _done(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+def _wait(event: torch.cuda.Event, what: str) -> None:
+    deadline = time.monotonic() + GPU_SECONDS
+    while not _done(event):
+        if time.monotonic() > deadline:
+            raise DeliveryError(f"the GPU has not finished {what} within {GPU_SECONDS:.0f} s")
+        time.sleep(0.0002)
