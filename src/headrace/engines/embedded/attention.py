@@ -1,7 +1,8 @@
 """Attention over the paged cache, for one forward pass of mixed chunks.
 
-Row order: chunks of a single token first (decodes; they attend together, padded to the longest), then longer chunks,
-one by one. Index tensors and masks are made once per pass and window, not once per layer.
+Row order: chunks of a single token first (decodes, from short to long), then longer chunks, one by one. Decodes attend
+in bands of similar length, each padded to its longest. Index tensors and masks are made once per pass and window, not
+once per layer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,27 @@ from headrace.engines.embedded.kv_cache import KVCache
 from headrace.engines.embedded.scheduler import Chunk
 from headrace.models.attention import AttentionCall
 
+BAND_TOKENS = 512
+"""What one more band costs, in padded tokens: a band is split off where it saves more than that."""
+
+
+def bands(widths: Seq[int], cost: float) -> list[tuple[int, int]]:
+    """Cut rows of ascending widths into `(first, end)` bands, padded to their widest row, at the least total.
+
+    The total is the padded widths of all rows, and `cost` for every band.
+    """
+    ends = [i + 1 for i in range(len(widths)) if i + 1 == len(widths) or widths[i + 1] > widths[i]]
+    # The best way to cut the rows before each place where the width changes: (total, where its last band begins).
+    best: dict[int, tuple[float, int]] = {0: (0.0, 0)}
+    for end in ends:
+        best[end] = min((best[first][0] + cost + (end - first) * widths[end - 1], first) for first in best)
+    found = []
+    end = len(widths)
+    while end:
+        found.append((best[end][1], end))
+        end = best[end][1]
+    return found[::-1]
+
 
 @dataclass(frozen=True)
 class _View:
@@ -30,37 +52,41 @@ class PagedContext:
     """Writes the keys and values of the pass into the cache, then attends over each sequence's own blocks."""
 
     def __init__(self, cache: KVCache, chunks: Seq[Chunk], device: torch.device) -> None:
-        self.rows = [c for c in chunks if c.count == 1] + [c for c in chunks if c.count > 1]
+        singles = sorted((c for c in chunks if c.count == 1), key=lambda c: c.start)
+        self.rows = singles + [c for c in chunks if c.count > 1]
         """The chunks in the order of the packed row."""
         self._cache = cache
         self._device = device
-        self._singles = sum(c.count == 1 for c in chunks)
+        self._singles = len(singles)
+        size = cache.block_size
+        self._bands = bands([c.start // size + 1 for c in singles], BAND_TOKENS / size)
         self._slots = self._index(self._slot_numbers())
-        self._views: dict[tuple[int, int | None, torch.dtype], _View] = {}
+        self._views: dict[tuple[int, int, int | None, torch.dtype], _View] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The attention output of one layer, [1, T, H, Dv]."""
         key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)
         self._cache.write(call.layer, self._slots, key, value)
-        parts = []
-        if self._singles:
-            parts.append(self._attend_singles(call))
+        parts = self._attend_singles(call) if self._singles else []
         offset = self._singles
         for row in range(self._singles, len(self.rows)):
             parts.append(self._attend_chunk(call, row, offset))
             offset += self.rows[row].count
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
-    def _attend_singles(self, call: AttentionCall) -> torch.Tensor:
-        view = self._view(-1, call)
-        batch, heads, size = self._singles, call.query.shape[1], call.query.shape[3]
+    def _attend_singles(self, call: AttentionCall) -> list[torch.Tensor]:
+        count, heads, size = self._singles, call.query.shape[1], call.query.shape[3]
         kv_heads = call.key.shape[1]
-        keys, values = self._cache.read(call.layer, view.blocks, batch)
         # The query heads that share a key head become its query rows: nothing is repeated.
-        query = call.query[0, :, :batch].transpose(0, 1).reshape(batch, kv_heads, heads // kv_heads, size)
+        query = call.query[0, :, :count].transpose(0, 1).reshape(count, kv_heads, heads // kv_heads, size)
         sinks = call.sinks.view(1, kv_heads, heads // kv_heads, 1) if call.sinks is not None else None
-        out = attention(query, keys.transpose(1, 2), values.transpose(1, 2), view.bias, call, sinks)
-        return out.reshape(batch, heads, -1)
+        parts = []
+        for first, end in self._bands:
+            view = self._view(first, end, call)
+            keys, values = self._cache.read(call.layer, view.blocks, end - first)
+            out = attention(query[first:end], keys.transpose(1, 2), values.transpose(1, 2), view.bias, call, sinks)
+            parts.append(out.reshape(end - first, heads, -1))
+        return parts
 
     def _attend_chunk(self, call: AttentionCall, row: int, offset: int) -> torch.Tensor:
         chunk = self.rows[row]
@@ -68,16 +94,15 @@ class PagedContext:
         if chunk.start == 0:
             key, value = (x[0, :, offset : offset + chunk.count] for x in (call.key, call.value))
             return attend_alone(query, key, value, call)
-        view = self._view(row, call)
+        view = self._view(row, row + 1, call)
         keys, values = self._cache.read(call.layer, view.blocks, 1)
         return _attend_grouped(query, keys[0].transpose(0, 1), values[0].transpose(0, 1), view.bias, call)
 
-    def _view(self, row: int, call: AttentionCall) -> _View:
-        """What this row sees (-1: all single tokens together)."""
-        key = (row, call.window, call.query.dtype)
+    def _view(self, first: int, end: int, call: AttentionCall) -> _View:
+        """What these rows see, of equally many tokens each."""
+        key = (first, end, call.window, call.query.dtype)
         if key not in self._views:
-            chunks = self.rows[: self._singles] if row < 0 else [self.rows[row]]
-            self._views[key] = self._make_view(chunks, call.window, call.query.dtype)
+            self._views[key] = self._make_view(self.rows[first:end], call.window, call.query.dtype)
         return self._views[key]
 
     def _make_view(self, chunks: Seq[Chunk], window: int | None, dtype: torch.dtype) -> _View:

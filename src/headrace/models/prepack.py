@@ -1,0 +1,187 @@
+"""Matrix products on a CPU, from weights laid out once for the processor instead of anew in every call.
+
+The parameters stay what they are: names, shapes, addresses, digests. A packed copy is used only as long as its
+parameters are those that it was made of, so a swap of weights is never answered from the old ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from headrace.errors import ModelError
+
+SMALLEST = 1 << 18
+"""Products with fewer weights than this are not packed: the fixed cost of a packed call outweighs what it saves."""
+
+_switch = threading.Lock()
+_inside = 0
+_before = True
+
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of one module that read the same input: one product computes them all."""
+
+
+class PackedLinears:
+    """Serves the linear layers of a model from packed copies wherever no gradient is wanted.
+
+    Copies follow their parameters by themselves, except after writes that torch does not count (through `.data`):
+    after those, call `refresh`. Memory: the packed layers, once more.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """`model` must be in float32 on a CPU (see `can_pack`)."""
+        if not can_pack(model):
+            raise ModelError("weights are packed for float32 models on a CPU only")
+        self._products = [
+            _Product(linears)
+            for linears in _groups(model)
+            if sum(member.weight.numel() for member in linears) >= SMALLEST
+        ]
+        for product in self._products:
+            product.install()
+
+    def __len__(self) -> int:
+        """How many products are packed; several layers may share one."""
+        return len(self._products)
+
+    def refresh(self) -> None:
+        """Pack every layer anew from its live parameters."""
+        for product in self._products:
+            product.pack()
+
+    def remove(self) -> None:
+        """Give every layer its own forward back, and free the copies."""
+        for product in self._products:
+            product.uninstall()
+        self._products.clear()
+
+
+@contextmanager
+def small_products() -> Iterator[None]:
+    """Inside, the products that are too small to pack go the shorter way to the processor.
+
+    That is BLAS without oneDNN, with one thread: with more, its threads wait for each other whenever they share cores.
+    Only for float32: oneDNN is the fast way for every other dtype.
+    """
+    global _inside, _before
+    # The switch is the whole process's: the first thread that comes in turns it, the last one out turns it back.
+    with _switch:
+        if not _inside:
+            _before = torch._C._get_mkldnn_enabled()
+            torch._C._set_mkldnn_enabled(_before and torch.get_num_threads() > 1)
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _switch:
+            _inside -= 1
+            if not _inside:
+                torch._C._set_mkldnn_enabled(_before)
+
+
+def can_pack(model: nn.Module) -> bool:
+    """Whether this model's layers can be packed: float32 on a CPU, in a torch with oneDNN."""
+    return torch._C._has_mkldnn and all(p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters())
+
+
+def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
+    """Every plain linear layer once, those that read one input together."""
+    taken: set[nn.Linear] = set()
+    for parent in model.modules():
+        for names in _SIBLINGS:
+            members = [child for name in names if type(child := getattr(parent, name, None)) is nn.Linear]
+            if len(members) == len(names) and _alike(members) and taken.isdisjoint(members):
+                taken.update(members)
+                yield members
+    for module in model.modules():
+        # A subclass may compute something else.
+        if type(module) is nn.Linear and module not in taken:
+            yield [module]
+
+
+def _alike(linears: Sequence[nn.Linear]) -> bool:
+    first = linears[0]
+    return all(m.in_features == first.in_features and (m.bias is None) == (first.bias is None) for m in linears)
+
+
+class _Product:
+    """Linear layers over one input, stacked into one packed weight.
+
+    The first of them to be called computes all; the others take their part if they are called with that very tensor.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self._linears = linears
+        self._parameters = [p for member in linears for p in (member.weight, member.bias) if p is not None]
+        self._sizes = [member.out_features for member in linears]
+        self._width = linears[0].in_features
+        self._versions: list[int] = []
+        self._weight: torch.Tensor | None = None
+        self._bias: torch.Tensor | None = None
+        self._input: torch.Tensor | None = None
+        self._parts: list[torch.Tensor | None] = []
+        self._left = 0
+        self._call: Any = torch.ops.mkldnn._linear_pointwise.default
+
+    def install(self) -> None:
+        """Pack, and take over the layers' forward."""
+        self.pack()
+        for index, member in enumerate(self._linears):
+            member.forward = self._forward_of(index)  # type: ignore[method-assign]
+
+    def uninstall(self) -> None:
+        """Give the layers their own forward back."""
+        for member in self._linears:
+            del member.forward
+        self._weight = self._bias = None
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Lay the live weights out anew."""
+        # Read before the copy: a write beside it leaves the counts behind, and the next call packs again.
+        self._versions = [p._version for p in self._parameters]
+        self._input, self._parts = None, []
+        weights: list[torch.Tensor] = [member.weight for member in self._linears]
+        biases: list[torch.Tensor] = [member.bias for member in self._linears if member.bias is not None]
+        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self._weight = None
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(whole.detach().contiguous())
+        self._bias = torch.cat(biases) if biases else None
+
+    def _forward_of(self, index: int) -> Any:
+        member = self._linears[index]
+
+        def forward(input: torch.Tensor) -> torch.Tensor:
+            # A single row is a product of matrix and vector, for which the plain layout is the fast one.
+            if torch.is_grad_enabled() or input.numel() <= self._width:
+                return linear(input, member.weight, member.bias)
+            return self._part(input, index)
+
+        return forward
+
+    def _part(self, source: torch.Tensor, index: int) -> torch.Tensor:
+        if source is self._input and (part := self._parts[index]) is not None:
+            self._parts[index] = None
+            self._left -= 1
+            if not self._left:
+                self._input = None
+            return part
+        for parameter, version in zip(self._parameters, self._versions, strict=True):
+            if parameter._version != version:
+                self.pack()
+                break
+        product: torch.Tensor = self._call(source, self._weight, self._bias, "none", [], "")
+        if len(self._sizes) == 1:
+            return product
+        self._input, self._parts = source, list(product.split_with_sizes(self._sizes, -1))
+        self._left = len(self._sizes) - 1
+        part, self._parts[index] = self._parts[index], None
+        assert part is not None
+        return part
