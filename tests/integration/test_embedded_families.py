@@ -99,8 +99,8 @@ def test_a_group_computes_its_prompt_once() -> None:
     core = EngineCore(model, EngineConfig(slots=8, block_size=8), name="e", max_length=64, version=0)
     core.submit(request(f"r{i}", prompt, 1 if i == 0 else 9, group="g", seed=i) for i in range(8))
     done = run_out(core)
-    # One whole prompt, then its last token once for each of the others; though the first ends with its first token.
-    assert core.stats().prefilled_tokens == 33 + 7
+    # One whole prompt; the others begin with its last token, a decode, though the first ends with its first token.
+    assert core.stats().prefilled_tokens == 33
     reference = plain(model)
     for delta in done.values():
         table = reference_logprobs(reference, prompt, delta.token_ids)
@@ -139,9 +139,9 @@ def test_padding_does_not_read_the_block_of_a_broken_sequence() -> None:
     short, long = (prompt[prompt != 13] for prompt in prompts([3, 18]))
     # Block 0 is freed after one step and goes to the broken one-token prompt, which then decodes beside the others.
     core.submit([request("first", short[:1], 1), request("s", short, 4, temperature=0.0), request("l", long, 4)])
-    core.step()
+    begun = core.step()
     core.submit([request("broken", np.array([13], np.int32), 4)])
-    done = run_out(core)
+    done = run_out(core, begun=begun)
     assert done["broken"].finish == "failed"
     assert (done["s"].finish, done["s"].token_ids.tolist()) == ("length", reference_greedy(reference, short, 4))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -81,14 +82,14 @@ def request(name: str, prompt: np.ndarray, max_tokens: int, group: str = "", **s
 @torch.no_grad()
 def reference_logprobs(reference: Any, prompt: np.ndarray, completion: np.ndarray, temperature: float = 1.0) -> Any:
     """Log-probabilities [n, V] before each token of the completion, by one plain forward."""
-    ids = torch.tensor(np.concatenate([prompt, completion]), dtype=torch.long)[None]
+    ids = torch.tensor(np.concatenate([prompt, completion]), dtype=torch.long, device=reference.device)[None]
     logits = reference(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    return torch.log_softmax(logits / temperature, -1).numpy()
+    return torch.log_softmax(logits / temperature, -1).cpu().numpy()
 
 
 @torch.no_grad()
 def reference_greedy(reference: Any, prompt: np.ndarray, max_tokens: int) -> list[int]:
-    ids = torch.tensor(prompt, dtype=torch.long)[None]
+    ids = torch.tensor(prompt, dtype=torch.long, device=reference.device)[None]
     out = reference.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
     )
@@ -115,8 +116,8 @@ def join(deltas: list[Delta]) -> dict[str, Delta]:
     return whole
 
 
-def run_out(core: Any, limit: int = 2000) -> dict[str, Delta]:
-    deltas: list[Delta] = []
+def run_out(core: Any, limit: int = 2000, begun: Sequence[Delta] = ()) -> dict[str, Delta]:
+    deltas = list(begun)
     for _ in range(limit):
         if not core.has_work:
             return join(deltas)

@@ -15,7 +15,7 @@ KEYS = {
     "model": {"path", "weights", "dtype"},
     "engine": {
         "kind", "count", "threads", "slots", "block_size", "cache_tokens", "max_length", "prefill_chunk", "interrupt",
-        "kv",
+        "kv", "device", "graphs", "compile",
     },
     "rollouts": {"group_size", "max_tokens", "max_turns", "temperature", "stop"},
     "scoring": {"workers", "timeout", "shuffle"},

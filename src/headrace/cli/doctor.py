@@ -55,7 +55,9 @@ def examine() -> dict[str, dict[str, Any]]:
         },
         "packages": {name: _version(name) for name in PACKAGES},
         "paths": {
-            "engine": "embedded, CPU: paged attention in plain torch",
+            "engine": "embedded, GPU: Triton kernels, captured steps, compiled layers"
+            if cuda
+            else "embedded, CPU: paged attention in plain torch",
             "weights": f"{choice.transport}: {choice.why}; others: [delivery] transport",
             "training": "one process, packed sequences, float32",
             "threads": f"{torch.get_num_threads()} by default; [engine] threads and [training] threads decide",

@@ -105,13 +105,14 @@ def _answers(model_dir: str, weights: str, requests: list[Request], slots: int, 
 
     from headrace.config import EngineConfig
     from headrace.engines.embedded.core import EngineCore
+    from headrace.engines.embedded.setup import choose_device
     from headrace.engines.worker import longest_sequence
     from headrace.models.loading import load_model
     from headrace.models.selfcheck import check_model
 
     if threads:
         torch.set_num_threads(threads)
-    model = load_model(model_dir, weights=weights)
+    model = load_model(model_dir, weights=weights, device=choose_device("auto"))
     longest = longest_sequence(0, model)
     check_model(model, longest)
     core = EngineCore(model, EngineConfig(slots=slots), name="engine-0", max_length=longest, version=0)

@@ -96,6 +96,12 @@ class EngineConfig(Section, frozen=True):
     """What serves the model."""
     count: Positive = 1
     """Engine processes."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; "auto" takes a GPU if there is one."""
+    graphs: bool = True
+    """GPU: capture decode steps as CUDA graphs."""
+    compile: bool = True
+    """GPU: compile the model's layers (tens of seconds, once)."""
     threads: Positive = 1
     """Compute threads of each engine process (CPU)."""
     slots: Positive = 64
@@ -103,11 +109,11 @@ class EngineConfig(Section, frozen=True):
     block_size: Positive = 16
     """Tokens in a block of the paged KV cache."""
     cache_tokens: NonNegative = 0
-    """Tokens that the KV cache holds; 0 takes what `slots` sequences of the longest length need."""
+    """Tokens that the KV cache holds; 0 takes what `slots` sequences of the longest length need, or fits on the GPU."""
     max_length: NonNegative = 0
     """Longest sequence, its prompt included; 0 takes the model's own limit, at most 4096."""
-    prefill_chunk: Positive = 512
-    """Prompt tokens computed in one step beside the decoding sequences."""
+    prefill_chunk: NonNegative = 0
+    """Prompt tokens computed in one step beside the decoding sequences; 0 takes 512 on a CPU and 16384 on a GPU."""
     interrupt: Literal["never", "abort"] = "never"
     """When new weights arrive: running sequences go on under them, or end and are resumed by prefix."""
     kv: Literal["keep", "recompute"] = "recompute"

@@ -1,7 +1,7 @@
 """Several engines as one: requests go where they are served soonest, weights go everywhere.
 
-A group stays on one engine, where its prompt is computed once. An engine that is quarantined or behind the version
-that the pool has proved gets no new request.
+A group stays on one engine, where its prompt is computed once, and a fork goes where its parent runs. An engine that
+is quarantined or behind the version that the pool has proved gets no new request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class EnginePool:
         self.name = "pool"
         self.engines = list(engines)
         self._proved = {engine.name: -1 for engine in engines}
-        self._open: set[str] = set()
+        self._open: dict[str, Engine] = {}
         self._running: Counter[str] = Counter()
         self._home: dict[str, str] = {}
         self._members: Counter[str] = Counter()
@@ -39,8 +39,8 @@ class EnginePool:
         if request.id in self._open:
             yield failed_delta(request.id, f"a request with id {request.id!r} is already running")
             return
-        engine = self._choose(request.group)
-        self._open.add(request.id)
+        engine = self._choose(request)
+        self._open[request.id] = engine
         self._running[engine.name] += 1
         self._members[request.group] += 1
         try:
@@ -49,7 +49,7 @@ class EnginePool:
                 async for delta in deltas:
                     yield delta
         finally:
-            self._open.remove(request.id)
+            del self._open[request.id]
             self._running[engine.name] -= 1
             self._members[request.group] -= 1
             if not self._members[request.group]:
@@ -85,7 +85,7 @@ class EnginePool:
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """Score on the least loaded engine."""
-        return await self._choose("").score(token_ids)
+        return await self._least_loaded().score(token_ids)
 
     async def stats(self) -> EngineStats:
         """The sum over the engines, at the pool's version."""
@@ -105,16 +105,26 @@ class EnginePool:
         """Close all engines."""
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
-    def _choose(self, group: str) -> Engine:
+    def _choose(self, request: Request) -> Engine:
+        serving = self._serving()
+        parent = self._open.get(request.parent)
+        if parent in serving:
+            return parent
+        home = self._home.get(request.group) if request.group else None
+        for engine in serving:
+            if engine.name == home:
+                return engine
+        best = self._least_loaded()
+        if request.group:
+            self._home[request.group] = best.name
+        return best
+
+    def _least_loaded(self) -> Engine:
+        return min(self._serving(), key=lambda engine: self._running[engine.name])
+
+    def _serving(self) -> list[Engine]:
         newest = max(self._proved.values())
         serving = [engine for engine in self.engines if self._proved[engine.name] == newest]
         if not serving:
             raise HeadraceError("no engine serves: none has proved its weights")
-        home = self._home.get(group) if group else None
-        for engine in serving:
-            if engine.name == home:
-                return engine
-        best = min(serving, key=lambda engine: self._running[engine.name])
-        if group:
-            self._home[group] = best.name
-        return best
+        return serving

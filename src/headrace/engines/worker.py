@@ -6,6 +6,7 @@ controller and a slow controller never holds a step.
 
 from __future__ import annotations
 
+import gc
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -18,6 +19,7 @@ from headrace.delivery.transports.keys import KEYS
 from headrace.engines.base import Delta
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.loop import EngineLoop
+from headrace.engines.embedded.setup import choose_device
 from headrace.engines.messages import (
     Abort,
     AskStats,
@@ -50,9 +52,14 @@ def serve(desk: Desk, config: Config) -> None:
     desk.phase = "loading"
     with desk.spans.span("load"):
         model = load_model(
-            config.model.path, weights=config.model.weights, dtype=config.model.dtype, seed=config.run.seed
+            config.model.path,
+            weights=config.model.weights,
+            dtype=config.model.dtype,
+            seed=config.run.seed,
+            device=choose_device(config.engine.device),
         )
         check_model(model, longest_sequence(config.engine.max_length, model))
+    desk.phase = "preparing"
     core = EngineCore(
         model,
         config.engine,
@@ -67,6 +74,9 @@ def serve(desk: Desk, config: Config) -> None:
         desk.spoke.send(Deltas(deltas=deltas))
 
     loop = EngineLoop(core, emit, interrupt=config.engine.interrupt)
+    # What is loaded stays: a collector that looks through all of it again and again would stop the engine each time.
+    gc.collect()
+    gc.freeze()
     desk.ready(parameters=sum(p.numel() for p in model.parameters()))
     threading.Thread(target=_pass_messages, args=(desk, loop), name="messages", daemon=True).start()
     loop.run()

@@ -1,7 +1,8 @@
 """One attention function, registered with transformers, that hands every call to the context in force.
 
 The engine's context reads and writes a paged KV cache; the trainer's attends within packed sequences. Model code is
-Hugging Face's in both. No mask is ever built by the model: the context alone decides who sees whom.
+Hugging Face's in both. No mask is ever built by the model: the context alone decides who sees whom. Under
+`torch.compile` the call is one operation that the compiler does not look into.
 """
 
 from __future__ import annotations
@@ -77,26 +78,62 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    context = _context.get()
-    if context is None:
-        raise RuntimeError("a model loaded for Headrace was called outside of `attending(...)`")
     window = _window_of(module, kwargs)
     softcap = kwargs.pop("softcap", None)
     sinks = kwargs.pop("s_aux", None)
     unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _IGNORED)
     if unknown:
         raise ModelError(f"{type(module).__name__} asks its attention for {', '.join(unknown)}: not supported")
+    layer = getattr(module, "layer_idx")  # noqa: B009 - not declared on nn.Module
+    scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
+    if torch.compiler.is_compiling():
+        return _opaque(query, key, value, sinks, layer, scale, window or 0, float(softcap or 0.0)), None
+    return _in_context(query, key, value, sinks, int(layer), scale, window or 0, float(softcap or 0.0)), None
+
+
+def _in_context(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    context = _context.get()
+    if context is None:
+        raise RuntimeError("a model loaded for Headrace was called outside of `attending(...)`")
     call = AttentionCall(
-        layer=int(getattr(module, "layer_idx")),  # noqa: B009 - not declared on nn.Module
+        layer=layer,
         query=query,
         key=key,
         value=value,
-        scaling=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
-        window=window,
-        softcap=float(softcap) if softcap else None,
+        scaling=scaling,
+        window=window or None,
+        softcap=softcap or None,
         sinks=sinks,
     )
-    return context.attend(call), None
+    # In the layout that the compiler was promised.
+    return context.attend(call).contiguous()
+
+
+# To the compiler attention is one opaque operation: the context is found when it runs, not when it is compiled.
+_opaque = torch.library.custom_op("headrace::attend", _in_context, mutates_args=())
+
+
+@_opaque.register_fake
+def _shape_of_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -19,8 +19,9 @@ _STATEFUL = ("linear", "conv", "mamba", "recurrent", "ssm", "rwkv", "chunked")
 _LONGEST_WINDOW = 64
 """Windows up to this size are crossed by the tiny forward; longer ones are compared with the configuration only."""
 _TOLERANCE = {torch.float32: 5e-4, torch.float64: 5e-4}
+"""Largest difference of log-probabilities, relative to their spread."""
 _COARSE = 0.1
-"""Largest difference of log-probabilities, relative to their spread; the second for dtypes of 16 bits."""
+"""Mean difference for dtypes of 16 bits: single log-probabilities of a deep model differ more, by rounding alone."""
 
 
 class ReferenceContext:
@@ -74,7 +75,8 @@ def check_model(model: Any, max_length: int | None = None) -> None:
         raise ModelError(f"{name} cannot be served: {error}") from error
     _check_calls(name, config, context)
     alone = _eager_logprobs(model, ids.to(device), lengths)
-    error_size = float((packed - alone).abs().max() / alone.std().clamp_min(1e-6))
+    differences = (packed - alone).abs() / alone.std().clamp_min(1e-6)
+    error_size = float(differences.max() if model.dtype in _TOLERANCE else differences.mean())
     if not error_size <= _TOLERANCE.get(model.dtype, _COARSE):
         raise ModelError(
             f"{name} cannot be served: packed sequences differ from the model's own attention"

@@ -1,6 +1,7 @@
 """The engine without threads: submit, step, swap. A pass sees one version of the weights, and tags its tokens with it.
 
-Everything here runs in one thread, except `stage`, which touches no live weight.
+Everything here runs in one thread, except `stage`, which touches no live weight. After a swap, steps go on at once
+under the new weights while these are being proved; their tokens leave the engine only when they are.
 """
 
 from __future__ import annotations
@@ -8,26 +9,42 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.receiver import Receiver, Staged
-from headrace.engines.base import Delta, EngineStats, FinishReason, Request
-from headrace.engines.embedded.kv_cache import BlockPool, KVCache
-from headrace.engines.embedded.runner import ModelRunner
-from headrace.engines.embedded.sampler import draw
-from headrace.engines.embedded.scheduler import Plan, Scheduler
+from headrace.delivery.receiver import Installed, Receiver, Staged
+from headrace.engines.base import Delta, EngineStats, Request
+from headrace.engines.embedded.endings import Ending, ending, refusal
+from headrace.engines.embedded.fork import fork_requests
+from headrace.engines.embedded.runner import Sampled, Scoring, Timings
+from headrace.engines.embedded.scheduler import Scheduler
 from headrace.engines.embedded.sequence import Sequence
+from headrace.engines.embedded.setup import MakeRunner, make_runner
+from headrace.errors import UserError
 from headrace.models.loading import named_weights
+from headrace.models.lora import Adapter
 from headrace.observe.spans import SpanRecorder
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 FLUSH_SECONDS = 0.2
 """Tokens of a running sequence are held back no longer than this (and one step)."""
+
+
+@dataclass
+class _Unproved:
+    """Weights that are live, and their proof under way."""
+
+    manifest: Manifest
+    installed: Installed
+    canary: Scoring | None = None
+    """Scored after the next launch, so that none waits for it."""
+
+    def ready(self) -> bool:
+        """Whether the proof need not wait."""
+        return self.installed.ready() and self.canary is not None and self.canary.ready()
 
 
 class EngineCore:
@@ -41,34 +58,54 @@ class EngineCore:
         name: str,
         max_length: int,
         version: int = NO_VERSION,
+        adapter: Adapter | None = None,
         spans: SpanRecorder | None = None,
         keys: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
+        make_runner: MakeRunner = make_runner,
     ) -> None:
-        blocks_per_sequence = -(-max_length // config.block_size)
-        blocks = -(-config.cache_tokens // config.block_size) or config.slots * blocks_per_sequence
         self.name = name
-        self.version = version
-        """What the live weights are proved to be; -1 before the first proof and while quarantined."""
         self.max_length = max_length
         self.spans = spans
         self._clock = clock
         self._keep_kv = config.kv == "keep"
-        self._pool = BlockPool(blocks, config.block_size)
-        self._scheduler = Scheduler(self._pool, slots=config.slots, prefill_chunk=config.prefill_chunk)
-        self._runner = ModelRunner(model, KVCache(blocks, config.block_size))
-        self._receiver = Receiver(named_weights(model), name, keys=keys)
+        self._runner, self._pool = make_runner(model, config, max_length)
+        self._scheduler = Scheduler(
+            self._pool,
+            slots=config.slots,
+            prefill_chunk=config.prefill_chunk or self._runner.prefill_chunk,
+            max_length=max_length,
+        )
+        weights = adapter.weights() if adapter is not None else named_weights(model)
+        self._receiver = Receiver(weights, name, keys=keys, installed=adapter.apply if adapter is not None else None)
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._sequences: dict[str, Sequence] = {}
-        self._refused: list[Delta] = []
+        self._ready: list[Delta] = []
+        """What the next step hands out, whatever else it does."""
+        self._unproved: _Unproved | None = None
+        self._proof: Proof | None = None
         self._submitted = 0
         self._generated = 0
         self._prefilled = 0
+        self.version = NO_VERSION
+        """What the live weights are proved to be; -1 before the first proof and while quarantined."""
+        self._live = NO_VERSION
+        if version != NO_VERSION:
+            self._go_live(version)
+            self.version = version
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would do something."""
-        return bool(self._refused) or (self.version != NO_VERSION and bool(self._sequences))
+        if self._ready or self._runner.busy:
+            return True
+        # What has ended only waits for a proof.
+        return self._live != NO_VERSION and any(s.ending is None for s in self._sequences.values())
+
+    @property
+    def timings(self) -> Timings:
+        """Where the time of steps went."""
+        return self._runner.timings
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests. One that cannot be served ends as failed in the next step; an id in use is our error."""
@@ -77,16 +114,42 @@ class EngineCore:
                 raise ValueError(f"request {request.id} is already being served")
             sequence = Sequence(request, self._submitted)
             self._submitted += 1
-            if refusal := self._refusal(request):
-                self._refused.append(sequence.delta("failed", f"request {request.id}: {refusal}"))
+            if reason := refusal(request, self._vocabulary, self.max_length):
+                self._ready.append(sequence.delta("failed", f"request {request.id}: {reason}"))
             else:
                 self._sequences[request.id] = sequence
                 self._scheduler.add(sequence)
 
+    def fork(self, request_id: str, at: int, n: int) -> list[Request]:
+        """Requests that continue a running one in `n` ways from its first `at` tokens on; none if it has ended.
+
+        They share its keys and values if they are submitted while it runs.
+        """
+        self._ready += self._settle()
+        sequence = self._sequences.get(request_id)
+        return fork_requests(sequence.request, sequence.tokens, at, n) if sequence is not None else []
+
     def abort(self, ids: Iterable[str] | None = None) -> list[Delta]:
         """End these requests (all, if None), each with its partial completion. Unknown ids have already ended."""
         chosen = list(self._sequences) if ids is None else [i for i in ids if i in self._sequences]
-        return [self._finish(self._sequences[i], "aborted") for i in dict.fromkeys(chosen)]
+        if not chosen:
+            return []
+        deltas = self._settle()
+        remaining = (self._sequences[i] for i in dict.fromkeys(chosen) if i in self._sequences)
+        return deltas + [self._finish(sequence, Ending("aborted")) for sequence in list(remaining)]
+
+    def abandon(self) -> list[Delta]:
+        """End everything without asking the device, which may not answer: what is known and proved is handed out."""
+        unproved, self._unproved = self._unproved, None
+        deltas, self._ready = self._ready, []
+        for sequence in list(self._sequences.values()):
+            sequence.in_flight = 0
+            if unproved is not None and (wrong := sequence.sampled_under(unproved.manifest.version)):
+                self._scheduler.truncate(sequence, sequence.sampled - wrong)
+            self._scheduler.remove(sequence)
+            deltas.append(sequence.delta("aborted"))
+        self._sequences.clear()
+        return deltas
 
     def abort_started(self) -> list[Delta]:
         """End the requests that run or hold sampled tokens; those that never began keep waiting."""
@@ -95,39 +158,82 @@ class EngineCore:
 
     def flush(self) -> list[Delta]:
         """Every token that no delta holds yet."""
-        return [s.delta() for s in self._sequences.values() if s.unsent]
+        self._ready += self._settle()
+        deltas, self._ready = self._ready, []
+        return deltas + [s.delta() for s in self._sequences.values() if s.unsent]
 
     def step(self) -> list[Delta]:
-        """One forward pass; the sequences that ended with it, and tokens that were held back long enough."""
-        deltas, self._refused = self._refused, []
-        if self.version == NO_VERSION or not self._sequences:
-            return deltas
-        plan = self._scheduler.plan(self.version)
-        for sequence in plan.refused:
-            del self._sequences[sequence.id]
-            deltas.append(sequence.delta("failed", self._too_long(sequence)))
-        if plan.chunks:
-            with self._span("decode" if all(c.count == 1 for c in plan.chunks) else "prefill"):
-                deltas += self._pass(plan)
+        """One plan begun; the sequences that ended, and tokens that were held back long enough."""
+        deltas, self._ready = self._ready, []
+        with self._runner.active():
+            if self._live == NO_VERSION or not self._sequences:
+                return deltas + self._take(self._runner.drain())
+            ahead = self._runner.ahead
+            if self._scheduler.shortage(ahead):
+                deltas += self._take(self._runner.drain())
+                ahead = 1
+            plan = self._scheduler.plan(self._live, ahead)
+            for sequence in plan.refused:
+                if self._unproved is not None:
+                    # Its tokens may not leave yet; it is refused again.
+                    self._scheduler.add(sequence)
+                    continue
+                del self._sequences[sequence.id]
+                deltas.append(sequence.delta("failed", self._too_long(sequence)))
+            for sequence in plan.preempted:
+                self._runner.release(sequence)
+            if plan.chunks or self._runner.busy:
+                with self._span("decode" if all(c.count == 1 for c in plan.chunks) else "prefill"):
+                    sampled = self._runner.run(plan, self._live)
+                self._scheduler.advance(plan, self._live)
+                if self._unproved is not None:
+                    self._score_canary()
+                self._prefilled += sum(c.count for c in plan.chunks if not c.decodes)
+                deltas += self._take(sampled)
         return deltas + self._flush_due()
 
     def stage(self, manifest: Manifest) -> Staged:
         """Fetch and check weights beside the live ones; raises `DeliveryError`. May run in another thread."""
         return self._receiver.stage(manifest)
 
+    def install(self, staged: Staged) -> None:
+        """Make staged weights the live ones, between two steps; `proof` tells later whether they are right."""
+        with self._span("swap"), self._runner.active():
+            if not self._keep_kv or self._unproved is not None:
+                self._ready += self._settle()
+            installed = self._receiver.install(staged)
+            self._go_live(staged.manifest.version)
+            self._unproved = _Unproved(staged.manifest, installed)
+            if not self._runner.busy:
+                self._score_canary()
+
+    def proof(self, *, wait: bool) -> Proof | None:
+        """The proof of what `install` made live; None if it is not known yet, or was asked for already."""
+        unproved = self._unproved
+        if unproved is not None and (wait or unproved.ready()):
+            self._ready += self._prove(unproved)
+        proof, self._proof = self._proof, None
+        return proof
+
     def swap(self, staged: Staged) -> Proof:
-        """Copy staged weights over the live ones and prove them. Call between two steps."""
-        with self._span("swap"):
-            proof = self._receiver.swap(staged, self.score)
-            if proof.accepted:
-                self._installed(proof.version)
-            elif proof.quarantined:
-                self.version = NO_VERSION
+        """`install` and its `proof`, at once."""
+        self.install(staged)
+        proof = self.proof(wait=True)
+        assert proof is not None
         return proof
 
     def score(self, token_ids: Int32Array) -> Float32Array:
         """Log-probabilities of tokens 1..n given their prefix under the live weights ([n - 1])."""
-        return self._runner.score(token_ids)
+        if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < self._vocabulary:
+            raise UserError(f"a token id to score is outside of the vocabulary of {self._vocabulary}")
+        with self._runner.active():
+            if self._unproved is not None:
+                self._ready += self._prove(self._unproved)
+            return self._runner.score(token_ids).result()
+
+    def forget_prefixes(self) -> None:
+        """Forget the keys and values of sequences that have ended: the next ones compute their prompts."""
+        self._scheduler.forget_prefixes()
 
     def stats(self) -> EngineStats:
         """Counters and occupancy."""
@@ -146,76 +252,102 @@ class EngineCore:
         """Let go of what deliveries hold. Idempotent."""
         self._receiver.close()
 
-    def _installed(self, version: int) -> None:
-        """The live weights are this version now: what the cache holds is of an older one."""
-        self.version = version
+    def _settle(self) -> list[Delta]:
+        """Wait for everything under way, proof and tokens: what is known then is all there is."""
+        with self._runner.active():
+            deltas = self._prove(self._unproved) if self._unproved is not None else []
+            return deltas + self._take(self._runner.drain())
+
+    def _prove(self, unproved: _Unproved) -> list[Delta]:
+        with self._runner.active():
+            self._proof = self._receiver.prove(unproved.installed, self._score_canary().result())
+            self._unproved = None
+            if self._proof.accepted:
+                self.version = self._proof.version
+            else:
+                self._withdraw(unproved.manifest.version)
+            return [self._finish(s, s.ending) for s in list(self._sequences.values()) if s.ending is not None]
+
+    def _go_live(self, version: int) -> None:
+        """Passes see this version from here on: what the cache holds is of an older one."""
+        self._live = version
+        with self._runner.active():
+            self._runner.installed(version)
         self._scheduler.forget_prefixes()
         if not self._keep_kv:
+            for sequence in self._scheduler.running:
+                self._runner.release(sequence)
             self._scheduler.recompute_all()
 
-    def _pass(self, plan: Plan) -> list[Delta]:
-        sequences, logits = self._runner.run(plan)
-        self._scheduler.advance(plan, self.version)
-        self._prefilled += sum(c.count for c in plan.chunks if c.start < c.sequence.prompt_length or c.count > 1)
-        if not sequences:
-            return []
-        tokens, logprobs = draw(logits, [s.sampling for s in sequences], [len(s.tokens) for s in sequences])
-        self._generated += len(sequences)
+    def _score_canary(self) -> Scoring:
+        assert self._unproved is not None
+        if self._unproved.canary is None:
+            self._unproved.canary = self._runner.score(self._unproved.manifest.canary.token_ids.copy())
+        return self._unproved.canary
+
+    def _withdraw(self, version: int) -> None:
+        """The live weights are wrong: nothing that was drawn under them was ever there."""
+        self._take(self._runner.drain(), finish=False)
+        self.version = self._live = NO_VERSION
+        for sequence in self._scheduler.running:
+            self._runner.release(sequence)
+        self._scheduler.recompute_all()
+        self._scheduler.forget_prefixes()
+        for sequence in self._sequences.values():
+            if wrong := sequence.sampled_under(version):
+                self._generated -= wrong
+                self._scheduler.truncate(sequence, sequence.sampled - wrong)
+            if sequence.ending is not None and sequence.ending.version == version:
+                sequence.ending = None
+
+    def _take(self, sampled: list[Sampled], *, finish: bool = True) -> list[Delta]:
+        """Record new tokens; the last deltas of sequences that ended, unless their tokens are held back."""
         deltas = []
-        for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-            if not np.isfinite(logprob):
-                deltas.append(self._fail_broken(sequence))
+        for new in sampled:
+            # A sequence may have ended (by a rule that only the host knows) while the device went on.
+            if self._sequences.get(new.sequence.id) is not new.sequence or new.sequence.ending is not None:
                 continue
-            sequence.append(token, logprob, self.version)
-            if finish := self._ending(sequence, token):
-                deltas.append(self._finish(sequence, finish))
+            new.sequence.ending = self._record(new)
+            if new.sequence.ending is not None and finish and self._unproved is None:
+                deltas.append(self._finish(new.sequence, new.sequence.ending))
         return deltas
 
-    def _ending(self, sequence: Sequence, token: int) -> FinishReason | None:
-        if token in sequence.sampling.stop_token_ids:
-            return "stop"
-        if sequence.sampled >= sequence.sampling.max_tokens or len(sequence.tokens) >= self.max_length:
-            return "length"
-        return None
+    def _record(self, new: Sampled) -> Ending | None:
+        """Append tokens up to where the sequence ends, if it does."""
+        end = ending(new, self.max_length)
+        count = len(new.tokens) if end is None else end.tokens
+        new.sequence.extend(
+            new.tokens[:count],
+            new.logprobs[:count],
+            new.versions[:count],
+            kept=None if new.kept is None else new.kept[:count],
+            routing=None if new.routing is None else new.routing[:count],
+        )
+        self._generated += count
+        return end
 
-    def _fail_broken(self, sequence: Sequence) -> Delta:
-        """End a sequence whose logits are not finite, and leave nothing of it in the cache."""
-        where = f"position {len(sequence.tokens)} under version {self.version}"
+    def _finish(self, sequence: Sequence, end: Ending) -> Delta:
         blocks = list(sequence.blocks)
-        delta = self._finish(sequence, "failed", f"request {sequence.id}: the logits are not finite at {where}")
-        self._runner.clear([block for block in blocks if self._pool.is_free(block)])
-        return delta
-
-    def _finish(self, sequence: Sequence, finish: FinishReason, error: str = "") -> Delta:
         del self._sequences[sequence.id]
+        self._runner.release(sequence)
         self._scheduler.remove(sequence)
-        return sequence.delta(finish, error)
+        if end.finish == "failed":
+            self._scheduler.forget_blocks(blocks)
+            self._runner.clear([block for block in blocks if self._pool.is_free(block)])
+        return sequence.delta(end.finish, end.error)
 
     def _flush_due(self) -> list[Delta]:
+        if self._unproved is not None:
+            return []
         now = self._clock()
         due = []
         for sequence in self._sequences.values():
             if not sequence.unsent:
                 continue
-            if sequence.flushed_at is None:
-                sequence.flushed_at = now
-            elif now - sequence.flushed_at >= FLUSH_SECONDS:
+            if sequence.flushed_at is None or now - sequence.flushed_at >= FLUSH_SECONDS:
                 sequence.flushed_at = now
                 due.append(sequence.delta())
         return due
-
-    def _refusal(self, request: Request) -> str:
-        """Why this request cannot be served, or nothing."""
-        ids, sampling = request.token_ids, request.sampling
-        if len(ids) == 0:
-            return "its prompt has no tokens"
-        if ids.min() < 0 or ids.max() >= self._vocabulary:
-            return f"its prompt holds a token id outside of the vocabulary of {self._vocabulary}"
-        if len(ids) >= self.max_length:
-            return f"its prompt of {len(ids)} tokens leaves no room under the longest length of {self.max_length}"
-        if sampling.max_tokens < 1 or sampling.temperature < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
-            return "sampling needs max_tokens >= 1, temperature >= 0, top_k >= 0 and 0 < top_p <= 1"
-        return ""
 
     def _too_long(self, sequence: Sequence) -> str:
         held = self._pool.total * self._pool.block_size

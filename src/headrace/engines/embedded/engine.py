@@ -17,6 +17,7 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Delta, EngineStats, Request
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.loop import EngineLoop
+from headrace.engines.embedded.setup import choose_device
 from headrace.engines.streams import DeltaStreams
 from headrace.errors import DeadlineError
 from headrace.models.loading import load_model
@@ -53,7 +54,7 @@ class EmbeddedEngine:
         version: int = NO_VERSION,
     ) -> EmbeddedEngine:
         """Serve the model in this directory, after its self-check. With `version = 0` it serves its own weights."""
-        model = load_model(path, weights=weights, dtype=dtype, seed=seed)
+        model = load_model(path, weights=weights, dtype=dtype, seed=seed, device=choose_device(config.device))
         check_model(model, max_length)
         return cls(EngineCore(model, config, name=name, max_length=max_length, version=version), config)
 
@@ -81,6 +82,14 @@ class EmbeddedEngine:
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """See `Engine.score`."""
         return await self._settled(self._loop.score(token_ids), "a score")
+
+    async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
+        """Requests that continue a running one in `n` ways from its first `at` tokens on, with their keys and values.
+
+        Pass them to `generate`; the running one goes on.
+        """
+        self._streams.flush()
+        return await self._settled(self._loop.fork(request_id, at, n), "a fork")
 
     async def stats(self) -> EngineStats:
         """See `Engine.stats`."""

@@ -18,7 +18,7 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Staged
 from headrace.engines.base import Delta, EngineStats, Request, failed_delta
 from headrace.engines.embedded.core import EngineCore
-from headrace.errors import DeliveryError, HeadraceError
+from headrace.errors import DeliveryError, HeadraceError, UserError
 from headrace.types import Float32Array, Int32Array
 
 _WAKE_SECONDS = 1.0
@@ -38,7 +38,7 @@ class EngineLoop:
         self._commands: deque[Callable[[], None]] = deque()
         self._futures: set[Future[Any]] = set()
         self._loads: deque[tuple[Manifest, Future[Proof]]] = deque()
-        self._loading = False
+        self._loading: Future[Proof] | None = None
         self._paused = False
         self._stopping = False
         self._ended = False
@@ -73,6 +73,10 @@ class EngineLoop:
         """Log-probabilities of tokens 1..n given their prefix under the live weights."""
         return self._ask(lambda: self._core.score(token_ids))
 
+    def fork(self, request_id: str, at: int, n: int) -> Future[list[Request]]:
+        """Requests that continue a running one in `n` ways from its first `at` tokens on."""
+        return self._ask(lambda: self._core.fork(request_id, at, n))
+
     def stats(self) -> EngineStats:
         """Counters and occupancy, as of some moment near the call."""
         return self._core.stats()
@@ -89,6 +93,7 @@ class EngineLoop:
         try:
             while not self._stopping:
                 self._obey()
+                self._report_proof()
                 if self._core.has_work and not self._paused and not self._stopping:
                     self._deliver(self._core.step())
                 else:
@@ -127,8 +132,8 @@ class EngineLoop:
         """Begin to stage the next version, unless one is under way: a delivery has the staging buffer for itself."""
         if self._loading or not self._loads:
             return
-        self._loading = True
         manifest, future = self._loads.popleft()
+        self._loading = future
         staging = self._stager.submit(self._core.stage, manifest)
         staging.add_done_callback(lambda staged: self._post(lambda: self._swap(manifest, staged, future)))
 
@@ -137,10 +142,21 @@ class EngineLoop:
             staged = staging.result(timeout=0)
             if self._interrupt == "abort":
                 self._deliver(self._core.abort_started())
-            proof = self._core.swap(staged)
+            self._core.install(staged)
         except DeliveryError as error:
             proof = Proof(engine=self._core.name, version=manifest.version, accepted=False, reason=str(error))
-        self._loading = False
+            self._loaded(proof)
+
+    def _report_proof(self) -> None:
+        """Steps go on while new weights are being proved; without steps there is nothing else to wait for."""
+        steps = self._core.has_work and not self._paused
+        proof = self._core.proof(wait=not steps)
+        if proof is not None:
+            self._loaded(proof)
+
+    def _loaded(self, proof: Proof) -> None:
+        future, self._loading = self._loading, None
+        assert future is not None
         self._settle(future, proof)
         self._next_load()
 
@@ -161,9 +177,21 @@ class EngineLoop:
 
     def _ask(self, command: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
-        if not self._post(lambda: self._settle(future, command()), future):
+        if not self._post(lambda: self._answer(future, command), future):
             future.set_exception(HeadraceError(self._gone()))
         return future
+
+    def _answer(self, future: Future[Any], command: Callable[[], Any]) -> None:
+        """A mistake in what was asked is its asker's, and nobody else's."""
+        try:
+            result = command()
+        except UserError as error:
+            with self._changed:
+                self._futures.discard(future)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        else:
+            self._settle(future, result)
 
     def _settle(self, future: Future[Any], result: Any) -> None:
         with self._changed:
@@ -178,11 +206,20 @@ class EngineLoop:
             futures, self._futures = self._futures, set()
             self._commands.clear()
         self._stager.shutdown(wait=True, cancel_futures=True)
-        self._deliver(self._core.abort())
-        self._core.close()
-        for future in futures:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(HeadraceError(reason))
+        try:
+            self._deliver(self._last_deltas())
+            self._core.close()
+        finally:
+            for future in futures:
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(HeadraceError(reason))
+
+    def _last_deltas(self) -> list[Delta]:
+        try:
+            return self._core.abort()
+        except (HeadraceError, RuntimeError):
+            # The device does not answer any more; what it owes is lost, what is known is not.
+            return self._core.abandon()
 
     def _gone(self) -> str:
         return f"engine {self._core.name} has stopped"

@@ -1,56 +1,172 @@
-"""The model runner: chunks in, logits out. Only the rows that are sampled from reach the vocabulary projection."""
+"""What turns a plan into tokens. A runner may answer late: what it returns may come from plans of earlier steps.
+
+`HostRunner` computes a plan at once, with plain torch; it is the CPU path and the reference of the one on the GPU.
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence as Seq
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from headrace.engines.embedded.attention import DenseContext, PagedContext
 from headrace.engines.embedded.kv_cache import KVCache
+from headrace.engines.embedded.sampler import draw
 from headrace.engines.embedded.scheduler import Chunk, Plan
 from headrace.engines.embedded.sequence import Sequence
 from headrace.models.attention import AttentionContext, attending
-from headrace.types import Float32Array, Int32Array
+from headrace.models.experts import RoutingRecorder, RoutingShape, recording
+from headrace.models.prepack import PackedLinears, can_pack, small_products
+from headrace.types import Float32Array, Int16Array, Int32Array
 
 
-class ModelRunner:
-    """Runs one model over packed rows against one cache."""
+@dataclass(slots=True)
+class Sampled:
+    """Tokens drawn for one sequence, one after the other."""
 
-    def __init__(self, model: Any, cache: KVCache) -> None:
+    sequence: Sequence
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    sound: bool = True
+    """All log-probabilities are numbers."""
+    kept: list[Int32Array] | None = None
+    routing: list[Int16Array] | None = None
+
+
+@dataclass
+class Timings:
+    """Where the time of steps went."""
+
+    steps: int = 0
+    host_seconds: float = 0.0
+    """The host was busy with passes: computing or launching them, reading what they drew."""
+    device_seconds: float = 0.0
+    """The device was busy with passes; 0 where host and device are one."""
+    longest_gap_seconds: float = 0.0
+    """The longest time that the device had between two launches."""
+
+    def reset(self) -> None:
+        """Count from here."""
+        self.steps, self.host_seconds, self.device_seconds, self.longest_gap_seconds = 0, 0.0, 0.0, 0.0
+
+
+class Scoring(Protocol):
+    """Log-probabilities that may still be under way."""
+
+    def ready(self) -> bool:
+        """Whether `result` would not wait."""
+        ...
+
+    def result(self) -> Float32Array:
+        """The log-probabilities."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs one model. All calls come from one thread, under `active()`."""
+
+    ahead: int
+    """Tokens that a plan's blocks must cover beyond those known or under way."""
+    prefill_chunk: int
+    """Prompt tokens that it likes to compute in one pass."""
+    timings: Timings
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Where this runner's work, and the copying of weights, takes place."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether `drain` would return something."""
+        ...
+
+    def run(self, plan: Plan, version: int) -> list[Sampled]:
+        """Begin the plan under the live weights of this version; tokens that are known by now."""
+        ...
+
+    def drain(self) -> list[Sampled]:
+        """All tokens that are still under way."""
+        ...
+
+    def release(self, sequence: Sequence) -> None:
+        """This sequence has left the scheduler's running ones; idempotent."""
+        ...
+
+    def installed(self, version: int) -> None:
+        """From here on the live weights are of this version."""
+        ...
+
+    def clear(self, blocks: Seq[int]) -> None:
+        """What these blocks hold is not finite."""
+        ...
+
+    def score(self, token_ids: Int32Array) -> Scoring:
+        """Begin to score tokens 1..n given their prefix, untempered, without the cache."""
+        ...
+
+
+class HostRunner:
+    """Runs one model over packed rows against one cache, a pass at a time."""
+
+    def __init__(self, model: Any, cache: KVCache, routing: RoutingShape | None = None) -> None:
+        self.ahead = 1
+        self.prefill_chunk = 512
+        self.busy = False
+        self.timings = Timings()
         self._model = model
         self._cache = cache
+        self._routing = routing
         self._device: torch.device = next(model.parameters()).device
+        self._packed = PackedLinears(model) if can_pack(model) else None
+
+    def active(self) -> AbstractContextManager[Any]:
+        """See `Runner.active`."""
+        return nullcontext()
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> tuple[list[Sequence], torch.Tensor]:
-        """Compute the plan's chunks; the sequences that get a token now, and their logits [R, V]."""
+    def run(self, plan: Plan, version: int) -> list[Sampled]:
+        """Compute the plan's chunks; a token for each sequence whose last one is among them."""
+        started = time.perf_counter()
         self._cache.copy(plan.copies)
         context = PagedContext(self._cache, plan.chunks, self._device)
         ends = np.cumsum([chunk.count for chunk in context.rows]) - 1
         sampled = [(chunk.sequence, int(end)) for chunk, end in zip(context.rows, ends, strict=True) if chunk.samples]
         # A pass without sampled rows still projects one: an empty selection would mean "all" to some models.
         keep = [end for _, end in sampled] or [0]
-        logits = self._forward(context, _token_ids(context.rows), _positions(context.rows), keep)
-        return [sequence for sequence, _ in sampled], logits
+        recorder = RoutingRecorder(self._routing, int(ends[-1]) + 1, self._device) if self._routing else None
+        with recording(recorder):
+            logits = self._forward(context, _token_ids(context.rows), _positions(context.rows), keep)
+        drawn = _draw([sequence for sequence, _ in sampled], logits, version, recorder, keep) if sampled else []
+        self.timings.steps += 1
+        self.timings.host_seconds += time.perf_counter() - started
+        return drawn
+
+    def drain(self) -> list[Sampled]:
+        """Nothing is ever under way."""
+        return []
+
+    def release(self, sequence: Sequence) -> None:
+        """See `Runner.release`."""
+
+    def installed(self, version: int) -> None:
+        """See `Runner.installed`."""
 
     @torch.inference_mode()
     def clear(self, blocks: Seq[int]) -> None:
-        """Zero these blocks of the cache."""
+        """Zero these blocks of the cache: stale slots are read, with weight 0, and must be finite."""
         self._cache.clear(blocks)
 
     @torch.inference_mode()
-    def score(self, token_ids: Int32Array) -> Float32Array:
-        """Log-probabilities of tokens 1..n given their prefix, untempered, without the cache."""
-        ids = np.asarray(token_ids, np.int64)
-        if len(ids) < 2:
-            return np.zeros(0, np.float32)
-        logits = self._forward(DenseContext(), ids[:-1], np.arange(len(ids) - 1), range(len(ids) - 1))
-        logprobs = torch.log_softmax(logits.float(), -1)
-        chosen = logprobs.gather(1, torch.from_numpy(ids[1:]).to(self._device)[:, None])[:, 0]
-        return np.asarray(chosen.cpu().numpy(), np.float32)
+    def score(self, token_ids: Int32Array) -> Scored:
+        """See `Runner.score`."""
+        return Scored(score_tokens(self._model, token_ids).cpu())
 
     def _forward(
         self,
@@ -59,7 +175,7 @@ class ModelRunner:
         positions: np.ndarray[tuple[int], np.dtype[np.int64]],
         keep: Seq[int],
     ) -> torch.Tensor:
-        with attending(context):
+        with attending(context), small_products() if self._packed is not None else nullcontext():
             output = self._model(
                 input_ids=torch.from_numpy(token_ids).to(self._device)[None],
                 position_ids=torch.from_numpy(positions).to(self._device)[None],
@@ -68,6 +184,59 @@ class ModelRunner:
             )
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Log-probabilities that are there."""
+
+    logprobs: torch.Tensor
+
+    def ready(self) -> bool:
+        """See `Scoring.ready`."""
+        return True
+
+    def result(self) -> Float32Array:
+        """See `Scoring.result`."""
+        return np.asarray(self.logprobs.numpy(), np.float32)
+
+
+def score_tokens(model: Any, token_ids: Int32Array) -> torch.Tensor:
+    """Log-probabilities of tokens 1..n given their prefix, on the model's device ([n - 1])."""
+    device = next(model.parameters()).device
+    host = torch.from_numpy(np.array(token_ids, np.int64))
+    # Pinned: a copy of other memory would wait for all that was launched before.
+    ids = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    if len(ids) < 2:
+        return torch.zeros(0, device=device)
+    positions = torch.arange(len(ids) - 1, device=device)
+    with attending(DenseContext()):
+        logits = model(input_ids=ids[None, :-1], position_ids=positions[None], use_cache=False).logits[0]
+    logits = logits.float()
+    scored: torch.Tensor = logits.gather(1, ids[1:, None])[:, 0] - logits.logsumexp(-1)
+    return scored
+
+
+def _draw(
+    sequences: list[Sequence], logits: torch.Tensor, version: int, recorder: RoutingRecorder | None, ends: Seq[int]
+) -> list[Sampled]:
+    drawn = draw(logits, [s.sampling for s in sequences], [len(s.tokens) for s in sequences])
+    kept = drawn.kept
+    routing = None if recorder is None else recorder.chosen[torch.tensor(ends)].cpu().numpy()
+    return [
+        Sampled(
+            sequence,
+            [token],
+            [logprob],
+            [version],
+            math.isfinite(logprob),
+            None if (ids := kept[row]) is None else [ids],
+            None if routing is None else [routing[row]],
+        )
+        for row, (sequence, token, logprob) in enumerate(
+            zip(sequences, drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True)
+        )
+    ]
 
 
 def _token_ids(chunks: Seq[Chunk]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -1,0 +1,28 @@
+"""Compiled layers: one compilation for all layers of a kind and all batch sizes.
+
+Attention is opaque to the compiler, so what is fused is the rest: norms, rotary embeddings, activations, residuals.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def compile_layers(model: Any) -> bool:
+    """Compile every decoder layer in place, lazily; False if the model's layers were not found."""
+    layers = getattr(model.get_decoder() if hasattr(model, "get_decoder") else model, "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList):
+        return False
+    # Layers differ in their index only: taken as a variable, one graph serves them all.
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True)
+    return True
+
+
+def undo_compile(model: Any) -> None:
+    """Give every layer its own forward back."""
+    for layer in model.get_decoder().layers:
+        layer.__dict__.pop("forward", None)

@@ -1,0 +1,81 @@
+"""The cache on the device: one allocation per layer, at fixed addresses, sized from the memory that is free.
+
+What the cache may take is what is free when the model is loaded, less a margin for activations, captured graphs and a
+second copy of the weights, which a delivery stages beside the live ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import torch
+
+from headrace.engines.embedded.kernels.cache import copy_blocks
+from headrace.errors import UserError
+from headrace.models.attention import AttentionCall, attending
+
+LayerShape = tuple[int, int, int]
+"""Key/value heads, the size of a key, the size of a value."""
+MARGIN = 0.10
+"""Share of the device's memory that the cache leaves to activations and graphs."""
+
+
+class DeviceCache:
+    """Keys and values by layer, `[blocks, heads, block_size, head size]`: a block of one head is one piece."""
+
+    def __init__(
+        self, shapes: Seq[LayerShape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.blocks = blocks
+        self.block_size = block_size
+        self.layers = [
+            (
+                torch.zeros((blocks, heads, block_size, key), dtype=dtype, device=device),
+                torch.zeros((blocks, heads, block_size, value), dtype=dtype, device=device),
+            )
+            for heads, key, value in shapes
+        ]
+
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy whole blocks in all layers; every source is read before any target is written."""
+        for keys, values in self.layers:
+            copy_blocks(keys, values, sources, targets)
+
+
+def layer_shapes(model: Any) -> list[LayerShape]:
+    """What each layer stores of a token, found by asking the model."""
+    probe = _Probe()
+    ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
+    with torch.inference_mode(), attending(probe):
+        model(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=1)
+    return [probe.shapes[layer] for layer in sorted(probe.shapes)]
+
+
+def bytes_per_block(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    """Memory of one block over all layers."""
+    return block_size * dtype.itemsize * sum(heads * (key + value) for heads, key, value in shapes)
+
+
+def affordable_blocks(block_bytes: int, weight_bytes: int, device: torch.device) -> int:
+    """How many blocks the device has room for beside a second copy of the weights and the margin."""
+    free, total = torch.cuda.mem_get_info(device)
+    room = free - weight_bytes - int(MARGIN * total)
+    if room < block_bytes:
+        raise UserError(
+            f"no memory is left for a KV cache on {torch.cuda.get_device_name(device)}: {free / 2**30:.1f} GiB are"
+            f" free, and a second copy of the weights and a margin need {(free - room) / 2**30:.1f} GiB"
+        )
+    return room // block_bytes
+
+
+class _Probe:
+    """Attends to nothing and remembers what a layer would have stored."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.shapes[call.layer] = (call.key.shape[1], call.key.shape[3], call.value.shape[3])
+        _, heads, tokens, _ = call.query.shape
+        return call.query.new_zeros(1, tokens, heads, call.value.shape[3])

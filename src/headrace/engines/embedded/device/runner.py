@@ -1,0 +1,322 @@
+"""The runner of the GPU: it launches several steps at a time, and reads their tokens while later ones run.
+
+A row is touched by the host only to admit it, to give it blocks and to forget it. The order of the stream is the order
+of everything: a row or a block that is handed on was last used by work that was enqueued before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.engines.embedded.device.context import PrefillContext
+from headrace.engines.embedded.device.graphs import StepGraphs
+from headrace.engines.embedded.device.memory import DeviceCache
+from headrace.engines.embedded.device.state import DeviceState
+from headrace.engines.embedded.device.step import DecodeStep, Variant, variant_of
+from headrace.engines.embedded.device.transfer import Arriving, Mark
+from headrace.engines.embedded.kernels.rows import IDLE
+from headrace.engines.embedded.runner import Sampled, Timings, score_tokens
+from headrace.engines.embedded.scheduler import Chunk, Plan
+from headrace.engines.embedded.sequence import Sequence
+from headrace.models.attention import attending
+from headrace.models.experts import RoutingRecorder, RoutingShape, recording
+from headrace.types import Int32Array
+
+STEPS = 8
+"""Decode steps of one launch: the host works that many behind, and an ended row idles for as many at most."""
+LAUNCHES = 2
+"""Launches that may be under way when the host waits for the first of them."""
+SKIPS = 4
+"""Passes over prompts alone, one after the other, while a batch fills up; then whoever decodes has its turn."""
+
+
+@dataclass
+class _Launch:
+    """Steps that were enqueued, and their records on the way to the host."""
+
+    entries: list[Sequence]
+    steps: int
+    after: Mark | None
+    """Where the launch before it ended, if it was still under way."""
+    begun: Mark
+    records: Arriving
+    kept: Arriving | None
+    counts: Arriving | None
+    routing: Arriving | None
+
+
+class DeviceRunner:
+    """Implements `Runner`. Without a CUDA device it computes the same, step by step (Triton's interpreter)."""
+
+    def __init__(
+        self,
+        model: Any,
+        cache: DeviceCache,
+        *,
+        rows: int,
+        max_length: int,
+        capture: bool,
+        routing: RoutingShape | None = None,
+    ) -> None:
+        self.ahead = STEPS
+        self.prefill_chunk = 16384
+        self.timings = Timings()
+        self._model = model
+        self._cache = cache
+        self._max_length = max_length
+        self._routing = routing
+        device = next(model.parameters()).device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if self._stream is not None:
+            # The cache and the weights were written on another stream.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        with self.active():
+            self._state = DeviceState(max(rows, 2), -(-max_length // cache.block_size), STEPS, device)
+            self._step = DecodeStep(model, self._state, cache, routing)
+            self._graphs = StepGraphs(self._step, self._state, capture=capture)
+        self._decoding: dict[int, Sequence] = {}
+        self._variants: dict[int, Variant] = {}
+        self._launches: deque[_Launch] = deque()
+        self._skipped = 0
+
+    def active(self) -> AbstractContextManager[Any]:
+        """The engine's own stream: graphs cannot be captured on the default one."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    @property
+    def busy(self) -> bool:
+        """See `Runner.busy`."""
+        return bool(self._launches)
+
+    @torch.inference_mode()
+    def run(self, plan: Plan, version: int) -> list[Sampled]:
+        """See `Runner.run`. `version` is what `installed` was told last; the device tags tokens itself.
+
+        Chunks that are left for a later plan are taken out of this one.
+        """
+        started = time.perf_counter()
+        self._admit(plan)
+        prefill = [c for c in plan.chunks if not c.decodes]
+        if prefill:
+            self._prefill(prefill)
+        launched = len(self._launches)
+        # While more sequences begin than decode, a batch that is filling up would step at a fraction of its size.
+        if prefill and plan.upcoming > len(self._decoding) and self._skipped < SKIPS:
+            self._skipped += 1
+            plan.chunks = prefill
+        else:
+            self._skipped = 0
+            self._decode()
+        self.timings.host_seconds += time.perf_counter() - started
+        return self._collect(idle=not prefill and len(self._launches) == launched)
+
+    @torch.inference_mode()
+    def drain(self) -> list[Sampled]:
+        """See `Runner.drain`."""
+        sampled: list[Sampled] = []
+        while self._launches:
+            sampled += self._read(self._launches.popleft())
+        return sampled
+
+    def release(self, sequence: Sequence) -> None:
+        """See `Runner.release`."""
+        if sequence.row is not None:
+            self._decoding.pop(sequence.row, None)
+            self._variants.pop(sequence.row, None)
+            self._state.release(sequence.row)
+            sequence.row = None
+
+    def installed(self, version: int) -> None:
+        """See `Runner.installed`."""
+        self._state.version.fill_(version)
+
+    def clear(self, blocks: Seq[int]) -> None:
+        """Nothing to do: the kernels do not read slots that were not written for their sequence."""
+
+    @torch.inference_mode()
+    def score(self, token_ids: Int32Array) -> Arriving:
+        """See `Runner.score`."""
+        return Arriving(score_tokens(self._model, token_ids))
+
+    def _admit(self, plan: Plan) -> None:
+        if plan.copies:
+            sources, targets = self._state.upload(np.array(plan.copies, np.int64)).unbind(1)
+            self._cache.copy(sources, targets)
+        # A sequence that lacks its last token only needs no prefill: it decodes from here on.
+        new = [c for c in plan.chunks if c.sequence.row is None or (c.decodes and c.sequence.row not in self._decoding)]
+        for sequence in (c.sequence for c in new if c.sequence.row is None):
+            sequence.row = self._state.take()
+            self._variants[sequence.row] = variant_of(sequence.sampling)
+        if new:
+            live = [c.decodes for c in new]
+            self._state.set_rows([c.sequence for c in new], self._max_length, self._cache.block_size, live)
+            self._begin_decoding([c.sequence for c in new if c.decodes])
+        fresh = {c.sequence.id for c in new}
+        if grown := [s for s in plan.grown if s.row is not None and s.id not in fresh]:
+            self._state.grow(grown, self._cache.block_size)
+
+    def _begin_decoding(self, sequences: Seq[Sequence]) -> None:
+        for sequence in sequences:
+            assert sequence.row is not None
+            self._decoding[sequence.row] = sequence
+
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        begun = Mark(self._state.device)
+        sampled = [c for c in chunks if c.samples]
+        counts = np.array([c.count for c in chunks])
+        ends = counts.cumsum()
+        tokens = self._state.upload(_packed(chunks, self._cache.block_size))
+        table = np.array([[c.sequence.row for c in chunks], [c.start for c in chunks], ends - counts], np.int32)
+        rows, starts, offsets = self._state.upload(np.pad(table, ((0, 0), (0, 1)), constant_values=ends[-1]))
+        context = PrefillContext(
+            self._cache,
+            self._state.tables,
+            rows=rows[:-1],
+            starts=starts[:-1],
+            offsets=offsets,
+            slots=tokens[2],
+            longest=int(counts.max()),
+        )
+        keep = [int(end) - 1 for c, end in zip(chunks, ends, strict=True) if c.samples] or [0]
+        kept = self._state.upload(np.array(keep, np.int64))
+        recorder = RoutingRecorder(self._routing, tokens.shape[1], self._state.device) if self._routing else None
+        with attending(context), recording(recorder):
+            logits = self._model(
+                input_ids=tokens[:1], position_ids=tokens[1:2], use_cache=False, logits_to_keep=kept
+            ).logits[0]
+        if sampled:
+            if recorder is not None and self._step.recorder is not None:
+                self._step.recorder.chosen[: len(keep)] = recorder.chosen[kept]
+            self._draw_first([c.sequence for c in sampled], logits, begun)
+
+    def _draw_first(self, sequences: list[Sequence], logits: torch.Tensor, begun: Mark) -> None:
+        """The first tokens after prompts; their rows decode from here on."""
+        table = np.array([[s.row for s in sequences], [len(s.tokens) - 1 for s in sequences]], np.int32)
+        rows, positions = self._state.upload(table)
+        variant = self._variant(sequences)
+        self._state.cursor.zero_()
+        self._step.draw(logits, rows, positions, variant)
+        self._launched(sequences, 1, variant, begun)
+        self._begin_decoding(sequences)
+
+    def _decode(self) -> None:
+        limits = [(s, _left(s, self._max_length)) for s in self._decoding.values() if s.ending is None]
+        entries = [s for s, left in limits if left > 0]
+        if not entries:
+            return
+        steps = min(STEPS, max(left for _, left in limits))
+        bucket, variant = self._graphs.bucket(len(entries)), self._variant(entries)
+        self._graphs.prepare(bucket, variant)
+        begun = Mark(self._state.device)
+        self._state.choose(entries, bucket)
+        self._state.cursor.zero_()
+        for _ in range(steps):
+            self._graphs.step(bucket, variant)
+        self._launched(entries, steps, variant, begun)
+
+    def _variant(self, sequences: Seq[Sequence]) -> Variant:
+        found = {self._variants[s.row] for s in sequences if s.row is not None}
+        return "recorded" if "recorded" in found else "filtered" if "filtered" in found else "plain"
+
+    def _launched(self, entries: list[Sequence], steps: int, variant: Variant, begun: Mark) -> None:
+        for sequence in entries:
+            sequence.in_flight += steps
+        count, step = len(entries), self._step
+
+        def arriving(ring: torch.Tensor | None) -> Arriving | None:
+            return Arriving(ring[:steps, :count]) if ring is not None else None
+
+        recorded = variant == "recorded"
+        self._launches.append(
+            _Launch(
+                entries,
+                steps,
+                self._launches[-1].records.mark if self._launches else None,
+                begun,
+                Arriving(self._state.ring[:steps, :, :count]),
+                arriving(step.kept_ring) if recorded else None,
+                arriving(step.count_ring) if recorded else None,
+                arriving(step.routing_ring),
+            )
+        )
+
+    def _collect(self, *, idle: bool) -> list[Sampled]:
+        """Results that are there; the oldest too if too many are not, or if there is nothing else to do."""
+        sampled: list[Sampled] = []
+        while self._launches and (len(self._launches) > LAUNCHES or idle or self._launches[0].records.ready()):
+            sampled += self._read(self._launches.popleft())
+            idle = False
+        return sampled
+
+    def _read(self, launch: _Launch) -> list[Sampled]:
+        records = launch.records.numpy()
+        started = time.perf_counter()
+        self.timings.steps += launch.steps
+        self.timings.device_seconds += launch.records.mark.seconds_since(launch.begun)
+        if launch.after is not None:
+            gap = launch.begun.seconds_since(launch.after)
+            self.timings.longest_gap_seconds = max(self.timings.longest_gap_seconds, gap)
+        tokens = records[:, 0].T
+        # An entry runs from the first step of a launch on, if at all, and stops once.
+        lengths = (tokens != IDLE).sum(1).tolist()
+        logprobs = np.ascontiguousarray(records[:, 1].T).view(np.float32)
+        sound = bool(np.isfinite(logprobs).all())
+        sampled = [
+            Sampled(sequence, drawn[:n], values[:n], versions[:n], sound)
+            for sequence, n, drawn, values, versions in zip(
+                launch.entries, lengths, tokens.tolist(), logprobs.tolist(), records[:, 2].T.tolist(), strict=True
+            )
+            if n
+        ]
+        for sequence in launch.entries:
+            sequence.in_flight -= launch.steps
+        if launch.kept is not None or launch.routing is not None:
+            _add_records(launch, sampled)
+        self.timings.host_seconds += time.perf_counter() - started
+        return sampled
+
+
+def _left(sequence: Sequence, max_length: int) -> int:
+    """Steps until the sequence is at its longest, counting those under way."""
+    limit = min(sequence.prompt_length + sequence.sampling.max_tokens, max_length)
+    return limit - len(sequence.tokens) - sequence.in_flight
+
+
+def _packed(chunks: Seq[Chunk], block_size: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """Token ids, positions and cache slots of all chunks, one after the other."""
+    parts = []
+    for chunk in chunks:
+        places = np.arange(chunk.start, chunk.start + chunk.count)
+        ids = np.array(chunk.sequence.tokens[chunk.start : chunk.start + chunk.count], np.int64)
+        blocks = np.array(chunk.sequence.blocks, np.int64)
+        parts.append(np.stack([ids, places, blocks[places // block_size] * block_size + places % block_size]))
+    packed = np.concatenate(parts, axis=1)
+    # A pass of one token would be a shape of its own to a compiler; the second one is stored nowhere.
+    return packed if packed.shape[1] > 1 else np.concatenate([packed, [[0], [0], [-1]]], axis=1)
+
+
+def _add_records(launch: _Launch, sampled: list[Sampled]) -> None:
+    places = {sequence.id: entry for entry, sequence in enumerate(launch.entries)}
+    for new in sampled:
+        entry, count = places[new.sequence.id], len(new.tokens)
+        new.kept, new.routing = _kept(launch, entry, count), _routing(launch, entry, count)
+
+
+def _kept(launch: _Launch, entry: int, count: int) -> list[Int32Array] | None:
+    if launch.kept is None or launch.counts is None or not launch.entries[entry].sampling.record_kept:
+        return None
+    ids, sizes = launch.kept.numpy(), launch.counts.numpy()
+    return [ids[step, entry, : sizes[step, entry]].copy() for step in range(count)]
+
+
+def _routing(launch: _Launch, entry: int, count: int) -> list[Any] | None:
+    # Copied: a view would keep the records of the whole launch for as long as the sequence lives.
+    return None if launch.routing is None else list(launch.routing.numpy()[:count, entry].copy())

@@ -1,0 +1,119 @@
+"""What the device knows of every row, and the patches that the host enqueues between two launches.
+
+The last row is a spare that is never live: entries that only fill a batch up to its bucket point at it. All patches
+go through the engine's stream, so a launch that is under way never sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.engines.embedded.kernels.sampling_rows import SamplingRows
+from headrace.engines.embedded.sequence import Sequence
+
+STOPS = 16
+"""Stop tokens that the device knows of each row; the host, which decides, looks at all of them."""
+RECORDS = 3
+"""What the ring holds of a token: itself, the bits of its log-probability, its version."""
+
+
+class DeviceState:
+    """Buffers at fixed addresses, one entry per row."""
+
+    def __init__(self, rows: int, table_width: int, ring_slots: int, device: torch.device) -> None:
+        self.rows = rows
+        self.spare = rows
+        self.device = device
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.token = ints(rows + 1)
+        """The last token, which the next step computes."""
+        self.position = ints(rows + 1)
+        """Its place in the sequence."""
+        self.limit = ints(rows + 1)
+        """The longest that the sequence may become."""
+        self.capacity = ints(rows + 1)
+        """Tokens that the row's blocks hold."""
+        self.live = ints(rows + 1)
+        self.stops = torch.full((rows + 1, STOPS), -1, dtype=torch.int32, device=device)
+        self.tables = ints(rows + 1, table_width)
+        self.sampling = SamplingRows(rows + 1, device)
+        self.version = torch.full((1,), -1, dtype=torch.int32, device=device)
+        self.entries = torch.full((rows,), self.spare, dtype=torch.int32, device=device)
+        """The rows of the current batch."""
+        self.ring = ints(ring_slots, RECORDS, rows)
+        self.cursor = ints(1)
+        self._free = list(range(rows - 1, -1, -1))
+        # How many blocks of each row the tables hold.
+        self._known = [0] * rows
+
+    def take(self) -> int:
+        """A row that nobody uses."""
+        return self._free.pop()
+
+    def release(self, row: int) -> None:
+        """Nobody uses this row any more; launches under way still may, and are done before it is set again."""
+        self._free.append(row)
+
+    def set_rows(self, sequences: Seq[Sequence], max_length: int, block_size: int, live: Seq[bool]) -> None:
+        """Describe sequences that just got their rows; live ones decode from their last token on."""
+        fields = np.array(
+            [
+                (s.tokens[-1], len(s.tokens) - 1, _limit(s, max_length), len(s.blocks) * block_size, alive)
+                for s, alive in zip(sequences, live, strict=True)
+            ],
+            np.int32,
+        )
+        stops = np.full((len(sequences), STOPS), -1, np.int32)
+        tables = np.zeros((len(sequences), self.tables.shape[1]), np.int32)
+        for i, sequence in enumerate(sequences):
+            assert sequence.row is not None
+            self._known[sequence.row] = len(sequence.blocks)
+            known = [token for token in sequence.sampling.stop_token_ids if 0 <= token < 1 << 31][:STOPS]
+            stops[i, : len(known)] = known
+            tables[i, : len(sequence.blocks)] = sequence.blocks
+        rows = self.upload(np.array([s.row for s in sequences], np.int64))
+        columns = self.upload(fields).unbind(1)
+        for buffer, column in zip(
+            (self.token, self.position, self.limit, self.capacity, self.live), columns, strict=True
+        ):
+            buffer.index_copy_(0, rows, column)
+        self.stops.index_copy_(0, rows, self.upload(stops))
+        self.tables.index_copy_(0, rows, self.upload(tables))
+        self.sampling.set(rows, self.sampling.pack([s.sampling for s in sequences]))
+
+    def grow(self, sequences: Seq[Sequence], block_size: int) -> None:
+        """Tell the device of blocks that rows were given."""
+        width = self.tables.shape[1]
+        cells: list[int] = []
+        blocks: list[int] = []
+        for sequence in sequences:
+            assert sequence.row is not None
+            known, held = self._known[sequence.row], len(sequence.blocks)
+            cells += range(sequence.row * width + known, sequence.row * width + held)
+            blocks += sequence.blocks[known:]
+            self._known[sequence.row] = held
+        patch = self.upload(np.array([cells, blocks], np.int64))
+        self.tables.view(-1).index_copy_(0, patch[0], patch[1].to(torch.int32))
+        rows = self.upload(np.array([[s.row for s in sequences], [len(s.blocks) * block_size for s in sequences]]))
+        self.capacity.index_copy_(0, rows[0], rows[1].to(torch.int32))
+
+    def choose(self, sequences: Seq[Sequence], bucket: int) -> None:
+        """Make these rows the batch, filled up with the spare one."""
+        rows = [s.row for s in sequences] + [self.spare] * (bucket - len(sequences))
+        self.entries[:bucket].copy_(self.upload(np.array(rows, np.int32)))
+
+    def upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        """These numbers on the device, without waiting for it."""
+        host = torch.from_numpy(np.ascontiguousarray(values))
+        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+
+
+def _limit(sequence: Sequence, max_length: int) -> int:
+    return min(sequence.prompt_length + sequence.sampling.max_tokens, max_length)

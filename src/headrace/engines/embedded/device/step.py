@@ -1,0 +1,114 @@
+"""One decode step, start to end on the device: embed, layers, sample, record, advance.
+
+It reads and writes buffers at fixed addresses only, so it can be captured once for a batch size and replayed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from headrace.engines.base import KEPT_LIMIT, Sampling
+from headrace.engines.embedded.device.context import DecodeContext
+from headrace.engines.embedded.device.memory import DeviceCache
+from headrace.engines.embedded.device.state import DeviceState
+from headrace.engines.embedded.kernels.decode import choose_splits
+from headrace.engines.embedded.kernels.rows import advance, begin
+from headrace.engines.embedded.kernels.sampling import sample
+from headrace.models.attention import attending
+from headrace.models.experts import RoutingRecorder, RoutingShape, recording
+
+Variant = Literal["plain", "filtered", "recorded"]
+"""Every token may be drawn; some may not; and those that may are recorded."""
+
+
+def variant_of(sampling: Sampling) -> Variant:
+    """What a step must do for a row that is sampled like this."""
+    if sampling.record_kept:
+        return "recorded"
+    truncated = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0 or bool(sampling.forbidden)
+    return "filtered" if truncated else "plain"
+
+
+class DecodeStep:
+    """The step of one model over one state and cache."""
+
+    def __init__(self, model: Any, state: DeviceState, cache: DeviceCache, routing: RoutingShape | None) -> None:
+        device, rows = state.device, state.rows
+        self._model = model
+        self._state = state
+        self._cache = cache
+        self._processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        )
+        self._positions = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._input_ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._position_ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        slots = state.ring.shape[0]
+        self.recorder = RoutingRecorder(routing, rows, device) if routing is not None else None
+        self.routing_ring: torch.Tensor | None = None
+        if self.recorder is not None:
+            self.routing_ring = torch.zeros((slots, *self.recorder.chosen.shape), dtype=torch.int16, device=device)
+        self.kept_ring: torch.Tensor | None = None
+        self.count_ring: torch.Tensor | None = None
+
+    def run(self, bucket: int, variant: Variant) -> None:
+        """Step the first `bucket` entries of the batch, and write the ring's next slot."""
+        state = self._state
+        entries, positions = state.entries[:bucket], self._positions[:bucket]
+        ids, places = self._input_ids[:bucket], self._position_ids[:bucket]
+        begin(entries, state.token, state.position, state.capacity, state.live, positions, ids, places)
+        heads = self._cache.layers[0][0].shape[1]
+        splits = choose_splits(bucket, heads, self._processors)
+        context = DecodeContext(self._cache, state.tables, entries, positions, splits)
+        with attending(context), recording(self.recorder):
+            logits = self._model(
+                input_ids=ids[None], position_ids=places[None], use_cache=False, logits_to_keep=0
+            ).logits[0]
+        self.draw(logits, entries, positions, variant)
+
+    def draw(self, logits: torch.Tensor, entries: torch.Tensor, positions: torch.Tensor, variant: Variant) -> None:
+        """Sample the token after `positions` for these rows, record it in the ring, and advance the rows."""
+        state, count = self._state, len(entries)
+        kept_ids = kept_counts = None
+        if variant == "recorded":
+            kept_ids = torch.empty((count, KEPT_LIMIT), dtype=torch.int32, device=state.device)
+            kept_counts = torch.empty(count, dtype=torch.int32, device=state.device)
+        tokens, logprobs = sample(
+            logits,
+            entries,
+            positions + 1,
+            state.sampling,
+            filtered=variant != "plain",
+            kept_ids=kept_ids,
+            kept_counts=kept_counts,
+        )
+        slot = state.cursor.long()
+        if kept_ids is not None and kept_counts is not None:
+            kept, counts = self._kept_rings()
+            kept[:, :count].index_copy_(0, slot, kept_ids[None])
+            counts[:, :count].index_copy_(0, slot, kept_counts[None])
+        if self.recorder is not None and self.routing_ring is not None:
+            self.routing_ring[:, :count].index_copy_(0, slot, self.recorder.chosen[None, :count])
+        advance(
+            entries,
+            positions,
+            tokens,
+            logprobs,
+            state.token,
+            state.position,
+            state.limit,
+            state.live,
+            state.stops,
+            state.version,
+            state.ring,
+            state.cursor,
+        )
+
+    def _kept_rings(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.kept_ring is None or self.count_ring is None:
+            slots, rows, device = self._state.ring.shape[0], self._state.rows, self._state.device
+            self.kept_ring = torch.zeros((slots, rows, KEPT_LIMIT), dtype=torch.int32, device=device)
+            self.count_ring = torch.zeros((slots, rows), dtype=torch.int32, device=device)
+        return self.kept_ring, self.count_ring

@@ -1,0 +1,61 @@
+"""Numbers on their way from the device to the host."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.errors import DeadlineError
+from headrace.types import Float32Array
+
+GPU_SECONDS = 120.0
+"""A GPU that takes longer than this for a few steps hangs."""
+_POLL_SECONDS = 5e-5
+
+
+class Mark:
+    """A point of the stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def passed(self) -> bool:
+        """Whether the device has come here."""
+        return self._event is None or bool(self._event.query())
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """How long the device took from there to here, both passed; 0 where host and device are one."""
+        return 0.0 if self._event is None else float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+class Arriving:
+    """A copy of a tensor as it is at this point of the stream; it is there when `ready`."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
+        self._host.copy_(source, non_blocking=True)
+        self.mark = Mark(source.device)
+
+    def ready(self) -> bool:
+        """Whether `numpy` would not wait."""
+        return self.mark.passed()
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """The numbers, as soon as they are here."""
+        deadline = time.monotonic() + GPU_SECONDS
+        while not self.ready():
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"the GPU has not finished what was asked of it within {GPU_SECONDS:.0f} s")
+            time.sleep(_POLL_SECONDS)
+        return np.asarray(self._host.numpy())
+
+    def result(self) -> Float32Array:
+        """The same, as float32."""
+        return np.asarray(self.numpy(), np.float32)

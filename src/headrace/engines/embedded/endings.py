@@ -1,0 +1,70 @@
+"""Where a request ends, and which requests cannot begin."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.engines.base import FinishReason, Request, sampling_refusal
+from headrace.types import NO_VERSION
+
+if TYPE_CHECKING:
+    from headrace.engines.embedded.runner import Sampled
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a sequence ended, and with how many of the tokens that were just drawn."""
+
+    finish: FinishReason
+    tokens: int = 0
+    error: str = ""
+    version: int = NO_VERSION
+    """Under which the token was drawn that ended it."""
+
+
+def ending(new: Sampled, max_length: int) -> Ending | None:
+    """Where the sequence ends among its new tokens, if it does: at the first stop, or at its longest."""
+    sequence, sampling = new.sequence, new.sequence.sampling
+    room = min(sampling.max_tokens - sequence.sampled, max_length - len(sequence.tokens))
+    count = min(len(new.tokens), room)
+    broken = count if new.sound else next((i for i in range(count) if not math.isfinite(new.logprobs[i])), count)
+    stop = _first_stop(new, broken) if sampling.stop_token_ids or sampling.stop_sequences else None
+    if stop is not None:
+        return Ending("stop", stop + 1, version=new.versions[stop])
+    if broken < count:
+        where = f"position {len(sequence.tokens) + broken} under version {new.versions[broken]}"
+        error = f"request {sequence.id}: the logits are not finite at {where}"
+        return Ending("failed", broken, error, new.versions[broken])
+    return Ending("length", room, version=new.versions[room - 1]) if len(new.tokens) >= room else None
+
+
+def refusal(request: Request, vocabulary: int, max_length: int) -> str:
+    """Why this request cannot be served, or nothing."""
+    ids = request.token_ids
+    if len(ids) == 0:
+        return "its prompt has no tokens"
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        return f"its prompt holds a token id outside of the vocabulary of {vocabulary}"
+    if len(ids) >= max_length:
+        return f"its prompt of {len(ids)} tokens leaves no room under the longest length of {max_length}"
+    return sampling_refusal(request.sampling, vocabulary)
+
+
+def _first_stop(new: Sampled, count: int) -> int | None:
+    sampling = new.sequence.sampling
+    stops = sampling.stop_token_ids
+    for i in range(count):
+        if new.tokens[i] in stops or any(_ends_with(new, i, stop) for stop in sampling.stop_sequences):
+            return i
+    return None
+
+
+def _ends_with(new: Sampled, last: int, stop: tuple[int, ...]) -> bool:
+    """Whether the sampled tokens up to this new one end with `stop`."""
+    fresh = new.tokens[max(0, last + 1 - len(stop)) : last + 1]
+    wanted = len(stop) - len(fresh)
+    if wanted > new.sequence.sampled or tuple(fresh) != stop[wanted:]:
+        return False
+    return not wanted or tuple(new.sequence.tokens[-wanted:]) == stop[:wanted]

@@ -1,0 +1,92 @@
+"""Which runner serves a model, and how large its cache is: the GPU's where the model is on one, else the host's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headrace.config.schema import EngineConfig
+from headrace.engines.embedded.kv_cache import BlockPool, KVCache
+from headrace.engines.embedded.runner import HostRunner, Runner
+from headrace.errors import UserError
+from headrace.models.experts import RoutingShape, prepare_experts
+from headrace.models.head import keep_logits_in_float32
+
+logger = logging.getLogger(__name__)
+
+MakeRunner = Callable[[Any, EngineConfig, int], tuple[Runner, BlockPool]]
+"""From a model, its configuration and the longest length."""
+
+
+def choose_device(wanted: str) -> str:
+    """The device of `[engine] device`."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError('[engine] device = "cuda", but torch finds no GPU here')
+    return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+
+
+def make_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
+    """The runner for this model, and the blocks that it computes in."""
+    if next(model.parameters()).device.type == "cuda":
+        return make_device_runner(model, config, max_length)
+    return make_host_runner(model, config, max_length)
+
+
+def make_host_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
+    """The runner that computes a plan at once, with plain torch, wherever the model is."""
+    blocks = _wanted_blocks(config, max_length)
+    runner = HostRunner(model, KVCache(blocks, config.block_size), _recorded_experts(model))
+    return runner, BlockPool(blocks, config.block_size)
+
+
+def _wanted_blocks(config: EngineConfig, max_length: int) -> int:
+    """As many as configured, or as `slots` sequences of the longest length need."""
+    per_sequence = -(-max_length // config.block_size)
+    return -(-config.cache_tokens // config.block_size) or config.slots * per_sequence
+
+
+def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
+    """The GPU's runner; on a model that is not on one, its kernels must be interpreted."""
+    # Imported here: Triton is only needed, and may only be there, beside a GPU.
+    from headrace.engines.embedded.device.compiled import compile_layers, undo_compile
+    from headrace.engines.embedded.device.memory import DeviceCache, affordable_blocks, bytes_per_block, layer_shapes
+    from headrace.engines.embedded.device.runner import DeviceRunner
+
+    parameter = next(model.parameters())
+    routing = _recorded_experts(model)
+    keep_logits_in_float32(model)
+    compiled = config.compile and compile_layers(model)
+    if config.compile and not compiled:
+        logger.warning("layers run uncompiled: %s has no list of layers", type(model).__name__)
+    try:
+        shapes = layer_shapes(model)
+    except RuntimeError as error:
+        if not compiled:
+            raise
+        logger.warning("layers run uncompiled: %s", str(error).strip().splitlines()[0])
+        undo_compile(model)
+        shapes = layer_shapes(model)
+    blocks = _wanted_blocks(config, max_length)
+    if parameter.device.type == "cuda":
+        weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        block_bytes = bytes_per_block(shapes, config.block_size, parameter.dtype)
+        affordable = affordable_blocks(block_bytes, weight_bytes, parameter.device)
+        if config.cache_tokens and blocks > affordable:
+            raise UserError(
+                f"[engine] cache_tokens = {config.cache_tokens} do not fit:"
+                f" there is memory for {affordable * config.block_size} (0 takes what fits)"
+            )
+        blocks = min(blocks, affordable)
+    cache = DeviceCache(shapes, blocks, config.block_size, parameter.dtype, parameter.device)
+    runner = DeviceRunner(
+        model, cache, rows=config.slots, max_length=max_length, capture=config.graphs, routing=routing
+    )
+    return runner, BlockPool(blocks, config.block_size)
+
+
+def _recorded_experts(model: Any) -> RoutingShape | None:
+    shape = prepare_experts(model)
+    return shape if shape is not None and shape.recorded else None

@@ -1,0 +1,264 @@
+"""The GPU's runner, its kernels interpreted: the same tokens as the host's runner, whatever happens on the way."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from headrace.config.schema import EngineConfig
+from headrace.delivery.base import Canary, Manifest
+from headrace.delivery.publisher import Publisher
+from headrace.delivery.transports.shm import ShmSender
+from headrace.engines.base import Delta, Request, Sampling
+from headrace.engines.embedded.core import EngineCore
+from headrace.engines.embedded.device.transfer import Mark
+from headrace.engines.embedded.setup import make_device_runner, make_host_runner
+from headrace.models.attention import ATTENTION
+from headrace.models.loading import named_weights
+
+# On a GPU the kernels are compiled and steps captured; elsewhere they are interpreted.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCABULARY = 40
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.5,
+}
+
+
+@pytest.fixture(autouse=True)
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU every launch would be over at once: here some are seen late, as there."""
+    if DEVICE == "cpu":
+        draw, looks = random.Random(0), WeakKeyDictionary[Mark, int]()
+
+        def passed(mark: Mark) -> bool:
+            looks[mark] = looks.get(mark, draw.randrange(4)) - 1
+            return looks[mark] < 0
+
+        monkeypatch.setattr(Mark, "passed", passed)
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM._from_config(LlamaConfig(**SHAPE), attn_implementation=ATTENTION).eval().to(DEVICE)
+
+
+def cores(model: Any, max_length: int = 64, **engine: Any) -> tuple[EngineCore, EngineCore]:
+    """The same engine on the host's runner, and on the device's."""
+    config = EngineConfig(slots=4, block_size=4, prefill_chunk=16, compile=False, **engine)
+    host = EngineCore(model, config, name="host", max_length=max_length, version=1, make_runner=make_host_runner)
+    device = EngineCore(model, config, name="device", max_length=max_length, version=1, make_runner=make_device_runner)
+    return host, device
+
+
+def ask(id: str, prompt: list[int], parent: str = "", group: str = "", **sampling: Any) -> Request:
+    sampling = {"max_tokens": 7, "seed": 5, **sampling}
+    return Request(
+        id=id, token_ids=np.array(prompt, np.int32), sampling=Sampling(**sampling), parent=parent, group=group
+    )
+
+
+class Joined:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.kept: list[list[int]] = []
+        self.routing: list[list[list[int]]] = []
+        self.finish = ""
+
+    def add(self, delta: Delta) -> None:
+        assert not self.finish
+        self.tokens += delta.token_ids.tolist()
+        self.logprobs += delta.logprobs.tolist()
+        self.versions += delta.versions.tolist()
+        if delta.kept is not None:
+            ends = np.cumsum(delta.kept.counts)
+            self.kept += [part.tolist() for part in np.split(delta.kept.token_ids, ends[:-1])]
+        if delta.routing is not None:
+            self.routing += delta.routing.tolist()
+        self.finish = delta.finish or ""
+
+
+def run(core: EngineCore, requests: list[Request]) -> dict[str, Joined]:
+    core.submit(requests)
+    return finish(core, {})
+
+
+def finish(core: EngineCore, joined: dict[str, Joined]) -> dict[str, Joined]:
+    for _ in range(500):
+        if not core.has_work:
+            break
+        collect(joined, core.step())
+    assert not core.has_work
+    stats = core.stats()
+    assert stats.free_blocks == stats.total_blocks
+    return joined
+
+
+def collect(joined: dict[str, Joined], deltas: list[Delta]) -> None:
+    for delta in deltas:
+        joined.setdefault(delta.id, Joined()).add(delta)
+
+
+def assert_same(left: dict[str, Joined], right: dict[str, Joined]) -> None:
+    assert left.keys() == right.keys()
+    for id in left:
+        assert left[id].tokens == right[id].tokens, id
+        assert left[id].finish == right[id].finish, id
+        assert left[id].kept == right[id].kept, id
+        assert left[id].routing == right[id].routing, id
+        np.testing.assert_allclose(left[id].logprobs, right[id].logprobs, atol=2e-5)
+
+
+def test_a_crowd_of_requests_gets_the_same_tokens(model: Any) -> None:
+    host, device = cores(model)
+    requests = [
+        ask("greedy", [1, 2, 3], temperature=0.0),
+        ask("one token", [7], max_tokens=9),
+        ask("long prompt", list(range(30)), max_tokens=3),
+        ask("stops", [3, 1, 4], stop_token_ids=tuple(range(0, VOCABULARY, 3)), max_tokens=20),
+        ask("stop sequence", [3, 1, 4], stop_sequences=((1, 2), (5,), (9,), (30,)), max_tokens=12),
+        *(ask(f"member {i}", [9, 8, 7, 6, 5, 4], group="g", seed=i) for i in range(4)),
+    ]
+    assert_same(run(host, requests), run(device, requests))
+
+
+def test_truncated_rows_beside_whole_ones(model: Any) -> None:
+    host, device = cores(model)
+    requests = [
+        ask("whole", [1, 2, 3]),
+        ask("top p", [1, 2, 3], top_p=0.7, temperature=0.8),
+        ask("top k, forbidden", [4, 2], top_k=5, forbidden=(1, 2, 3)),
+        ask("kept", [5, 5, 5], top_p=0.9, min_p=0.05, record_kept=True),
+    ]
+    left, right = run(host, requests), run(device, requests)
+    assert len(left["kept"].kept) == 7
+    assert_same(left, right)
+
+
+def test_a_cache_that_is_too_small_preempts_and_finishes(model: Any) -> None:
+    host, device = cores(model, cache_tokens=48)
+    requests = [ask(str(i), [i, i + 1, i + 2], max_tokens=12, seed=i) for i in range(5)]
+    assert_same(run(host, requests), run(device, requests))
+    assert host.stats().preemptions > 0 and device.stats().preemptions > 0
+
+
+def test_forks_share_and_continue(model: Any) -> None:
+    _, device = cores(model)
+    joined: dict[str, Joined] = {}
+    device.submit([ask("parent", [1, 2, 3, 4, 5], max_tokens=18)])
+    while len(joined.get("parent", Joined()).tokens) < 10:
+        collect(joined, device.step())
+        collect(joined, device.flush())
+    forks = device.fork("parent", 12, 2)
+    before = device.stats().prefilled_tokens
+    device.submit(forks)
+    finish(device, joined)
+    assert device.stats().prefilled_tokens == before
+    host, _ = cores(model)
+    fresh = run(host, [ask(f.id, f.token_ids.tolist(), **_sampling(f)) for f in forks])
+    for fork in forks:
+        assert joined[fork.id].tokens == fresh[fork.id].tokens
+        np.testing.assert_allclose(joined[fork.id].logprobs, fresh[fork.id].logprobs, atol=2e-5)
+
+
+def _sampling(request: Request) -> dict[str, Any]:
+    return {"max_tokens": request.sampling.max_tokens, "seed": request.sampling.seed}
+
+
+def test_experts_are_recorded_alike() -> None:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, mlp_only_layers=[], norm_topk_prob=True
+    )
+    moe = Qwen3MoeForCausalLM._from_config(config, attn_implementation=ATTENTION).eval().to(DEVICE)
+    host, device = cores(moe)
+    requests = [ask(str(i), [i, 3, 2], seed=i) for i in range(3)]
+    left, right = run(host, requests), run(device, requests)
+    assert np.array(left["0"].routing).shape == (7, 2, 2)
+    assert_same(left, right)
+
+
+class Trainer:
+    """Publishes other weights for every version."""
+
+    def __init__(self, model: Any) -> None:
+        self.publisher = Publisher(ShmSender(f"device-{id(self):x}"), "float32", 1e-3, np.arange(1, 9, dtype=np.int32))
+        self.weights = {name: weight.cpu().clone() for name, weight in named_weights(model).items()}
+
+    def publish(self, version: int, score: Any) -> Manifest:
+        noise = torch.Generator().manual_seed(version)
+        for weight in self.weights.values():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=noise))
+        return self.publisher.publish(version, version - 1, version, self.weights, score).result(20)
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+@pytest.mark.parametrize("proof", ["right", "wrong"])
+def test_a_swap_between_launches_tags_every_token(
+    model: Any, kv: Literal["keep", "recompute"], proof: Literal["right", "wrong"]
+) -> None:
+    _, device = cores(model, kv=kv)
+    shadow = LlamaForCausalLM._from_config(LlamaConfig(**SHAPE), attn_implementation="eager").eval()
+    trainer = Trainer(model)
+
+    def score(ids: Any) -> Any:
+        with torch.no_grad():
+            for name, weight in named_weights(shadow).items():
+                weight.copy_(trainer.weights[name])
+            logprobs = shadow(torch.tensor(np.array(ids, np.int64))[None]).logits.log_softmax(-1)[0, :-1]
+            return logprobs.gather(1, torch.tensor(np.array(ids[1:], np.int64))[:, None])[:, 0].numpy()
+
+    try:
+        requests = [ask(str(i), [i, i + 3], max_tokens=20, seed=i) for i in range(2)]
+        device.submit(requests)
+        joined: dict[str, Joined] = {}
+        for _ in range(2):
+            collect(joined, device.step())
+        manifest = trainer.publish(2, score)
+        if proof == "wrong":
+            manifest.canary = Canary(
+                token_ids=manifest.canary.token_ids,
+                logprobs=manifest.canary.logprobs - 1,
+                tolerance=manifest.canary.tolerance,
+            )
+        device.install(device.stage(manifest))
+        # Steps go on before the proof is known; their tokens stay inside.
+        deltas = device.step()
+        assert not any(2 in delta.versions for delta in deltas)
+        collect(joined, deltas)
+        proved = device.proof(wait=True)
+        assert proved is not None and proved.accepted == (proof == "right")
+        if proof == "wrong":
+            assert device.version == -1
+            collect(joined, device.flush())
+            assert not device.has_work
+            assert {v for j in joined.values() for v in j.versions} == {1}
+            good = trainer.publish(3, score)
+            assert device.swap(device.stage(good)).accepted
+        finish(device, joined)
+        newest = 2 if proof == "right" else 3
+        for request in requests:
+            mine = joined[request.id]
+            assert len(mine.tokens) == 20 and mine.versions == sorted(mine.versions)
+            assert set(mine.versions) == {1, newest}
+            if kv == "recompute":
+                whole = score([*request.token_ids.tolist(), *mine.tokens])[1:]
+                new = np.array(mine.versions) == newest
+                np.testing.assert_allclose(np.array(mine.logprobs)[new], whole[new], atol=2e-5)
+    finally:
+        trainer.publisher.close()
