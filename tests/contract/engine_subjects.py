@@ -184,18 +184,18 @@ class TinyTrainer:
         return np.asarray(logprobs.gather(1, ids[0, 1:, None])[:, 0].numpy(), np.float32)
 
 
-def save_tiny_llama(path: Path) -> None:
+def save_tiny_llama(path: Path, layers: int = 2, spread: float = 0.5) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=8,
         max_position_embeddings=MAX_LENGTH,
-        initializer_range=0.5,
+        initializer_range=spread,
     )
     LlamaForCausalLM(config).save_pretrained(path)
 

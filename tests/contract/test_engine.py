@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from engine_subjects import Factory, Setting, Subject
 
-from headrace.engines.base import Delta, Engine, EngineStats, FinishReason, Request, Sampling
+from headrace.engines.base import FORBIDDEN_LIMIT, Delta, Engine, EngineStats, FinishReason, Request, Sampling
 from headrace.errors import HeadraceError
 
 T = TypeVar("T")
@@ -31,6 +31,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
     finish: FinishReason | None = None
     error: str = ""
 
@@ -40,6 +41,10 @@ class Completion:
         self.token_ids += delta.token_ids.tolist()
         self.logprobs += delta.logprobs.tolist()
         self.versions += delta.versions.tolist()
+        if delta.kept is not None:
+            counts = delta.kept.counts
+            assert len(counts) == len(delta.token_ids) and counts.sum() == len(delta.kept.token_ids)
+            self.kept += [ids.tolist() for ids in np.split(delta.kept.token_ids, counts.cumsum())[:-1]]
         self.finish, self.error = delta.finish, delta.error
 
 
@@ -442,3 +447,239 @@ async def test_an_interrupting_load_returns_partials_that_resume_under_the_new_w
         assert set(resumed.versions) == {2}
         assert_recorded(subject, request, resumed)
         await eventually(subject.engine, idle)
+
+
+# Sampling options
+
+
+def first_end(tokens: list[int], stops: tuple[tuple[int, ...], ...]) -> int:
+    """How many tokens there are when they first end with one of these; all of them, if they never do."""
+    ends = (n for n in range(1, len(tokens) + 1) if any(tuple(tokens[:n][-len(stop) :]) == stop for stop in stops))
+    return next(ends, len(tokens))
+
+
+async def test_a_stop_sequence_ends_the_completion_and_is_part_of_it(subject: Subject) -> None:
+    free = (await complete(subject.engine, ask("free", max_tokens=30))).token_ids
+    late, early, single = tuple(free[9:13]), tuple(free[4:6]), (free[7],)
+    unseen = next(token for token in range(subject.vocabulary) if token not in free)
+    cases = {
+        "whole": (late,),
+        "first": (tuple(free[:2]),),
+        "one token": (single,),
+        "the first to be whole": (late, early),
+        "its end alone is not enough": ((unseen, *late), (*early, unseen)),
+        "longer than the completion": ((*free, *free),),
+        "not from the prompt on": ((5, free[0]), (1, 5, *free[:3])),
+    }
+    requests = [ask(name, max_tokens=30, stop_sequences=stops) for name, stops in cases.items()]
+    for (name, stops), completion in zip(cases.items(), await complete_all(subject.engine, requests), strict=True):
+        end = first_end(free, stops)
+        assert completion.token_ids == free[:end], name
+        assert completion.finish == ("stop" if end < 30 else "length"), name
+    assert first_end(free, cases["whole"]) <= 13 and first_end(free, cases["first"]) == 2
+
+    end = first_end(free, (late,))
+    last = await complete(subject.engine, ask("last", max_tokens=end, stop_sequences=(late,)))
+    assert (last.token_ids, last.finish) == (free[:end], "stop"), "at the length limit it is still a stop"
+    cut = await complete(subject.engine, ask("cut", max_tokens=end - 1, stop_sequences=(late,)))
+    assert (cut.token_ids, cut.finish) == (free[: end - 1], "length")
+    await eventually(subject.engine, idle)
+
+
+_ALTERNATIVES: dict[bytes, np.ndarray] = {}
+
+
+def alternatives(subject: Subject, prefix: list[int], temperature: float = 1.0) -> np.ndarray:
+    """The reference's probabilities [V] after a prefix, from its scores of every token that may follow, in float64."""
+
+    def scores(token: int) -> np.ndarray:
+        return subject.reference(1, np.array([*prefix, token], np.int32))
+
+    # Engines that serve the same weights share this: equal scores of a prefix, to the bit, are of the same weights.
+    key = np.array(prefix).tobytes() + scores(0).tobytes()
+    if key not in _ALTERNATIVES:
+        _ALTERNATIVES[key] = np.array([scores(token)[-1] for token in range(subject.vocabulary)], np.float64)
+        assert np.exp(_ALTERNATIVES[key]).sum() == pytest.approx(1.0, abs=1e-4)
+    tempered = np.exp(_ALTERNATIVES[key] / temperature)
+    return np.asarray(tempered / tempered.sum())
+
+
+def kept_by_definition(p: np.ndarray, sampling: Sampling) -> list[int]:
+    """Ids that truncation leaves: forbidden tokens go first, then top-k, top-p and min-p each look at the rest."""
+    left = sorted((t for t in range(len(p)) if t not in sampling.forbidden), key=lambda t: -p[t])
+    if sampling.top_k:
+        left = left[: sampling.top_k]
+    total = sum(p[t] for t in left)
+    chosen: list[int] = []
+    for token in left:
+        if sum(p[t] for t in chosen) < sampling.top_p * total:
+            chosen.append(token)
+    return sorted(t for t in chosen if p[t] >= sampling.min_p * p[left[0]])
+
+
+def assert_drawn(subject: Subject, request: Request, completion: Completion, count: int) -> None:
+    """The first tokens come from what truncation leaves of the reference's distributions, and say so."""
+    sampling = request.sampling
+    for i in range(count):
+        prefix = [*request.token_ids.tolist(), *completion.token_ids[:i]]
+        p = alternatives(subject, prefix, sampling.temperature or 1.0)
+        left = kept_by_definition(p, sampling)
+        token = completion.token_ids[i]
+        assert token in left
+        assert completion.logprobs[i] == pytest.approx(np.log(p[token] / p[left].sum()), abs=1e-4)
+        if sampling.record_kept:
+            assert completion.kept[i] == left
+
+
+TRUNCATIONS: dict[str, dict[str, object]] = {
+    "nothing": {},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.6},
+    "min_p": {"min_p": 0.2},
+    "tempered": {"temperature": 0.6, "top_p": 0.9},
+    "all": {"temperature": 1.4, "top_k": 9, "top_p": 0.85, "min_p": 0.15, "forbidden": (2, 40)},
+}
+
+
+async def test_truncated_draws_are_from_the_kept_tokens_and_name_them(subject: Subject) -> None:
+    """All on one prompt, so that its distribution is asked for once; one request is followed by a token."""
+    requests = [
+        ask(f"{name}/{seed}", max_tokens=2, seed=seed, record_kept=True, **kind)
+        for name, kind in TRUNCATIONS.items()
+        for seed in range(4)
+    ]
+    completions = await complete_all(subject.engine, requests)
+    sizes = {}
+    for request, completion in zip(requests, completions, strict=True):
+        assert len(completion.kept) == 2
+        assert all(token in kept for token, kept in zip(completion.token_ids, completion.kept, strict=True))
+        assert_drawn(subject, request, completion, 1)
+        sizes[request.id.partition("/")[0]] = len(completion.kept[0])
+    assert_drawn(subject, requests[-1], completions[-1], 2)
+    assert sizes.pop("nothing") == subject.vocabulary
+    assert all(1 < size < subject.vocabulary for size in sizes.values()), "every rule must leave some and cut some"
+
+
+async def test_recording_what_was_kept_changes_no_token(subject: Subject) -> None:
+    kinds = [TRUNCATIONS["nothing"], TRUNCATIONS["all"]]
+    requests = [
+        ask(f"{i}/{record}", max_tokens=20, record_kept=record, **kind)
+        for i, kind in enumerate(kinds)
+        for record in (False, True)
+    ]
+    plain, recorded, plain_all, recorded_all = await complete_all(subject.engine, requests)
+    for without, with_kept in ((plain, recorded), (plain_all, recorded_all)):
+        assert without.token_ids == with_kept.token_ids
+        np.testing.assert_allclose(without.logprobs, with_kept.logprobs, atol=1e-4)
+        assert without.kept == [] and len(with_kept.kept) == 20
+        for token, kept in zip(with_kept.token_ids, with_kept.kept, strict=True):
+            assert token in kept and kept == sorted(set(kept))
+    greedy = await complete(subject.engine, ask("greedy", temperature=0.0, top_k=3, record_kept=True))
+    assert greedy.kept == [[]] * 12, "nothing is truncated where nothing is drawn"
+
+
+async def test_forbidden_tokens_are_never_drawn_and_the_others_share_their_probability(subject: Subject) -> None:
+    prompt = ask("").token_ids.tolist()
+    best = np.argsort(-alternatives(subject, prompt))
+    most, even = tuple(best[:FORBIDDEN_LIMIT].tolist()), tuple(range(0, subject.vocabulary, 2))
+    requests = [
+        *(ask(f"most/{seed}", max_tokens=8, seed=seed, forbidden=most) for seed in range(6)),
+        ask("even", max_tokens=30, forbidden=even),
+        ask("greedy", max_tokens=2, temperature=0.0, forbidden=most),
+        ask("nobody", max_tokens=8, forbidden=(subject.vocabulary + 7,)),
+        ask("free", max_tokens=8),
+    ]
+    completions = await complete_all(subject.engine, requests)
+    for request, completion in zip(requests, completions, strict=True):
+        assert not set(completion.token_ids) & set(request.sampling.forbidden)
+        assert_drawn(subject, request, completion, 1)
+    greedy = completions[-3]
+    assert_drawn(subject, requests[-3], greedy, 2)
+    assert greedy.token_ids[0] == best[FORBIDDEN_LIMIT]
+    assert completions[-2].token_ids == completions[-1].token_ids, "a token that does not exist forbids nothing"
+
+
+async def test_values_that_make_no_sense_fail_their_request_alone_in_one_line(subject: Subject) -> None:
+    bad: dict[str, tuple[dict[str, object], str]] = {
+        "no tokens": ({"max_tokens": 0}, "max_tokens"),
+        "temperature": ({"temperature": -0.5}, "temperature"),
+        "top_k": ({"top_k": -1}, "top_k"),
+        "top_p of nothing": ({"top_p": 0.0}, "top_p"),
+        "top_p over one": ({"top_p": 1.1}, "top_p"),
+        "min_p over one": ({"min_p": 1.5}, "min_p"),
+        "min_p under zero": ({"min_p": -0.1}, "min_p"),
+        "min_p of no number": ({"min_p": float("nan")}, "min_p"),
+        "stop": ({"stop_sequences": ((3, 4), ())}, "stop sequence"),
+        "forbidden": ({"forbidden": tuple(range(FORBIDDEN_LIMIT + 1))}, f"{FORBIDDEN_LIMIT} tokens are forbidden"),
+    }
+    requests = [ask(name, **kind) for name, (kind, _) in bad.items()]
+    *failed, good = await complete_all(subject.engine, [*requests, ask("good")])
+    assert good.finish == "length" and len(good.token_ids) == 12
+    for (name, (_, about)), completion in zip(bad.items(), failed, strict=True):
+        assert completion.finish == "failed" and not completion.token_ids, name
+        assert name in completion.error and about in completion.error and "\n" not in completion.error
+    await eventually(subject.engine, idle)
+
+
+# Parents
+
+
+def child(id: str, parent: str, prompt: list[int], **sampling: object) -> Request:
+    return msgspec.structs.replace(ask(id, prompt, **sampling), parent=parent)
+
+
+async def test_a_child_gets_the_tokens_of_its_prompt_and_leaves_its_parent_alone(subject: Subject) -> None:
+    parent = ask("parent", max_tokens=LONG)
+    stream = Stream(subject.engine, parent)
+    await stream.until(lambda c: len(c.token_ids) >= 12 or c.finish is not None)
+    assert stream.completion.finish is None, "the request is too short for this test"
+    known = list(stream.completion.token_ids)
+    whole = [*parent.token_ids.tolist(), *known]
+    other = (whole[9] + 1) % subject.vocabulary
+    # Cut at its last known token, in the middle, inside of its prompt, and where the two go apart.
+    prompts = {"end": whole, "middle": whole[:11], "prompt": whole[:3], "apart": [*whole[:9], other, *whole[10:13]]}
+    seeds = dict(zip(prompts, range(4), strict=True))
+    children = [child(name, "parent", prompt, seed=seeds[name]) for name, prompt in prompts.items()]
+    # Two at a time, so that there is a slot for them beside their parent.
+    with_parent = [*await complete_all(subject.engine, children[:2]), *await complete_all(subject.engine, children[2:])]
+    assert stream.completion.finish is None
+    await soon(subject.engine.abort(["parent"]))
+    ended = await stream.end()
+    assert ended.finish == "aborted" and len(ended.token_ids) > len(known)
+    alone = [ask(f"{name} alone", prompt, seed=seeds[name]) for name, prompt in prompts.items()]
+    again = ask("parent again", max_tokens=len(ended.token_ids))
+    *without, undisturbed = await complete_all(subject.engine, [*alone, again])
+    for request, one, two in zip(children, with_parent, without, strict=True):
+        assert one.token_ids == two.token_ids, request.id
+        assert_recorded(subject, request, one)
+    assert ended.token_ids == undisturbed.token_ids
+    np.testing.assert_allclose(ended.logprobs, undisturbed.logprobs, atol=1e-4)
+    await eventually(subject.engine, idle)
+
+
+async def test_a_parent_that_is_unknown_or_has_ended_is_no_error(subject: Subject) -> None:
+    parent = await complete(subject.engine, ask("ended"))
+    prompt = [3, 1, 4, 1, 5, *parent.token_ids[:6]]
+    requests = [child(name, name.split()[0], prompt) for name in ("ended child", "nobody child", "itself")]
+    expected = await complete(subject.engine, ask("alone", prompt))
+    for request, completion in zip(requests, await complete_all(subject.engine, requests), strict=True):
+        assert (completion.token_ids, completion.finish) == (expected.token_ids, "length"), request.id
+        assert_recorded(subject, request, completion)
+    await eventually(subject.engine, idle)
+
+
+async def test_a_parent_that_is_aborted_takes_no_child_along(subject: Subject) -> None:
+    stream = Stream(subject.engine, ask("parent", max_tokens=LONG))
+    known = list((await stream.begun()).token_ids)
+    await soon(subject.engine.pause())
+    request = child("child", "parent", [3, 1, 4, 1, 5, *known], max_tokens=20)
+    running = asyncio.create_task(complete(subject.engine, request))
+    await eventually(subject.engine, lambda s: s.running + s.waiting == 2)
+    await soon(subject.engine.resume())
+    await soon(subject.engine.abort(["parent"]))
+    assert (await stream.end()).finish == "aborted"
+    completion = await soon(running)
+    alone = await complete(subject.engine, ask("alone", [3, 1, 4, 1, 5, *known], max_tokens=20))
+    assert (completion.token_ids, completion.finish) == (alone.token_ids, "length")
+    assert_recorded(subject, request, completion)
+    await eventually(subject.engine, idle)

@@ -15,8 +15,8 @@ from typing import Literal
 import numpy as np
 
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, EngineStats, FinishReason, Request, Sampling
-from headrace.engines.fake_policy import FakePolicy, stable_hash
+from headrace.engines.base import Delta, EngineStats, FinishReason, Kept, Request, failed_delta, sampling_refusal
+from headrace.engines.fake_policy import FakeDraw, FakePolicy, stable_hash
 from headrace.errors import DeliveryError, PeerDied
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
@@ -37,8 +37,9 @@ def lognormal_lengths(median: float, sigma: float = 0.6, seed: int = 0) -> Calla
 class FakeEngine:
     """Implements `Engine`. Every step gives each running sequence one token and takes `token_seconds` of `sleep`.
 
-    Without `lengths` a completion ends where a stop token happens to be drawn, as with a real model. With `lengths`
-    it ends exactly there, if it has a stop token: none is drawn before, and the last token is the first of them.
+    Without `lengths` a completion ends where a stop happens to be drawn, as with a real model. With `lengths` it ends
+    exactly there, if it may draw a stop token: none is drawn before (a stop sequence still ends it), and the last token
+    is the first of them. A token that the script puts in has its untempered log-probability and counts as kept.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class FakeEngine:
         """See `Engine.generate`."""
         refusal = self._refusal(request)
         if refusal:
-            yield _delta(request.id, finish="failed", error=refusal)
+            yield failed_delta(request.id, refusal)
             return
         sequence = self._submit(request)
         finished = False
@@ -184,6 +185,8 @@ class FakeEngine:
             return f"a request with id {request.id!r} is already running"
         if not len(request.token_ids):
             return f"request {request.id!r} has no prompt token"
+        if reason := sampling_refusal(request.sampling, self.policy.vocabulary):
+            return f"request {request.id!r}: {reason}"
         outside = [id for id in request.sampling.stop_token_ids if id >= self.policy.vocabulary]
         if outside and self._lengths is not None:
             return f"stop token {outside[0]} is outside of the vocabulary of {self.policy.vocabulary}"
@@ -198,7 +201,7 @@ class FakeEngine:
         return sequence
 
     def _scripted_length(self, request: Request) -> int | None:
-        if self._lengths is None or not request.sampling.stop_token_ids:
+        if self._lengths is None or not _ends(request):
             return None
         rest = self._rest.pop((request.sampling.seed, len(request.token_ids)), None)
         if rest is not None:
@@ -235,34 +238,46 @@ class FakeEngine:
     def _advance(self, sequence: _Sequence) -> None:
         """One token: its delta carries the finish, if it is the last."""
         sampling = sequence.request.sampling
-        token, logprob = self._draw(sequence, sampling)
-        sequence.sampled += 1
+        drawn = self._draw(sequence)
+        sequence.tokens.append(drawn.token)
         self._generated += 1
         finish: FinishReason | None = None
-        if token in sampling.stop_token_ids:
+        if drawn.token in sampling.stop_token_ids or sequence.ends_with_any(sampling.stop_sequences):
             finish = "stop"
         elif sequence.sampled == sampling.max_tokens:
             finish = "length"
-        sequence.deltas.put_nowait(_delta(sequence.id, token, logprob, self.version, finish=finish))
+        sequence.deltas.put_nowait(_delta(sequence.request, drawn, self.version, finish=finish))
         if finish:
             self._forget(sequence)
 
-    def _draw(self, sequence: _Sequence, sampling: Sampling) -> tuple[int, float]:
-        token, logprob = self.policy.sample(sampling, sequence.position, self.version)
+    def _draw(self, sequence: _Sequence) -> FakeDraw:
+        drawn = self.policy.draw(sequence.request.sampling, sequence.position, self.version)
         if sequence.length is None:
-            return token, logprob
+            return drawn
+        token = self._scripted(sequence, drawn.token)
+        if token == drawn.token:
+            return drawn
+        logprob = self.policy.logprob(token, sequence.position, self.version)
+        kept = np.union1d(drawn.kept, np.int32(token)) if len(drawn.kept) else drawn.kept
+        return FakeDraw(token, logprob, kept)
+
+    def _scripted(self, sequence: _Sequence, drawn: int) -> int:
+        """The stop token where the script ends; before that the drawn token, or the next that does not stop."""
+        sampling, size = sequence.request.sampling, self.policy.vocabulary
+        assert sequence.length is not None
         if sequence.sampled + 1 >= sequence.length:
-            token = sampling.stop_token_ids[0]
-        while token in sampling.stop_token_ids and sequence.sampled + 1 < sequence.length:
-            token = (token + 1) % self.policy.vocabulary
-        return token, self.policy.logprob(token, sequence.position, self.version)
+            return _ends(sequence.request)[0]
+        if drawn not in sampling.stop_token_ids:
+            return drawn
+        avoided = {*sampling.stop_token_ids, *sampling.forbidden}
+        return next((t % size for t in range(drawn, drawn + size) if t % size not in avoided), drawn)
 
     def _end(self, sequence: _Sequence, finish: FinishReason, error: str = "") -> None:
         if self._sequences.get(sequence.id) is not sequence:
             return
         if sequence.length is not None and finish == "aborted":
             self._rest[sequence.request.sampling.seed, sequence.position] = sequence.length - sequence.sampled
-        sequence.deltas.put_nowait(_delta(sequence.id, finish=finish, error=error))
+        sequence.deltas.put_nowait(_delta(sequence.request, finish=finish, error=error))
         self._forget(sequence)
 
     def _forget(self, sequence: _Sequence) -> None:
@@ -321,30 +336,49 @@ class _Sequence:
         self.id = request.id
         self.rank = (request.priority, order)
         self.length = length
-        self.sampled = 0
+        self.tokens: list[int] = []
+        """Those that were sampled."""
         self.deltas: asyncio.Queue[Delta] = asyncio.Queue()
+
+    @property
+    def sampled(self) -> int:
+        """How many tokens were sampled so far."""
+        return len(self.tokens)
 
     @property
     def position(self) -> int:
         """The index of its next token."""
         return len(self.request.token_ids) + self.sampled
 
+    def ends_with_any(self, stops: Sequence[tuple[int, ...]]) -> bool:
+        """Whether its sampled tokens end with one of these."""
+        return any(tuple(self.tokens[-len(stop) :]) == stop for stop in stops)
+
+
+def _ends(request: Request) -> list[int]:
+    """The stop tokens that may be drawn."""
+    return [token for token in request.sampling.stop_token_ids if token not in request.sampling.forbidden]
+
 
 def _delta(
-    id: str,
-    token: int | None = None,
-    logprob: float = 0.0,
+    request: Request,
+    drawn: FakeDraw | None = None,
     version: int = NO_VERSION,
     *,
     finish: FinishReason | None = None,
     error: str = "",
 ) -> Delta:
-    n = 0 if token is None else 1
+    draws = [] if drawn is None else [drawn]
+    kept = None
+    if request.sampling.record_kept:
+        counts: Int32Array = np.array([len(d.kept) for d in draws], np.int32)
+        kept = Kept(counts=counts, token_ids=np.concatenate([np.empty(0, np.int32), *(d.kept for d in draws)]))
     return Delta(
-        id=id,
-        token_ids=np.full(n, token or 0, np.int32),
-        logprobs=np.full(n, logprob, np.float32),
-        versions=np.full(n, version, np.int32),
+        id=request.id,
+        token_ids=np.array([d.token for d in draws], np.int32),
+        logprobs=np.array([d.logprob for d in draws], np.float32),
+        versions=np.full(len(draws), version, np.int32),
         finish=finish,
         error=error,
+        kept=kept,
     )

@@ -1,22 +1,35 @@
 """The policy of the fake engine: real distributions without a model, the same on every machine.
 
 The logits of a position are hashed from (position, version) and the noise from (seed, position), so log-probabilities,
-scores and canaries agree with each other, and a token is a pure function of (seed, position, version).
+scores and canaries agree with each other, and a token is a pure function of (seed, position, version). Noise and
+truncation are those of the embedded engine's sampler: from the same logits both draw the same token.
 """
 
 from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.delivery.base import Canary, Manifest
-from headrace.engines.base import Sampling
+from headrace.engines.base import KEPT_LIMIT, Sampling
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 CANARY = np.arange(8, dtype=np.int32)
+
+_MASK = (1 << 64) - 1
+
+
+class FakeDraw(NamedTuple):
+    """A drawn token."""
+
+    token: int
+    logprob: float
+    kept: Int32Array
+    """What truncation left to draw from, ascending; empty if greedy."""
 
 
 class FakePolicy:
@@ -28,14 +41,21 @@ class FakePolicy:
 
     def sample(self, sampling: Sampling, position: int, version: int) -> tuple[int, float]:
         """The token that is drawn at this position, and its log-probability."""
+        drawn = self.draw(sampling, position, version)
+        return drawn.token, drawn.logprob
+
+    def draw(self, sampling: Sampling, position: int, version: int) -> FakeDraw:
+        """What is drawn at this position, by the inverse of the cumulative distribution in order of ids."""
+        logits = _without(self._logits(position, version), sampling.forbidden)
         if sampling.temperature == 0:
-            logprobs = _log_softmax(self._logits(position, version))
-            token = int(logprobs.argmax())
-        else:
-            logprobs = _truncated(self._logits(position, version) / sampling.temperature, sampling)
-            noise = _generator(stable_hash("noise", sampling.seed, position)).gumbel(size=self.vocabulary)
-            token = int((logprobs + noise).argmax())
-        return token, float(logprobs[token])
+            token = int(logits.argmax())
+            return FakeDraw(token, float(_log_softmax(logits)[token]), np.empty(0, np.int32))
+        tempered = (logits - logits.max()) / sampling.temperature
+        kept = _kept(tempered, sampling)
+        cumulative = np.cumsum(np.exp(tempered[kept]))
+        at = int(np.searchsorted(cumulative, noise(sampling.seed, position) * cumulative[-1], side="right"))
+        logprob = tempered[kept[at]] - np.log(cumulative[-1])
+        return FakeDraw(int(kept[at]), float(logprob), kept.astype(np.int32))
 
     def logprob(self, token: int, position: int, version: int) -> float:
         """The untempered log-probability of a token."""
@@ -64,6 +84,19 @@ class FakePolicy:
         return _generator(stable_hash("logits", position, version)).standard_normal(self.vocabulary)
 
 
+def noise(seed: int, position: int) -> float:
+    """A number in [0, 1) for each (seed, position)."""
+    return (_mix(_mix(seed & _MASK) ^ position) >> 12) * 2.0**-52
+
+
+def _mix(x: int) -> int:
+    """The finalizer of SplitMix64."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
 def stable_hash(*parts: int | str) -> int:
     """64 bits of these parts, the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")
@@ -79,13 +112,26 @@ def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return normalized
 
 
-def _truncated(logits: npt.NDArray[np.float64], sampling: Sampling) -> npt.NDArray[np.float64]:
-    """Log-probabilities after top-k, then top-p: minus infinity for what they cut."""
+def _without(logits: npt.NDArray[np.float64], forbidden: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    inside = [token for token in forbidden if 0 <= token < len(logits)]
+    if not inside:
+        return logits
+    left = logits.copy()
+    left[inside] = -np.inf
+    return left
+
+
+def _kept(logits: npt.NDArray[np.float64], sampling: Sampling) -> npt.NDArray[np.int64]:
+    """The ids, ascending, that top-k, then top-p, then min-p leave of logits whose best is 0; ties to the lowest."""
     order = np.argsort(-logits, kind="stable")
-    kept = order[: sampling.top_k] if sampling.top_k else order
-    mass = np.exp(_log_softmax(logits[kept]))
-    # The smallest set that reaches top_p: a token stays while the mass before it has not.
-    kept = kept[(np.cumsum(mass) - mass) < sampling.top_p] if sampling.top_p < 1 else kept
-    logprobs = np.full(len(logits), -np.inf)
-    logprobs[kept] = _log_softmax(logits[kept])
-    return logprobs
+    order = order[: np.count_nonzero(logits > -np.inf)]
+    top_k = min(sampling.top_k or KEPT_LIMIT, KEPT_LIMIT) if sampling.record_kept else sampling.top_k
+    if top_k:
+        order = order[:top_k]
+    if sampling.top_p < 1:
+        mass = np.exp(logits[order])
+        # The smallest set that reaches top_p: a token stays while the mass before it has not.
+        order = order[np.cumsum(mass) - mass < sampling.top_p * mass.sum()]
+    if sampling.min_p:
+        order = order[np.exp(logits[order]) >= sampling.min_p]
+    return np.sort(order)

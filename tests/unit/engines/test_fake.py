@@ -8,11 +8,17 @@ import math
 import statistics
 import subprocess
 import sys
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
-from headrace.engines.base import Delta, Request, Sampling
+from headrace.engines.base import KEPT_LIMIT, Delta, Request, Sampling, sampling_refusal
+from headrace.engines.embedded.sampler import draw
 from headrace.engines.fake import FakeEngine, lognormal_lengths
 from headrace.engines.fake_policy import FakePolicy
 from headrace.errors import DeliveryError, PeerDied
@@ -96,13 +102,84 @@ def test_lognormal_lengths_have_the_median_and_spread_asked_for() -> None:
 
 def test_samples_follow_the_distribution_that_their_log_probabilities_state() -> None:
     policy = FakePolicy(vocabulary=6)
-    for kind in ({}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.8}):
+    for kind in ({}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.4}, {"forbidden": (0, 2)}):
         drawn = [policy.sample(Sampling(max_tokens=1, seed=seed, **kind), 4, 1) for seed in range(4000)]  # type: ignore[arg-type]
         stated = dict(drawn)
         assert sum(math.exp(p) for p in stated.values()) == pytest.approx(1.0, abs=0.02)
         for token, logprob in stated.items():
             share = sum(t == token for t, _ in drawn) / len(drawn)
             assert share == pytest.approx(math.exp(logprob), abs=0.03)
+
+
+class Given(FakePolicy):
+    """A policy with these logits everywhere."""
+
+    def __init__(self, logits: list[float]) -> None:
+        super().__init__(len(logits))
+        self._given = np.array(logits)
+
+    def _compute_logits(self, position: int, version: int) -> np.ndarray:
+        return self._given
+
+
+# Steps of a quarter: ties are common, and no sum of masses falls next to a limit by rounding alone.
+LOGITS = st.lists(st.integers(-12, 12).map(lambda quarter: quarter / 4), min_size=2, max_size=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    logits=LOGITS,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.75]),
+    top_k=st.integers(0, 14),
+    top_p=st.sampled_from([1.0, 0.97, 0.81, 0.53, 0.11]),
+    min_p=st.sampled_from([0.0, 0.03, 0.3, 0.7]),
+    forbidden=st.sets(st.integers(0, 13)).map(tuple),
+    seed=st.integers(-(2**63), 2**64 - 1),
+    position=st.integers(0, 100_000),
+)
+def test_it_draws_what_the_embedded_engines_sampler_draws_from_the_same_logits(
+    logits: list[float], seed: int, position: int, **kind: Any
+) -> None:
+    policy = Given(logits)
+    sampling = Sampling(max_tokens=1, seed=seed, record_kept=True, **kind)
+    assume(not sampling_refusal(sampling, policy.vocabulary))
+    mine = policy.draw(sampling, position, 1)
+    theirs = draw(torch.tensor([logits]), [sampling], [position])
+    assert mine.kept.tolist() == theirs.kept[0].tolist()  # type: ignore[union-attr]
+    assert mine.token == theirs.tokens[0]
+    assert mine.logprob == pytest.approx(float(theirs.logprobs[0]), abs=1e-5)
+    loose = msgspec.structs.replace(sampling, record_kept=False)
+    assert policy.sample(loose, position, 1) == mine[:2], "recording a small set changes nothing"
+
+
+def test_truncation_by_hand() -> None:
+    """Masses 8, 4, 2, 2 of 16, the best last: what each rule leaves, and in which order they apply."""
+    policy = Given([math.log(2), math.log(2), math.log(4), math.log(8)])
+
+    def kept(**kind: Any) -> list[int]:
+        drawn = policy.draw(Sampling(max_tokens=1, record_kept=True, **kind), 0, 0)
+        mass = [2, 2, 4, 8]
+        left = sum(mass[i] for i in drawn.kept)
+        assert drawn.logprob == pytest.approx(math.log(mass[drawn.token] / left))
+        return drawn.kept.tolist()  # type: ignore[no-any-return]
+
+    assert kept() == [0, 1, 2, 3]
+    assert kept(top_k=3) == [0, 2, 3], "of two equal ones the lower id"
+    assert kept(top_p=0.7) == [2, 3]
+    assert kept(top_p=0.8) == [0, 2, 3]
+    assert kept(top_p=0.6, top_k=2) == [3], "8 of the 12 that top-k left are enough"
+    assert kept(min_p=0.3) == [2, 3]
+    assert kept(min_p=0.3, top_p=0.8) == [2, 3]
+    assert kept(min_p=0.6, forbidden=(3,)) == [2], "2 of 4 is not enough"
+    assert kept(top_k=2, forbidden=(2, 9)) == [0, 3], "an id outside of the vocabulary is ignored"
+
+
+def test_no_more_than_the_limit_are_kept_where_they_are_recorded() -> None:
+    policy = FakePolicy(KEPT_LIMIT + 50)
+    recorded, free = (policy.draw(Sampling(max_tokens=1, record_kept=record), 0, 0) for record in (True, False))
+    scores = [policy.logprob(token, 0, 0) for token in range(policy.vocabulary)]
+    assert recorded.kept.tolist() == sorted(np.argsort(scores)[-KEPT_LIMIT:].tolist())
+    assert len(free.kept) == policy.vocabulary
 
 
 def test_tokens_depend_on_seed_position_and_version_each() -> None:
@@ -188,6 +265,34 @@ async def test_stop_tokens_that_cannot_be_drawn_are_refused_in_a_script() -> Non
     engine = FakeEngine(version=0, policy=FakePolicy(32), lengths=[4])
     deltas = await collect(engine, ask())
     assert deltas[-1].finish == "failed" and "vocabulary of 32" in deltas[-1].error
+
+
+async def test_a_scripted_token_is_recorded_as_kept_and_is_never_a_forbidden_one() -> None:
+    sampling = Sampling(
+        max_tokens=99, seed=1, stop_token_ids=(5, 3), forbidden=(5, *range(6, 30)), top_k=4, record_kept=True
+    )
+    policy = FakePolicy(32)
+    engine = FakeEngine(version=0, policy=policy, lengths=[40])
+    deltas = await collect(engine, Request(id="a", token_ids=np.ones(3, np.int32), sampling=sampling))
+    drawn = tokens(deltas)
+    assert len(drawn) == 40 and drawn[-1] == 3 and deltas[-1].finish == "stop"
+    assert set(drawn[:-1]) <= {0, 1, 2, 4, 30, 31}
+    replaced = 0
+    for position, (token, delta) in enumerate(zip(drawn, deltas, strict=True), 3):
+        own = policy.draw(sampling, position, 0)
+        assert delta.kept is not None and delta.kept.counts.tolist() == [len(delta.kept.token_ids)]
+        if token == own.token:
+            expected = own.logprob
+            assert delta.kept.token_ids.tolist() == own.kept.tolist()
+        else:
+            replaced += 1
+            expected = policy.logprob(token, position, 0)
+            assert delta.kept.token_ids.tolist() == sorted({token, *own.kept.tolist()})
+        assert delta.logprobs.tolist() == pytest.approx([expected])
+    assert 1 < replaced < 39, "some tokens are the script's, some are drawn"
+    unending = msgspec.structs.replace(sampling, stop_token_ids=(5,), max_tokens=60)
+    deltas = await collect(engine, Request(id="b", token_ids=np.ones(3, np.int32), sampling=unending))
+    assert (len(tokens(deltas)), deltas[-1].finish) == (60, "length"), "its only stop token is forbidden"
 
 
 def test_rollouts_and_the_fake_import_without_torch() -> None:
