@@ -14,6 +14,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     group = typer.Typer(help="Measure, side by side, in one call.", no_args_is_help=True)
     group.command("loop")(loop)
+    group.command("engine")(engine)
     app.add_typer(group, name="bench")
 
 
@@ -25,6 +26,69 @@ def loop(
 
     found = bench_loop(versions, lambda line: typer.echo(line, err=True))
     typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+
+
+def engine(
+    model: Annotated[str, typer.Argument(metavar="MODEL_OR_SHAPE", help="A Hugging Face directory, or a named shape.")],
+    batch: Annotated[int, typer.Option(help="Sequences that decode together.")] = 256,
+    requests: Annotated[int, typer.Option(help="Requests in all; 0 takes as many as --batch.")] = 0,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
+    generate: Annotated[int, typer.Option(help="Tokens of each answer (without --lengths).")] = 512,
+    lengths: Annotated[str, typer.Option(help="lognormal:MEAN:CUT draws the length of each answer.")] = "",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; by default the second on a GPU.")] = "",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    graphs: Annotated[bool | None, typer.Option("--graphs/--no-graphs", help="CUDA graphs.")] = None,
+    compile_: Annotated[bool | None, typer.Option("--compile/--no-compile", help="Compiled layers.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens in a block of the cache; 0 takes the engine's.", min=0)] = 0,
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens a step; 0 takes the engine's.", min=0)] = 0,
+    threads: Annotated[int, typer.Option(help="Compute threads; 0 takes torch's default.")] = 0,
+    rescore: Annotated[float, typer.Option(help="Share of rows that the plain model scores again.")] = 0.01,
+    tail: Annotated[str, typer.Option(help="ROWS:LENGTH, the last rows run on to so many tokens.")] = "",
+    swap_every: Annotated[float, typer.Option(help="Seconds between two swaps of weights; 0 swaps none.")] = 0.0,
+    fork: Annotated[str, typer.Option(help="N:AT, so many continuations from a pivot at token AT.")] = "",
+    peer: Annotated[list[str] | None, typer.Option(help="Also run: transformers, generate. May be repeated.")] = None,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Use the directory's config alone.")] = False,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts, lengths and sampling.", min=0)] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """The embedded engine: tokens/s, a step's time and bytes, and the ceiling that the memory's bandwidth sets."""
+    from headrace.bench.engine_work import EngineBench, check_options
+
+    options = EngineBench(
+        model=model,
+        random_weights=random_weights,
+        batch=batch,
+        requests=requests,
+        prompt=prompt,
+        generate=generate,
+        lengths=lengths,
+        tail=tail,
+        fork=fork,
+        swap_every=swap_every,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        dtype=dtype,
+        device=device,
+        graphs=graphs,
+        compile=compile_,
+        block_size=block_size,
+        prefill_chunk=prefill_chunk,
+        threads=threads,
+        rescore=rescore,
+        peers=tuple(peer or ()),
+        seed=seed,
+    )
+    # Before torch is loaded: a mistake is answered at once.
+    check_options(options)
+    from headrace.bench.engine import bench_engine
+    from headrace.bench.engine_table import table
+
+    found = bench_engine(options, lambda line: typer.echo(line, err=True))
+    typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(table(found)))
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

@@ -1,0 +1,270 @@
+"""`headrace bench engine`: how fast the embedded engine generates, beside what this device's memory would allow.
+
+One call measures everything it compares: the ceiling's bandwidth, the peers and the reference scores come from the same
+process, the same weights and the same prompts as the rate.
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+
+from headrace.bench.engine_bytes import copy_bandwidth, decode_contexts, footprint, settle
+from headrace.bench.engine_drive import Driver, Run
+from headrace.bench.engine_fork import bench_fork
+from headrace.bench.engine_peers import bench_peer
+from headrace.bench.engine_rescore import chosen_rows, plain_twin, rescore
+from headrace.bench.engine_swaps import SwapStream, install, swap_figures, two_sets
+from headrace.bench.engine_tags import check_tags
+from headrace.bench.engine_work import EngineBench, Work, check_options, make_work
+from headrace.config.schema import EngineConfig
+from headrace.engines.embedded.core import EngineCore
+from headrace.errors import UserError
+from headrace.models.loading import load_model
+from headrace.models.selfcheck import check_model
+from headrace.models.shapes import SHAPES, build_shape
+
+Say = Callable[[str], None]
+
+
+def bench_engine(options: EngineBench, say: Say) -> dict[str, Any]:
+    """Measure and return all figures; `say` gets a line before each part."""
+    check_options(options)
+    _check_model_name(options)
+    device = _device(options.device)
+    dtype = options.dtype or ("bfloat16" if device == "cuda" else "float32")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    return _Bench(options, device, dtype, say).run()
+
+
+class _Bench:
+    """One call's model, engine and work, from the first load to the last figure."""
+
+    def __init__(self, options: EngineBench, device: str, dtype: str, say: Say) -> None:
+        self._options = options
+        self._device = device
+        self._dtype = dtype
+        self._say = say
+        say(f"loading {options.model} in {dtype} on {device}")
+        started = time.perf_counter()
+        self._model = _load(options, dtype, device)
+        self._work = make_work(options, int(self._model.get_input_embeddings().weight.shape[0]))
+        self._longest = _longest(options, self._work)
+        _check_length(self._model, self._longest)
+        check_model(self._model, self._longest)
+        settle(device)
+        self._load_seconds = time.perf_counter() - started
+        self._footprint = footprint(self._model)
+        # Before there is an engine: it may compile the model's layers, and takes most of the memory.
+        self._twin = plain_twin(self._model)
+        self._bandwidth = copy_bandwidth(device)
+
+    def run(self) -> dict[str, Any]:
+        """All parts in order; swaps are the last that the engine does, because they leave other weights behind."""
+        options, work = self._options, self._work
+        self._say("starting the engine")
+        started = time.perf_counter()
+        core = EngineCore(self._model, self._engine_config(), name="bench", max_length=self._longest, version=0)
+        driver = Driver(core)
+        driver.run([work.request("first", work.prompts[0], 1, seed=0)])
+        start_seconds = time.perf_counter() - started
+        # As an engine's own process does, once everything is loaded.
+        gc.collect()
+        gc.freeze()
+        self._say("warming up")
+        warm = driver.run(work.warm_up().requests("warm"))
+        self._say(f"generating {work.tokens} tokens for {len(work.prompts)} requests")
+        measured = driver.run(work.requests("run"), tail_rows=work.tail_rows)
+        found = (
+            self._head() | {"start_seconds": start_seconds, "warm_up_seconds": warm.seconds} | self._figures(measured)
+        )
+        found["rescore"] = self._rescored(measured)
+        found["tail"] = self._tail(measured) if measured.tail_from else None
+        found["fork"] = self._forked(driver)
+        found["swaps"] = self._swapped(driver, measured) if options.swap_every else None
+        core.close()
+        del core, driver
+        _free_memory(self._device)
+        found["peers"] = {name: self._peer(name, found["tokens_per_second"]) for name in options.peers}
+        return found
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "bench": "engine",
+            "model": self._options.model,
+            "device": self._device,
+            "device_name": torch.cuda.get_device_name() if self._device == "cuda" else platform.processor() or "cpu",
+            "dtype": self._dtype,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "arguments": msgspec.to_builtins(self._options),
+            "load_seconds": self._load_seconds,
+        }
+
+    def _figures(self, run: Run) -> dict[str, Any]:
+        work, foot = self._work, self._footprint
+        contexts = decode_contexts(self._options.prompt, work.lengths)
+        found = {
+            "requests": len(work.prompts),
+            "prompt_tokens": sum(len(prompt) for prompt in work.prompts),
+            "generated_tokens": run.tokens,
+            "answer_lengths": work.lengths if self._options.lengths else None,
+            "seconds": run.seconds,
+            "tokens_per_second": run.tokens / run.seconds,
+            "steps": run.steps,
+            "prefilled_tokens": run.prefilled,
+            "preemptions": run.preemptions,
+            "step_ms": _step_ms(run),
+            "parameter_bytes": foot.weights,
+            "kv_bytes_a_token": foot.kv_token,
+        }
+        return found | self._ceiling(foot.kv_read(contexts), run.tokens, run.steps, run.seconds)
+
+    def _ceiling(self, kv_bytes: int, tokens: int, steps: int, seconds: float) -> dict[str, Any]:
+        """How a stretch of steps compares with reading only what it must, at the bandwidth of a copy."""
+        weights = self._footprint.weights_read(tokens / steps)
+        a_step = weights + kv_bytes / steps
+        ideal = a_step / self._bandwidth
+        return {
+            "bytes_a_step": {"weights": weights, "kv": kv_bytes / steps, "all": a_step},
+            "bandwidth_bytes_a_second": self._bandwidth,
+            "ceiling_step_ms": 1e3 * ideal,
+            "ceiling_tokens_per_second": tokens / (ideal * steps),
+            "fraction_of_ceiling": ideal / (seconds / steps),
+        }
+
+    def _tail(self, run: Run) -> dict[str, Any]:
+        """The steps after all but the tail's rows ended."""
+        assert run.tail_from is not None
+        rows, mark = self._work.tail_rows, run.tail_from
+        tokens, steps, seconds = run.tokens - mark.tokens, run.steps - mark.steps, run.seconds - mark.seconds
+        last = self._options.prompt + self._work.lengths[-1] - 1
+        kv = self._footprint.kv_read([(last - tokens // rows + 1, last)] * rows)
+        found = {"rows": rows, "tokens": tokens, "steps": steps, "seconds": seconds}
+        found |= {"tokens_per_second": tokens / seconds, "step_ms": 1e3 * seconds / steps}
+        return found | self._ceiling(kv, tokens, steps, seconds)
+
+    def _rescored(self, run: Run) -> dict[str, Any] | None:
+        if not self._options.rescore:
+            return None
+        rows = chosen_rows(len(run.answers), self._options.rescore)
+        self._say(f"scoring {len(rows)} rows again by the plain model")
+        return rescore(self._twin, self._work.prompts, run.answers, rows, self._work.sampling)
+
+    def _forked(self, driver: Driver) -> dict[str, Any] | None:
+        if self._work.fork is None:
+            return None
+        count, at = self._work.fork
+        self._say(f"forking a sequence {count} times at token {at}")
+        return bench_fork(driver, self._work, count, at, self._options.generate)
+
+    def _swapped(self, driver: Driver, plain: Run) -> dict[str, Any]:
+        work, options = self._work.rolled(2), self._options
+        sets = two_sets(self._model, options.seed)
+        stream = SwapStream(driver.core, self._twin, sets, every=options.swap_every, dtype=self._dtype)
+        self._say(f"the same requests, with new weights every {options.swap_every:g} s")
+        with stream:
+            run = driver.run(work.requests("swaps"), between=stream.tick)
+        found = swap_figures(
+            stream.swaps,
+            seconds=run.seconds,
+            tokens=run.tokens,
+            plain_rate=plain.tokens / plain.seconds,
+            copy_seconds=2 * self._footprint.weights / self._bandwidth,
+            step_seconds=plain.seconds / plain.steps,
+        )
+        rows = chosen_rows(len(run.answers), options.rescore)
+        self._say(f"replaying {len(rows)} rows under the versions of their tags")
+        found |= check_tags(self._twin, sets, work.prompts, run.answers, rows, work.sampling, self._dtype)
+        install(self._twin, sets[0])
+        return found
+
+    def _peer(self, name: str, rate: float) -> dict[str, Any]:
+        self._say(f"the same requests by {PEER_NAMES[name]}")
+        found = bench_peer(name, self._twin, self._work, self._options.batch, self._device)
+        if found["ran"]:
+            found["ratio"] = rate / found["tokens_per_second"]
+        return found
+
+    def _engine_config(self) -> EngineConfig:
+        options = self._options
+        given: dict[str, Any] = {"device": self._device, "graphs": options.graphs, "compile": options.compile}
+        # filled by GPU runners: an engine without these settings runs where its model is, and has no graphs
+        known = {name: value for name, value in given.items() if name in EngineConfig.__struct_fields__}
+        for name in ("graphs", "compile"):
+            if given[name] and name not in known:
+                raise UserError(f"--{name}: this engine has no such setting")
+        config = EngineConfig(slots=options.batch, kv="keep", max_length=self._longest)
+        changes = {name: value for name, value in known.items() if value is not None}
+        changes |= {n: v for n in ("block_size", "prefill_chunk") if (v := getattr(options, n))}
+        config = msgspec.structs.replace(config, **changes)
+        return msgspec.structs.replace(config, cache_tokens=_cache_tokens(options, self._work, config.block_size))
+
+
+PEER_NAMES = {"transformers": "transformers' continuous batching", "generate": "generate on padded batches"}
+
+
+def _free_memory(device: str) -> None:
+    """What an engine held is a peer's to take."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _step_ms(run: Run) -> dict[str, float | None]:
+    def split(seconds: float | None) -> float | None:
+        return None if seconds is None else 1e3 * seconds / run.steps
+
+    return {
+        "all": 1e3 * run.seconds / run.steps,
+        "decode": 1e3 * run.decode_seconds / run.decode_steps if run.decode_steps else None,
+        "host": split(run.host_seconds),
+        "device": split(run.device_seconds),
+    }
+
+
+def _check_model_name(options: EngineBench) -> None:
+    if options.model not in SHAPES and not Path(options.model).is_dir():
+        raise UserError(f"{options.model} is neither a model directory nor a shape (one of {', '.join(SHAPES)})")
+
+
+def _device(asked: str) -> str:
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch finds no GPU here")
+    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _load(options: EngineBench, dtype: str, device: str) -> Any:
+    if options.model in SHAPES:
+        return build_shape(options.model, dtype, device, options.seed)
+    weights = "random" if options.random_weights else "load"
+    return load_model(options.model, weights=weights, dtype=dtype, seed=options.seed, device=device)
+
+
+def _longest(options: EngineBench, work: Work) -> int:
+    longest = options.prompt + max(work.lengths)
+    return max(longest, work.fork[1] + options.generate) if work.fork else longest
+
+
+def _check_length(model: Any, longest: int) -> None:
+    limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", longest))
+    if longest > limit:
+        raise UserError(f"sequences of {longest} tokens are longer than this model's {limit} positions")
+
+
+def _cache_tokens(options: EngineBench, work: Work, block_size: int) -> int:
+    """Room for the longest answers of a full batch at once, and for all forks beside their pivot."""
+    held = sorted((options.prompt + length for length in work.lengths), reverse=True)[: options.batch]
+    forks = [work.fork[1] + options.generate] * (work.fork[0] + 1) if work.fork else []
+    # One block each for rounding up, and one that admission wants free.
+    return max(sum(part) + block_size * (len(part) + 1) for part in (held, forks))

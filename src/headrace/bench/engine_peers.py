@@ -1,0 +1,124 @@
+"""Hugging Face's own ways to generate, on the same prompts and the same parameters, in the same process.
+
+Only tokens that were asked for count. A peer that cannot run here says why in one line, and has no figure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig
+
+from headrace.bench.engine_bytes import settle
+from headrace.bench.engine_work import Work
+
+DEADLINE = 1800.0
+_PAGE = 256
+_ROOM, _SPARE_PAGES = 1.3, 8
+_MOST_BATCH_TOKENS = 8192
+"""What transformers takes where it has the memory."""
+
+
+class PeerError(Exception):
+    """A peer did not do its work; the text says why."""
+
+
+def bench_peer(name: str, twin: Any, work: Work, batch: int, device: str) -> dict[str, Any]:
+    """The peer's tokens a second, or why there are none."""
+    run = _padded_generate if name == "generate" else _continuous_batching
+    try:
+        seconds = run(twin, work, batch, device)
+    except (PeerError, ImportError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        return {"ran": False, "why": f"{type(error).__name__}: {reason}"}
+    return {"ran": True, "seconds": seconds, "tokens": work.tokens, "tokens_per_second": work.tokens / seconds}
+
+
+def _settings(work: Work, tokens: int) -> GenerationConfig:
+    return GenerationConfig(
+        do_sample=True,
+        temperature=work.sampling.temperature,
+        top_p=work.sampling.top_p,
+        top_k=work.sampling.top_k,
+        max_new_tokens=tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+
+
+def _padded_generate(twin: Any, work: Work, batch: int, device: str) -> float:
+    """`generate` on batches in the order of the requests; each runs to the longest of its answers."""
+    # What the model's own generation settings say (end tokens, penalties) would change the work.
+    twin.generation_config = _settings(work, 1)
+    _generate_batch(twin, work, range(min(batch, len(work.prompts))), 4)
+    settle(device)
+    started = time.perf_counter()
+    for first in range(0, len(work.prompts), batch):
+        rows = range(first, min(first + batch, len(work.prompts)))
+        _generate_batch(twin, work, rows, max(work.lengths[row] for row in rows))
+    settle(device)
+    return time.perf_counter() - started
+
+
+@torch.inference_mode()
+def _generate_batch(twin: Any, work: Work, rows: range, tokens: int) -> None:
+    ids = torch.from_numpy(np.stack([work.prompts[row] for row in rows]).astype(np.int64)).to(twin.device)
+    out = twin.generate(ids, attention_mask=torch.ones_like(ids), generation_config=_settings(work, tokens))
+    if out.shape[1] != ids.shape[1] + tokens:
+        raise PeerError(f"generate gave {out.shape[1] - ids.shape[1]} of {tokens} tokens")
+
+
+def _continuous_batching(twin: Any, work: Work, batch: int, device: str) -> float:
+    """The continuous batching of transformers, one request each, with log-probabilities where it can give them."""
+    config = _batching_config(work, batch)
+    settings = _settings(work, max(work.lengths))
+    settings.eos_token_id = -1
+    with twin.continuous_batching_context_manager(
+        generation_config=settings, continuous_batching_config=config, timeout=60
+    ) as manager:
+        _serve(manager, work.warm_up(), "warm")
+        settle(device)
+        started = time.perf_counter()
+        _serve(manager, work, "run")
+        return time.perf_counter() - started
+
+
+def _batching_config(work: Work, batch: int) -> Any:
+    """Sized for this work: by default it takes most of the memory, and its attention reads masks over all of that."""
+    from transformers import ContinuousBatchingConfig
+
+    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    page = int(getattr(ContinuousBatchingConfig(), "page_size", None) or _PAGE)
+    pages = sorted((-(-(len(p) + n) // page) for p, n in zip(work.prompts, work.lengths, strict=True)), reverse=True)
+    wanted = {
+        "return_logprobs": True,
+        "max_requests_per_batch": batch,
+        # It admits nobody while less than a share of its pages is free.
+        "num_blocks": int(sum(pages[:batch]) * _ROOM) + _SPARE_PAGES,
+        "max_batch_tokens": min(_MOST_BATCH_TOKENS, max(batch, sum(len(prompt) for prompt in work.prompts))),
+    }
+    return ContinuousBatchingConfig(**{name: value for name, value in wanted.items() if name in known})
+
+
+def _serve(manager: Any, work: Work, name: str) -> None:
+    wanted = {f"{name}-{i}": length for i, length in enumerate(work.lengths)}
+    for (request_id, length), prompt in zip(wanted.items(), work.prompts, strict=True):
+        manager.add_request(prompt.tolist(), request_id=request_id, max_new_tokens=length)
+    deadline = time.monotonic() + DEADLINE
+    while wanted:
+        result = manager.get_result(timeout=1)
+        if result is None:
+            if not manager.is_running():
+                raise PeerError("its generation thread ended")
+            if time.monotonic() > deadline:
+                raise PeerError(f"it was not done within {DEADLINE:g} s")
+        elif result.error is not None:
+            raise PeerError(result.error)
+        elif result.is_finished():
+            length = wanted.pop(result.request_id)
+            if len(result.generated_tokens) != length:
+                raise PeerError(f"it gave {len(result.generated_tokens)} of {length} tokens")

@@ -1,0 +1,197 @@
+"""A stream of weights into a decoding engine: published, staged and proved as in a run, swapped between two steps.
+
+Two sets of weights take turns, so far apart that a token tagged with the wrong version has a log-probability that its
+version cannot have given. Publishing and staging run in a thread of their own; only the swap stops decoding.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.bench.engine_rescore import row_logprobs
+from headrace.delivery.publisher import Publisher
+from headrace.delivery.receiver import Staged
+from headrace.delivery.transports import sender
+from headrace.engines.base import Sampling
+from headrace.engines.embedded.core import EngineCore
+from headrace.errors import DeliveryError, HeadraceError
+from headrace.models.loading import named_weights
+from headrace.types import Int32Array
+
+DEADLINE = 300.0
+CANARY_TOKENS = 16
+CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+_CHANGE = 0.2
+"""How far the second set is from the first, relative to each weight."""
+
+Weights = dict[str, torch.Tensor]
+
+
+@torch.inference_mode()
+def two_sets(model: Any, seed: int) -> tuple[Weights, Weights]:
+    """The model's weights and a changed set, both in host memory, as a trainer beside the engine would hold them."""
+    draw = torch.Generator().manual_seed(seed)
+    first = {name: tensor.to("cpu", copy=True) for name, tensor in named_weights(model).items()}
+    second = {
+        name: (tensor * (1 + _CHANGE * torch.randn(tensor.shape, generator=draw)).to(tensor.dtype))
+        if tensor.is_floating_point()
+        else tensor.clone()
+        for name, tensor in first.items()
+    }
+    return first, second
+
+
+@torch.inference_mode()
+def install(model: Any, weights: Weights) -> None:
+    """Copy these weights over the model's."""
+    for name, tensor in named_weights(model).items():
+        tensor.copy_(weights[name])
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One swap: when it began, how long decoding stood still for it, and how long staging took beside it.
+
+    On a GPU decoding stands still between the end of one launch of steps and the begin of the next; the copy of the
+    weights is a part of that.
+    """
+
+    at: float
+    version: int
+    stall_seconds: float
+    copy_seconds: float
+    stage_seconds: float
+
+
+class SwapStream:
+    """Swaps every so often, while it is entered. Call `tick` between two steps."""
+
+    def __init__(self, core: EngineCore, twin: Any, sets: tuple[Weights, Weights], *, every: float, dtype: str) -> None:
+        self.swaps: list[Swap] = []
+        self._core = core
+        self._sets = sets
+        self._every = every
+        self._canary = canary_tokens(int(twin.get_input_embeddings().weight.shape[0]))
+        self._expected = [_score(twin, weights, self._canary) for weights in reversed(sets)][::-1]
+        self._publisher = Publisher(
+            sender("shm", f"bench-{uuid.uuid4().hex[:8]}"), dtype, CANARY_TOLERANCE[dtype], self._canary
+        )
+        self._ready: queue.Queue[Staged | BaseException] = queue.Queue()
+        self._swapped = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._stage_all, name="stage", daemon=True)
+        self._due = 0.0
+        self._prefilled = -1
+        self._unproved: Staged | None = None
+        self._began = 0.0
+        self._stood_still = 0.0
+
+    def __enter__(self) -> SwapStream:
+        self._due = time.perf_counter() + self._every
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._swapped.set()
+        self._thread.join(DEADLINE)
+        self._publisher.close()
+        if self._thread.is_alive():
+            raise HeadraceError(f"staging did not end within {DEADLINE:g} s")
+
+    def tick(self) -> None:
+        """Swap, if it is time, weights are staged, and no prompt is half computed: it would be of two versions.
+
+        Decoding goes on while a swap is proved.
+        """
+        if self._unproved is not None:
+            self._prove(self._unproved)
+            return
+        before, self._prefilled = self._prefilled, self._core.stats().prefilled_tokens
+        if time.perf_counter() < self._due or self._ready.empty() or self._prefilled != before:
+            return
+        staged = self._ready.get_nowait()
+        if isinstance(staged, BaseException):
+            raise staged
+        self._core.timings.longest_gap_seconds = 0.0
+        self._unproved, self._began = staged, time.perf_counter()
+        self._core.install(staged)
+        # The host stands still for the whole of it where host and device are one.
+        self._stood_still = time.perf_counter() - self._began
+
+    def _prove(self, staged: Staged) -> None:
+        proof = self._core.proof(wait=False)
+        if proof is None:
+            return
+        if not proof.accepted:
+            raise DeliveryError(f"version {proof.version} was not accepted: {proof.reason}")
+        stall = self._core.timings.longest_gap_seconds or self._stood_still
+        self.swaps.append(Swap(self._began, proof.version, stall, proof.swap_seconds, staged.seconds))
+        self._due = max(self._due + self._every, time.perf_counter())
+        self._unproved = None
+        self._swapped.set()
+
+    def _stage_all(self) -> None:
+        version = self._core.version + 1
+        try:
+            publishing = self._publish(version)
+            while not self._stop.is_set():
+                manifest = publishing.result(DEADLINE)
+                self._swapped.clear()
+                self._ready.put(self._core.stage(manifest))
+                # A trainer is at its next version while an engine serves this one.
+                publishing = self._publish(version + 1)
+                if not self._stop.is_set() and not self._swapped.wait(DEADLINE):
+                    raise HeadraceError(f"version {version} was staged and not swapped for {DEADLINE:g} s")
+                self._publisher.acknowledged(version)
+                version += 1
+        except (HeadraceError, OSError, RuntimeError) as error:
+            # Raised where the run is driven, not lost with this thread.
+            self._ready.put(error)
+
+    def _publish(self, version: int) -> Any:
+        which = version % 2
+        return self._publisher.publish(
+            version, version - 1, version, self._sets[which], lambda _: self._expected[which]
+        )
+
+
+def canary_tokens(vocabulary: int) -> Int32Array:
+    """A fixed sequence that is scored at every delivery."""
+    return (np.arange(CANARY_TOKENS) * 7919 % vocabulary).astype(np.int32)
+
+
+def _score(twin: Any, weights: Weights, tokens: Int32Array) -> Any:
+    install(twin, weights)
+    return row_logprobs(twin, tokens[:1], tokens[1:], Sampling(max_tokens=1))
+
+
+def swap_figures(
+    swaps: list[Swap], *, seconds: float, tokens: int, plain_rate: float, copy_seconds: float, step_seconds: float
+) -> dict[str, Any]:
+    """The figures of a run with swaps beside one without; `copy_seconds` at the device's bandwidth."""
+    stalls = [swap.stall_seconds for swap in swaps]
+    rate = tokens / seconds
+    return {
+        "swaps": len(swaps),
+        "interval_seconds": (swaps[-1].at - swaps[0].at) / (len(swaps) - 1) if len(swaps) > 1 else None,
+        "stall_seconds_mean": float(np.mean(stalls)) if stalls else None,
+        "stall_seconds_max": max(stalls, default=None),
+        "copy_seconds_mean": float(np.mean([swap.copy_seconds for swap in swaps])) if swaps else None,
+        "stage_seconds_mean": float(np.mean([swap.stage_seconds for swap in swaps])) if swaps else None,
+        "copy_seconds": copy_seconds,
+        # What a swap may cost: its copy at 70% of the bandwidth, and the step that it waits for.
+        "stall_limit_seconds": copy_seconds / 0.7 + step_seconds,
+        "lost_seconds_a_swap": (seconds - tokens / plain_rate) / len(swaps) if swaps else None,
+        "tokens_per_second_without": plain_rate,
+        "tokens_per_second_with": rate,
+        "loss": 1 - rate / plain_rate,
+    }

@@ -1,0 +1,194 @@
+"""What the engine benchmark asks for: its options, checked once, and the requests that follow from them.
+
+No torch here: a mistake in the options is found before anything is loaded. The same options give the same requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.engines.base import Request, Sampling
+from headrace.errors import UserError
+from headrace.types import Int32Array
+
+PEERS = ("transformers", "generate")
+SPREAD = 0.8
+"""The sigma of drawn answer lengths."""
+WARM_TOKENS = 16
+"""What the longest answer of the warm-up round has; the others in proportion."""
+
+
+class EngineBench(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of `headrace bench engine`, as they were given."""
+
+    model: str
+    random_weights: bool = False
+    batch: int = 256
+    requests: int = 0
+    """0 takes as many as `batch`."""
+    prompt: int = 64
+    generate: int = 512
+    lengths: str = ""
+    """`lognormal:MEAN:CUT`."""
+    tail: str = ""
+    """`ROWS:LENGTH`."""
+    fork: str = ""
+    """`N:AT`."""
+    swap_every: float = 0.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    dtype: str = ""
+    device: str = "auto"
+    graphs: bool | None = None
+    compile: bool | None = None
+    block_size: int = 0
+    prefill_chunk: int = 0
+    threads: int = 0
+    rescore: float = 0.01
+    peers: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests of one round: `lengths[i]` tokens after prompt i."""
+
+    prompts: list[Int32Array]
+    lengths: list[int]
+    tail_rows: int = 0
+    """How many of the last requests run on after all others ended."""
+    fork: tuple[int, int] | None = None
+    """How many continuations, and how many tokens lie before them."""
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=1))
+
+    @property
+    def tokens(self) -> int:
+        """All that is generated."""
+        return sum(self.lengths)
+
+    def requests(self, name: str) -> list[Request]:
+        """The round's requests, each with a seed of its own."""
+        return [
+            self.request(f"{name}/{i}", prompt, length, seed=i)
+            for i, (prompt, length) in enumerate(zip(self.prompts, self.lengths, strict=True))
+        ]
+
+    def request(self, name: str, prompt: Int32Array, length: int, *, seed: int, parent: str = "") -> Request:
+        """One request that samples as all do."""
+        sampling = msgspec.structs.replace(self.sampling, max_tokens=length, seed=self.sampling.seed + seed)
+        return Request(id=name, token_ids=prompt, sampling=sampling, parent=parent)
+
+    def warm_up(self) -> Work:
+        """A short round through the same batch sizes: answers end in the same order."""
+        longest = max(self.lengths)
+        scaled = [
+            max(2, round(length * WARM_TOKENS / longest)) if longest > WARM_TOKENS else length
+            for length in self.lengths
+        ]
+        return Work(self.rolled(1).prompts, scaled, sampling=self.sampling)
+
+    def rolled(self, by: int) -> Work:
+        """The same round with other prompts, of which no cache knows the beginnings."""
+        return dataclasses.replace(self, prompts=[np.roll(prompt, by) for prompt in self.prompts])
+
+
+def make_work(options: EngineBench, vocabulary: int) -> Work:
+    """The measured round."""
+    draw = np.random.default_rng(options.seed)
+    count = options.requests or options.batch
+    prompts = list(draw.integers(0, vocabulary, (count, options.prompt)).astype(np.int32))
+    lengths = [options.generate] * count
+    rows = 0
+    if options.lengths:
+        mean, cut = parse_lengths(options.lengths)
+        lengths = draw_lengths(count, mean, cut, options.seed).tolist()
+    if options.tail:
+        rows, longest = parse_pair("--tail", "ROWS:LENGTH", options.tail)
+        lengths[count - rows :] = [longest] * rows
+    return Work(
+        prompts=prompts,
+        lengths=lengths,
+        tail_rows=rows,
+        fork=parse_pair("--fork", "N:AT", options.fork) if options.fork else None,
+        sampling=Sampling(
+            max_tokens=1,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            seed=options.seed << 32,
+        ),
+    )
+
+
+def draw_lengths(count: int, mean: float, cut: int, seed: int) -> npt.NDArray[np.int64]:
+    """Answer lengths: lognormal with this mean before the cut, each between 1 and `cut`."""
+    draw = np.random.default_rng([seed, 1])
+    # The mean of exp(N(mu, sigma)) is exp(mu + sigma^2 / 2).
+    drawn = draw.lognormal(math.log(mean) - SPREAD**2 / 2, SPREAD, count)
+    return np.clip(np.rint(drawn), 1, cut).astype(np.int64)
+
+
+def check_options(options: EngineBench) -> None:
+    """Raise a one-line `UserError` for the first option that makes no sense."""
+    count = options.requests or options.batch
+    for name, value in (("--batch", options.batch), ("--prompt", options.prompt), ("--generate", options.generate)):
+        if value < 1:
+            raise UserError(f"{name} {value}: must be at least 1")
+    for name, number in (("--requests", options.requests), ("--threads", options.threads), ("--top-k", options.top_k)):
+        if number < 0:
+            raise UserError(f"{name} {number}: must not be negative")
+    if not 0 < options.top_p <= 1:
+        raise UserError(f"--top-p {options.top_p:g}: must be above 0 and at most 1")
+    if options.temperature < 0 or options.swap_every < 0:
+        raise UserError("--temperature and --swap-every must not be negative")
+    if not 0 <= options.rescore <= 1:
+        raise UserError(f"--rescore {options.rescore:g}: a share of the rows, from 0 to 1")
+    if options.dtype not in ("", "float32", "bfloat16"):
+        raise UserError(f"--dtype {options.dtype}: float32 or bfloat16")
+    if options.device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {options.device}: auto, cpu or cuda")
+    if unknown := [peer for peer in options.peers if peer not in PEERS]:
+        raise UserError(f"--peer {unknown[0]}: one of {', '.join(PEERS)}")
+    if options.peers and options.temperature == 0:
+        raise UserError("--peer needs a --temperature above 0: peers sample too")
+    _check_scenarios(options, count)
+
+
+def _check_scenarios(options: EngineBench, count: int) -> None:
+    if options.lengths:
+        parse_lengths(options.lengths)
+    if options.tail:
+        rows, longest = parse_pair("--tail", "ROWS:LENGTH", options.tail)
+        if options.lengths:
+            raise UserError("--tail and --lengths both say how long answers are: give one")
+        if rows >= count or count > options.batch:
+            raise UserError(f"--tail {options.tail}: needs more requests than {rows}, all of them in one batch")
+        if longest <= options.generate:
+            raise UserError(f"--tail {options.tail}: must be longer than --generate {options.generate}")
+    if options.fork:
+        _, at = parse_pair("--fork", "N:AT", options.fork)
+        if at <= options.prompt:
+            raise UserError(f"--fork {options.fork}: the pivot must lie after the prompt of {options.prompt} tokens")
+
+
+def parse_pair(option: str, form: str, text: str) -> tuple[int, int]:
+    """Two positive numbers with a colon between."""
+    first, _, second = text.partition(":")
+    if not (first.isdecimal() and second.isdecimal() and int(first) and int(second)):
+        raise UserError(f"{option} {text}: must be {form}, two whole numbers above 0")
+    return int(first), int(second)
+
+
+def parse_lengths(text: str) -> tuple[float, int]:
+    """The mean and the cut of `lognormal:MEAN:CUT`."""
+    kind, _, rest = text.partition(":")
+    if kind != "lognormal":
+        raise UserError(f"--lengths {text}: must be lognormal:MEAN:CUT")
+    return parse_pair("--lengths lognormal", "lognormal:MEAN:CUT", rest)

@@ -1,0 +1,115 @@
+"""The reference scores of the engine benchmark."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headrace.bench.engine_drive import Answer
+from headrace.bench.engine_rescore import chosen_rows, plain_twin, rescore, sampled_distribution
+from headrace.bench.engine_swaps import two_sets
+from headrace.bench.engine_tags import check_tags, replay
+from headrace.engines.base import Sampling
+from headrace.models.attention import ATTENTION
+
+PROBABILITIES = np.array([0.1, 0.4, 0.2, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, [0.1, 0.4, 0.2, 0.3]),
+        ({"temperature": 0.0, "top_k": 1}, [0.1, 0.4, 0.2, 0.3]),
+        ({"temperature": 0.5}, [0.01 / 0.3, 0.16 / 0.3, 0.04 / 0.3, 0.09 / 0.3]),
+        ({"top_k": 2}, [0, 4 / 7, 0, 3 / 7]),
+        ({"top_p": 0.6}, [0, 4 / 7, 0, 3 / 7]),
+        ({"top_p": 0.8}, [0, 4 / 9, 2 / 9, 3 / 9]),
+        ({"top_p": 0.01}, [0, 1, 0, 0]),
+        ({"top_k": 3, "top_p": 0.5}, [0, 4 / 7, 0, 3 / 7]),  # of the three best, the mass is 0.9
+    ],
+)
+def test_the_distribution_is_tempered_then_cut(changes: dict[str, Any], expected: list[float]) -> None:
+    logits = torch.tensor(np.log(PROBABILITIES) + 3.0)[None]
+    found = sampled_distribution(logits, Sampling(max_tokens=1, **changes)).exp()[0]
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
+
+
+@given(count=st.integers(1, 300), share=st.floats(0, 1))
+def test_chosen_rows_are_a_share_spread_over_the_batch(count: int, share: float) -> None:
+    rows = chosen_rows(count, share)
+    assert len(rows) == len(set(rows)) == max(1, min(count, round(count * share)))
+    assert rows == sorted(rows) and rows[0] >= 0 and rows[-1] < count
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        eos_token_id=None,
+        bos_token_id=None,
+        attn_implementation=ATTENTION,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+def test_the_twin_shares_parameters_and_leaves_the_model_alone(model: Any) -> None:
+    twin = plain_twin(model)
+    ours, theirs = dict(model.named_parameters()), dict(twin.named_parameters())
+    assert all(ours[name].data_ptr() == theirs[name].data_ptr() for name in ours)
+    assert model.config._attn_implementation == ATTENTION
+    assert twin.config._attn_implementation == "sdpa"
+
+
+def by_hand(model: Any, prompt: np.ndarray, tokens: np.ndarray, weights: dict[str, torch.Tensor]) -> np.ndarray:
+    """Token by token with these weights, every pass over the whole prefix."""
+    twin = plain_twin(model)
+    found = []
+    with torch.no_grad():
+        for i, token in enumerate(tokens):
+            ids = torch.tensor(np.concatenate([prompt, tokens[:i]]), dtype=torch.long)[None]
+            logits = torch.func.functional_call(twin, weights, (ids,), {"use_cache": False}).logits[0, -1]
+            found.append(float(torch.log_softmax(logits.double(), -1)[token]))
+    return np.array(found)
+
+
+def test_errors_are_the_distance_from_the_plain_model(model: Any) -> None:
+    prompt, tokens = np.arange(3, dtype=np.int32), np.array([5, 7, 60, 2], np.int32)
+    exact = by_hand(model, prompt, tokens, {})
+    shift = np.array([0.0, 0.5, -0.25, 0.0])
+    answer = Answer(tokens, (exact + shift).astype(np.float32), np.zeros(4, np.int32))
+    found = rescore(plain_twin(model), [prompt], [answer], [0], Sampling(max_tokens=1))
+    assert found["mean_error"] == pytest.approx(0.1875, abs=1e-5)
+    assert found["max_error"] == pytest.approx(0.5, abs=1e-5)
+    assert (found["rows"], found["tokens"], found["outside"]) == (1, 4, 0)
+
+
+def test_a_wrong_tag_is_seen(model: Any) -> None:
+    """Under one version the replay is the plain forward of its weights; a token tagged otherwise is counted."""
+    twin, sets = plain_twin(model), two_sets(model, 0)
+    prompt, tokens = np.arange(3, dtype=np.int32), np.array([5, 7, 60, 2, 9], np.int32)
+    logprobs = by_hand(model, prompt, tokens, sets[1]).astype(np.float32)
+    odd = Answer(tokens, logprobs, np.full(5, 3, np.int32))
+    np.testing.assert_allclose(replay(twin, sets, prompt, odd, Sampling(max_tokens=1)), logprobs, atol=1e-5)
+
+    def mis_tagged(versions: list[int]) -> int:
+        answer = Answer(tokens, logprobs, np.array(versions, np.int32))
+        return int(check_tags(twin, sets, [prompt], [answer], [0], Sampling(max_tokens=1), "float32")["mis_tagged"])
+
+    assert mis_tagged([3, 3, 3, 3, 3]) == 0
+    assert mis_tagged([3, 3, 3, 3, 4]) == 1
+    assert mis_tagged([4, 4, 4, 4, 4]) == 5
+    assert mis_tagged([3, 3, 3, 3, 1]) == 1, "its log-probability fits, but tags never go back"

@@ -1,0 +1,91 @@
+"""The engine benchmark's options and the requests that follow from them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.bench.engine_work import EngineBench, check_options, draw_lengths, make_work
+from headrace.errors import UserError
+
+
+def options(**changes: Any) -> EngineBench:
+    return EngineBench(**{"model": "m", "batch": 4, "prompt": 5, "generate": 20, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"batch": 0}, "--batch 0"),
+        ({"prompt": -3}, "--prompt -3"),
+        ({"generate": 0}, "--generate 0"),
+        ({"requests": -1}, "--requests -1"),
+        ({"top_p": 0.0}, "--top-p 0"),
+        ({"rescore": 1.5}, "--rescore 1.5"),
+        ({"dtype": "int8"}, "--dtype int8"),
+        ({"device": "tpu"}, "--device tpu"),
+        ({"peers": ("vllm",)}, "--peer vllm"),
+        ({"peers": ("generate",), "temperature": 0.0}, "--peer"),
+        ({"tail": "8"}, "--tail 8: must be ROWS:LENGTH"),
+        ({"tail": "4:90"}, "--tail 4:90"),
+        ({"tail": "1:20"}, "longer than --generate 20"),
+        ({"tail": "1:90", "lengths": "lognormal:9:20"}, "--tail and --lengths"),
+        ({"fork": "2:x"}, "--fork 2:x: must be N:AT"),
+        ({"fork": "2:5"}, "after the prompt of 5"),
+        ({"lengths": "normal:9:20"}, "lognormal:MEAN:CUT"),
+        ({"lengths": "lognormal:9"}, "lognormal:MEAN:CUT"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_option(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_options(options(**changes))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_good_options_pass() -> None:
+    check_options(options())
+    check_options(options(requests=9, lengths="lognormal:9:20", swap_every=1.0, fork="2:6", peers=("generate",)))
+    check_options(options(tail="3:90"))
+
+
+@given(count=st.integers(1, 50), mean=st.integers(1, 200), cut=st.integers(1, 300), seed=st.integers(0, 9))
+def test_drawn_lengths_keep_their_bounds_and_their_seed(count: int, mean: int, cut: int, seed: int) -> None:
+    drawn = draw_lengths(count, mean, cut, seed)
+    assert drawn.shape == (count,) and drawn.min() >= 1 and drawn.max() <= cut
+    np.testing.assert_array_equal(drawn, draw_lengths(count, mean, cut, seed))
+
+
+def test_drawn_lengths_are_lognormal_with_the_mean_that_was_asked_for() -> None:
+    drawn = draw_lengths(200_000, 64, 10**9, 0)
+    assert drawn.mean() == pytest.approx(64, rel=0.01)
+    assert np.median(drawn) == pytest.approx(64 * math.exp(-(0.8**2) / 2), rel=0.02)
+    assert np.log(drawn).std() == pytest.approx(0.8, rel=0.02)
+
+
+def test_the_tail_is_the_last_rows() -> None:
+    work = make_work(options(tail="1:90"), 50)
+    assert work.lengths == [20, 20, 20, 90] and work.tail_rows == 1 and work.tokens == 150
+
+
+def test_requests_are_those_of_the_options() -> None:
+    work = make_work(options(requests=6, temperature=0.5, top_k=3, top_p=0.9), 50)
+    made = work.requests("r")
+    assert len({request.id for request in made}) == len({request.sampling.seed for request in made}) == 6
+    for request in made:
+        assert len(request.token_ids) == 5 and request.token_ids.max() < 50
+        sampling = request.sampling
+        assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (20, 0.5, 3, 0.9)
+
+
+def test_the_warm_up_ends_in_the_same_order() -> None:
+    work = make_work(options(requests=40, lengths="lognormal:60:256"), 50)
+    warm = work.warm_up()
+    assert max(warm.lengths) <= 16 and min(warm.lengths) >= 1
+    by_length = np.argsort(work.lengths, kind="stable")
+    assert (np.diff(np.array(warm.lengths)[by_length]) >= 0).all()
