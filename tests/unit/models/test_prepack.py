@@ -196,7 +196,9 @@ def test_removal_gives_the_layers_back() -> None:
 
 
 def test_small_products_leave_onednn_as_it_was() -> None:
-    threads = torch.get_num_threads()
+    # Torch turns oneDNN off by itself where it fails a product of 16 bits, as another test may have made it do.
+    threads, enabled = torch.get_num_threads(), torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(True)
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
@@ -205,3 +207,4 @@ def test_small_products_leave_onednn_as_it_was() -> None:
             assert torch.backends.mkldnn.enabled
     finally:
         torch.set_num_threads(threads)
+        torch._C._set_mkldnn_enabled(enabled)
