@@ -57,7 +57,11 @@ def test_a_dead_worker_ends_the_run_with_its_name(tmp_path: Path, victim: str) -
     assert worker_pids(run_dir) == {}
     assert segments_left() == set()
     found = ledger(run_dir)
+    # Groups that the engine was at work on fail with its death, those beyond it are dropped with the run.
     assert found["dropped"] + found["failed"] > 0
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        reasons = {reason for (reason,) in db.execute("SELECT reason FROM groups WHERE state = 'failed'")}
+    assert all(f"{victim} died: killed by signal 9" in reason for reason in reasons)
     assert json.loads((run_dir / "summary.json").read_text())["outcome"] == "failed"
 
 

@@ -145,3 +145,19 @@ def test_an_unknown_argument_of_attention_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention, "_IGNORED", set())
     with pytest.raises(ModelError, match="cannot be served"):
         check_model(build("llama"))
+
+
+def test_in_16_bits_rounding_passes_and_a_wrong_mask_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure("gemma2", initializer_range=0.2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION).eval()
+    check_model(model)
+    attend = ReferenceContext.attend
+
+    def blind_to_the_token_before(context: ReferenceContext, call: AttentionCall) -> torch.Tensor:
+        context._visible &= context._distance != 1
+        return attend(context, call)
+
+    monkeypatch.setattr(ReferenceContext, "attend", blind_to_the_token_before)
+    with pytest.raises(ModelError, match="differ from the model's own attention"):
+        check_model(model)
