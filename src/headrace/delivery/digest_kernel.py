@@ -1,8 +1,8 @@
 """The digest of a whole model in one launch, without a word to the host: bit for bit that of `delivery.digest`.
 
-A program takes one slice of the table T and the same slice of a few blocks of one tensor, so the table, four times as
-wide as bfloat16 weights, is read once for many of them. The tensors must keep their addresses; their values may change
-between two launches.
+A program takes one slice of the table and the same slice of a few blocks of one tensor, so the table, as wide as a
+block of weights, is read once for many of them. Sums are added atomically: integers make the same sum in any order.
+The tensors must keep their addresses; their values may change between two launches.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.delivery.digest import BLOCK, GOLDEN, MASK, MULTIPLIER, OFFSET, name_key, table, word_bytes
+from headrace.delivery.digest import BLOCK, HEAD, MASK, count_sums, name_key, sum_keys, table
 from headrace.delivery.plan import dtype_name
 
 _Int64Array = npt.NDArray[np.int64]
 
-TILE = 2048
-"""Words of a block that a program takes."""
-ROWS = 16
+TILE = 512
+"""Words of a block that a program takes: so few that one warp sums them without waiting for others."""
+ROWS = 32
 """Blocks that a program takes, at most: so often is a piece of the table used once it is read."""
 UNROLL = tl.constexpr(4)
 """Of them, those that it loads at a time."""
@@ -32,25 +32,14 @@ _ALIGNMENT = tl.constexpr(16)
 """Bytes that a thread loads at a time; the kernel is compiled for addresses that are multiples."""
 
 
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
-
-
-# Triton reads a literal over 2^63 as no int64; the product of two int64 wraps to the same bits.
-_GOLDEN = tl.constexpr(_signed(GOLDEN))
-_MULTIPLIER = tl.constexpr(_signed(MULTIPLIER))
-_OFFSET = tl.constexpr(OFFSET)
-_LOW = tl.constexpr(0xFFFFFFFF)
-
-
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 class DeviceDigest:
     """The digest of tensors on one device, prepared once.
 
-    Tensors that are not contiguous or not aligned, and those to be digested in another dtype, are copied to memory of
-    the digest's own at each launch.
+    Tensors that are not contiguous, not aligned or not of whole words, and those to be digested in another dtype, are
+    copied to memory of the digest's own at each launch.
     """
 
     def __init__(self, weights: Weights, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
@@ -63,24 +52,28 @@ class DeviceDigest:
         self._weights: list[torch.Tensor] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         items = [np.empty((0, _FIELDS), np.int64)]
+        keys: list[int] = []
+        lengths: list[int] = []
         for name, tensor in pairs:
             tensor = self._placed(tensor.detach(), (dtypes or {}).get(name, tensor.dtype))
-            width = word_bytes(tensor.dtype)
-            key = name_key(name, dtype_name(tensor.dtype))
-            items.append(_items(tensor.data_ptr(), tensor.nbytes // width, width, key))
+            keys.append(name_key(name, dtype_name(tensor.dtype)))
+            items.append(_items(tensor.data_ptr(), -(-tensor.nbytes // 4), sum(lengths)))
+            lengths.append(count_sums(tensor.nbytes))
         self._items = torch.from_numpy(np.concatenate(items)).to(self._device)
-        self._table = table(self._device)
+        self._keys = torch.from_numpy(sum_keys(keys, lengths).view(np.int64)).to(self._device)
+        self._table = torch.from_numpy(table()).to(self._device)
 
     @torch.no_grad()
     def launch(self) -> torch.Tensor:
         """Enqueue the digest of what the tensors hold on the current stream; its result is for `value`."""
         for copy, tensor in self._copies:
             copy.copy_(tensor)
-        sums = torch.empty(len(self._items), dtype=torch.int64, device=self._device)
-        if len(sums):
+        sums = torch.zeros(len(self._keys), dtype=torch.int32, device=self._device)
+        if len(self._items):
             with torch.cuda.device_of(sums):
-                _digest[(len(sums),)](self._items, self._table, sums, TILE, BLOCK, ROWS, _FIELDS, num_warps=4)
-        return sums.sum().view(1)
+                _sum[(len(self._items),)](self._items, self._table, sums, TILE, BLOCK, ROWS, _FIELDS, num_warps=1)
+        unsigned = sums.to(torch.int64).bitwise_and_(0xFFFFFFFF)
+        return unsigned.mul_(self._keys).sum().view(1)
 
     @staticmethod
     def value(launched: torch.Tensor) -> int:
@@ -89,19 +82,23 @@ class DeviceDigest:
 
     def _placed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Where the kernel reads this tensor: in place if it can."""
-        if tensor.dtype == dtype and tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT.value == 0:
+        whole = tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT.value == 0 and tensor.nbytes % 4 == 0
+        if tensor.dtype == dtype and whole:
             self._weights.append(tensor)
             return tensor
-        copy = torch.empty(tensor.shape, dtype=dtype, device=self._device)
+        nbytes = tensor.numel() * dtype.itemsize
+        # The last word is read whole: what of it is not the tensor's stays zero.
+        padded = torch.zeros(-(-nbytes // 4), dtype=torch.int32, device=self._device)
+        copy = padded.view(torch.uint8)[:nbytes].view(dtype).view(tensor.shape)
         self._copies.append((copy, tensor))
         return copy
 
 
-def _items(address: int, words: int, width: int, key: int) -> _Int64Array:
-    """What the programs over one tensor do, a row each.
+def _items(address: int, words: int, slot: int) -> _Int64Array:
+    """What the programs over one tensor do, a row each; the tensor's sums begin at `slot`.
 
-    Address of the first word, rows that are whole, words in the row after them, key of the first block before it is
-    mixed, place of the slice in a block, bytes of a word.
+    Address of the first word, blocks whose slice is whole, words in the slice of the block after them, the first
+    block's sum, place of the slice in the table, bits by which words are shifted.
     """
     firsts = np.arange(0, -(-words // BLOCK), ROWS, dtype=np.int64)
     places = np.arange(0, min(words, BLOCK), TILE, dtype=np.int64)
@@ -112,55 +109,43 @@ def _items(address: int, words: int, width: int, key: int) -> _Int64Array:
     left = words - start
     whole = np.clip((left - TILE) // BLOCK + 1, 0, ROWS)
     rest = np.where(whole < ROWS, np.clip(left - whole * BLOCK, 0, TILE), 0)
-    keys = (np.uint64(key) + first.astype(np.uint64) * np.uint64(GOLDEN)).view(np.int64)
-    fields = [address + start * width, whole, rest, keys, place, np.full_like(start, width)]
-    return np.stack(fields, axis=1).astype(np.int64)
+    blocks = [address + start * 4, whole, rest, slot + 1 + first, place, np.zeros_like(start)]
+    # The upper halves of the first words, with the table's second part.
+    places = places[places < HEAD]
+    left = np.minimum(words - places, TILE)
+    one = left // TILE
+    head = [
+        address + places * 4,
+        one,
+        left % TILE,
+        np.full_like(places, slot),
+        BLOCK + places,
+        np.full_like(places, 16),
+    ]
+    return np.concatenate([np.stack(blocks, axis=1), np.stack(head, axis=1)]).astype(np.int64)
 
 
 @triton.jit
-def _mix(value):
-    value = (value ^ ((value >> 32) & _LOW)) * _MULTIPLIER
-    value = (value ^ ((value >> 32) & _LOW)) * _MULTIPLIER
-    return value ^ ((value >> 32) & _LOW)
-
-
-@triton.jit
-def _rows(address, whole, rest, key, WORD: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Per place in the slice, the sum over blocks of the block's key times (bits + OFFSET)."""
-    # The hint lets a thread load several words at a time.
-    words = tl.multiple_of(address.to(tl.pointer_type(WORD)), _ALIGNMENT)
-    lanes = tl.arange(0, TILE)
-    total = tl.zeros([TILE], tl.int64)
-    after = key + whole * _GOLDEN
-    for first in range(0, ROWS, UNROLL):
-        if first < whole:
-            for step in tl.static_range(UNROLL):
-                # A row is masked as one: only under a mask that differs from word to word are words loaded one by one.
-                held = first + step < whole
-                bits = tl.load(words + (first + step) * BLOCK + lanes, mask=held, other=0).to(tl.int64)
-                total += tl.where(held, _mix(key) | 1, 0) * (bits + _OFFSET)
-                key += _GOLDEN
-    if rest > 0:
-        inside = lanes < rest
-        bits = tl.load(words + whole * BLOCK + lanes, mask=inside, other=0).to(tl.int64)
-        total += tl.where(inside, (_mix(after) | 1) * (bits + _OFFSET), 0)
-    return total
-
-
-@triton.jit
-def _digest(items, table, sums, TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr):
+def _sum(items, table, sums, TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr):
     item = items + tl.program_id(0).to(tl.int64) * FIELDS
-    address = tl.load(item)
+    # The hint lets a thread load several words at a time.
+    words = tl.multiple_of(tl.load(item).to(tl.pointer_type(tl.int32)), _ALIGNMENT)
     whole = tl.load(item + 1)
     rest = tl.load(item + 2)
-    key = tl.load(item + 3)
+    into = sums + tl.load(item + 3)
     place = tl.multiple_of(tl.load(item + 4), TILE)
-    width = tl.load(item + 5)
-    if width == 2:
-        total = _rows(address, whole, rest, key, tl.int16, TILE, BLOCK, ROWS)
-    elif width == 4:
-        total = _rows(address, whole, rest, key, tl.int32, TILE, BLOCK, ROWS)
-    else:
-        total = _rows(address, whole, rest, key, tl.int8, TILE, BLOCK, ROWS)
-    factors = tl.load(table + place + tl.arange(0, TILE))
-    tl.store(sums + tl.program_id(0), tl.sum(total * factors, axis=0))
+    shift = tl.load(item + 5).to(tl.int32)
+    lanes = tl.arange(0, TILE)
+    factors = tl.load(table + place + lanes)
+    for first in range(0, ROWS, UNROLL):
+        if first < whole:
+            rows = first + tl.arange(0, UNROLL)
+            # A row is masked as one: only under a mask that differs from word to word are words loaded one by one.
+            held = rows < whole
+            bits = tl.load(words + rows[:, None] * BLOCK + lanes[None, :], mask=held[:, None], other=0)
+            tl.atomic_add(into + rows, tl.sum((bits >> shift) * factors[None, :], axis=1), mask=held, sem="relaxed")
+    if rest > 0:
+        bits = tl.load(words + whole * BLOCK + lanes, mask=lanes < rest, other=0)
+        # In 64 bits, as Triton's interpreter does not wrap a sum that is a scalar; ends of tensors can afford it.
+        total = tl.sum(((bits >> shift) * factors).to(tl.int64), axis=0)
+        tl.atomic_add(into + whole, total.to(tl.int32), sem="relaxed")

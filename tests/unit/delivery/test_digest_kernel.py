@@ -3,12 +3,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.delivery.digest import BLOCK, digest
+from headrace.delivery.digest import BLOCK, HEAD, digest
 from headrace.delivery.digest_kernel import ROWS, TILE, DeviceDigest, _items
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.bool]
 EDGES = [0, 1, 5, TILE - 1, TILE, TILE + 1]
 BLOCK_EDGES = [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + TILE + 7]
+"""In words."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -34,12 +35,12 @@ def test_equals_the_digest_at_every_edge(dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64], ids=str)
 def test_equals_the_digest_at_the_edges_of_a_block(dtype: torch.dtype):
-    weights = {f"w{n}": random_tensor(n // (dtype.itemsize // 2), dtype, n) for n in BLOCK_EDGES}
+    weights = {f"w{n}": random_tensor(4 * n // dtype.itemsize, dtype, n) for n in BLOCK_EDGES}
     assert on_device(weights) == digest(weights.items())
 
 
 def test_equals_the_digest_where_programs_share_a_tensor():
-    weights = {"w": random_tensor((ROWS + 2) * BLOCK + 3 * TILE + 5, torch.int8)}
+    weights = {"w": random_tensor((ROWS + 2) * BLOCK + 3 * TILE + 5, torch.float32)}
     assert on_device(weights) == digest(weights.items())
 
 
@@ -51,21 +52,24 @@ def test_equals_the_digest_of_any_mixture(tensors: list[tuple[torch.dtype, int]]
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.integers(0, 3 * ROWS * BLOCK), st.sampled_from([1, 2, 4]))
-def test_programs_cover_every_word_once(words: int, width: int):
-    covered = 0
-    starts = []
-    for address, whole, rest, _, place, _ in _items(0, words, width, 7).tolist():
-        assert place == address // width % BLOCK
-        assert 0 <= whole <= ROWS
+@given(st.integers(0, 3 * ROWS * BLOCK), st.integers(0, 5))
+def test_programs_cover_every_word_once(words: int, slot: int):
+    covered = {0: 0, 16: 0}
+    starts: dict[int, list[int]] = {0: [], 16: []}
+    for address, whole, rest, into, place, shift in _items(0, words, slot).tolist():
+        start = address // 4
+        assert place == start % BLOCK + (BLOCK if shift else 0)
+        assert into == slot + (0 if shift else 1 + start // BLOCK)
+        assert 0 <= whole <= (1 if shift else ROWS)
         assert 0 <= rest < TILE
         assert whole or rest
-        covered += whole * TILE + rest
-        end = address // width + (whole * BLOCK + rest if rest else (whole - 1) * BLOCK + TILE)
+        covered[shift] += whole * TILE + rest
+        end = start + (whole * BLOCK + rest if rest else (whole - 1) * BLOCK + TILE)
         assert end <= words
-        starts += [address // width + row * BLOCK for row in range(whole + (rest > 0))]
-    assert covered == words
-    assert sorted(starts) == list(range(0, words, TILE))
+        starts[shift] += [start + row * BLOCK for row in range(whole + (rest > 0))]
+    assert covered == {0: words, 16: min(words, HEAD)}
+    assert sorted(starts[0]) == list(range(0, words, TILE))
+    assert sorted(starts[16]) == list(range(0, min(words, HEAD), TILE))
 
 
 def test_values_may_change_between_launches():
