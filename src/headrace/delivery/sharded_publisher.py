@@ -1,0 +1,166 @@
+"""The trainer's end of delivery on several ranks: each publishes what it owns, and the first one announces the whole.
+
+Every rank writes its own part through a sender of its own and sums up what it wrote; the sums of all parts give the
+digest of the whole. The manifest exists once every part is there. No rank sees another's weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from headrace.delivery.base import Canary, Manifest, Part
+from headrace.delivery.digest import Sums, digest_of_sums, region_block_sums
+from headrace.delivery.held_places import HeldPlaces
+from headrace.delivery.plan import Plan, plan_weights
+from headrace.delivery.regions import Region
+from headrace.delivery.shards import owned_shards
+from headrace.delivery.transports.base import Sender
+from headrace.errors import DeliveryError
+from headrace.types import NO_VERSION, Float32Array, Int32Array
+
+
+class _Written(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank tells the first one about its part."""
+
+    version: int
+    part: Part | None
+    """None where the rank owns nothing."""
+    sums: dict[str, bytes]
+    """Of what it wrote, by tensor; see `delivery.digest`."""
+
+
+class ShardedPublisher:
+    """Publishes versions in order, with the same calls on all ranks; `publish` resolves to a manifest on the first."""
+
+    def __init__(
+        self,
+        sender: Sender,
+        group: dist.ProcessGroup,
+        coordinate: Mapping[str, int],
+        dtype: str,
+        tolerance: float | None,
+        canary_token_ids: Int32Array,
+        *,
+        deadline: float = 120.0,
+    ) -> None:
+        """`group` is of all ranks, on the host, and used for nothing else; `coordinate` is this rank's in the grid."""
+        self._sender = sender
+        self._group = group
+        self._coordinate = coordinate
+        self._dtype = dtype
+        self._tolerance = tolerance
+        self._canary_token_ids = np.asarray(canary_token_ids, np.int32)
+        self._deadline = deadline
+        self._newest = NO_VERSION
+        self._places = HeldPlaces(sender, keep_newest=True)
+        self._parts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
+        self.last_snapshot_seconds = 0.0
+        """How long the last cast and copy took, without the wait for a free place and the canary."""
+
+    def publish(
+        self,
+        version: int,
+        parent: int,
+        step: int,
+        weights: Mapping[str, torch.Tensor],
+        canary: Callable[[Int32Array], Float32Array],
+    ) -> Future[Manifest | None]:
+        """Snapshot this rank's part and score the canary with the others; None on all ranks but the first."""
+        if version <= self._newest:
+            raise DeliveryError(f"version {version} cannot follow version {self._newest}")
+        self._sender.wait(version, self._deadline)
+        logprobs = np.asarray(canary(self._canary_token_ids), np.float32)
+        if logprobs.shape != (len(self._canary_token_ids) - 1,) or not np.isfinite(logprobs).all():
+            raise DeliveryError(f"the canary of version {version} has log-probabilities that are not finite")
+        started = time.monotonic()
+        whole = plan_weights(weights, self._dtype)
+        tensors, regions = owned_shards(weights, self._coordinate)
+        plan = plan_weights(tensors, self._dtype) if tensors else None
+        location = self._sender.write(version, plan, tensors) if plan else ""
+        self.last_snapshot_seconds = time.monotonic() - started
+        self._newest = version
+        if location:
+            self._places.written(version, location)
+        manifest = Manifest(
+            version=version,
+            parent=parent,
+            step=step,
+            transport=self._sender.name,
+            location="",
+            entries=list(whole.entries),
+            plan_digest=whole.digest,
+            digest=0,
+            canary=Canary(token_ids=self._canary_token_ids, logprobs=logprobs, tolerance=self._tolerance),
+        )
+        return self._parts.submit(self._finish, manifest, plan, location, regions)
+
+    def acknowledged(self, version: int) -> None:
+        """No engine reads this version any more: its places are free once there is a newer one. Idempotent."""
+        self._places.acknowledged(version)
+
+    def resend(self, manifest: Manifest) -> Future[Manifest]:
+        """The same version, which can be fetched until there is a newer one."""
+        done: Future[Manifest] = Future()
+        done.set_result(manifest)
+        return done
+
+    def close(self) -> None:
+        """End what is under way and remove what the sender holds. Idempotent."""
+        self._parts.shutdown(wait=True, cancel_futures=True)
+        self._sender.close()
+
+    def _finish(
+        self, manifest: Manifest, plan: Plan | None, location: str, regions: Mapping[str, Region]
+    ) -> Manifest | None:
+        part: Part | None = None
+        sums: dict[str, bytes] = {}
+        if plan is not None:
+            self._sender.finish(location)
+            full = {entry.name: entry.shape for entry in manifest.entries}
+            snapshot = self._sender.snapshot(location, plan)
+            sums = {
+                name: region_block_sums(tensor, full[name], regions[name].start).tobytes()
+                for name, tensor in snapshot.items()
+            }
+            starts = [regions[entry.name].start for entry in plan.entries]
+            part = Part(location=location, entries=list(plan.entries), starts=starts)
+        told = _gather(_Written(version=manifest.version, part=part, sums=sums), self._group)
+        if not told:
+            return None
+        if any(one.version != manifest.version for one in told):
+            raise DeliveryError(f"ranks publish different versions: {sorted({one.version for one in told})}")
+        manifest.parts = [one.part for one in told if one.part is not None]
+        manifest.digest = _digest(manifest, told)
+        return manifest
+
+
+def _digest(manifest: Manifest, told: list[_Written]) -> int:
+    """Of the whole tensors, from the sums of their parts, which are added with wrap-around."""
+    found: dict[tuple[str, str], Sums] = {}
+    for entry in manifest.entries:
+        parts = [np.frombuffer(one.sums[entry.name], np.int32) for one in told if entry.name in one.sums]
+        found[entry.name, entry.dtype] = np.sum(parts, axis=0, dtype=np.int32)
+    return digest_of_sums(found)
+
+
+def _gather(mine: _Written, group: dist.ProcessGroup) -> list[_Written]:
+    """What every rank tells, on the first rank; nothing on the others. Encoded by msgspec: no pickle on this wire."""
+    text = torch.frombuffer(bytearray(msgspec.msgpack.encode(mine)), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
+    longest = max(int(length) for length in lengths)
+    padded = torch.nn.functional.pad(text, (0, longest - len(text)))
+    first = dist.get_rank(group) == 0
+    texts = [torch.empty_like(padded) for _ in lengths] if first else None
+    dist.gather(padded, texts, group=group, group_dst=0)
+    return [
+        msgspec.msgpack.decode(bytes(text[: int(length)].tolist()), type=_Written)
+        for text, length in zip(texts or (), lengths, strict=False)
+    ]

@@ -1,0 +1,36 @@
+"""Activation checkpointing by decoder layer: the backward pass computes a layer again, in the context of its forward.
+
+The attention context of a row is in force only while the row is computed; a layer that runs again later brings back
+the one that it first ran under, or its tokens would see others than they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from headrace.models.attention import attending, current_context
+
+
+def recompute_layers(layers: Iterable[torch.nn.Module]) -> None:
+    """Keep only the inputs of these layers for the backward pass."""
+    for layer in layers:
+        layer.forward = _recomputed(layer.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        context = current_context()
+
+        def again(*inner: Any, **named: Any) -> Any:
+            with attending(context):
+                return forward(*inner, **named)
+
+        return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run

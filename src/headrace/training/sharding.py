@@ -1,0 +1,109 @@
+"""A model over several ranks: FSDP2 by decoder layer, its rows of work over `data`, its matrices over `tensor`.
+
+Sharding changes where weights lie and who computes what, never what is computed. One rank is not wrapped at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from headrace.config.schema import TrainingConfig
+from headrace.errors import ModelError, UserError
+from headrace.training.ranks import Ranks
+from headrace.training.recompute import recompute_layers
+from headrace.training.tensor_parallel import split_matrices
+
+
+def decoder_layers(model: Any) -> list[torch.nn.Module]:
+    """The model's decoder layers, in order."""
+    count = model.config.get_text_config().num_hidden_layers
+    stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    if not stacks:
+        raise ModelError(f"{type(model).__name__} has no list of {count} layers that could be sharded one by one")
+    return list(stacks[0])
+
+
+def prepare_model(model: Any, training: TrainingConfig, ranks: Ranks | None = None) -> Any:
+    """Make this model, which every rank holds whole, ready to be trained as configured, in place."""
+    if training.activation_checkpointing:
+        recompute_layers(decoder_layers(model))
+    if ranks is not None:
+        _shard(model, ranks, training)
+    return model
+
+
+def _shard(model: Any, ranks: Ranks, training: TrainingConfig) -> None:
+    if training.offload and ranks.device.type == "cpu":
+        raise UserError("[training] offload: the trainer is on the CPU, where its weights already are")
+    layers = decoder_layers(model)
+    if ranks.tensor_ranks > 1:
+        split_matrices(model, layers, ranks.mesh["tensor"])
+    half = training.compute_dtype == "bfloat16"
+    precision = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    )
+    offload = CPUOffloadPolicy() if training.offload else OffloadPolicy()
+    for module in (*layers, model):
+        fully_shard(module, mesh=ranks.mesh["data"], mp_policy=precision, offload_policy=offload)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # A batch's weights are already divided by the whole step's count: gradients add up, over ranks too.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reduce_gradients(model: torch.nn.Module, now: bool) -> None:
+    """Whether the next backward pass adds its gradients up over the ranks, or keeps them for a later one."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let go of weights that a pass without a backward left gathered."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def input_device(model: torch.nn.Module) -> torch.device:
+    """Where a pass computes; offloaded weights lie elsewhere."""
+    parameter = next(model.parameters())
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
+
+
+def local_part(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """What this rank holds of a parameter, on the same memory: itself, where it is whole."""
+    part = local_tensor(parameter)
+    return parameter if part is parameter else torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, on the same memory: itself, where it is whole."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def global_norm(gradients: Iterable[torch.Tensor], ranks: Ranks | None) -> torch.Tensor:
+    """The norm of all gradients together, each element counted once; equal on all ranks."""
+    gradients = list(gradients)
+    if ranks is None:
+        return torch.nn.utils.get_total_norm(gradients)
+    held: dict[int, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        held.setdefault(copies(gradient, ranks), []).append(local_tensor(gradient))
+    mine = sum(float(torch.nn.utils.get_total_norm(parts)) ** 2 / times for times, parts in held.items())
+    (total,) = ranks.sum_over_all([mine])
+    return torch.tensor(total, dtype=torch.float64).sqrt()
+
+
+def copies(gradient: torch.Tensor, ranks: Ranks) -> int:
+    """How many ranks hold the same elements of a gradient or a parameter as this one."""
+    if not isinstance(gradient, DTensor):
+        return ranks.count
+    shards = 1
+    for placement, size in zip(gradient.placements, gradient.device_mesh.shape, strict=True):
+        shards *= size if not placement.is_replicate() else 1
+    return ranks.count // shards

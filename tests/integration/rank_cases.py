@@ -1,0 +1,160 @@
+"""What the ranks of a sharded trainer do in tests, in processes of their own, and the one rank that they must equal."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "unit" / "training"))
+
+from random_models import AllDouble, model_dir, random_batch
+
+from headrace.channel.codec import encode
+from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
+from headrace.delivery.sharded_publisher import ShardedPublisher
+from headrace.delivery.transports import sender
+from headrace.models.loading import load_model
+from headrace.training.ranks import Ranks, join
+from headrace.training.sharding import prepare_model
+from headrace.training.trainer import Trainer
+from headrace.training.worker import canary_sequence
+
+TRAINING = TrainingConfig(learning_rate=1e-3, micro_batch_tokens=32, clip_norm=0.5, weight_decay=0.01)
+CANARY = canary_sequence(61, 8)
+_PROCESSES = multiprocessing.get_context("forkserver")
+# What takes seconds to import is imported once. Only what is installed: the server does not see this directory.
+_MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral", "qwen3")]
+_PROCESSES.set_forkserver_preload([*_MODELS, "transformers.integrations.moe", "headrace.training.worker"])
+
+
+class Result(msgspec.Struct):
+    losses: list[float]
+    norms: list[float]
+    metrics: list[dict[str, float]]
+
+
+def on_ranks(path: Path, ranks: int, tensor_parallel: int, target: Callable[..., None], *arguments: Any) -> None:
+    """Run `target(ranks, path, *arguments)` on every rank; all must end well."""
+    path.mkdir(parents=True, exist_ok=True)
+    processes = start_ranks(path, ranks, tensor_parallel, target, *arguments)
+    for process in processes:
+        process.join(timeout=200)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * ranks
+
+
+def start_ranks(
+    path: Path, ranks: int, tensor_parallel: int, target: Callable[..., None], *arguments: Any
+) -> list[Any]:
+    processes = [
+        _PROCESSES.Process(target=_one_rank, args=(path, rank, ranks, tensor_parallel, target, arguments), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _one_rank(path: Path, rank: int, ranks: int, tensor_parallel: int, target: Any, arguments: Any) -> None:
+    torch.set_num_threads(1)
+    place = join(path / "store", rank, ranks, tensor_parallel=tensor_parallel, device="cpu", timeout=120)
+    target(place, path, *arguments)
+    place.leave()
+
+
+def make_trainer(model_path: Path, ranks: Ranks | None, training: TrainingConfig = TRAINING) -> Trainer:
+    model = load_model(model_path, dtype="float64")
+    if hasattr(model.config, "num_local_experts"):
+        # Experts one by one: the grouped kernels do not have float64.
+        model.set_experts_implementation("eager")
+    prepare_model(model, training, ranks)
+    return Trainer(model, AlgorithmConfig(), training, total_steps=20, warm_start=WarmStartConfig(), ranks=ranks)
+
+
+def train(trainer: Trainer, first: int, last: int) -> Result:
+    """Steps first + 1 .. last, on two batches in turn: few shapes, which sharded operations learn once each."""
+    steps = range(first + 1, last + 1)
+    with AllDouble():
+        reports = [trainer.step(random_batch(step % 2, step=step, temperature=0.9)) for step in steps]
+    return Result([r.loss for r in reports], [r.grad_norm for r in reports], [r.metrics for r in reports])
+
+
+def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+        for name, tensor in trainer.weights().items()
+    }
+
+
+def train_and_tell(ranks: Ranks, path: Path, model_path: Path, steps: int) -> None:
+    trainer = make_trainer(model_path, ranks)
+    result = train(trainer, 0, steps)
+    poisoned = random_batch(1)
+    if ranks.data == 0:
+        # Only one rank sees what is not finite: all must skip.
+        poisoned.advantages[poisoned.trained] = float("nan")
+    before = whole_weights(trainer)
+    assert trainer.step(poisoned).skipped
+    after = whole_weights(trainer)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    with AllDouble():
+        scores = trainer.score(CANARY)
+    (path / f"result-{ranks.rank}.json").write_bytes(msgspec.json.encode(result))
+    torch.save({"weights": after, "scores": torch.from_numpy(scores)}, path / f"rank-{ranks.rank}.pt")
+
+
+def train_and_save(ranks: Ranks, path: Path, model_path: Path, checkpoints: Path, steps: int) -> None:
+    trainer = make_trainer(model_path, ranks)
+    train(trainer, 0, steps)
+    saving = trainer.begin_save(checkpoints, version=7, source=model_path)
+    train(trainer, steps, steps + 1)  # Goes on: what is saved is what was.
+    saving.result(timeout=120)
+    trainer.close()
+    ranks.meet()
+
+
+def load_and_train(ranks: Ranks, path: Path, model_path: Path, checkpoint: Path, first: int, last: int) -> None:
+    trainer = make_trainer(model_path, ranks)
+    trainer.load(checkpoint)
+    result = train(trainer, first, last)
+    (path / f"result-{ranks.rank}.json").write_bytes(msgspec.json.encode(result))
+    torch.save({"weights": whole_weights(trainer)}, path / f"rank-{ranks.rank}.pt")
+
+
+def load_and_save(
+    ranks: Ranks, path: Path, model_path: Path, checkpoint: Path, directory: Path, first: int, last: int
+) -> None:
+    trainer = make_trainer(model_path, ranks)
+    trainer.load(checkpoint)
+    result = train(trainer, first, last)
+    (path / f"result-{ranks.rank}.json").write_bytes(msgspec.json.encode(result))
+    torch.save({}, path / f"rank-{ranks.rank}.pt")
+    trainer.save(directory, source=model_path)
+    trainer.close()
+    ranks.meet()
+
+
+def publish(ranks: Ranks, path: Path, model_path: Path, transport: str, told: Any, done: Any) -> None:
+    """Publish version 3 in float32; the first rank hands the manifest over."""
+    trainer = make_trainer(model_path, ranks)
+    end = sender(transport, path.name, directory=path / f"weights-{ranks.rank}")
+    publisher = ShardedPublisher(end, ranks.publishing, ranks.coordinate, "float32", 1e-3, CANARY, deadline=30)
+    manifest = publisher.publish(3, 2, 1, trainer.weights(), trainer.score).result(timeout=120)
+    torch.save(whole_weights(trainer), path / f"rank-{ranks.rank}.pt")
+    assert (manifest is not None) == (ranks.rank == 0)
+    if manifest is not None:
+        told.put([bytes(frame) for frame in encode(manifest)])
+    assert done.wait(timeout=120)
+    publisher.acknowledged(3)
+    publisher.close()
+
+
+__all__ = ["CANARY", "model_dir"]

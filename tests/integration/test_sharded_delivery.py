@@ -1,0 +1,114 @@
+"""Ranks publish what they own, and receivers put together what they want, to the bit."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from rank_cases import model_dir, publish, start_ranks
+
+from headrace.channel.codec import decode
+from headrace.delivery.base import Manifest
+from headrace.delivery.parts import fetch_parts
+from headrace.delivery.receiver import Receiver
+from headrace.delivery.regions import chunk, whole
+from headrace.delivery.transports import source
+from headrace.errors import DeliveryError
+from headrace.models.loading import load_model, named_weights
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def published(path: Path, ranks: int, tensor_parallel: int, transport: str = "shm") -> Iterator[tuple]:
+    """A manifest whose parts stay readable inside, the path of the model, and the weights as the trainer has them."""
+    model_path = model_dir(path / "model", "qwen3")
+    processes = multiprocessing.get_context("forkserver")
+    told, done = processes.Queue(), processes.Event()
+    (path / "ranks").mkdir()
+    started = start_ranks(path / "ranks", ranks, tensor_parallel, publish, model_path, transport, told, done)
+    try:
+        manifest = decode(Manifest, told.get(timeout=200))
+        yield manifest, model_path, torch.load(path / "ranks" / "rank-0.pt")
+    finally:
+        done.set()
+        for process in started:
+            process.join(timeout=60)
+        codes = [process.exitcode for process in started]
+        for process in started:
+            process.kill()
+    assert codes == [0] * ranks
+    assert not list((path / "ranks").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor_parallel", "transport"), [(2, 1, "shm"), (2, 2, "tcp"), (4, 2, "shm"), (2, 1, "file")]
+)
+def test_ranks_to_one_engine(tmp_path, ranks, tensor_parallel, transport):
+    with published(tmp_path, ranks, tensor_parallel, transport) as (manifest, model_path, expected):
+        assert manifest.location == ""
+        assert len(manifest.parts) == ranks
+        sizes = [sum(entry.nbytes for entry in part.entries) for part in manifest.parts]
+        assert sum(sizes) == sum(entry.nbytes for entry in manifest.entries)
+        assert max(sizes) < 0.6 * sum(sizes)
+        live = named_weights(load_model(model_path))
+        receiver = Receiver(live, "engine-0")
+        proof = receiver.swap(receiver.stage(manifest), lambda tokens: manifest.canary.logprobs)
+        assert proof.accepted, proof.reason
+        assert receiver.version == 3
+        for name, tensor in expected.items():
+            assert torch.equal(live[name], tensor.float()), name
+        receiver.close()
+
+
+@pytest.mark.parametrize(("ranks", "tensor_parallel"), [(1, 1), (2, 1), (2, 2)])
+def test_ranks_to_two_receivers_of_slices(tmp_path, ranks, tensor_parallel):
+    """Each receiver takes its half along one dimension, whatever the publishers' cuts were."""
+    with published(tmp_path, ranks, tensor_parallel) as (manifest, _, expected):
+        for receiver in range(2):
+            wanted = {
+                name: chunk(whole(tensor.shape), tensor.ndim - 1 if "o_proj" in name else 0, 2, receiver)
+                for name, tensor in expected.items()
+            }
+            targets = {name: torch.full(region.shape, torch.nan) for name, region in wanted.items()}
+            opened = source("shm")
+            fetch_parts(opened, manifest, targets, wanted)
+            opened.close()
+            for name, region in wanted.items():
+                assert torch.equal(targets[name], expected[name][region.within(whole(expected[name].shape))].float())
+
+
+def test_what_is_missing_torn_or_wrong_is_rejected(tmp_path):
+    with published(tmp_path, 2, 1) as (manifest, model_path, _):
+        live = named_weights(load_model(model_path))
+        before = {name: tensor.clone() for name, tensor in live.items()}
+        receiver = Receiver(live, "engine-0")
+        lost = msgspec.structs.replace(manifest, parts=manifest.parts[1:])
+        with pytest.raises(DeliveryError, match="is incomplete: "):
+            receiver.stage(lost)
+        twice = msgspec.structs.replace(manifest, parts=[*manifest.parts, manifest.parts[0]])
+        with pytest.raises(DeliveryError, match="is held twice"):
+            receiver.stage(twice)
+        exchanged = [
+            msgspec.structs.replace(part, location=other.location)
+            for part, other in zip(manifest.parts, reversed(manifest.parts), strict=True)
+        ]
+        with pytest.raises(DeliveryError, match=r"arrived wrong|truncated"):
+            receiver.stage(msgspec.structs.replace(manifest, parts=exchanged))
+        path = Path(manifest.parts[1].location)
+        with path.open("r+b") as file:
+            file.seek(-8, 2)
+            byte = file.read(1)
+            file.seek(-8, 2)
+            file.write(bytes([byte[0] ^ 1]))
+        with pytest.raises(DeliveryError, match="arrived wrong"):
+            receiver.stage(manifest)
+        assert all(torch.equal(live[name], tensor) for name, tensor in before.items())
+        assert np.isfinite(manifest.canary.logprobs).all()
+        receiver.close()

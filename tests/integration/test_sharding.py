@@ -1,0 +1,127 @@
+"""Several ranks train what one rank trains, to the last digits, and go on from each other's checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from rank_cases import (
+    CANARY,
+    AllDouble,
+    Result,
+    load_and_save,
+    load_and_train,
+    make_trainer,
+    model_dir,
+    on_ranks,
+    train,
+    train_and_save,
+    train_and_tell,
+)
+from transformers import AutoModelForCausalLM
+
+from headrace.training.checkpoint import is_sharded, latest, read_state
+from headrace.training.sharded_checkpoint import consolidate
+
+pytestmark = pytest.mark.slow
+
+STEPS = 10
+TOLERANCE = 1e-8
+
+
+def results(path: Path, ranks: int) -> tuple[list[Result], list[dict]]:
+    told = [msgspec.json.decode((path / f"result-{r}.json").read_bytes(), type=Result) for r in range(ranks)]
+    return told, [torch.load(path / f"rank-{rank}.pt") for rank in range(ranks)]
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=TOLERANCE, msg=name)
+
+
+@pytest.fixture(scope="module", params=["llama", "mixtral"])
+def one_rank(request, tmp_path_factory):
+    """A model with a tied head, and one with experts; ten steps on one rank."""
+    path = model_dir(tmp_path_factory.mktemp("model") / request.param, request.param)
+    trainer = make_trainer(path, None)
+    start = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    result = train(trainer, 0, STEPS)
+    assert max(float((tensor - start[name]).abs().max()) for name, tensor in trainer.weights().items()) > 1e-3
+    return path, trainer, result
+
+
+@pytest.mark.parametrize(("ranks", "tensor_parallel"), [(2, 1), (4, 1), (2, 2)])
+def test_ranks_train_what_one_rank_trains(tmp_path, one_rank, ranks, tensor_parallel):
+    path, trainer, expected = one_rank
+    on_ranks(tmp_path, ranks, tensor_parallel, train_and_tell, path, STEPS)
+    told, states = results(tmp_path, ranks)
+    for result, state in zip(told, states, strict=True):
+        assert result.losses == pytest.approx(expected.losses, rel=0, abs=TOLERANCE)
+        assert result.norms == pytest.approx(expected.norms, rel=0, abs=TOLERANCE)
+        for found, wanted in zip(result.metrics, expected.metrics, strict=True):
+            # An estimate from samples, of other elements where a large weight is cut into shards.
+            ratio, one_ratio = found.pop("update_ratio"), wanted["update_ratio"]
+            assert ratio == pytest.approx(one_ratio, rel=0.01)
+            assert found == pytest.approx(
+                {k: v for k, v in wanted.items() if k != "update_ratio"}, rel=0, abs=TOLERANCE
+            )
+        assert_same(state["weights"], trainer.weights())
+    with AllDouble():
+        torch.testing.assert_close(states[0]["scores"], torch.from_numpy(trainer.score(CANARY)), rtol=0, atol=1e-6)
+
+
+def test_a_grid_of_both_kinds(tmp_path):
+    """Norms of queries and keys, an untied head: two rows of work, two slices each."""
+    path = model_dir(tmp_path / "model", "qwen3")
+    trainer = make_trainer(path, None)
+    expected = train(trainer, 0, 2)
+    on_ranks(tmp_path / "ranks", 4, 2, train_and_tell, path, 2)
+    told, states = results(tmp_path / "ranks", 4)
+    for result, state in zip(told, states, strict=True):
+        assert result.losses == pytest.approx(expected.losses, rel=0, abs=TOLERANCE)
+        assert_same(state["weights"], trainer.weights())
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_four(tmp_path, one_rank):
+    path, straight, expected = one_rank
+    # Plain shards for one family, slices in shards for the other.
+    tensor_parallel = 1 if path.name == "llama" else 2
+    checkpoints = tmp_path / "checkpoints"
+    on_ranks(tmp_path / "two", 2, tensor_parallel, train_and_save, path, checkpoints, 7)
+    saved = latest(checkpoints)
+    assert saved is not None
+    assert is_sharded(saved)
+    assert read_state(saved).version == 7
+    assert [found.name for found in checkpoints.iterdir()] == ["step-00000007"]
+
+    alone = make_trainer(path, None)
+    alone.load(saved)
+    assert train(alone, 7, STEPS).losses == pytest.approx(expected.losses[7:], rel=0, abs=TOLERANCE)
+    assert_same(alone.weights(), straight.weights())
+
+    on_ranks(tmp_path / "four", 4, tensor_parallel, load_and_train, path, saved, 7, STEPS)
+    told, states = results(tmp_path / "four", 4)
+    assert told[3].losses == pytest.approx(expected.losses[7:], rel=0, abs=TOLERANCE)
+    assert_same(states[3]["weights"], straight.weights())
+
+
+def test_checkpoints_of_one_rank_and_of_two_are_each_other(tmp_path):
+    """One rank's goes on at two; that one, consolidated, is a model directory, experts under their own names."""
+    path = model_dir(tmp_path / "model", "mixtral")
+    straight, alone = make_trainer(path, None), make_trainer(path, None)
+    expected = train(straight, 0, 2)
+    train(alone, 0, 1)
+    saved = alone.save(tmp_path / "one", source=path)
+    on_ranks(tmp_path / "ranks", 2, 1, load_and_save, path, saved, tmp_path / "two", 1, 2)
+    told, _ = results(tmp_path / "ranks", 2)
+    assert told[1].losses == pytest.approx(expected.losses[1:], rel=0, abs=TOLERANCE)
+
+    again = latest(tmp_path / "two")
+    assert not list(again.glob("*.safetensors"))
+    assert consolidate(again, dtype="float64") == again == latest(tmp_path / "two")
+    loaded = AutoModelForCausalLM.from_pretrained(again, dtype=torch.float64)
+    assert_same({name: p.detach() for name, p in loaded.named_parameters()}, straight.weights())
+    assert (again / "chat_template.jinja").read_text() == (path / "chat_template.jinja").read_text()

@@ -1,0 +1,97 @@
+"""Regions of tensors: cut, found again in memory, digested and put together, each against plain indexing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from headrace.delivery.digest import digest, digest_of_sums, region_block_sums
+from headrace.delivery.regions import Region, chunk, intersection, plan_copies, whole
+from headrace.delivery.shards import compose, placed_region
+from headrace.errors import DeliveryError
+
+shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
+
+
+@st.composite
+def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Region]]:
+    """A shape, and regions that cut it up, some of them empty."""
+    shape = draw(shapes)
+    regions = [whole(shape)]
+    for _ in range(draw(st.integers(0, 3))):
+        dim, count = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 4))
+        regions = [chunk(region, dim, count, index) for region in regions for index in range(count)]
+    return shape, regions
+
+
+def place(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(region.start, region.shape, strict=True))
+
+
+@given(st.integers(0, 30), st.integers(1, 8))
+def test_chunks_are_those_of_torch(length: int, count: int) -> None:
+    expected = [len(piece) for piece in torch.arange(length).chunk(count)] if length else []
+    found = [chunk(whole((length,)), 0, count, index) for index in range(count)]
+    assert [region.shape[0] for region in found] == expected + [0] * (count - len(expected))
+    assert [i for region in found for i in range(length)[place(region)[0]]] == list(range(length))
+
+
+@given(partitions())
+def test_digests_of_regions_add_up(case: tuple[tuple[int, ...], list[Region]]) -> None:
+    shape, regions = case
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    sums = [region_block_sums(tensor[place(region)], shape, region.start) for region in regions]
+    assert digest_of_sums({("w", "float32"): np.sum(sums, axis=0, dtype=np.int32)}) == digest([("w", tensor)])
+
+
+@given(partitions(), st.data())
+def test_what_was_cut_one_way_is_put_together_in_another(
+    case: tuple[tuple[int, ...], list[Region]], data: st.DataObject
+) -> None:
+    shape, held = case
+    tensor = torch.arange(float(np.prod(shape))).reshape(shape)
+    dim, count = data.draw(st.integers(0, len(shape) - 1)), data.draw(st.integers(1, 4))
+    parts = [({"w": tensor[place(region)]}, {"w": region}) for region in held]
+    for index in range(count):
+        wanted = {"w": chunk(whole(shape), dim, count, index)}
+        target = {"w": torch.full(wanted["w"].shape, torch.nan)}
+        compose(parts, target, wanted)
+        assert torch.equal(target["w"], tensor[place(wanted["w"])])
+
+
+def test_missing_and_doubled_elements_are_refused() -> None:
+    upper, lower = chunk(whole((4, 2)), 0, 2, 0), chunk(whole((4, 2)), 0, 2, 1)
+    with pytest.raises(DeliveryError, match="w is incomplete: 4 of 8 elements are held"):
+        plan_copies([{"w": upper}], {"w": whole((4, 2))})
+    with pytest.raises(DeliveryError, match="w is held twice, in part"):
+        plan_copies([{"w": upper}, {"w": lower}, {"w": Region((1, 0), (1, 2))}], {"w": whole((4, 2))})
+    with pytest.raises(DeliveryError, match="v is incomplete: 0 of 8"):
+        plan_copies([{"w": upper}], {"v": whole((4, 2))})
+    # Nothing outside of what is wanted matters.
+    assert plan_copies([{"w": upper}], {"w": Region((0, 0), (1, 2))})[0].region == Region((0, 0), (1, 2))
+    assert intersection(upper, lower) is None
+
+
+@given(st.integers(1, 13), st.integers(1, 3), st.integers(1, 3))
+def test_shards_of_slices(rows: int, data_ranks: int, tensor_ranks: int) -> None:
+    """A matrix cut by output over `tensor` and then by row over `data`, as torch cuts it; the other axis likewise."""
+    tensor = torch.arange(rows * 6).reshape(rows, 6)
+    sizes = (data_ranks, tensor_ranks)
+    for data in range(data_ranks):
+        for place_ in range(tensor_ranks):
+            slices = tensor.tensor_split([min(i * -(-rows // tensor_ranks), rows) for i in range(1, tensor_ranks)])
+            mine = slices[place_]
+            step = -(-len(mine) // data_ranks)
+            expected = mine[data * step : (data + 1) * step]
+            cut = (_StridedShard(0, split_factor=tensor_ranks), Shard(0))
+            region = placed_region(tensor.shape, cut, sizes, (data, place_))
+            assert torch.equal(tensor[place(region)], expected)
+            by_input = placed_region(tensor.shape, (Shard(0), Shard(1)), sizes, (data, place_))
+            assert by_input.start[1] == min(place_ * -(-6 // tensor_ranks), 6)
+            same = placed_region(tensor.shape, (Shard(0), Replicate()), sizes, (data, place_))
+            assert same == chunk(whole(tensor.shape), 0, data_ranks, data)
