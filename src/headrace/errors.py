@@ -7,6 +7,7 @@
     │   └── ModelError       a model directory that cannot be used, or would be served wrongly
     ├── ChannelError         a message could not be sent, decoded or answered
     │   ├── DeadlineError    nobody answered in time (says who waited for whom)
+    │   ├── HttpError        a server answered with an error (carries its status)
     │   └── PeerDied         the other side is gone (carries its last lines)
     ├── DeliveryError        weights were rejected, or not proved
     └── StallError           the pipeline made no progress (says who waits for what)
@@ -45,6 +46,15 @@ class DeadlineError(ChannelError):
     """Nobody answered in time."""
 
 
+class HttpError(ChannelError):
+    """A server answered with an error."""
+
+    def __init__(self, url: str, status: int, reason: str) -> None:
+        super().__init__(f"{url} answered {status}: {reason}")
+        self.status = status
+        self.reason = reason
+
+
 class PeerDied(ChannelError):
     """The other side of a channel is gone."""
 
@@ -57,6 +67,10 @@ class PeerDied(ChannelError):
 
 class DeliveryError(HeadraceError):
     """Weights were rejected, or could not be proved."""
+
+
+class WrongBase(DeliveryError):
+    """A change to weights that the receiver does not hold."""
 
 
 class StallError(HeadraceError):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from headrace.delivery import transports
 from headrace.delivery.plan import Plan, plan_weights
 from headrace.delivery.transports.base import Sender, Source
 from headrace.delivery.transports.files import LOCK
+from headrace.delivery.transports.object_store import MARKER
 from headrace.delivery.transports.segments import segment_directories
 from headrace.errors import DeliveryError
 
@@ -23,7 +25,9 @@ RUN_ID = f"contract-{os.getpid()}"
 def on_disk(directory: Path) -> list[str]:
     """What any transport has put on the machine."""
     segments = [path.name for place in segment_directories() for path in place.glob(f"headrace-{RUN_ID}-*")]
-    return segments + [path.name for path in directory.glob("weights/*") if path.name != LOCK]
+    stored = fsspec.filesystem("memory").find(f"/{RUN_ID}")
+    files = [path.name for path in directory.glob("weights/*")] + [name.rsplit("/", 1)[1] for name in stored]
+    return segments + [name for name in files if name not in (LOCK, MARKER)]
 
 
 def listening() -> set[str]:
@@ -36,15 +40,33 @@ def listening() -> set[str]:
     return {row[1] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
-@pytest.fixture(params=transports.NAMES)
-def transport(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=[*transports.WITHOUT_GPU, "file over file://", "file over memory://"])
+def variant(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(scope="session")
+def once_per_process() -> None:
+    """The event loop behind torch's stores opens a pipe with the first of them and keeps it."""
+    torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
 @pytest.fixture
-def sender(transport: str, tmp_path: Path) -> Iterator[Sender]:
+def transport(variant: str) -> str:
+    return variant.split()[0]
+
+
+@pytest.fixture
+def directory(variant: str, tmp_path: Path) -> Path | str:
+    if variant.endswith("file://"):
+        return f"file://{tmp_path}/weights"
+    return f"memory://{RUN_ID}/weights" if variant.endswith("memory://") else tmp_path / "weights"
+
+
+@pytest.fixture
+def sender(transport: str, directory: Path | str, tmp_path: Path, once_per_process: None) -> Iterator[Sender]:
     threads, ports, descriptors = threading.active_count(), listening(), len(list(Path("/proc/self/fd").iterdir()))
-    made = transports.sender(transport, RUN_ID, directory=tmp_path / "weights", keep=1)
+    made = transports.sender(transport, RUN_ID, directory=directory, keep=1)
     yield made
     made.close()
     made.close()

@@ -6,9 +6,14 @@ on the other. No torch here: the controller passes manifests on and never sees a
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-from headrace.types import Float32Array, Int32Array
+from headrace.types import NO_VERSION, Float32Array, Int32Array
+
+Kind = Literal["full", "delta", "adapter"]
+"""All weights; only what changed since another version; the tensors of a LoRA adapter, whose base is never sent."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +32,18 @@ class Canary(msgspec.Struct, kw_only=True):
 
     token_ids: Int32Array
     logprobs: Float32Array
-    tolerance: float
+    tolerance: float | None = None
+    """Largest difference that is no mistake; None: each engine finds its own, see `delivery.canary`."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank of a sharded trainer published: a region of some tensors."""
+
+    location: str
+    entries: list[Entry]
+    """Their shapes are those of the regions."""
+    starts: list[tuple[int, ...]]
+    """Where each region begins in its whole tensor."""
 
 
 class Manifest(msgspec.Struct, kw_only=True):
@@ -41,11 +57,21 @@ class Manifest(msgspec.Struct, kw_only=True):
     location: str
     """Where the transport finds the bytes (for `shm`: the segment's path)."""
     entries: list[Entry]
+    """The weights as they are once they have arrived, whatever the kind."""
     plan_digest: int
     """Of the entries: both sides must have the same plan."""
     digest: int
     """Of the weights, keyed by (canonical name, flat index); see `delivery.digest`."""
     canary: Canary
+    kind: Kind = "full"
+    base: int = NO_VERSION
+    """delta: the version that it changes."""
+    base_digest: int = 0
+    """adapter: of the weights that it was trained on."""
+    payload: list[Entry] | None = None
+    """What lies at the location, where that is not the entries themselves."""
+    parts: list[Part] = []
+    """The places of a version that several ranks published; then `location` is empty and `entries` are the whole."""
 
 
 class Proof(msgspec.Struct, kw_only=True):
@@ -58,6 +84,8 @@ class Proof(msgspec.Struct, kw_only=True):
     quarantined: bool = False
     """The live weights do not match: the engine serves nothing until a later version is proved."""
     reason: str = ""
+    needs_full: bool = False
+    """A delta was rejected because this engine does not hold its base: send all weights."""
     staged_digest: int = 0
     live_digest: int = 0
     canary_error: float = 0.0

@@ -20,6 +20,8 @@ from headrace.errors import DeliveryError
 if TYPE_CHECKING:
     from headrace.delivery.digest_kernel import DeviceDigest
 
+PREPARED = 8
+"""Digests that are kept ready: of the live weights, and of the few places that new ones are staged in."""
 GPU_SECONDS = 120.0
 """How long a copy or a digest may take on a GPU before the delivery fails."""
 
@@ -77,7 +79,8 @@ class DeviceSide:
     def __init__(self, device: torch.device) -> None:
         self._stage, self._digest = _stream(device), _stream(device)
         self._copied: torch.cuda.Event | None = None
-        self._prepared: dict[str, tuple[tuple[int, tuple[int, ...]], DeviceDigest]] = {}
+        self._prepared: dict[tuple[int, tuple[int, ...]], DeviceDigest] = {}
+        self._live: DeviceDigest | None = None
 
     @contextmanager
     def staging(self) -> Iterator[None]:
@@ -94,12 +97,12 @@ class DeviceSide:
 
     def digest_staged(self, plan: Plan, weights: Mapping[str, torch.Tensor]) -> int:
         """The digest of what is in the buffer."""
-        prepared = self._prepare("staged", plan, weights)
+        prepared = self._prepare(plan, weights)
         return prepared.value(prepared.launch())
 
     def prepare_live(self, plan: Plan, live: Mapping[str, torch.Tensor]) -> None:
         """Make the digest of the live weights, in the dtypes of the plan, ready for `install`."""
-        self._prepare("live", plan, live)
+        self._live = self._prepare(plan, live)
 
     def install(
         self, copy: Callable[[], None], buffer: torch.Tensor | None, installed: Callable[[], None] | None
@@ -117,21 +120,26 @@ class DeviceSide:
         ended.record(stream)
         self._digest.wait_event(ended)
         with torch.cuda.stream(self._digest):
-            result = self._prepared["live"][1].launch()
+            assert self._live is not None
+            result = self._live.launch()
             return DeviceCheck(self._digest, result, self._digest.record_event(), began, ended)
 
     def close(self) -> None:
         """Let go of the tensors. Idempotent."""
         self._prepared.clear()
+        self._live = None
 
-    def _prepare(self, what: str, plan: Plan, weights: Mapping[str, torch.Tensor]) -> DeviceDigest:
+    def _prepare(self, plan: Plan, weights: Mapping[str, torch.Tensor]) -> DeviceDigest:
+        """A digest of these tensors, made once for each place that weights come to lie in."""
         from headrace.delivery.digest_kernel import DeviceDigest
 
         key = (plan.digest, tuple(tensor.data_ptr() for tensor in weights.values()))
-        if what not in self._prepared or self._prepared[what][0] != key:
+        if key not in self._prepared:
+            if len(self._prepared) >= PREPARED:
+                del self._prepared[next(iter(self._prepared))]
             dtypes = {entry.name: dtype_of(entry.dtype) for entry in plan.entries}
-            self._prepared[what] = key, DeviceDigest(weights, dtypes)
-        return self._prepared[what][1]
+            self._prepared[key] = DeviceDigest(weights, dtypes)
+        return self._prepared[key]
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

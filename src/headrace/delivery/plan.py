@@ -6,8 +6,10 @@ two plans with one digest describe the same bytes.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -30,6 +32,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_plan(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> Plan:
     """The plan of these (name, dtype, shape) in any order; a name that comes twice is an error."""
+    return _make_plan(tuple((name, dtype, tuple(shape)) for name, dtype, shape in tensors))
+
+
+@functools.lru_cache(maxsize=8)
+def _make_plan(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Plan:
+    """A model has hundreds of tensors, and every version of it the same plan."""
     entries: list[Entry] = []
     end = 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: tensor[0]):
@@ -37,7 +45,7 @@ def make_plan(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> Plan:
             raise DeliveryError(f"two tensors are named {name}")
         offset = -(-end // ALIGNMENT) * ALIGNMENT
         nbytes = math.prod(shape) * dtype_of(dtype).itemsize
-        entries.append(Entry(name=name, dtype=dtype, shape=tuple(shape), offset=offset, nbytes=nbytes))
+        entries.append(Entry(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=nbytes))
         end = offset + nbytes
     if not end:
         raise DeliveryError("there are no weights to deliver")
@@ -66,13 +74,45 @@ def unpack(packed: torch.Tensor, entries: Iterable[Entry]) -> dict[str, torch.Te
     }
 
 
+class Views:
+    """Views of one packed buffer, made anew only for another plan: they cost more than a small model's copy."""
+
+    def __init__(self, packed: torch.Tensor) -> None:
+        self.packed = packed
+        self._made: tuple[tuple[Entry, ...], dict[str, torch.Tensor]] | None = None
+
+    def of(self, entries: Iterable[Entry]) -> dict[str, torch.Tensor]:
+        """One tensor per entry, as `unpack` gives them."""
+        wanted = tuple(entries)
+        if self._made is None or self._made[0] != wanted:
+            self._made = wanted, unpack(self.packed, wanted)
+        return dict(self._made[1])
+
+
 def pack(packed: torch.Tensor, entries: Iterable[Entry], weights: Mapping[str, torch.Tensor]) -> None:
     """Copy the weights to their places in the packed bytes, cast to the entries' dtypes."""
     with torch.no_grad():
-        for name, target in unpack(packed, entries).items():
-            if target.shape != weights[name].shape:
-                raise DeliveryError(f"{name} has shape {tuple(weights[name].shape)}, not {tuple(target.shape)}")
-            target.copy_(weights[name])
+        copy_all(unpack(packed, entries), weights)
+
+
+def copy_all(
+    targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor], *, non_blocking: bool = False
+) -> None:
+    """Copy every source over the target of its name, cast to its dtype, in few launches.
+
+    On a GPU torch fuses those of one pair of dtypes. Raises `DeliveryError` before the first copy if a shape differs.
+    """
+    pairs: defaultdict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]]
+    pairs = defaultdict(lambda: ([], []))
+    for name, target in targets.items():
+        source = sources[name]
+        if target.shape != source.shape:
+            raise DeliveryError(f"{name} has shape {tuple(source.shape)}, not {tuple(target.shape)}")
+        into, out_of = pairs[target.dtype, source.dtype]
+        into.append(target)
+        out_of.append(source)
+    for into, out_of in pairs.values():
+        torch._foreach_copy_(into, out_of, non_blocking=non_blocking)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

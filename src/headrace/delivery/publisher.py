@@ -1,7 +1,8 @@
 """The trainer's end of delivery: a version is copied while the trainer waits, and proved ready while it goes on.
 
-The manifest's digest is taken from the bytes that the engines will read, not from the trainer's tensors, and it exists
-before anybody hears of the version. A version's place is not written again before `acknowledged`.
+The manifest's digest is taken from the bytes that the engines will hold, not from the trainer's tensors, and it exists
+before anybody hears of the version. A version's place is not written again before `acknowledged`, and the newest
+version can be fetched until there is a newer one: by an engine that comes late too.
 """
 
 from __future__ import annotations
@@ -10,16 +11,28 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import torch
 
-from headrace.delivery.base import Canary, Manifest
+from headrace.delivery.base import Canary, Kind, Manifest
+from headrace.delivery.delta import encode, word_bytes_of
 from headrace.delivery.digest import digest
-from headrace.delivery.plan import Plan, plan_weights
+from headrace.delivery.held_places import HeldPlaces
+from headrace.delivery.plan import Plan, make_plan, plan_weights, unpack
+from headrace.delivery.snapshots import Snapshots
 from headrace.delivery.transports.base import Sender
 from headrace.errors import DeliveryError
 from headrace.types import NO_VERSION, Float32Array, Int32Array
+
+if TYPE_CHECKING:
+    from headrace.delivery.digest_kernel import DeviceDigest
+
+PAYLOAD = "delta"
+"""The name of the one tensor that a delta travels as."""
 
 
 class Publisher:
@@ -29,20 +42,32 @@ class Publisher:
         self,
         sender: Sender,
         dtype: str,
-        tolerance: float,
+        tolerance: float | None,
         canary_token_ids: Int32Array,
         *,
+        send: Kind = "full",
+        base_digest: int = 0,
         deadline: float = 120.0,
     ) -> None:
+        """`send` is what travels: a delta becomes full where it would not be smaller. `base_digest` is an adapter's."""
         self._sender = sender
         self._dtype = dtype
         self._tolerance = tolerance
         self._canary_token_ids = np.asarray(canary_token_ids, np.int32)
+        self._send: Kind = send
+        self._base_digest = base_digest
         self._deadline = deadline
         self._publishing = threading.Lock()
         self._newest = NO_VERSION
-        self._locations: dict[int, str] = {}
-        self._digests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
+        # Snapshots of our own are there for latecomers as well: then no place need be.
+        self._places = HeldPlaces(sender, keep_newest=send != "delta")
+        self._snapshots = Snapshots() if send == "delta" else None
+        self._finishing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
+        # Apart: a delta waits until the version before it is acknowledged, which a version sent again may lead to.
+        self._resending = ThreadPoolExecutor(max_workers=1, thread_name_prefix="resend")
+        self._stream: torch.cuda.Stream | None = None
+        self._plan: tuple[Any, Plan] | None = None
+        self._on_gpu: dict[str, tuple[int, DeviceDigest]] = {}
         self.last_snapshot_seconds = 0.0
         """How long the last cast and copy took, without the wait for a free place and the canary."""
 
@@ -54,7 +79,7 @@ class Publisher:
         weights: Mapping[str, torch.Tensor],
         canary: Callable[[Int32Array], Float32Array],
     ) -> Future[Manifest]:
-        """Snapshot the weights and score the canary now; the future resolves once the snapshot is digested.
+        """Snapshot the weights and score the canary now; the future resolves once the version can be fetched.
 
         The caller may change its weights on return. `canary` gives the log-probabilities of tokens 1..n. Raises
         `DeliveryError` when no place comes free before the deadline, and for what cannot be served.
@@ -62,14 +87,18 @@ class Publisher:
         with self._publishing:
             if version <= self._newest:
                 raise DeliveryError(f"version {version} cannot follow version {self._newest}")
-            self._sender.wait(version, self._deadline)
+            (self._snapshots or self._sender).wait(version, self._deadline)
             logprobs = self._score(version, canary)
             started = time.monotonic()
-            plan = plan_weights(weights, self._dtype)
-            location = self._sender.write(version, plan, weights)
+            plan = self._planned(weights)
+            location = ""
+            if self._snapshots:
+                self._snapshots.take(version, plan, weights)
+            else:
+                location = self._sender.write(version, plan, weights)
+                self._places.written(version, location)
             self.last_snapshot_seconds = time.monotonic() - started
             self._newest = version
-            self._locations[version] = location
         manifest = Manifest(
             version=version,
             parent=parent,
@@ -80,24 +109,100 @@ class Publisher:
             plan_digest=plan.digest,
             digest=0,
             canary=Canary(token_ids=self._canary_token_ids, logprobs=logprobs, tolerance=self._tolerance),
+            kind="adapter" if self._send == "adapter" else "full",
+            base_digest=self._base_digest,
         )
-        return self._digests.submit(self._finish, manifest, plan)
+        if self._snapshots:
+            return self._finishing.submit(self._finish_delta, manifest, plan)
+        on_gpu = [tensor.device for tensor in weights.values() if tensor.is_cuda]
+        return self._finishing.submit(self._finish, manifest, plan, on_gpu[0] if on_gpu else None)
+
+    def resend(self, manifest: Manifest) -> Future[Manifest]:
+        """The same version with all its weights, where they can be fetched now: a delta helps only who has its base.
+
+        It is acknowledged like any other.
+        """
+        return self._resending.submit(self._whole if self._snapshots else lambda same: same, manifest)
 
     def acknowledged(self, version: int) -> None:
-        """No engine reads this version any more: its place is free. Idempotent."""
-        location = self._locations.pop(version, None)
-        if location is not None:
-            self._sender.release(location)
+        """No engine reads this version any more: its place is free once there is a newer one. Idempotent."""
+        self._places.acknowledged(version)
+        if self._snapshots:
+            self._snapshots.acknowledged(version)
 
     def close(self) -> None:
-        """End the digests and remove what the sender holds. Idempotent."""
-        self._digests.shutdown(wait=True, cancel_futures=True)
+        """End what goes on and remove what the sender holds. Idempotent."""
+        if self._snapshots:
+            self._snapshots.close()
+        for pool in (self._finishing, self._resending):
+            pool.shutdown(wait=True, cancel_futures=True)
+        self._on_gpu.clear()
         self._sender.close()
 
-    def _finish(self, manifest: Manifest, plan: Plan) -> Manifest:
+    def _finish(self, manifest: Manifest, plan: Plan, gpu: torch.device | None) -> Manifest:
         self._sender.finish(manifest.location)
-        manifest.digest = digest(self._sender.snapshot(manifest.location, plan).items())
+        with self._beside(gpu):
+            manifest.digest = self._digest(manifest.location, plan)
         return manifest
+
+    def _planned(self, weights: Mapping[str, torch.Tensor]) -> Plan:
+        """The plan of these weights, which are those of the version before, with other values."""
+        layout = tuple((name, tensor.dtype, tensor.shape) for name, tensor in weights.items())
+        if self._plan is None or self._plan[0] != layout:
+            self._plan = layout, plan_weights(weights, self._dtype)
+        return self._plan[1]
+
+    def _digest(self, location: str, plan: Plan) -> int:
+        written = self._sender.snapshot(location, plan)
+        if not all(tensor.is_cuda for tensor in written.values()):
+            return digest(written.items())
+        # Late: only where there is a GPU is there a need for Triton. Prepared once for each of the few places.
+        from headrace.delivery.digest_kernel import DeviceDigest
+
+        known = self._on_gpu.get(location)
+        if known is None or known[0] != plan.digest:
+            known = self._on_gpu[location] = plan.digest, DeviceDigest(written)
+        return DeviceDigest.value(known[1].launch())
+
+    def _finish_delta(self, manifest: Manifest, plan: Plan) -> Manifest:
+        assert self._snapshots is not None
+        new = self._packed(manifest.version)
+        manifest.digest = digest(unpack(new, plan.entries).items())
+        # Engines go from version to version: this one changes what they hold when they have all taken the one before.
+        base = self._snapshots.settled_before(manifest.version, self._deadline)
+        held = self._snapshots.bytes_of(base) if base != NO_VERSION else None
+        changes = encode(held, new, word_bytes_of(plan.entries)) if held is not None else None
+        if changes is None:
+            return self._whole(manifest)
+        payload = make_plan([(PAYLOAD, "uint8", changes.shape)])
+        manifest = msgspec.structs.replace(manifest, kind="delta", base=base, payload=list(payload.entries))
+        return self._written(manifest, payload, {PAYLOAD: changes})
+
+    def _whole(self, manifest: Manifest) -> Manifest:
+        whole = msgspec.structs.replace(manifest, kind="full", base=NO_VERSION, payload=None)
+        plan = Plan(entries=tuple(manifest.entries), nbytes=_end(manifest), digest=manifest.plan_digest)
+        return self._written(whole, plan, unpack(self._packed(manifest.version), manifest.entries))
+
+    def _written(self, manifest: Manifest, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+        self._sender.wait(manifest.version, self._deadline)
+        location = self._sender.write(manifest.version, plan, tensors)
+        self._places.written(manifest.version, location)
+        self._sender.finish(location)
+        return msgspec.structs.replace(manifest, location=location)
+
+    def _packed(self, version: int) -> torch.Tensor:
+        packed = self._snapshots.bytes_of(version) if self._snapshots else None
+        if packed is None:
+            raise DeliveryError(f"version {version} cannot be sent any more: a newer one is acknowledged")
+        return packed
+
+    def _beside(self, gpu: torch.device | None) -> AbstractContextManager[Any]:
+        """A stream of our own: on the trainer's, a digest would stand behind the steps that are already enqueued."""
+        if gpu is None:
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
+        return torch.cuda.stream(self._stream)
 
     def _score(self, version: int, canary: Callable[[Int32Array], Float32Array]) -> Float32Array:
         logprobs = np.asarray(canary(self._canary_token_ids), np.float32)
@@ -106,3 +211,7 @@ class Publisher:
         if not np.isfinite(logprobs).all():
             raise DeliveryError(f"the canary of version {version} has log-probabilities that are not finite")
         return logprobs
+
+
+def _end(manifest: Manifest) -> int:
+    return max(entry.offset + entry.nbytes for entry in manifest.entries)

@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from headrace.delivery.base import Canary, Entry, Manifest, Proof
+from headrace.delivery.base import Entry, Manifest, Proof
+from headrace.delivery.canary import Tolerance, canary_error
+from headrace.delivery.delta import apply
 from headrace.delivery.digest import digest
 from headrace.delivery.live import DeviceCheck, DeviceSide, HostCheck
-from headrace.delivery.plan import Plan, dtype_name, dtype_of, make_plan, plan_digest, unpack
+from headrace.delivery.parts import fetch_parts
+from headrace.delivery.plan import Plan, copy_all, dtype_name, dtype_of, make_plan, pack, plan_digest, unpack
+from headrace.delivery.regions import whole
 from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Source
-from headrace.errors import DeliveryError
+from headrace.errors import DeliveryError, WrongBase
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 
@@ -37,6 +39,10 @@ class Staged:
     weights: Mapping[str, torch.Tensor]
     digest: int
     seconds: float
+    fetch_seconds: float = 0.0
+    """Of these, until the bytes were here: the rest is their proof."""
+    shared: bool = False
+    """They lie where the trainer wrote them, not in memory of the receiver's own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,22 +71,28 @@ class Receiver:
         engine: str,
         keys: Path | None = None,
         installed: Callable[[], None] | None = None,
+        base_digest: int | None = None,
     ) -> None:
         """`keys` is the file with the keys of the run, for transports that encrypt.
 
         `installed` is called as soon as new weights are in place, on the same stream, before they are digested and
-        scored: there an engine brings up to date what it derives from them.
+        scored: there an engine brings up to date what it derives from them. `base_digest` is that of the weights under
+        an adapter, where `weights` are an adapter's: then nothing but an adapter to the same weights is taken.
         """
         self._live = weights
         self._engine = engine
         self._keys = keys
         self._after_copy = installed
+        self._base_digest = base_digest
+        self._tolerance = Tolerance()
+        self._plan: Plan | None = None
         self._device = next((tensor.device for tensor in weights.values()), torch.device("cpu"))
         self._gpu = DeviceSide(self._device) if self._device.type == "cuda" else None
         self._proved = NO_VERSION
         self._quarantined = False
         self._sources: dict[str, Source] = {}
         self._buffer: torch.Tensor | None = None
+        self._unpacked: tuple[int, dict[str, torch.Tensor]] | None = None
         self._staged: Staged | None = None
         self._installed: Installed | None = None
         self._busy = threading.Lock()
@@ -105,8 +117,14 @@ class Receiver:
             started = time.monotonic()
             self._staged = None
             self._check_order(manifest.version)
+            self._check_base(manifest)
             plan = self._agreed_plan(manifest)
-            weights = self._fetch(manifest, plan)
+            shared = False
+            if manifest.kind == "delta":
+                weights = self._patched(manifest, plan)
+            else:
+                weights, shared = self._fetched(manifest, plan)
+            fetched = time.monotonic()
             found = self._gpu.digest_staged(plan, weights) if self._gpu else digest(weights.items())
             if found != manifest.digest:
                 raise DeliveryError(
@@ -115,7 +133,7 @@ class Receiver:
             self._check_casts(weights)
             if self._gpu:
                 self._gpu.prepare_live(plan, self._live)
-            self._staged = Staged(manifest, weights, found, time.monotonic() - started)
+            self._staged = Staged(manifest, weights, found, time.monotonic() - started, fetched - started, shared)
             return self._staged
 
     def install(self, staged: Staged) -> Installed:
@@ -139,10 +157,11 @@ class Receiver:
         self._installed = None
         found = installed.live.digest()
         error = canary_error(staged.manifest.canary, logprobs)
-        reason = _mismatch(staged, found, error)
+        reason = _mismatch(staged, found, error, self._tolerance.of(staged.manifest.canary))
         self._quarantined = bool(reason)
         if not reason:
             self._proved = version
+            self._tolerance.proved(error)
         return Proof(
             engine=self._engine,
             version=version,
@@ -172,7 +191,7 @@ class Receiver:
         for opened in self._sources.values():
             opened.close()
         self._sources.clear()
-        self._staged = self._installed = self._buffer = None
+        self._staged = self._installed = self._buffer = self._unpacked = None
         if self._gpu:
             self._gpu.close()
 
@@ -186,36 +205,29 @@ class Receiver:
     def _install(self, staged: Staged) -> Installed:
         if staged is not self._staged:
             raise DeliveryError(f"version {staged.manifest.version} is no longer staged")
-        # Again: a newer version may have been proved since this one was staged.
+        # Again: a newer version may have been proved since this one was staged, or its place used again.
         self._check_order(staged.manifest.version)
+        if staged.shared:
+            self._sources[staged.manifest.transport].verify(staged.manifest.location, staged.manifest.version)
         started = time.monotonic()
         self._staged = self._installed = None
         self._quarantined = True
         live: HostCheck | DeviceCheck
         if self._gpu:
-            live = self._gpu.install(lambda: self._copy(staged), self._buffer, self._after_copy)
+            live = self._gpu.install(lambda: copy_all(self._live, staged.weights), self._buffer, self._after_copy)
         else:
-            self._copy(staged)
+            copy_all(self._live, staged.weights)
             if self._after_copy:
                 self._after_copy()
             live = HostCheck(digest(self._live_as(staged.manifest.entries)), started)
         self._installed = Installed(staged, live)
         return self._installed
 
-    def _copy(self, staged: Staged) -> None:
-        """All tensors over the live ones, in few launches: torch fuses those of one pair of dtypes."""
-        pairs: defaultdict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]]
-        pairs = defaultdict(lambda: ([], []))
-        for name, tensor in staged.weights.items():
-            live = self._live[name]
-            targets, sources = pairs[live.dtype, tensor.dtype]
-            targets.append(live)
-            sources.append(tensor)
-        for targets, sources in pairs.values():
-            torch._foreach_copy_(targets, sources)
-
     def _agreed_plan(self, manifest: Manifest) -> Plan:
         """The plan that follows from our own names and shapes, if it is the manifest's too."""
+        known = self._plan
+        if known and known.digest == manifest.plan_digest and known.entries == tuple(manifest.entries):
+            return known
         entries = {entry.name: entry for entry in manifest.entries}
         if missing := self._live.keys() - entries.keys():
             raise DeliveryError(f"version {manifest.version} lacks {_some(missing)}")
@@ -230,27 +242,85 @@ class Receiver:
         plan = make_plan((name, entries[name].dtype, live.shape) for name, live in self._live.items())
         if not plan.digest == manifest.plan_digest == plan_digest(manifest.entries):
             raise DeliveryError(f"version {manifest.version} is packed by another plan than this engine's")
+        self._plan = plan
         return plan
 
-    def _fetch(self, manifest: Manifest, plan: Plan) -> dict[str, torch.Tensor]:
-        if manifest.transport not in self._sources:
-            self._sources[manifest.transport] = source(manifest.transport, keys=self._keys)
-        opened = self._sources[manifest.transport]
-        published = opened.open(manifest.location, manifest.version, plan.entries)
-        private = opened.private and self._device.type == "cpu"
-        weights = published if private else self._copied(published, plan)
-        opened.verify(manifest.location, manifest.version)
-        return weights
+    def _check_base(self, manifest: Manifest) -> None:
+        """What does not carry all weights must be for those that are here."""
+        version = manifest.version
+        if (manifest.kind == "adapter") != (self._base_digest is not None):
+            wanted = "all weights, not an adapter" if self._base_digest is None else "an adapter"
+            raise DeliveryError(f"version {version} is of kind {manifest.kind}, but this engine takes {wanted}")
+        if manifest.kind == "adapter" and manifest.base_digest != self._base_digest:
+            raise DeliveryError(
+                f"version {version} is an adapter to weights with digest {manifest.base_digest:016x}, but this engine's"
+                f" have {self._base_digest:016x}"
+            )
+        if manifest.kind == "delta" and (self._quarantined or self._proved != manifest.base):
+            held = "unproved weights" if self._quarantined else f"version {self._proved}"
+            raise WrongBase(f"version {version} is a change to version {manifest.base}, but this engine has {held}")
 
-    def _copied(self, published: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
-        if self._buffer is None or len(self._buffer) < plan.nbytes:
-            self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device)
-        weights = unpack(self._buffer, plan.entries)
-        for name, tensor in published.items():
-            weights[name].copy_(tensor, non_blocking=True)
+    def _source(self, transport: str) -> Source:
+        if transport not in self._sources:
+            self._sources[transport] = source(transport, keys=self._keys, device=str(self._device))
+        return self._sources[transport]
+
+    def _opened(self, manifest: Manifest, entries: Sequence[Entry]) -> tuple[Source, dict[str, torch.Tensor]]:
+        opened = self._source(manifest.transport)
+        return opened, opened.open(manifest.location, manifest.version, entries)
+
+    def _fetched(self, manifest: Manifest, plan: Plan) -> tuple[dict[str, torch.Tensor], bool]:
+        """The weights where they can be copied from in one go, and whether that is the trainer's memory."""
+        if manifest.parts:
+            return self._composed(manifest, plan), False
+        opened, published = self._opened(manifest, plan.entries)
+        # A place is not written again before its version is acknowledged: what is on our device already stays there.
+        here = all(tensor.device == self._device for tensor in published.values())
+        weights = published if here else self._copied(published, plan)
+        opened.verify(manifest.location, manifest.version)
+        return weights, here and not opened.private
+
+    def _composed(self, manifest: Manifest, plan: Plan) -> dict[str, torch.Tensor]:
+        """The weights put together from what the ranks of a trainer published."""
+        weights = self._staging(plan)
+        wanted = {entry.name: whole(entry.shape) for entry in plan.entries}
+        fetch_parts(self._source(manifest.transport), manifest, weights, wanted)
         if self._gpu:
             self._gpu.finish_staging()
         return weights
+
+    def _patched(self, manifest: Manifest, plan: Plan) -> dict[str, torch.Tensor]:
+        """The live weights with what has changed in them."""
+        if not manifest.payload or len(manifest.payload) != 1:
+            raise DeliveryError(f"version {manifest.version} is a change without its one payload")
+        opened, published = self._opened(manifest, manifest.payload)
+        buffer = self._room(plan)
+        pack(buffer, plan.entries, self._live)
+        apply(published[manifest.payload[0].name], buffer[: plan.nbytes])
+        opened.verify(manifest.location, manifest.version)
+        if self._gpu:
+            self._gpu.finish_staging()
+        return unpack(buffer, plan.entries)
+
+    def _copied(self, published: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
+        weights = self._staging(plan)
+        copy_all(weights, published, non_blocking=True)
+        if self._gpu:
+            self._gpu.finish_staging()
+        return weights
+
+    def _staging(self, plan: Plan) -> dict[str, torch.Tensor]:
+        """Memory of our own for all weights of this plan."""
+        buffer = self._room(plan)
+        if self._unpacked is None or self._unpacked[0] != plan.digest:
+            self._unpacked = plan.digest, unpack(buffer, plan.entries)
+        return self._unpacked[1]
+
+    def _room(self, plan: Plan) -> torch.Tensor:
+        if self._buffer is None or len(self._buffer) < plan.nbytes:
+            self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device)
+            self._unpacked = None
+        return self._buffer
 
     def _check_casts(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Live tensors of another dtype are fine only where the cast loses nothing."""
@@ -270,19 +340,11 @@ class Receiver:
             yield entry.name, self._live[entry.name].to(dtype_of(entry.dtype))
 
 
-def canary_error(canary: Canary, logprobs: Float32Array) -> float:
-    """The largest absolute difference from the trainer's log-probabilities; infinite if they cannot be compared."""
-    scored = np.asarray(logprobs, np.float32)
-    if scored.shape != canary.logprobs.shape or not np.isfinite(scored).all():
-        return float("inf")
-    return float(np.abs(scored - canary.logprobs).max(initial=0.0))
-
-
-def _mismatch(staged: Staged, found: int, error: float) -> str:
+def _mismatch(staged: Staged, found: int, error: float, tolerance: float) -> str:
     if found != staged.manifest.digest:
         return f"the live weights have digest {found:016x}, not {staged.manifest.digest:016x}"
-    if error > staged.manifest.canary.tolerance:
-        return f"the canary is off by {error:.3g} (tolerance {staged.manifest.canary.tolerance:.3g})"
+    if error > tolerance:
+        return f"the canary is off by {error:.3g} (tolerance {tolerance:.3g})"
     return ""
 
 

@@ -13,9 +13,10 @@ import msgspec
 
 from headrace.config.schema import DeliveryConfig
 from headrace.delivery import transports
-from headrace.delivery.transports.files import sweep_directory
 from headrace.delivery.transports.keys import KEYS, make_keys
+from headrace.delivery.transports.object_store import connect, is_url, owner_of
 from headrace.delivery.transports.segments import sweep
+from headrace.delivery.transports.storage import sweep_storage
 from headrace.delivery.transports.tcp_wire import is_loopback
 
 if TYPE_CHECKING:
@@ -31,34 +32,67 @@ class Choice(msgspec.Struct, frozen=True):
     why: str
 
 
-def choose(config: DeliveryConfig, shared_memory: Path = _SHARED_MEMORY) -> Choice:
-    """The transport of a run: as configured, or the fastest that reaches every engine."""
+def choose(
+    config: DeliveryConfig, shared_memory: Path = _SHARED_MEMORY, *, trainer: str = "cpu", engines: str = "cpu"
+) -> Choice:
+    """The transport of a run: as configured, or the fastest that reaches every engine.
+
+    `trainer` and `engines` are the devices that their weights are on, as torch names them.
+    """
     if config.transport != "auto":
         return Choice(config.transport, '[delivery] transport = "' + config.transport + '"')
+    if trainer.startswith("cuda") and engines.startswith("cuda"):
+        return Choice("cuda_ipc", "trainer and engines are on GPUs of one host")
     if shared_memory.is_dir():
         return Choice("shm", "trainer and engines are on one host")
     return Choice("tcp", f"one host, but without {shared_memory}")
 
 
-def make_sender(config: DeliveryConfig, run_dir: Path) -> Sender:
-    """The trainer's end of the run's transport."""
+def make_sender(
+    config: DeliveryConfig,
+    run_dir: Path,
+    rank: int = 0,
+    *,
+    trainer: str = "cpu",
+    engines: str = "cpu",
+    receivers: int = 1,
+) -> Sender:
+    """The end of the run's transport of this rank of the trainer, to this number of `receivers`.
+
+    The devices are those of `choose`.
+    """
     return transports.sender(
-        choose(config).transport,
+        choose(config, trainer=trainer, engines=engines).transport,
         run_dir.name,
-        directory=weights_directory(config, run_dir),
+        directory=weights_directory(config, run_dir, rank),
         keep=config.keep_files,
+        owner=owner_of(run_dir),
         bind=config.bind,
         keys=run_dir / KEYS,
+        device=trainer,
+        receivers=receivers,
     )
 
 
-def weights_directory(config: DeliveryConfig, run_dir: Path) -> Path:
-    """Where the `file` transport writes: in the run directory, or in a folder of the run's name in a shared one."""
-    return Path(config.directory) / run_dir.name if config.directory else run_dir / "weights"
+def weights_directory(config: DeliveryConfig, run_dir: Path, rank: int = 0) -> Path | str:
+    """Where the `file` transport writes: in the run directory, or in a folder of the run's name in a shared one.
+
+    A directory has one writer, so every rank of the trainer has its own.
+    """
+    own = f"rank-{rank}" if rank else ""
+    if config.directory and is_url(config.directory):
+        return "/".join(filter(None, [config.directory.rstrip("/"), run_dir.name, own]))
+    return (Path(config.directory) / run_dir.name if config.directory else run_dir / "weights") / own
 
 
 def prepare(config: DeliveryConfig, run_dir: Path) -> None:
-    """Before the processes start: sweep, and make the keys of the run where weights leave the host."""
+    """Before the processes start: sweep, and make the keys of the run where weights leave the host.
+
+    Raises `ConfigError` for a URL that nothing installed can reach.
+    """
+    directory = weights_directory(config, run_dir)
+    if choose(config).transport == "file" and is_url(directory):
+        connect(str(directory))
     clean(config, run_dir)
     if choose(config).transport == "tcp" and not is_loopback(config.bind):
         make_keys(run_dir / KEYS)
@@ -67,5 +101,8 @@ def prepare(config: DeliveryConfig, run_dir: Path) -> None:
 def clean(config: DeliveryConfig, run_dir: Path) -> None:
     """Remove what trainers that are dead left: segments of this user, files and keys of this run."""
     sweep()
-    sweep_directory(weights_directory(config, run_dir))
+    first = weights_directory(config, run_dir)
+    if choose(config).transport == "file" or not is_url(first):
+        for directory in (*(first.glob("rank-*") if isinstance(first, Path) else ()), first):
+            sweep_storage(directory, owner_of(run_dir))
     (run_dir / KEYS).unlink(missing_ok=True)

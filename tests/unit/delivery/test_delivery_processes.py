@@ -23,6 +23,7 @@ from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports.base import Sender
 from headrace.delivery.transports.files import layout_of, sweep_directory
 from headrace.delivery.transports.segments import HEADER_BYTES, segment_directories, sweep
+from headrace.delivery.transports.storage import sweep_storage
 
 RUN_ID = f"processes-test-{os.getpid()}"
 
@@ -76,7 +77,7 @@ def publish(publisher: Publisher, version: int) -> Manifest:
     return publisher.publish(version, version - 1, version, weights, lambda ids: score(weights, ids)).result(30)
 
 
-@pytest.fixture(params=transports.NAMES)
+@pytest.fixture(params=transports.WITHOUT_GPU)
 def transport(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -169,16 +170,51 @@ def test_what_a_killed_trainer_leaves_is_rejected_or_whole_and_gone_at_the_next_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trainer_that_dies_in_the_middle_of_a_transfer(engine: Process, tmp_path: Path):
-    healthy = Publisher(transports.sender("tcp", RUN_ID), "float32", 1e-5, CANARY)
+def test_a_url_reaches_another_process_and_what_a_killed_trainer_leaves_is_swept(engine: Process, tmp_path: Path):
+    url = f"file://{tmp_path}/weights"
+    trainer = Process("trainer_process.py", "file", RUN_ID, url)
+    manifest = decode(Manifest, [base64.b64decode(frame) for frame in json.loads(trainer.read())])
+    assert manifest.location == f"{url}/version-00000001.safetensors"
+    proof, logits = engine.load(manifest)
+    assert proof.accepted, proof.reason
+    assert proof.live_digest == manifest.digest
+    assert torch.equal(logits, make_weights(1)["logits"].flatten())
+    trainer.kill()
+    proof, logits = engine.load(msgspec.structs.replace(manifest, version=2))
+    assert "holds version 1, not 2" in proof.reason
+    assert torch.equal(logits, make_weights(1)["logits"].flatten())
+    (tmp_path / "weights" / "version-00000002.safetensors.partial").write_bytes(b"half")
+    assert not sweep_storage(url, "another run")
+    assert sweep_storage(url, RUN_ID)
+    assert list(tmp_path.iterdir()) == []
+
+    sender = transports.sender("file", RUN_ID, directory=url)
+    publisher = Publisher(sender, "float32", 1e-5, CANARY, deadline=5.0)
+    corrupt = publish(publisher, 3)
+    path = Path(corrupt.location.removeprefix("file://"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    proof, logits = engine.load(corrupt)
+    assert not proof.quarantined
+    assert "version 3 arrived wrong" in proof.reason
+    assert torch.equal(logits, make_weights(1)["logits"].flatten())
+    assert engine.load(publish(publisher, 4))[0].accepted
+    publisher.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("transport", "reason"), [("tcp", "is gone"), ("nccl", "the broadcast from")])
+def test_a_trainer_that_dies_in_the_middle_of_a_transfer(engine: Process, tmp_path: Path, transport: str, reason: str):
+    healthy = Publisher(transports.sender(transport, RUN_ID), "float32", 1e-5, CANARY)
     assert engine.load(publish(healthy, 0))[0].accepted
-    trainer = Process("trainer_process.py", "tcp", RUN_ID, str(tmp_path), "3")
+    trainer = Process("trainer_process.py", transport, RUN_ID, str(tmp_path), "3")
     manifest = decode(Manifest, [base64.b64decode(frame) for frame in json.loads(trainer.read())])
     started = time.monotonic()
     proof, logits = engine.load(manifest)
     assert time.monotonic() - started < 8
     assert not proof.accepted and not proof.quarantined
-    assert "is gone" in proof.reason
+    assert reason in proof.reason
     assert torch.equal(logits, make_weights(0)["logits"].flatten())
     assert trainer.end() == -signal.SIGKILL
     assert engine.load(publish(healthy, 2))[0].accepted

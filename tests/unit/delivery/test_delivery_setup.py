@@ -19,6 +19,15 @@ def test_auto_takes_shared_memory_where_there_is_some_and_says_why(tmp_path: Pat
     assert choose(DeliveryConfig(transport="file"), tmp_path).transport == "file"
 
 
+def test_auto_takes_cuda_ipc_where_both_sides_are_on_a_gpu(tmp_path: Path):
+    both = choose(DeliveryConfig(), tmp_path, trainer="cuda:0", engines="cuda")
+    assert (both.transport, both.why) == ("cuda_ipc", "trainer and engines are on GPUs of one host")
+    assert choose(DeliveryConfig(), tmp_path, trainer="cuda:0").transport == "shm"
+    assert choose(DeliveryConfig(), tmp_path, engines="cuda:0").transport == "shm"
+    configured = choose(DeliveryConfig(transport="nccl"), tmp_path, trainer="cuda", engines="cuda")
+    assert configured.transport == "nccl"
+
+
 def test_keys_are_made_only_beyond_the_host_and_removed_at_the_end(tmp_path: Path):
     prepare(DeliveryConfig(transport="tcp"), tmp_path)
     assert list(tmp_path.iterdir()) == []

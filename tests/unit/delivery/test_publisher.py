@@ -55,11 +55,21 @@ def test_the_third_publish_waits_until_one_is_acknowledged(publisher: Publisher)
     with pytest.raises(DeliveryError, match=r"no segment for version 3: not acknowledged.*version 1 .*version 2 "):
         publish(publisher, 3)
     assert time.monotonic() - started >= 0.3
-    threading.Timer(0.1, publisher.acknowledged, [2]).start()
+    threading.Timer(0.1, publisher.acknowledged, [1]).start()
     assert publish(publisher, 3).version == 3
-    publisher.acknowledged(2)
-    with pytest.raises(DeliveryError, match=r"version 1 .*version 3 "):
+    with pytest.raises(DeliveryError, match=r"version 2 .*version 3 "):
         publish(publisher, 4)
+    publisher.acknowledged(2)
+    assert publish(publisher, 4).version == 4
+
+
+def test_the_newest_version_stays_until_there_is_a_newer_one(publisher: Publisher):
+    first = publish(publisher, 1)
+    publisher.acknowledged(1)
+    ShmSource().open(first.location, 1, first.entries)
+    publish(publisher, 2)
+    third = publish(publisher, 3)
+    assert third.location == first.location
 
 
 def test_versions_never_go_back(publisher: Publisher):

@@ -11,7 +11,7 @@ from bigram import CANARY, make_weights, score
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.digest import digest
 from headrace.delivery.publisher import Publisher
-from headrace.delivery.receiver import Receiver
+from headrace.delivery.receiver import Receiver, Staged
 from headrace.delivery.transports.segments import HEADER_BYTES
 from headrace.delivery.transports.shm import ShmSender, ShmSource
 from headrace.errors import DeliveryError
@@ -32,6 +32,9 @@ class Delivery:
 
     def swap(self, manifest: Manifest) -> Proof:
         return self.receiver.swap(self.receiver.stage(manifest), self.score)
+
+    def swap_staged(self, staged: Staged) -> Proof:
+        return self.receiver.swap(staged, self.score)
 
     def score(self, ids):
         return score(self.live, ids)
@@ -111,12 +114,30 @@ def test_a_segment_used_again_during_the_copy_is_rejected(delivery: Delivery, mo
     def open_then_overwrite(self, *args):
         views = real_open(self, *args)
         delivery.publish(2)
+        delivery.publish(3)
         return views
 
     monkeypatch.setattr(ShmSource, "open", open_then_overwrite)
-    with pytest.raises(DeliveryError, match="holds version 2, not 1"):
+    with pytest.raises(DeliveryError, match="holds version 3, not 1"):
         delivery.receiver.stage(manifest)
     assert_untouched(delivery)
+
+
+def test_a_segment_used_again_before_the_swap_is_rejected(delivery: Delivery):
+    staged = delivery.receiver.stage(delivery.publish(1))
+    delivery.publisher.acknowledged(1)
+    delivery.publish(2)
+    delivery.publish(3)
+    with pytest.raises(DeliveryError, match="holds version 3, not 1"):
+        delivery.swap_staged(staged)
+    assert_untouched(delivery)
+    assert not delivery.receiver.quarantined
+
+
+def test_the_newest_version_stays_for_an_engine_that_comes_late(delivery: Delivery):
+    manifest = delivery.publish(1)
+    delivery.publisher.acknowledged(1)
+    assert delivery.swap(manifest).accepted
 
 
 def test_missing_and_truncated_segments_are_rejected(delivery: Delivery):
@@ -226,13 +247,13 @@ def test_deliveries_do_not_overlap(delivery: Delivery):
     assert delivery.receiver.swap(staged, stage_meanwhile).accepted
 
 
-def test_staging_memory_is_allocated_once(delivery: Delivery):
+def test_weights_in_shared_memory_are_staged_where_they_are(delivery: Delivery):
     addresses = set()
-    for version in range(1, 4):
+    for version in range(1, 5):
         staged = delivery.receiver.stage(delivery.publish(version))
         addresses.add(staged.weights["logits"].data_ptr())
         delivery.publisher.acknowledged(version)
-    assert len(addresses) == 1
+    assert len(addresses) == 2
 
 
 def test_a_wider_live_dtype_is_exact():

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from bigram import CANARY, make_weights, score
@@ -18,6 +18,9 @@ from bigram import CANARY, make_weights, score
 from headrace.channel.codec import encode
 from headrace.delivery import transports
 from headrace.delivery.publisher import Publisher
+from headrace.delivery.transports import nccl_sessions, nccl_wire
+from headrace.delivery.transports.base import Sender
+from headrace.delivery.transports.nccl import NcclSender
 from headrace.delivery.transports.tcp import TcpSender
 
 
@@ -31,11 +34,27 @@ class Mortal(TcpSender):
         return super()._answer(frames)
 
 
+def mortal(transport: str, buckets: int) -> Sender:
+    if transport == "tcp":
+        sender = Mortal()
+        sender.left = buckets
+        return sender
+
+    def pieces(*arguments: Any) -> Iterator[tuple[int, int]]:
+        for number, piece in enumerate(nccl_wire.pieces(*arguments)):
+            if number == buckets:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield piece
+
+    nccl_sessions.pieces = pieces
+    return NcclSender(bucket_bytes=256)
+
+
 def main() -> None:
     transport, run_id, directory, *buckets = sys.argv[1:]
-    sender = Mortal() if buckets else transports.sender(transport, run_id, directory=Path(directory))
-    if isinstance(sender, Mortal):
-        sender.left = int(buckets[0])
+    sender = (
+        mortal(transport, int(buckets[0])) if buckets else transports.sender(transport, run_id, directory=directory)
+    )
     weights = make_weights(1)
     publisher = Publisher(sender, "float32", 1e-5, CANARY)
     manifest = publisher.publish(1, -1, 1, weights, lambda ids: score(weights, ids)).result(30)

@@ -13,22 +13,30 @@ from headrace.errors import DeliveryError
 if TYPE_CHECKING:
     from headrace.delivery.transports.base import Sender, Source
 
-NAMES = ("shm", "file", "tcp")
+NAMES = ("shm", "file", "tcp", "cuda_ipc", "nccl")
+WITHOUT_GPU = ("shm", "file", "tcp", "nccl")
+"""Those that run on a host without a GPU; `nccl` broadcasts with gloo there."""
 
 
 def sender(
     name: str,
     run_id: str,
     *,
-    directory: Path | None = None,
+    directory: Path | str | None = None,
     keep: int = 2,
+    owner: str = "",
     bind: str = "127.0.0.1",
     keys: Path | None = None,
+    device: str = "cpu",
+    receivers: int = 1,
+    per_parameter: bool = False,
 ) -> Sender:
     """The trainer's end of the transport of this name.
 
-    `run_id` marks what `shm` leaves on the machine; `directory` and `keep` are those of `file`, `bind` and `keys` (the
-    file with the keys of the run) those of `tcp`.
+    `run_id` marks what `shm` leaves on the machine; `directory` (a path, or a URL for fsspec), `keep` and `owner` (the
+    run, as other hosts know it) are those of `file`, `bind` and `keys` (the file with the keys of the run) of `tcp`,
+    `device` (where the trainer's weights are) of `cuda_ipc` and `nccl`, `receivers` (how many engines) of `nccl`, which
+    sends buckets of the packed bytes or, `per_parameter`, tensor by tensor.
     """
     if name == "shm":
         from headrace.delivery.transports.shm import ShmSender
@@ -39,16 +47,27 @@ def sender(
 
         if directory is None:
             raise DeliveryError("the file transport needs a directory")
-        return FileSender(directory, keep=keep)
+        return FileSender(directory, keep=keep, owner=owner or run_id)
     if name == "tcp":
         from headrace.delivery.transports.tcp import TcpSender
 
         return TcpSender(bind=bind, keys=keys)
+    if name == "cuda_ipc":
+        from headrace.delivery.transports.cuda_ipc import CudaIpcSender
+
+        return CudaIpcSender(run_id, device=device)
+    if name == "nccl":
+        from headrace.delivery.transports.nccl import NcclSender
+
+        return NcclSender(device=device, receivers=receivers, bind=bind, per_parameter=per_parameter)
     raise _unknown(name)
 
 
-def source(name: str, *, keys: Path | None = None) -> Source:
-    """An engine's end of the transport of this name; `keys` is the file with the keys of the run."""
+def source(name: str, *, keys: Path | None = None, device: str = "cpu") -> Source:
+    """An engine's end of the transport of this name.
+
+    `keys` is the file with the keys of the run, `device` is where the engine's weights are.
+    """
     if name == "shm":
         from headrace.delivery.transports.shm import ShmSource
 
@@ -61,6 +80,14 @@ def source(name: str, *, keys: Path | None = None) -> Source:
         from headrace.delivery.transports.tcp_source import TcpSource
 
         return TcpSource(keys=keys)
+    if name == "cuda_ipc":
+        from headrace.delivery.transports.cuda_ipc import CudaIpcSource
+
+        return CudaIpcSource(device=device)
+    if name == "nccl":
+        from headrace.delivery.transports.nccl_source import NcclSource
+
+        return NcclSource(device=device)
     raise _unknown(name)
 
 

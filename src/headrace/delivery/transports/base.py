@@ -32,6 +32,7 @@ class Sender(Protocol):
     def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights, cast to the plan's dtypes, and return their location; the caller may change its own then.
 
+        On a GPU the copy is enqueued on the current stream, and what the caller does there comes after it.
         Raises `DeliveryError` when there is no place.
         """
         ...
@@ -44,7 +45,10 @@ class Sender(Protocol):
         ...
 
     def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
-        """What was really written there, as views; valid after `finish` and until `release`."""
+        """What was really written there, as views; valid after `finish` and until `release`.
+
+        On a GPU they are there for what comes next on the current stream.
+        """
         ...
 
     def release(self, location: str) -> None:
@@ -60,18 +64,21 @@ class Source(Protocol):
     """An engine's end. Used by one thread at a time."""
 
     private: bool
-    """Whether `open` gives memory of this source's own, which nothing changes before the next `open`: then the reader
-    need not copy it."""
+    """Whether `open` gives memory of this source's own, which nothing changes before the next `open`. Otherwise it is
+    the trainer's, and whoever reads it checks with `verify` that it was not written again."""
 
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-        """Views of a version's tensors, not to be written to.
+        """Views of a version's tensors, not to be written to; on a GPU for what comes next on the current stream.
 
         Raises `DeliveryError` when the location is gone, too small, or does not hold all of exactly this version.
         """
         ...
 
     def verify(self, location: str, version: int) -> None:
-        """Raise `DeliveryError` unless the location still holds this version: what was copied since `open` is whole."""
+        """Raise `DeliveryError` unless the location still holds this version: what was copied since `open` is whole.
+
+        A copy on a GPU must be done, not only enqueued.
+        """
         ...
 
     def close(self) -> None:

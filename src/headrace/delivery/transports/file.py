@@ -1,7 +1,7 @@
 """Weights through a directory: one safetensors file per version, which any reader of the directory can take.
 
 The trainer copies to memory and goes on; the file is written by the publisher's thread. The newest `keep` files stay,
-and so does every one that is not acknowledged. Locations are paths; URLs of other file systems are not taken yet.
+and so does every one that is not acknowledged. Locations are paths, or URLs of whatever fsspec reaches.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ import torch
 
 from headrace.delivery.base import Entry
 from headrace.delivery.plan import Plan, pack, unpack
-from headrace.delivery.transports.files import Directory, check_header, layout_of
+from headrace.delivery.transports.files import Layout, check_header, layout_of
 from headrace.delivery.transports.places import Places
+from headrace.delivery.transports.storage import opened, stamp_of, storage_at
 from headrace.errors import DeliveryError
+
+_PIECE = 64 << 20
+"""The most bytes read at once: a store's file makes a copy of them."""
 
 
 class FileSender:
@@ -27,12 +31,14 @@ class FileSender:
 
     name = "file"
 
-    def __init__(self, directory: Path, *, keep: int = 2) -> None:
-        self._directory = Directory(directory.absolute())
+    def __init__(self, directory: Path | str, *, keep: int = 2, owner: str = "") -> None:
+        """`owner` names the run where the storage has no locks."""
+        self._storage = storage_at(directory, owner)
         self._keep = keep
         self._places = Places("file")
         self._lock = threading.Lock()
         self._unwritten: dict[str, tuple[int, Plan, torch.Tensor]] = {}
+        self._uploaded: dict[str, torch.Tensor] = {}
         self._files: dict[str, int] = {}
         self._spare: list[torch.Tensor] = []
         self._closed = False
@@ -43,7 +49,7 @@ class FileSender:
 
     def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights to memory; see `Sender.write`."""
-        location = self._places.take(version, lambda held: str(self._directory.path_of(version)))
+        location = self._places.take(version, lambda held: self._storage.location_of(version))
         copied = False
         try:
             packed = self._buffer(plan.nbytes)
@@ -57,7 +63,7 @@ class FileSender:
         return location
 
     def finish(self, location: str) -> None:
-        """Write the file, to the disk; remove those that are too old."""
+        """Write the file, to the disk or the store; remove those that are too old."""
         with self._lock:
             if self._closed or location not in self._unwritten:
                 raise DeliveryError(f"{location}: nothing to write, or the transport is closed")
@@ -66,31 +72,40 @@ class FileSender:
         offsets = {entry.name: entry.offset for entry in plan.entries}
         memory = packed.numpy().data
         chunks = [memory[offsets[entry.name] :][: entry.nbytes] for entry in layout.entries]
-        self._directory.write(Path(location), layout, chunks)
+        self._storage.write(location, layout, chunks)
         with self._lock:
             self._files[location] = version
-            self._spare.append(packed)
+            if self._storage.mounted:
+                self._spare.append(packed)
+            else:
+                self._uploaded[location] = packed
         self._prune()
 
     def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
-        """The file, mapped."""
+        """The file, mapped; of a store what was sent there, so that what a store does to it shows in the digest."""
         with self._lock:
             version = self._files.get(location)
+            uploaded = self._uploaded.get(location)
         if version is None or not self._places.holds(location):
             raise DeliveryError(f"file {location} holds nothing")
+        if uploaded is not None:
+            return unpack(uploaded, plan.entries)
         layout = layout_of(version, plan.entries)
         with Path(location).open("rb") as file:
-            check_header(file, version, layout)
+            check_header(file, location, os.fstat(file.fileno()).st_size, version, layout)
             # Copy-on-write, not read-only: torch takes no read-only buffer without a warning, and this is as safe.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return unpack(torch.frombuffer(mapped, dtype=torch.uint8), layout.entries)
 
     def release(self, location: str) -> None:
-        """The file goes once `keep` newer ones are there."""
+        """The file goes once `keep` newer ones are there; from a store with the next version, beside the training."""
         with self._lock:
             self._unwritten.pop(location, None)
+            if (packed := self._uploaded.pop(location, None)) is not None:
+                self._spare.append(packed)
         self._places.release(location)
-        self._prune()
+        if self._storage.mounted:
+            self._prune()
 
     def close(self) -> None:
         """Remove every version and the lock."""
@@ -100,18 +115,25 @@ class FileSender:
                 return
             self._closed = True
             self._unwritten.clear()
+            self._uploaded.clear()
             self._spare.clear()
-            self._directory.remove()
+            self._storage.remove()
 
     def _prune(self) -> None:
         with self._lock:
             if self._closed:
                 return
             newest_first = sorted(self._files, key=self._files.__getitem__, reverse=True)
-            for location in newest_first[self._keep :]:
-                if not self._places.holds(location):
-                    del self._files[location]
-                    Path(location).unlink(missing_ok=True)
+            old = newest_first[self._keep :]
+            doomed = {location: self._files.pop(location) for location in old if not self._places.holds(location)}
+        # Outside the lock, which the trainer's copy needs: a store may take its time.
+        for location, version in doomed.items():
+            try:
+                self._storage.delete(location)
+            except DeliveryError:
+                # A file that stays too long harms nobody: it is tried again with the next version, and at the end.
+                with self._lock:
+                    self._files[location] = version
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         with self._lock:
@@ -128,36 +150,31 @@ class FileSource:
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
-        self._opened: tuple[str, int, os.stat_result] | None = None
+        self._opened: tuple[str, int, object] | None = None
 
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
         """Read the file; see `Source.open`."""
         self._opened = None
-        try:
-            with Path(location).open("rb", buffering=0) as file:
-                return self._read(file, location, version, entries)
-        except OSError as error:
-            raise DeliveryError(f"file {location} cannot be read: {error.strerror}") from error
+        with opened(location) as (file, size, stamp):
+            layout = layout_of(version, entries)
+            check_header(file, location, size, version, layout)
+            self._read(file, location, layout, entries)
+        self._opened = (location, version, stamp)
+        assert self._buffer is not None
+        return unpack(self._buffer, entries)
 
     def verify(self, location: str, version: int) -> None:
         """Check that the file is the one that was read."""
         if self._opened is None or self._opened[:2] != (location, version):
             raise DeliveryError(f"file {location} was not opened for version {version}")
-        try:
-            now = Path(location).stat()
-        except OSError as error:
-            raise DeliveryError(f"file {location} was removed while it was read: {error.strerror}") from error
-        if _identity(now) != _identity(self._opened[2]):
+        if stamp_of(location) != self._opened[2]:
             raise DeliveryError(f"file {location} was changed while it was read")
 
     def close(self) -> None:
         """Let go of the memory."""
         self._buffer = self._opened = None
 
-    def _read(self, file: BinaryIO, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-        status = os.fstat(file.fileno())
-        layout = layout_of(version, entries)
-        check_header(file, version, layout)
+    def _read(self, file: BinaryIO, location: str, layout: Layout, entries: Sequence[Entry]) -> None:
         nbytes = max(entry.offset + entry.nbytes for entry in entries)
         if self._buffer is None or len(self._buffer) < nbytes:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8)
@@ -165,17 +182,11 @@ class FileSource:
         offsets = {entry.name: entry.offset for entry in entries}
         for entry in layout.entries:
             _read_all(file, memory[offsets[entry.name] :][: entry.nbytes], location)
-        self._opened = (location, version, status)
-        return unpack(self._buffer, entries)
-
-
-def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _read_all(file: BinaryIO, target: memoryview, location: str) -> None:
     while len(target):
-        count = file.readinto(target)  # type: ignore[attr-defined]
+        count = file.readinto(target[:_PIECE])  # type: ignore[attr-defined]
         if not count:
             raise DeliveryError(f"file {location} ended while it was read")
         target = target[count:]

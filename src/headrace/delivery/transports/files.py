@@ -68,10 +68,19 @@ def layout_of(version: int, entries: Iterable[Entry]) -> Layout:
     return Layout(header=(start - end - 8).to_bytes(8, "little") + text, entries=tuple(placed), nbytes=start)
 
 
-def check_header(file: BinaryIO, version: int, expected: Layout) -> None:
+def file_of(version: int) -> str:
+    """The name of a version's file."""
+    return f"version-{version:08d}.safetensors"
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file of this name is a version, whole or not."""
+    return _OURS.fullmatch(name) is not None
+
+
+def check_header(file: BinaryIO, location: str, size: int, version: int, expected: Layout) -> None:
     """Raise `DeliveryError` unless the file is whole and begins as a file of this version and layout does."""
-    name = Path(file.name).name
-    size = os.fstat(file.fileno()).st_size
+    name = location.rsplit("/", 1)[-1]
     start = file.read(len(expected.header))
     if start != expected.header:
         raise DeliveryError(f"file {name} {_difference(file, start, version)}")
@@ -99,7 +108,9 @@ def _difference(file: BinaryIO, start: bytes, version: int) -> str:
 
 
 class Directory:
-    """A directory with its writer's lock, from `__init__` to `remove`."""
+    """A directory with its writer's lock, from `__init__` to `remove`; see `Storage`."""
+
+    mounted = True
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -115,12 +126,13 @@ class Directory:
             raise DeliveryError(f"another trainer publishes weights in {path}") from error
         self.clear()
 
-    def path_of(self, version: int) -> Path:
-        """The file of a version."""
-        return self.path / f"version-{version:08d}.safetensors"
+    def location_of(self, version: int) -> str:
+        """The path of a version's file."""
+        return str(self.path / file_of(version))
 
-    def write(self, path: Path, layout: Layout, chunks: Sequence[memoryview]) -> None:
+    def write(self, location: str, layout: Layout, chunks: Sequence[memoryview]) -> None:
         """Make a file of a header and these chunks, on the disk, at once under its name."""
+        path = Path(location)
         partial = path.with_name(path.name + ".partial")
         try:
             with contextlib.ExitStack() as undo:
@@ -135,10 +147,17 @@ class Directory:
         except OSError as error:
             raise DeliveryError(f"{path} cannot be written: {error.strerror}") from error
 
+    def delete(self, location: str) -> None:
+        """Remove a version's file; one that is gone is fine."""
+        try:
+            Path(location).unlink(missing_ok=True)
+        except OSError as error:
+            raise DeliveryError(f"{location} cannot be removed: {error.strerror}") from error
+
     def clear(self) -> None:
         """Remove every version, whole or not, and nothing else."""
         for path in self.path.iterdir():
-            if _OURS.fullmatch(path.name) and not path.is_dir():
+            if is_ours(path.name) and not path.is_dir():
                 path.unlink(missing_ok=True)
 
     def remove(self) -> None:

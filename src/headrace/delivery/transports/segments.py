@@ -116,6 +116,16 @@ class MappedSegment:
         """Its owner, or a sweep, has removed it."""
         return os.fstat(self._fd).st_nlink == 0
 
+    @property
+    def abandoned(self) -> bool:
+        """Its owner is dead: nobody holds its lock."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return True
+
     def check(self, version: int, nbytes: int = 0) -> None:
         """Raise `DeliveryError` unless it is there, at least this large, and holds all of exactly this version."""
         status = os.fstat(self._fd)

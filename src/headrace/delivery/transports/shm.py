@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import Plan, pack, unpack
+from headrace.delivery.plan import Plan, Views, copy_all
 from headrace.delivery.transports.places import Places
 from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, Segment, sweep
 from headrace.errors import DeliveryError
@@ -28,6 +28,7 @@ class ShmSender:
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._segments: dict[str, Segment] = {}
+        self._views: dict[str, Views] = {}
         self._places = Places("segment")
 
     def wait(self, version: int, timeout: float) -> None:
@@ -41,7 +42,8 @@ class ShmSender:
         written = False
         try:
             segment.begin(version)
-            pack(_payload(segment.buffer), plan.entries, weights)
+            with torch.no_grad():
+                copy_all(self._views[location].of(plan.entries), weights)
             segment.finish(version)
             written = True
         finally:
@@ -54,10 +56,10 @@ class ShmSender:
 
     def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
         """Views of a segment that was written and not released."""
-        segment = self._segments.get(location)
-        if segment is None or not self._places.holds(location):
+        views = self._views.get(location)
+        if views is None or not self._places.holds(location):
             raise DeliveryError(f"segment {location} holds nothing")
-        return unpack(_payload(segment.buffer), plan.entries)
+        return views.of(plan.entries)
 
     def release(self, location: str) -> None:
         """The segment may be written again."""
@@ -66,6 +68,8 @@ class ShmSender:
     def close(self) -> None:
         """Remove the segments; a `wait` that goes on raises."""
         self._places.close()
+        # Views first: a mapping goes with the last of them.
+        self._views.clear()
         segments, self._segments = self._segments, {}
         for segment in segments.values():
             segment.remove()
@@ -75,9 +79,11 @@ class ShmSender:
             if self._segments[location].nbytes == nbytes:
                 return location
             # Never resized: a reader may have it mapped, and would die of reading past its end.
+            del self._views[location]
             self._segments.pop(location).remove()
         segment = Segment.create(self._run_id, nbytes)
         self._segments[str(segment.path)] = segment
+        self._views[str(segment.path)] = Views(_payload(segment.buffer))
         return str(segment.path)
 
 
@@ -88,19 +94,21 @@ class ShmSource:
 
     def __init__(self) -> None:
         self._mapped: dict[str, MappedSegment] = {}
+        self._views: dict[str, Views] = {}
 
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
         """Views of the segment; see `Source.open`."""
         if location not in self._mapped:
             self._drop([old for old, segment in self._mapped.items() if segment.removed])
             self._mapped[location] = MappedSegment(Path(location))
+            self._views[location] = Views(_payload(self._mapped[location].buffer))
         segment = self._mapped[location]
         try:
             segment.check(version, max(entry.offset + entry.nbytes for entry in entries))
         except DeliveryError:
             self._drop([location])
             raise
-        return unpack(_payload(segment.buffer), entries)
+        return self._views[location].of(entries)
 
     def verify(self, location: str, version: int) -> None:
         """Check the segment's header again."""
@@ -112,6 +120,7 @@ class ShmSource:
 
     def _drop(self, locations: list[str]) -> None:
         for location in locations:
+            del self._views[location]
             self._mapped.pop(location).close()
 
 

@@ -19,7 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import unpack
+from headrace.delivery.plan import Views
 from headrace.delivery.transports.keys import read_keys
 from headrace.delivery.transports.tcp_wire import BUCKET_BYTES, Answer, Ask, Location, parse_location
 from headrace.errors import DeliveryError
@@ -79,7 +79,7 @@ class _Line:
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise DeliveryError(f"the server at {self.endpoint} does not accept the keys of this run")
             return None
-        raise DeliveryError(f"the server at {self.endpoint} said nothing for {patience:g} s")
+        raise DeliveryError(f"the server at {self.endpoint} said nothing for {patience:.3g} s")
 
     def forget_the_past(self) -> None:
         """Connections that broke while nobody asked for anything say nothing about the next fetch."""
@@ -113,6 +113,7 @@ class TcpSource:
         self._context: zmq.Context[Any] | None = None
         self._line: _Line | None = None
         self._buffer: torch.Tensor | None = None
+        self._views: Views | None = None
         self._fetch: _Fetch | None = None
         self._complete: tuple[str, int, int] | None = None
         self._ticket = 0
@@ -126,7 +127,9 @@ class TcpSource:
             self._fetch = _Fetch(location, version, nbytes)
             if self._buffer is None or len(self._buffer) < nbytes:
                 self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+                self._views = Views(self._buffer)
         assert self._buffer is not None
+        assert self._views is not None
         try:
             self._bring(self._fetch, self._buffer.numpy())
         except _Refused:
@@ -135,7 +138,7 @@ class TcpSource:
         assert self._fetch.sequence is not None
         self._complete = (location, version, self._fetch.sequence)
         self._fetch = None
-        return unpack(self._buffer, entries)
+        return self._views.of(entries)
 
     def verify(self, location: str, version: int) -> None:
         """Ask whether the version is still there and no write came between."""
@@ -159,7 +162,7 @@ class TcpSource:
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
-        self._buffer = self._fetch = self._complete = None
+        self._buffer = self._views = self._fetch = self._complete = None
 
     def _bring(self, fetch: _Fetch, buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         location, version, nbytes = fetch.key

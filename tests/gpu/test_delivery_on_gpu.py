@@ -68,7 +68,7 @@ def delivery() -> Iterator[Delivery]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8], ids=str)
 def test_the_digest_on_the_gpu_is_that_on_the_host(dtype: torch.dtype):
-    sizes = [0, 1, 7, 2047, 2049, BLOCK - 1, BLOCK, BLOCK + 1, 16 * BLOCK, 16 * BLOCK + 1, 50 * BLOCK + 4321]
+    sizes = [0, 1, 7, 511, 513, BLOCK - 1, BLOCK, BLOCK + 1, 32 * BLOCK, 32 * BLOCK + 1, 150 * BLOCK + 4321]
     host = {}
     for n in sizes:
         raw = torch.randint(

@@ -1,0 +1,108 @@
+"""What a delta of weights costs on this machine: its bytes, the seconds to make it and to apply it.
+
+    python benchmarks/delta.py --changed 0.01 0.03
+
+Weights are bfloat16 in the shapes of SmolLM2-135M (or `--scale` of it), drawn as a trained model's are. A share of the
+words moves by one unit in the last place, now and then by two, as small steps in bfloat16 do; `float32` rows move every
+word by a millionth. Seconds are the best of `--repeats`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+
+from headrace.delivery import delta
+from headrace.delivery.plan import Plan, pack, plan_weights
+
+LAYERS, HIDDEN, INNER, KEYS, VOCABULARY = 30, 576, 1536, 192, 49152
+
+
+def make_weights(scale: float) -> dict[str, torch.Tensor]:
+    """Weights of these shapes in float32."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"embed_tokens": (max(1, int(VOCABULARY * scale)), HIDDEN)}
+    for layer in range(max(1, int(LAYERS * scale))):
+        shapes |= {f"{layer}.{name}": (HIDDEN, HIDDEN) for name in ("q_proj", "o_proj")}
+        shapes |= {f"{layer}.{name}": (KEYS, HIDDEN) for name in ("k_proj", "v_proj")}
+        shapes |= {f"{layer}.{name}": (INNER, HIDDEN) for name in ("gate_proj", "up_proj")}
+        shapes |= {f"{layer}.down_proj": (HIDDEN, INNER), f"{layer}.norm": (HIDDEN,)}
+    return {name: torch.randn(shape, generator=generator) * 0.04 for name, shape in shapes.items()}
+
+
+def packed(plan: Plan, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The weights as a snapshot."""
+    snapshot = torch.zeros(plan.nbytes, dtype=torch.uint8)
+    pack(snapshot, plan.entries, weights)
+    return snapshot
+
+
+def stepped(base: torch.Tensor, share: float) -> torch.Tensor:
+    """A snapshot in bfloat16 after a small step."""
+    generator = torch.Generator().manual_seed(1)
+    new = base.clone()
+    words = new.view(torch.int16)
+    chosen = (torch.rand(len(words), generator=generator) < share).nonzero().flatten()
+    sizes = 1 + (torch.rand(len(chosen), generator=generator) < 0.1).to(torch.int16)
+    signs = (torch.rand(len(chosen), generator=generator) < 0.5).to(torch.int16) * 2 - 1
+    words[chosen] += sizes * signs
+    return new
+
+
+def best(repeats: int, do: Callable[[], object]) -> float:
+    """Seconds of the fastest of so many calls."""
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        do()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def measure(name: str, base: torch.Tensor, new: torch.Tensor, word_bytes: int, repeats: int, threads: int) -> None:
+    """One row of the table."""
+    changed = (base.view(-1, word_bytes) != new.view(-1, word_bytes)).any(1).float().mean().item()
+    payload = delta.encode(base, new, word_bytes, threads=threads)
+    encoding = best(repeats, lambda: delta.encode(base, new, word_bytes, threads=threads))
+    if payload is None:
+        print(f"{name:20} {changed:8.4f} {'none':>12} {'':>8} {encoding:9.3f}")
+        return
+    target = base.clone()
+    delta.apply(payload, target, threads=threads)
+    assert torch.equal(target, new)
+    applying = best(repeats, lambda: delta.apply(payload, target, threads=threads))
+    print(f"{name:20} {changed:8.4f} {len(payload):12} {len(new) / len(payload):8.1f} {encoding:9.3f} {applying:9.3f}")
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--changed", type=float, nargs="+", default=[0.001, 0.01, 0.03, 0.1])
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    weights = make_weights(options.scale)
+    plan = plan_weights(weights, "bfloat16")
+    base = packed(plan, weights)
+    copy = torch.empty_like(base)
+    print(f"{plan.nbytes} bytes in bfloat16; a copy takes {best(3, lambda: copy.copy_(base)):.3f} s")
+    print(f"{'':20} {'changed':>8} {'bytes':>12} {'full/':>8} {'encode s':>9} {'apply s':>9}")
+    for share in options.changed:
+        measure(f"bfloat16, {share:.2%}", base, stepped(base, share), 2, options.repeats, options.threads)
+    noise = torch.randint(0, 256, base.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    measure("bfloat16, hopeless", base, noise, 2, options.repeats, options.threads)
+    del noise
+    plan = plan_weights(weights, "float32")
+    base = packed(plan, weights)
+    torch.manual_seed(3)
+    for tensor in weights.values():
+        tensor.add_(torch.randn_like(tensor), alpha=1e-6)
+    measure("float32, all by 1e-6", base, packed(plan, weights), 4, options.repeats, options.threads)
+
+
+if __name__ == "__main__":
+    main()

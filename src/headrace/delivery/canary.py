@@ -1,0 +1,46 @@
+"""The canary: a fixed sequence that trainer and engine must score alike under the same weights.
+
+A digest proves bytes; the canary proves that the engine computes with them. How far two programs' arithmetic may differ
+depends on dtype and device, so unless a tolerance is given an engine finds its own from the error of the first version,
+whose bytes are proved.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.delivery.base import Canary
+from headrace.types import Float32Array
+
+SMALLEST_TOLERANCE = 1e-3
+"""Rounding of float32 stays well below."""
+LARGEST_FIRST_ERROR = 0.5
+"""Arithmetic that differs by more is another model's."""
+HEADROOM = 4.0
+"""How much larger than the first error later ones may be."""
+
+
+def canary_error(canary: Canary, logprobs: Float32Array) -> float:
+    """The largest absolute difference from the trainer's log-probabilities; infinite if they cannot be compared."""
+    scored = np.asarray(logprobs, np.float32)
+    if scored.shape != canary.logprobs.shape or not np.isfinite(scored).all():
+        return float("inf")
+    return float(np.abs(scored - canary.logprobs).max(initial=0.0))
+
+
+class Tolerance:
+    """One engine's limit for canary errors."""
+
+    def __init__(self) -> None:
+        self._found: float | None = None
+
+    def of(self, canary: Canary) -> float:
+        """The limit that holds for this version's canary."""
+        if canary.tolerance is not None:
+            return canary.tolerance
+        return LARGEST_FIRST_ERROR if self._found is None else self._found
+
+    def proved(self, error: float) -> None:
+        """A version was proved with this error; the first one calibrates the limit."""
+        if self._found is None:
+            self._found = min(LARGEST_FIRST_ERROR, max(SMALLEST_TOLERANCE, HEADROOM * error))

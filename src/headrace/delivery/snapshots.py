@@ -1,0 +1,87 @@
+"""The packed bytes of the last versions, kept by the trainer: what a delta starts from, what a latecomer gets whole.
+
+A version's bytes stay until a newer one is acknowledged and it is itself acknowledged; their memory is used again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+import torch
+
+from headrace.delivery.plan import Plan, pack
+from headrace.errors import DeliveryError
+from headrace.types import NO_VERSION
+
+UNACKNOWLEDGED = 2
+"""One version that engines fetch, and one that the trainer has made meanwhile."""
+
+
+class Snapshots:
+    """Packed snapshots by version. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._packed: dict[int, torch.Tensor] = {}
+        self._pending: dict[int, float] = {}
+        self._free: list[torch.Tensor] = []
+        self._acknowledged = NO_VERSION
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def wait(self, version: int, timeout: float) -> None:
+        """Wait until fewer than two versions are unacknowledged; raises `DeliveryError` that names them."""
+        with self._changed:
+            room = self._changed.wait_for(lambda: self._closed or len(self._pending) < UNACKNOWLEDGED, timeout)
+            if not room or self._closed:
+                raise self._refusal(version)
+
+    def take(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy the weights, cast to the plan's dtypes."""
+        with self._changed:
+            fitting = [buffer for buffer in self._free if len(buffer) == plan.nbytes]
+            buffer = fitting[0] if fitting else torch.zeros(plan.nbytes, dtype=torch.uint8)
+            self._free = fitting[1:]
+        pack(buffer, plan.entries, weights)
+        with self._changed:
+            self._packed[version] = buffer
+            self._pending[version] = time.monotonic()
+
+    def bytes_of(self, version: int) -> torch.Tensor | None:
+        """The packed bytes of a version, if they are still here."""
+        with self._changed:
+            return self._packed.get(version)
+
+    def settled_before(self, version: int, timeout: float) -> int:
+        """The newest acknowledged version, once all before this one are; `NO_VERSION` if that takes too long."""
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self._closed or all(pending >= version for pending in self._pending), timeout
+            )
+            return self._acknowledged if done and not self._closed else NO_VERSION
+
+    def acknowledged(self, version: int) -> None:
+        """Engines hold this version or a newer one. Idempotent."""
+        with self._changed:
+            if self._pending.pop(version, None) is None:
+                return
+            self._acknowledged = max(self._acknowledged, version)
+            for old in [v for v in self._packed if v < self._acknowledged and v not in self._pending]:
+                self._free.append(self._packed.pop(old))
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let go of all memory; who waits is refused. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._packed.clear()
+            self._free.clear()
+            self._changed.notify_all()
+
+    def _refusal(self, version: int) -> DeliveryError:
+        if self._closed:
+            return DeliveryError(f"no snapshot for version {version}: the publisher is closed")
+        now = time.monotonic()
+        holders = " and ".join(f"version {held} ({now - since:.1f} s)" for held, since in self._pending.items())
+        return DeliveryError(f"no snapshot for version {version}: not acknowledged by the engines: {holders}")

@@ -1,0 +1,253 @@
+"""Weights inside the GPUs of one host: two buffers of the trainer's, which every engine maps once and copies out of.
+
+A buffer is found through a small segment: its header says which version the buffer holds, its payload how to map it.
+The order on the GPU is kept by an event that all processes share; the segment's header, read before and after a copy,
+shows a buffer that was written again. Locations are the segments' paths: what a killed trainer leaves is swept.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import msgspec
+import torch
+
+from headrace.delivery.base import Entry
+from headrace.delivery.plan import Plan, copy_all, unpack
+from headrace.delivery.transports.cuda_memory import allocate, open_handle
+from headrace.delivery.transports.places import Places
+from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, Segment
+from headrace.errors import ConfigError, DeliveryError
+
+TICKET_BYTES = 1024
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """How to map a buffer; the payload of its segment."""
+
+    token: str
+    """Of the buffer: a process cannot map its own memory, and knows it by this."""
+    gpu: str
+    """The GPU's UUID: its number may be another one in another process."""
+    nbytes: int
+    memory: bytes
+    event: bytes
+
+
+class _Place:
+    """One buffer of this process: its segment, its memory, and the event after the last write."""
+
+    def __init__(self, run_id: str, nbytes: int, device: torch.device) -> None:
+        self.nbytes = nbytes
+        self.memory, handle = allocate(nbytes, device)
+        with torch.cuda.device(device):
+            self.written: torch.cuda.Event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
+            event = self.written.ipc_handle()  # type: ignore[no-untyped-call]
+        self.token = uuid.uuid4().hex
+        ticket = Ticket(token=self.token, gpu=_uuid(device.index), nbytes=nbytes, memory=handle, event=event)
+        self.segment = Segment.create(run_id, TICKET_BYTES)
+        write_ticket(self.segment, ticket)
+        self._views: tuple[int, dict[str, torch.Tensor]] | None = None
+        _own[self.token] = self
+
+    def views(self, plan: Plan) -> dict[str, torch.Tensor]:
+        """Its tensors; the views are made once, for a model has hundreds."""
+        if self._views is None or self._views[0] != plan.digest:
+            self._views = plan.digest, unpack(self.memory, plan.entries)
+        return self._views[1]
+
+
+_own: WeakValueDictionary[str, _Place] = WeakValueDictionary()
+
+
+class CudaIpcSender:
+    """The trainer's end: owns the buffers."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, run_id: str, *, device: torch.device | str = "cuda") -> None:
+        """`device` is the GPU that the trainer's weights are on."""
+        self._device = _gpu(device, "trainer")
+        self._run_id = run_id
+        self._held: dict[str, _Place] = {}
+        self._places = Places("buffer")
+
+    def wait(self, version: int, timeout: float) -> None:
+        """Wait for a free buffer; see `Sender.wait`."""
+        self._places.wait(version, timeout)
+
+    def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
+        """Enqueue a copy into a free buffer on the current stream; see `Sender.write`.
+
+        What the caller does to its weights on that stream comes after the copy.
+        """
+        location = self._places.take(version, lambda held: self._free(plan.nbytes, held))
+        place = self._held[location]
+        written = False
+        try:
+            place.segment.begin(version)
+            with torch.cuda.device(self._device), torch.no_grad():
+                copy_all(place.views(plan), weights)
+                place.written.record(torch.cuda.current_stream(self._device))
+            place.segment.finish(version)
+            written = True
+        finally:
+            if not written:
+                self.release(location)
+        return location
+
+    def finish(self, location: str) -> None:
+        """Nothing is left to do: who reads the buffer waits for the event."""
+
+    def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
+        """Views of the buffer; the current stream waits until they are written."""
+        place = self._held.get(location)
+        if place is None or not self._places.holds(location):
+            raise DeliveryError(f"buffer {location} holds nothing")
+        torch.cuda.current_stream(self._device).wait_event(place.written)
+        return place.views(plan)
+
+    def release(self, location: str) -> None:
+        """The buffer may be written again."""
+        self._places.release(location)
+
+    def close(self) -> None:
+        """Remove the segments; the memory goes with the last view of it."""
+        self._places.close()
+        places, self._held = self._held, {}
+        for place in places.values():
+            place.segment.remove()
+
+    def _free(self, nbytes: int, held: Collection[str]) -> str:
+        for location in [location for location in self._held if location not in held]:
+            if self._held[location].nbytes == nbytes:
+                return location
+            self._held.pop(location).segment.remove()
+        place = _Place(self._run_id, nbytes, self._device)
+        self._held[str(place.segment.path)] = place
+        return str(place.segment.path)
+
+
+class _Mapped:
+    """Somebody's buffer, mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.segment = MappedSegment(path)
+        self._unpacked: tuple[tuple[Entry, ...], dict[str, torch.Tensor]] | None = None
+        opened = False
+        try:
+            ticket = read_ticket(self.segment)
+            own = _own.get(ticket.token)
+            if own is not None:
+                self.memory, self.written = own.memory, own.written
+            else:
+                self._map(ticket)
+            opened = True
+        finally:
+            if not opened:
+                self.segment.close()
+
+    def _map(self, ticket: Ticket) -> None:
+        self._check_owner()
+        device = torch.device("cuda", _index_of(ticket.gpu))
+        self.memory = open_handle(ticket.memory, ticket.nbytes, device)
+        try:
+            self.written = torch.cuda.Event.from_ipc_handle(device, ticket.event)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise DeliveryError(f"the event of buffer {self.segment.path.name} cannot be opened: {reason}") from error
+
+    def check(self, version: int, nbytes: int = 0) -> None:
+        """Raise `DeliveryError` unless its owner lives and it holds all of exactly this version."""
+        self.segment.check(version)
+        self._check_owner()
+        if len(self.memory) < nbytes:
+            raise DeliveryError(f"buffer {self.segment.path.name} has {len(self.memory)} bytes, not {nbytes}")
+
+    def views(self, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
+        """Its tensors; the views are made once, for a model has hundreds."""
+        if self._unpacked is None or self._unpacked[0] != tuple(entries):
+            self._unpacked = tuple(entries), unpack(self.memory, entries)
+        return self._unpacked[1]
+
+    def _check_owner(self) -> None:
+        if self.segment.abandoned:
+            raise DeliveryError(f"the owner of buffer {self.segment.path.name} is dead, and its memory with it")
+
+
+class CudaIpcSource:
+    """An engine's end: maps each buffer once."""
+
+    private = False
+
+    def __init__(self, *, device: torch.device | str = "cuda") -> None:
+        """`device` is the GPU that the engine's weights are on; the trainer's may be another one of this host."""
+        _gpu(device, "engine")
+        self._mapped: dict[str, _Mapped] = {}
+
+    def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
+        """Views of the buffer; the current stream waits until they are written. See `Source.open`."""
+        if location not in self._mapped:
+            self._drop([old for old, mapped in self._mapped.items() if mapped.segment.removed])
+            self._mapped[location] = _Mapped(Path(location))
+        mapped = self._mapped[location]
+        try:
+            mapped.check(version, max(entry.offset + entry.nbytes for entry in entries))
+        except DeliveryError:
+            self._drop([location])
+            raise
+        torch.cuda.current_stream(mapped.memory.device).wait_event(mapped.written)
+        return mapped.views(entries)
+
+    def verify(self, location: str, version: int) -> None:
+        """Check the segment's header again; what was enqueued since `open` must be done."""
+        if location not in self._mapped:
+            raise DeliveryError(f"version {version} was not opened at {location}")
+        self._mapped[location].check(version)
+
+    def close(self) -> None:
+        """Unmap everything."""
+        self._drop(list(self._mapped))
+
+    def _drop(self, locations: list[str]) -> None:
+        for location in locations:
+            self._mapped.pop(location).segment.close()
+
+
+def write_ticket(segment: Segment, ticket: Ticket) -> None:
+    """Put the ticket into the segment's payload."""
+    text = msgspec.json.encode(ticket)
+    if len(text) > TICKET_BYTES:
+        raise DeliveryError(f"a ticket has at most {TICKET_BYTES} bytes, not {len(text)}")
+    segment.buffer[HEADER_BYTES : HEADER_BYTES + TICKET_BYTES] = text.ljust(TICKET_BYTES)
+
+
+def read_ticket(segment: MappedSegment) -> Ticket:
+    """The ticket in the segment's payload; raises `DeliveryError` where there is none."""
+    try:
+        return msgspec.json.decode(segment.buffer[HEADER_BYTES : HEADER_BYTES + TICKET_BYTES], type=Ticket)
+    except msgspec.DecodeError as error:
+        raise DeliveryError(f"segment {segment.path.name} does not say how to map a GPU's memory") from error
+
+
+def _gpu(device: torch.device | str, whose: str) -> torch.device:
+    wanted = torch.device(device)
+    if wanted.type != "cuda":
+        raise ConfigError(f'[delivery] transport: "cuda_ipc" needs the {whose}\'s weights on a GPU, not on {wanted}')
+    if not torch.cuda.is_available():
+        raise ConfigError('[delivery] transport: "cuda_ipc" needs a GPU, and this machine has none')
+    return wanted if wanted.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _index_of(gpu: str) -> int:
+    for index in range(torch.cuda.device_count()):
+        if _uuid(index) == gpu:
+            return index
+    raise DeliveryError(f"the weights are on GPU {gpu}, which this process does not see (CUDA_VISIBLE_DEVICES)")

@@ -1,0 +1,182 @@
+"""Weights by broadcast, the trainer's end: a packed version goes to all engines that ask for it at once.
+
+A version is broadcast from the bytes that were packed, and only while it is whole and not released: a place says in the
+store which write it holds, and every engine looks there before and after.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+
+import msgspec
+import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistNetworkError
+
+from headrace.delivery.plan import Plan, unpack
+from headrace.delivery.transports.nccl_group import exact
+from headrace.delivery.transports.nccl_sessions import POLL_SECONDS, Sessions, Snapshot
+from headrace.delivery.transports.nccl_wire import BUCKET_BYTES, Held, Location, held_key
+from headrace.delivery.transports.places import LIMIT, Places
+from headrace.delivery.transports.tcp_wire import is_loopback
+from headrace.errors import ConfigError, DeliveryError
+
+HOST = "127.0.0.1"
+"""Broadcasts are neither encrypted nor authenticated: nothing of them leaves this host."""
+_IDLE_SECONDS = 0.1
+
+logger = logging.getLogger(__name__)
+
+
+class NcclSender:
+    """The trainer's end: a store that engines put their questions in, and a thread that broadcasts."""
+
+    name = "nccl"
+
+    def __init__(
+        self,
+        *,
+        device: torch.device | str = "cpu",
+        receivers: int = 1,
+        per_parameter: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+        bind: str = HOST,
+        joining: float = 0.5,
+        patience: float = 10.0,
+    ) -> None:
+        """With weights on the CPU the same broadcasts go through gloo.
+
+        A broadcast begins when as many engines as there are `receivers` have asked or have the version, at the latest
+        `joining` seconds after the first question. `patience` is the longest wait for one step of it.
+        """
+        if not is_loopback(bind):
+            raise ConfigError(f'[delivery] bind: the "nccl" transport does not leave the host, so not on {bind}')
+        self._device = exact(device)
+        self._backend = "nccl" if self._device.type == "cuda" else "gloo"
+        if self._backend == "gloo":
+            logger.warning("the weights are on the CPU: the nccl transport broadcasts them with gloo")
+        self._patience = patience
+        self._places = Places("snapshot")
+        self._changed = threading.Condition()
+        self._snapshots = [Snapshot(self._device) for _ in range(LIMIT)]
+        self._sequence = 0
+        self._closed = False
+        self._store: TCPStore | None = _store(patience)
+        self._locations = [str(Location(self._backend, HOST, self._store.port, place)) for place in range(LIMIT)]
+        for place in range(LIMIT):
+            self._hold(place, Held())
+        self._sessions = Sessions(
+            self._snapshots,
+            self._backend,
+            (HOST, self._store.port),
+            self._device,
+            receivers=receivers,
+            bucket_bytes=0 if per_parameter else bucket_bytes,
+            joining=joining,
+            patience=patience,
+        )
+        self._server = threading.Thread(target=self._serve, name="weights", daemon=True)
+        self._server.start()
+
+    def wait(self, version: int, timeout: float) -> None:
+        """Wait for a free snapshot; see `Sender.wait`."""
+        self._places.wait(version, timeout)
+
+    def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
+        """Copy the weights into a free snapshot; see `Sender.write`."""
+        location = self._places.take(version, self._free)
+        place = self._locations.index(location)
+        written = False
+        try:
+            with self._changed:
+                self._sequence += 1
+                held = Held(version, self._sequence, plan.nbytes)
+                self._hold(place, held)
+            self._snapshots[place].fill(plan, weights)
+            written = True
+        finally:
+            if not written:
+                self.release(location)
+        return location
+
+    def finish(self, location: str) -> None:
+        """From now on engines may ask for it."""
+        place = self._locations.index(location)
+        with self._changed:
+            if not self._places.holds(location):
+                raise DeliveryError(f"snapshot {location} was released, or the transport is closed")
+            self._hold(place, msgspec.structs.replace(self._snapshots[place].held, whole=True))
+            self._changed.notify_all()
+
+    def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
+        """Views of a snapshot that was written and not released."""
+        if not self._places.holds(location):
+            raise DeliveryError(f"snapshot {location} holds nothing")
+        return unpack(self._snapshots[self._locations.index(location)].ready(), plan.entries)
+
+    def release(self, location: str) -> None:
+        """The snapshot is no longer broadcast and may be written again."""
+        place = self._locations.index(location)
+        with self._changed:
+            self._hold(place, msgspec.structs.replace(self._snapshots[place].held, whole=False))
+        self._places.release(location)
+
+    def close(self) -> None:
+        """End the group, and let go of the port and the memory. A broadcast that is under way fails."""
+        self._places.close()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._server.join(4 * self._patience)
+        with self._changed:
+            self._sessions.close()
+            self._store = None
+            self._snapshots[:] = [Snapshot(self._device) for _ in range(LIMIT)]
+
+    def _free(self, held: Collection[str]) -> str:
+        return next(location for location in self._locations if location not in held)
+
+    def _hold(self, place: int, held: Held) -> None:
+        self._snapshots[place].held = held
+        if self._store is not None:
+            self._store.set(held_key(place), msgspec.json.encode(held).decode())
+
+    def _serve(self) -> None:
+        while self._armed():
+            try:
+                if not self._sessions.serve():
+                    time.sleep(POLL_SECONDS)
+            except DistNetworkError:
+                logger.exception("the store of the nccl transport is gone: no more weights are broadcast")
+                return
+            except (DeliveryError, RuntimeError) as error:
+                logger.warning("a broadcast of weights failed: %s", str(error).partition("\n")[0])
+                time.sleep(POLL_SECONDS)
+
+    def _armed(self) -> bool:
+        """Wait until there is something that could be asked for; False when the transport is closed."""
+        with self._changed:
+            while not self._closed:
+                if any(snapshot.held.whole for snapshot in self._snapshots):
+                    return True
+                self._changed.wait(_IDLE_SECONDS)
+            return False
+
+
+def _store(patience: float) -> TCPStore:
+    """The store of the questions, on a port of loopback: a store that makes its own port listens on every address."""
+    listening = socket.create_server((HOST, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(
+        HOST,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=patience),
+        master_listen_fd=listening.detach(),
+    )

@@ -1,0 +1,162 @@
+"""Weights by broadcast, an engine's end: asks for a version, joins the group that the sender forms, and receives.
+
+What was received counts only if the place still holds the same write afterwards. After any failure the group, the line
+to the sender and the memory are given up: a broadcast that comes late reaches nothing that is used.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+from headrace.delivery.base import Entry
+from headrace.delivery.plan import unpack
+from headrace.delivery.transports.nccl_group import Group, Progress, connect, exact
+from headrace.delivery.transports.nccl_wire import (
+    ASKS,
+    Answer,
+    Ask,
+    Held,
+    Location,
+    answer_key,
+    ask_key,
+    begin_key,
+    held_key,
+    joined_key,
+    parse_location,
+    pieces,
+)
+from headrace.errors import DeliveryError
+
+_POLL_SECONDS = 0.001
+
+
+class NcclSource:
+    """An engine's end: one line to the sender, one group, one buffer of its own."""
+
+    private = True
+
+    def __init__(self, *, device: torch.device | str = "cpu", patience: float = 10.0) -> None:
+        """`patience` is the longest wait for the group or for one bucket, in seconds."""
+        self._device = exact(device)
+        self._patience = patience
+        self._name = uuid.uuid4().hex
+        self._line: tuple[str, int, TCPStore] | None = None
+        self._group: Group | None = None
+        self._buffer: torch.Tensor | None = None
+        self._complete: tuple[str, int, int] | None = None
+
+    def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
+        """Take part in a broadcast of the version; see `Source.open`."""
+        self._complete = None
+        place = parse_location(location)
+        if (place.backend == "nccl") != (self._device.type == "cuda"):
+            raise DeliveryError(f"{location} cannot be received on {self._device}")
+        with self._all_or_nothing(place):
+            line = self._connected(place)
+            held = _held(line, place, version)
+            nbytes = max(entry.offset + entry.nbytes for entry in entries)
+            if held.nbytes != nbytes:
+                raise DeliveryError(f"version {version} at {location} has {held.nbytes} bytes, not {nbytes}")
+            answer = self._invited(line, Ask(self._name, place.place, version, held.sequence, self._group_key()))
+            group = self._joined(line, place, answer)
+            if self._buffer is None or len(self._buffer) < nbytes:
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            group.broadcast(answer.session, self._buffer, pieces(entries, answer.bucket_bytes))
+            self._complete = (location, version, held.sequence)
+            return unpack(self._buffer, entries)
+
+    def verify(self, location: str, version: int) -> None:
+        """Ask whether the place still holds what was broadcast."""
+        if self._complete is None or self._complete[:2] != (location, version):
+            raise DeliveryError(f"version {version} was not received from {location}")
+        place = parse_location(location)
+        with self._all_or_nothing(place):
+            if _held(self._connected(place), place, version).sequence != self._complete[2]:
+                raise DeliveryError(f"{location} was written again while version {version} was received")
+
+    def close(self) -> None:
+        """Leave the group, and let go of the line and the memory."""
+        if self._group is not None:
+            self._group.abort()
+        self._line = self._group = self._buffer = self._complete = None
+
+    @contextmanager
+    def _all_or_nothing(self, place: Location) -> Iterator[None]:
+        whole = False
+        try:
+            yield
+            whole = True
+        except dist.DistNetworkError as error:
+            raise DeliveryError(f"the sender at {place.host}:{place.port} is gone") from error
+        except RuntimeError as error:
+            raise DeliveryError(f"the broadcast from {place} failed: {_first_line(error)}") from error
+        finally:
+            if not whole:
+                self.close()
+
+    def _connected(self, place: Location) -> TCPStore:
+        if self._line is None or self._line[:2] != (place.host, place.port):
+            self.close()
+            self._line = (place.host, place.port, connect(place.host, place.port, self._patience))
+        return self._line[2]
+
+    def _group_key(self) -> str:
+        return self._group.key if self._group is not None else ""
+
+    def _invited(self, line: TCPStore, ask: Ask) -> Answer:
+        number = line.add(ASKS, 1)
+        line.set(ask_key(number), _text(ask))
+        # Twice: the sender may be busy with a broadcast that fails.
+        said = self._await(line, answer_key(number), 2 * self._patience)
+        line.delete_key(answer_key(number))
+        answer = msgspec.json.decode(said, type=Answer)
+        if answer.refusal:
+            raise DeliveryError(f"the sender refused: {answer.refusal}")
+        return answer
+
+    def _joined(self, line: TCPStore, place: Location, answer: Answer) -> Group:
+        line.set(joined_key(answer.session, answer.rank), "yes")
+        if (said := self._await(line, begin_key(answer.session), self._patience).decode()) != "yes":
+            raise DeliveryError(f"broadcast {answer.session} was called off: {said}")
+        if self._group is None or self._group.key != answer.group:
+            if self._group is not None:
+                self._group.abort()
+                self._group = None
+            address = (place.host, place.port)
+            self._group = Group(
+                answer.group, place.backend, address, answer.rank, answer.size, self._device, self._patience
+            )
+        return self._group
+
+    def _await(self, line: TCPStore, key: str, patience: float) -> bytes:
+        # Asked again and again: a wait of the store's own that ends without an answer fills the log.
+        progress = Progress(patience, "waiting for the sender of weights")
+        while not line.check([key]):
+            progress.check()
+            time.sleep(_POLL_SECONDS)
+        return bytes(line.get(key))
+
+
+def _held(line: TCPStore, place: Location, version: int) -> Held:
+    held = msgspec.json.decode(line.get(held_key(place.place)), type=Held)
+    if held.version != version:
+        raise DeliveryError(f"{place} holds version {held.version}, not {version}: it was used again")
+    if not held.whole:
+        raise DeliveryError(f"version {version} at {place} was released, or is not written to its end")
+    return held
+
+
+def _text(message: msgspec.Struct) -> str:
+    return msgspec.json.encode(message).decode()
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]
