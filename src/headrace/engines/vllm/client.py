@@ -1,0 +1,199 @@
+"""A vLLM server as it is spoken to: token ids in, token ids out, and the controls that swap weights.
+
+Answers are decoded into declared types; what does not fit is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from headrace.delivery.base import Manifest
+from headrace.engines.vllm.http import Http
+from headrace.errors import ChannelError, HttpError
+from headrace.types import Float32Array
+from headrace_vllm_plugin.wire import Accepted, Facts, Live, Order, Staged
+
+T = TypeVar("T")
+_PREFIX = "generate-tokens-"
+"""What vLLM puts before the id of a request at this endpoint."""
+
+
+class Span(msgspec.Struct):
+    """Output tokens `start .. end` were drawn under `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Piece(msgspec.Struct, kw_only=True):
+    """Some tokens of an answer; the last one has `finish` and, from the server, the versions of all of them."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish: str | None = None
+    spans: list[Span] | None = None
+
+
+class _Logprob(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[Span] | None = None
+
+
+class _Cached(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Cached | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class VllmClient:
+    """One server. `deadline`: seconds in which a call must be answered, and between two tokens of a stream."""
+
+    def __init__(self, url: str, key: str = "", *, deadline: float = 120.0) -> None:
+        self.http = Http(url, key)
+        self._deadline = deadline
+        self._decoder = msgspec.json.Decoder(_Chunk)
+        self.prefilled_tokens = 0
+        """Prompt tokens of all answers that began, without those that the server says its prefix cache held."""
+
+    async def generate(
+        self, request_id: str, token_ids: Sequence[int], params: dict[str, Any], *, salt: str
+    ) -> AsyncIterator[Piece]:
+        """Continue these tokens. `salt` keys the prefix cache. Closing the iterator ends the request there too."""
+        body = {
+            "request_id": request_id,
+            "token_ids": list(token_ids),
+            "sampling_params": params,
+            "cache_salt": salt,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        begun = False
+        async for data in self.http.events("/inference/v1/generate", body, silence=self._deadline):
+            chunk = self._decode(data)
+            if not begun:
+                begun = True
+                self.prefilled_tokens += len(token_ids)
+            if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
+                self.prefilled_tokens -= chunk.usage.prompt_tokens_details.cached_tokens or 0
+            for choice in chunk.choices:
+                yield _piece(choice)
+
+    async def score(self, token_ids: Sequence[int]) -> Float32Array:
+        """Log-probabilities of tokens 1..n, untempered, without the prefix cache."""
+        params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
+        body = {"token_ids": list(token_ids), "sampling_params": params}
+        answer = await self.http.call("POST", "/inference/v1/generate", body, timeout=self._deadline)
+        found = answer.get("prompt_logprobs") if isinstance(answer, dict) else None
+        if not found or len(found) != len(token_ids):
+            raise ChannelError(f"{self.http.url} did not score the {len(token_ids)} tokens")
+        pairs = zip(found[1:], token_ids[1:], strict=True)
+        return np.array([position[str(token)]["logprob"] for position, token in pairs], np.float32)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; their streams end with a last piece."""
+        body = {"request_ids": [_PREFIX + request_id for request_id in request_ids]}
+        await self._post("/inference/v1/abort_requests", body)
+
+    async def pause(self, mode: str) -> None:
+        """Stop the scheduler: running requests end ("abort") or are waited for ("wait"); its caches stay."""
+        await self._post(f"/pause?mode={mode}&clear_cache=false")
+
+    async def resume(self) -> None:
+        """Let the scheduler go on."""
+        await self._post("/resume")
+
+    async def hello(self) -> list[Facts]:
+        """What each worker is and can do."""
+        return await self._rpc("headrace_hello", Facts)
+
+    async def stage(self, manifest: Manifest, keys: str) -> str:
+        """Begin to fetch a version in every worker; why it cannot be, or nothing."""
+        order = Order(
+            version=manifest.version,
+            transport=manifest.transport,
+            location=manifest.location,
+            entries=manifest.entries,
+            plan_digest=manifest.plan_digest,
+            digest=manifest.digest,
+            keys=keys,
+        )
+        answers = await self._rpc("headrace_stage", Accepted, order=msgspec.json.encode(order).decode())
+        return next((answer.error for answer in answers if answer.error), "")
+
+    async def staged(self) -> list[Staged]:
+        """How each worker's fetch stands."""
+        return await self._rpc("headrace_staged", Staged)
+
+    async def update(self, version: int) -> None:
+        """Load the staged version. From here on nobody vouches for the live weights until they are proved."""
+        await self._post("/start_weight_update")
+        await self._post("/update_weights", {"update_info": {"version": version}})
+        await self._post("/finish_weight_update", {"weight_version": str(version)})
+
+    async def live(self) -> list[Live]:
+        """What a digest finds in each worker's live weights."""
+        return await self._rpc("headrace_live", Live)
+
+    async def preemptions(self) -> int:
+        """Sequences that the server put back since it started, for want of cache."""
+        text = await self.http.text("GET", "/metrics", timeout=self._deadline)
+        found = [line for line in text.splitlines() if line.startswith(b"vllm:num_preemptions_total")]
+        return int(sum(float(line.rsplit(None, 1)[1]) for line in found))
+
+    async def _post(self, path: str, body: Any = None) -> Any:
+        return await self.http.call("POST", path, body, timeout=self._deadline)
+
+    async def _rpc(self, method: str, kind: type[T], **arguments: str) -> list[T]:
+        answer = await self._post("/collective_rpc", {"method": method, "kwargs": arguments})
+        try:
+            return msgspec.convert(answer["results"], list[kind])  # type: ignore[valid-type]
+        except (msgspec.ValidationError, KeyError, TypeError) as error:
+            raise ChannelError(f"{self.http.url}: {method} was answered with {answer!r:.200}: {error}") from error
+
+    def _decode(self, data: bytes) -> _Chunk:
+        try:
+            chunk = self._decoder.decode(data)
+        except msgspec.DecodeError as error:
+            raise ChannelError(f"{self.http.url} sent {data[:200]!r}: {error}") from error
+        if chunk.error is not None:
+            detail = chunk.error.get("message", chunk.error) if isinstance(chunk.error, dict) else chunk.error
+            code = chunk.error.get("code") if isinstance(chunk.error, dict) else None
+            raise HttpError(self.http.url, code if isinstance(code, int) else 500, " ".join(str(detail).split()))
+        return chunk
+
+
+def _piece(choice: _Choice) -> Piece:
+    content = (choice.logprobs.content if choice.logprobs else None) or []
+    token_ids = choice.token_ids or []
+    if [one.token_id for one in content] != token_ids:
+        raise ChannelError("a server sent tokens without their log-probabilities")
+    return Piece(
+        token_ids=token_ids,
+        logprobs=[one.logprob for one in content],
+        finish=choice.finish_reason,
+        spans=choice.weight_versions,
+    )

@@ -1,0 +1,343 @@
+"""What runs on a server, what waits, and under which version: weights change only while nothing of ours runs there.
+
+    submit ─▶ waiting ──(gate open, a slot free)──▶ running: one stream each ─▶ deltas ─▶ emit
+                 ▲                                     │
+                 └────── recall: go on later ◀─────────┘
+
+Before a swap every stream is ended and its request put back; it goes on by its prefix under the new version. So a
+stream has one version, known when it opens and confirmed by the server when it ends, and the server's prefix cache is
+keyed by that version. The gate is open only while the live weights are proved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ids
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Literal
+
+from headrace.delivery.base import Manifest, Proof
+from headrace.engines.base import Delta, EngineStats, Interrupt, Request
+from headrace.engines.vllm.client import Piece, VllmClient
+from headrace.engines.vllm.delivery import Delivery
+from headrace.engines.vllm.sampling import refusal, sampling_params
+from headrace.engines.vllm.sequence import Cut, Sequence
+from headrace.errors import ChannelError, DeadlineError, HttpError
+from headrace.observe.spans import SpanRecorder
+from headrace.types import NO_VERSION, Float32Array, Int32Array
+from headrace_vllm_plugin.wire import Facts
+
+FLUSH_SECONDS = 0.01
+"""Tokens that come together are handed out together."""
+GRACE_SECONDS = 0.5
+"""How long a server may take to end a stream before we do; what was not handed out by then is drawn again."""
+RETRIES = 4
+"""Streams that may break in a row, without a token between them, before a request fails."""
+BACKOFF_SECONDS = 0.1
+
+
+class VllmCore:
+    """Used from one event loop. Whoever drives it sets `emit`, which gets each request's deltas in their order."""
+
+    def __init__(
+        self,
+        client: VllmClient,
+        facts: Facts,
+        *,
+        name: str,
+        slots: int,
+        max_length: int,
+        interrupt: Interrupt = "never",
+        deadline: float = 120.0,
+        keys: str = "",
+        spans: SpanRecorder | None = None,
+    ) -> None:
+        self.name = name
+        self._client = client
+        self._facts = facts
+        self.emit: Callable[[list[Delta]], None] = lambda deltas: None
+        self._slots = slots
+        self._max_length = max_length
+        self._interrupt = interrupt
+        self._deadline = deadline
+        self._delivery = Delivery(client, name, deadline=deadline, keys=keys)
+        self._spans = spans
+        self._decoding: ExitStack | None = None
+        self._salt = secrets.token_hex(16)
+        self._waiting: list[Sequence] = []
+        self._running: dict[str, Sequence] = {}
+        self._orders = 0
+        self._streams = 0
+        self._paused = False
+        self._admitted: int | None = None
+        """While a swap is due: of requests numbered higher than this none starts."""
+        self._loading = asyncio.Lock()
+        self._closed = ""
+        self._changed = asyncio.Event()
+        self._outbox: list[Delta] = []
+        self._generated = 0
+        self._preemptions = 0
+        self._counted = 0.0
+
+    @property
+    def version(self) -> int:
+        """The version that the live weights are proved to be."""
+        return self._delivery.version
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Queue these requests; what cannot be served fails alone."""
+        for request in requests:
+            sequence = Sequence(request, self._orders)
+            self._orders += 1
+            if self._closed:
+                self._hand_out(sequence.ended("failed", self._closed))
+            elif reason := refusal(request, self._facts.vocabulary, self._max_length):
+                self._hand_out(sequence.ended("failed", f"request {request.id}: {reason}"))
+            else:
+                heapq.heappush(self._waiting, sequence)
+        self._pump()
+
+    async def abort(self, ids: Ids[str] | None = None) -> None:
+        """End these requests (all, if None), each with its partial completion. Unknown ids have already ended."""
+        chosen = None if ids is None else set(ids)
+        leaving = [one for one in self._waiting if chosen is None or one.request.id in chosen]
+        for sequence in leaving:
+            self._hand_out(sequence.ended("aborted"))
+        self._waiting = [one for one in self._waiting if one not in leaving]
+        heapq.heapify(self._waiting)
+        running = [one for one in self._running.values() if chosen is None or one.request.id in chosen]
+        for sequence in running:
+            sequence.cut = "abort"
+        if running:
+            try:
+                await self._client.abort([one.server_id for one in running])
+            except ChannelError:
+                # Closing their connections ends them as well.
+                await self._end(running, 0.0)
+            else:
+                await self._end(running, GRACE_SECONDS)
+
+    async def pause(self) -> None:
+        """Take everything back; the server idles."""
+        self._paused = True
+        async with self._loading:
+            await self._recall("recall", "abort")
+            await self._client.resume()
+
+    async def resume(self) -> None:
+        """Go on by prefix, under the live version: the server's prefix cache still has most of it."""
+        self._paused = False
+        self._pump()
+
+    async def load(self, manifest: Manifest) -> Proof:
+        """Stage beside what runs, make way as `interrupt` says, swap, prove. A rejected load changes nothing."""
+        async with self._loading:
+            proof = await self._delivery.stage(manifest)
+            if proof is not None:
+                return proof
+            try:
+                async with asyncio.timeout(self._deadline):
+                    await self._make_way()
+            except TimeoutError:
+                running = f"{len(self._running)} running requests did not end in {self._deadline:g} s"
+                return self._delivery.rejected(manifest.version, running)
+            except ChannelError as error:
+                return self._delivery.rejected(manifest.version, str(error))
+            else:
+                with self._span("swap"):
+                    return await self._delivery.swap(manifest)
+            finally:
+                self._admitted = None
+                self._pump()
+
+    async def score(self, token_ids: Int32Array) -> Float32Array:
+        """Log-probabilities of tokens 1..n under the live weights."""
+        return await self._client.score(token_ids.tolist())
+
+    async def stats(self) -> EngineStats:
+        """Counted here, but for the server's preemptions. Blocks are those of running sequences, shared or not."""
+        if time.monotonic() - self._counted > 1.0 and not self._closed:
+            self._counted = time.monotonic()
+            self._preemptions = await self._client.preemptions()
+        size = self._facts.block_size
+        used = sum(-(-one.length // size) for one in self._running.values())
+        return EngineStats(
+            version=self.version,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            generated_tokens=self._generated,
+            prefilled_tokens=self._client.prefilled_tokens,
+            preemptions=self._preemptions,
+            free_blocks=max(0, self._facts.blocks - used),
+            total_blocks=self._facts.blocks,
+        )
+
+    async def close(self, reason: str) -> None:
+        """End every request as failed. Idempotent."""
+        if self._closed:
+            return
+        self._closed = reason
+        running = list(self._running.values())
+        for sequence in self._waiting:
+            self._hand_out(sequence.ended("failed", reason))
+        self._waiting = []
+        await self._end(running, 0.0)
+        self._flush()
+
+    # What runs
+
+    def _pump(self) -> None:
+        """Start what may run."""
+        while self._waiting and len(self._running) < self._slots and self._open(self._waiting[0]):
+            sequence = heapq.heappop(self._waiting)
+            sequence.cut = ""
+            self._streams += 1
+            sequence.server_id = f"{self._salt}-{self._streams}"
+            self._running[sequence.request.id] = sequence
+            sequence.task = asyncio.create_task(self._run(sequence), name=f"{self.name} {sequence.request.id}")
+        self._mark_busy()
+        self._changed.set()
+        self._changed.clear()
+
+    def _mark_busy(self) -> None:
+        """The server decodes while anything of ours runs there."""
+        if self._running and self._decoding is None:
+            self._decoding = ExitStack()
+            self._decoding.enter_context(self._span("decode"))
+        elif not self._running and self._decoding is not None:
+            self._decoding.close()
+            self._decoding = None
+
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        return self._spans.span(name) if self._spans is not None else nullcontext()
+
+    def _open(self, sequence: Sequence) -> bool:
+        admitted = self._admitted is None or sequence.order <= self._admitted
+        return admitted and not self._paused and not self._closed and self.version != NO_VERSION
+
+    async def _run(self, sequence: Sequence) -> None:
+        """One stream, from its opening until it ends, is cut or breaks."""
+        ended = False
+        try:
+            ended = await self._stream(sequence)
+        except asyncio.CancelledError:
+            # Only ours: `_end` cancels a stream whose sequence it has cut.
+            if not sequence.cut and not self._closed:
+                raise
+            ended = sequence.finished
+        except HttpError as error:
+            ended = self._broken(sequence, str(error), retry=error.status >= 500)
+        except ChannelError as error:
+            ended = self._broken(sequence, str(error), retry=True)
+        finally:
+            del self._running[sequence.request.id]
+        if not ended:
+            self._put_back(sequence)
+        self._pump()
+
+    async def _stream(self, sequence: Sequence) -> bool:
+        """Hand out the stream's tokens; whether the request has ended with it."""
+        if sequence.failures:
+            await asyncio.sleep(BACKOFF_SECONDS * 2**sequence.failures)
+        version = self.version
+        room = sequence.room(self._max_length)
+        assert room > 0, "an answer that is long enough has ended"
+        params = sampling_params(sequence.request.sampling, room, self._facts.vocabulary)
+        tokens = [*sequence.request.token_ids.tolist(), *sequence.sampled]
+        stream = self._client.generate(sequence.server_id, tokens, params, salt=f"{self._salt}-{version}")
+        try:
+            async for piece in stream:
+                if wrong := _wrong_version(piece, version):
+                    self._hand_out(sequence.ended("failed", f"request {sequence.request.id}: {wrong}"))
+                    return True
+                delta = sequence.take(piece, version)
+                if delta is not None:
+                    self._hand_out(delta)
+                # A stop that only we know ends the stream here; otherwise its last words are still to come.
+                if sequence.finished and piece.finish is None:
+                    return True
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+        return sequence.finished
+
+    def _broken(self, sequence: Sequence, reason: str, *, retry: bool) -> bool:
+        """A stream failed: go on by prefix, or end the request; whether it has ended."""
+        if sequence.finished:
+            return True
+        sequence.failures += 1
+        if sequence.cut or (retry and sequence.failures <= RETRIES):
+            return False
+        self._hand_out(sequence.ended("failed", f"request {sequence.request.id}: {reason}"))
+        return True
+
+    def _put_back(self, sequence: Sequence) -> None:
+        if self._closed:
+            self._hand_out(sequence.ended("failed", self._closed))
+        elif sequence.cut == "abort":
+            self._hand_out(sequence.ended("aborted"))
+        else:
+            heapq.heappush(self._waiting, sequence)
+
+    # Making way
+
+    async def _make_way(self) -> None:
+        """Until nothing of ours runs and the scheduler is paused."""
+        if self._interrupt == "block":
+            self._admitted = self._orders - 1
+            while any(one.order <= self._admitted for one in [*self._running.values(), *self._waiting]):
+                await self._changed.wait()
+        self._admitted = -1
+        if self._interrupt in ("drain", "block"):
+            while self._running:
+                await self._changed.wait()
+            await self._client.pause("wait")
+        else:
+            await self._recall("abort" if self._interrupt == "abort" else "recall", "abort")
+
+    async def _recall(self, cut: Cut, mode: Literal["abort", "wait"]) -> None:
+        """End every stream, and leave the scheduler paused."""
+        running = list(self._running.values())
+        for sequence in running:
+            sequence.cut = sequence.cut or cut
+        try:
+            await self._client.pause(mode)
+        finally:
+            await self._end(running, GRACE_SECONDS)
+
+    async def _end(self, sequences: list[Sequence], grace: float) -> None:
+        """Wait until these streams have ended; close the connections of those that do not end by themselves."""
+        tasks = [one.task for one in sequences if one.task is not None and not one.task.done()]
+        if not tasks:
+            return
+        _, open_tasks = await asyncio.wait(tasks, timeout=grace)
+        for task in open_tasks:
+            task.cancel()
+        if open_tasks:
+            _, open_tasks = await asyncio.wait(open_tasks, timeout=self._deadline)
+        if open_tasks:
+            raise DeadlineError(f"{len(open_tasks)} streams of {self.name} did not close in {self._deadline:g} s")
+
+    # Handing out
+
+    def _hand_out(self, delta: Delta) -> None:
+        self._generated += len(delta.token_ids)
+        self._outbox.append(delta)
+        if len(self._outbox) == 1:
+            asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush)
+
+    def _flush(self) -> None:
+        deltas, self._outbox = self._outbox, []
+        if deltas:
+            self.emit(deltas)
+
+
+def _wrong_version(piece: Piece, version: int) -> str:
+    """What is wrong with the server's own account of the tokens' versions, or nothing."""
+    found = sorted({span.version for span in piece.spans or []})
+    if found in ([], [str(version)]):
+        return ""
+    return f"the server drew under version {', '.join(found)} what was asked of version {version}"

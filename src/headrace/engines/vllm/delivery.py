@@ -1,0 +1,125 @@
+"""A version on its way into a server: staged and digested beside the live one, loaded, and proved by a canary.
+
+From the first byte that a load may write until the proof there is no version. What the live digest cannot see, because
+the server has packed it away, the canary answers for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from headrace.delivery.base import Manifest, Proof
+from headrace.delivery.canary import Tolerance, canary_error
+from headrace.engines.vllm.client import VllmClient
+from headrace.errors import ChannelError
+from headrace.types import NO_VERSION
+from headrace_vllm_plugin.wire import Live
+
+POLL_SECONDS = 0.02
+
+
+class Delivery:
+    """One server's weights. `stage` may run beside requests; during `swap` nothing else runs there."""
+
+    def __init__(self, client: VllmClient, engine: str, *, deadline: float, keys: str = "") -> None:
+        self._client = client
+        self._engine = engine
+        self._deadline = deadline
+        self._keys = keys
+        self._proved = NO_VERSION
+        self._plan: int | None = None
+        self._tolerance = Tolerance()
+        self._quarantined = False
+        self._staged_digest = 0
+        self._stage_seconds = 0.0
+
+    @property
+    def version(self) -> int:
+        """The version that the live weights are proved to be; `NO_VERSION` before the first and in quarantine."""
+        return NO_VERSION if self._quarantined else self._proved
+
+    def rejected(self, version: int, reason: str) -> Proof:
+        """Nothing was swapped."""
+        return Proof(engine=self._engine, version=version, accepted=False, reason=reason)
+
+    async def stage(self, manifest: Manifest) -> Proof | None:
+        """Fetch a version and check its digest; the proof that rejects it, or None once it may be swapped in."""
+        version = manifest.version
+        if version <= self._proved:
+            return self.rejected(version, f"version {version} is out of order: version {self._proved} is live")
+        if manifest.kind != "full" or manifest.parts:
+            return self.rejected(version, f"version {version} is not all weights in one place, which vLLM needs")
+        if self._plan not in (None, manifest.plan_digest):
+            return self.rejected(version, f"version {version} has other names or shapes than version {self._proved}")
+        try:
+            async with asyncio.timeout(self._deadline):
+                reason = await self._fetch(manifest)
+        except TimeoutError:
+            reason = f"version {version} was not staged in {self._deadline:g} s"
+        except ChannelError as error:
+            reason = str(error)
+        return self.rejected(version, reason) if reason else None
+
+    async def swap(self, manifest: Manifest) -> Proof:
+        """Load what is staged, let the scheduler go on, and prove it."""
+        started = time.monotonic()
+        self._quarantined = True
+        live: list[Live] = []
+        error = float("inf")
+        try:
+            await self._client.update(manifest.version)
+            live = await self._client.live()
+            await self._client.resume()
+            scores = await self._client.score(manifest.canary.token_ids.tolist())
+            error = canary_error(manifest.canary, scores)
+            reason = _mismatch(manifest, live, error, self._tolerance.of(manifest.canary))
+        except ChannelError as failure:
+            reason = f"version {manifest.version} could not be loaded: {failure}"
+        self._quarantined = bool(reason)
+        if not reason:
+            self._proved = manifest.version
+            self._tolerance.proved(error)
+            self._plan = manifest.plan_digest
+        whole = [one for one in live if not one.hidden]
+        return Proof(
+            engine=self._engine,
+            version=manifest.version,
+            accepted=not reason,
+            quarantined=bool(reason),
+            reason=reason,
+            staged_digest=self._staged_digest,
+            live_digest=whole[0].digest if whole else 0,
+            canary_error=error,
+            stage_seconds=self._stage_seconds,
+            swap_seconds=time.monotonic() - started,
+        )
+
+    async def _fetch(self, manifest: Manifest) -> str:
+        """Until every worker has the version; why one has not, or nothing."""
+        if reason := await self._client.stage(manifest, self._keys):
+            return reason
+        while True:
+            workers = await self._client.staged()
+            failed = [one.error for one in workers if one.error]
+            if failed or all(one.done for one in workers):
+                self._staged_digest = workers[0].digest
+                self._stage_seconds = max(one.seconds for one in workers)
+                return failed[0] if failed else ""
+            await asyncio.sleep(POLL_SECONDS)
+
+
+def _mismatch(manifest: Manifest, live: list[Live], error: float, tolerance: float) -> str:
+    wrong = sorted({name for one in live for name in one.wrong})
+    missing = sorted({name for one in live for name in one.missing})
+    if wrong:
+        return f"the live weights differ from what was staged: {_some(wrong)}"
+    if missing:
+        return f"version {manifest.version} does not fill {_some(missing)}"
+    if error > tolerance:
+        return f"the canary is off by {error:.3g} (tolerance {tolerance:.3g})"
+    return ""
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -1,0 +1,100 @@
+"""A vLLM server as an `Engine`, driven from this process's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.config.model_dir import model_facts
+from headrace.config.schema import EngineConfig
+from headrace.delivery.base import Manifest, Proof
+from headrace.engines.base import Delta, EngineStats, Request
+from headrace.engines.streams import DeltaStreams
+from headrace.engines.vllm.checks import examine
+from headrace.engines.vllm.client import VllmClient
+from headrace.engines.vllm.core import VllmCore
+from headrace.types import Float32Array, Int32Array
+
+
+class VllmEngine:
+    """Implements `Engine`. Made inside a running event loop, and used from that one only."""
+
+    def __init__(self, core: VllmCore) -> None:
+        self.name = core.name
+        self._core = core
+        self._streams = DeltaStreams(core.name, core.submit, lambda request_id: self._spawn(core.abort([request_id])))
+        self._tasks: set[asyncio.Task[None]] = set()
+        core.emit = self._streams.deliver
+
+    @classmethod
+    async def attach(
+        cls,
+        url: str,
+        model: str | Path,
+        config: EngineConfig,
+        *,
+        key: str = "",
+        max_length: int,
+        name: str = "vllm",
+        weights: str = "load",
+        dtype: str = "float32",
+        deadline: float = 120.0,
+    ) -> VllmEngine:
+        """Drive the server at this URL, after its examination; `model` is the directory that it must be serving."""
+        client = VllmClient(url, key, deadline=deadline)
+        vocabulary = model_facts(Path(model), weights).vocabulary
+        facts = await examine(client, vocabulary=vocabulary, dtype=dtype, max_length=max_length)
+        core = VllmCore(
+            client,
+            facts,
+            name=name,
+            slots=min(config.slots, facts.slots),
+            max_length=max_length,
+            interrupt=config.interrupt,
+            deadline=deadline,
+        )
+        return cls(core)
+
+    def generate(self, request: Request) -> AsyncIterator[Delta]:
+        """See `Engine.generate`."""
+        return self._streams.generate(request)
+
+    async def abort(self, ids: Sequence[str] | None = None) -> None:
+        """See `Engine.abort`."""
+        self._streams.flush()
+        await self._core.abort(ids)
+
+    async def pause(self) -> None:
+        """See `Engine.pause`."""
+        self._streams.flush()
+        await self._core.pause()
+
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        await self._core.resume()
+
+    async def load(self, manifest: Manifest) -> Proof:
+        """See `Engine.load`."""
+        return await self._core.load(manifest)
+
+    async def score(self, token_ids: Int32Array) -> Float32Array:
+        """See `Engine.score`."""
+        return await self._core.score(token_ids)
+
+    async def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
+        return await self._core.stats()
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        reason = f"engine {self.name} was closed"
+        await self._core.close(reason)
+        self._streams.lost(reason)
+        await asyncio.gather(*self._tasks)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name=f"{self.name} abort")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

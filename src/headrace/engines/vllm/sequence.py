@@ -1,0 +1,90 @@
+"""One request as its driver holds it: its tokens so far, however many times it was sent to a server.
+
+A request that is taken back goes on from its last token: what was handed out is never drawn again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from headrace.engines.base import Delta, FinishReason, Request
+from headrace.engines.vllm.client import Piece
+from headrace.engines.vllm.sampling import first_stop
+
+_FINISHES: dict[str, FinishReason] = {"length": "length", "stop": "stop"}
+
+Cut = Literal["", "recall", "abort"]
+"""Why a stream is ended from our side: to go on later, or for good."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request and what was sampled for it."""
+
+    request: Request
+    order: int
+    """Of submission: equal priorities go first come, first served, also when they come back."""
+    sampled: list[int] = field(default_factory=list)
+    finished: bool = False
+    """Its last delta is out."""
+    cut: Cut = ""
+    failures: int = 0
+    """Streams that broke since the last token."""
+    server_id: str = ""
+    """Of the stream that is open now."""
+    task: asyncio.Task[None] | None = None
+
+    def __lt__(self, other: Sequence) -> bool:
+        return (self.request.priority, self.order) < (other.request.priority, other.order)
+
+    @property
+    def length(self) -> int:
+        """Tokens, prompt included."""
+        return len(self.request.token_ids) + len(self.sampled)
+
+    def room(self, max_length: int) -> int:
+        """How many tokens may still be sampled."""
+        return min(self.request.sampling.max_tokens - len(self.sampled), max_length - self.length)
+
+    def take(self, piece: Piece, version: int) -> Delta | None:
+        """The next delta; its `finish` is set where a stop, ours or the server's, ends the answer."""
+        known = len(self.sampled)
+        self.sampled += piece.token_ids
+        end = first_stop(self.sampled, known, self.request.sampling)
+        finish: FinishReason | None = _FINISHES.get(piece.finish or "")
+        if end is not None:
+            del self.sampled[end:]
+            finish = "stop"
+        self.finished = finish is not None
+        count = len(self.sampled) - known
+        if count:
+            self.failures = 0
+        if not count and finish is None:
+            return None
+        return self.delta(piece.token_ids[:count], piece.logprobs[:count], version, finish)
+
+    def delta(
+        self,
+        token_ids: list[int],
+        logprobs: list[float],
+        version: int,
+        finish: FinishReason | None = None,
+        error: str = "",
+    ) -> Delta:
+        """A delta of this request."""
+        return Delta(
+            id=self.request.id,
+            token_ids=np.array(token_ids, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            versions=np.full(len(token_ids), version, np.int32),
+            finish=finish,
+            error=error,
+        )
+
+    def ended(self, finish: FinishReason, error: str = "") -> Delta:
+        """A last delta without tokens."""
+        return self.delta([], [], -1, finish, error)

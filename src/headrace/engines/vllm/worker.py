@@ -1,0 +1,188 @@
+"""The engine role of a worker process, with a vLLM server behind it: messages on one side, a `VllmCore` on the other.
+
+The server lives and dies with this process; a server that dies ends it, in one line. No torch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+from collections.abc import Awaitable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from headrace.channel.beats import Stop
+from headrace.channel.codec import Message
+from headrace.channel.desk import Desk
+from headrace.channel.spoke import Incoming
+from headrace.config import Config
+from headrace.config.model_dir import model_facts
+from headrace.delivery.setup import choose
+from headrace.delivery.transports.keys import KEYS
+from headrace.engines.base import Delta
+from headrace.engines.messages import (
+    Abort,
+    AskStats,
+    Deltas,
+    Done,
+    Load,
+    Pause,
+    Proved,
+    Resume,
+    Score,
+    Scored,
+    Stats,
+    Submit,
+)
+from headrace.engines.vllm.checks import KEY_VARIABLE, check_hosts, examine
+from headrace.engines.vllm.client import VllmClient
+from headrace.engines.vllm.core import VllmCore
+from headrace.engines.vllm.server import ServerPlan, VllmServer
+from headrace.errors import HeadraceError
+from headrace_vllm_plugin.wire import Facts
+
+LONGEST_DEFAULT = 4096
+WATCH_SECONDS = 0.5
+
+
+def serve(desk: Desk, config: Config) -> None:
+    """Start or attach to this rank's server, examine it, and serve until told to stop."""
+    asyncio.run(_serve(desk, config))
+
+
+async def _serve(desk: Desk, config: Config) -> None:
+    rank = int(desk.name.rpartition("-")[2])
+    model = model_facts(Path(config.model.path), config.model.weights)
+    max_length = min(config.engine.max_length or LONGEST_DEFAULT, model.max_positions or LONGEST_DEFAULT)
+    server: VllmServer | None = None
+    try:
+        if config.engine.urls:
+            check_hosts(config.engine.urls, choose(config.delivery).transport)
+            url, key = config.engine.urls[rank], os.environ.get(KEY_VARIABLE, "")
+        else:
+            key = secrets.token_urlsafe(32)
+            server = _server(desk, config, rank, key, max_length)
+            with desk.spans.span("load"):
+                server.start()
+                await server.ready(config.pipeline.start_seconds, lambda stage: setattr(desk, "phase", stage))
+            url = server.url
+        desk.phase = "examining vLLM"
+        client = VllmClient(url, key, deadline=config.pipeline.stall_seconds)
+        facts = await examine(client, vocabulary=model.vocabulary, dtype=config.model.dtype, max_length=max_length)
+        core = _core(desk, config, client, facts, max_length)
+        desk.ready(parameters=model.parameters)
+        await _pass_messages(desk, core, server)
+    finally:
+        if server is not None:
+            await server.stop()
+
+
+def _server(desk: Desk, config: Config, rank: int, key: str, max_length: int) -> VllmServer:
+    plan = ServerPlan(
+        model=Path(config.model.path),
+        config=config.engine,
+        log=desk.run_dir / "logs" / f"vllm-{rank}.log",
+        key=key,
+        max_length=max_length,
+        weights=config.model.weights,
+        dtype=config.model.dtype,
+        seed=config.run.seed,
+        rank=rank,
+    )
+    return VllmServer(plan)
+
+
+def _core(desk: Desk, config: Config, client: VllmClient, facts: Facts, max_length: int) -> VllmCore:
+    def emit(deltas: list[Delta]) -> None:
+        desk.count_generated(sum(len(delta.token_ids) for delta in deltas))
+        desk.spoke.send(Deltas(deltas=deltas))
+
+    core = VllmCore(
+        client,
+        facts,
+        name=desk.name,
+        slots=min(config.engine.slots, facts.slots),
+        max_length=max_length,
+        interrupt=config.engine.interrupt,
+        deadline=config.delivery.deadline,
+        keys=str((desk.run_dir / KEYS).absolute()),
+        spans=desk.spans,
+    )
+    core.emit = emit
+    return core
+
+
+async def _pass_messages(desk: Desk, core: VllmCore, server: VllmServer | None) -> None:
+    """Until `Stop`: what takes time gets a task of its own, so that no message waits for another's answer."""
+    loop = asyncio.get_running_loop()
+    inbox: asyncio.Queue[Incoming] = asyncio.Queue()
+    stopping = threading.Event()
+
+    def receive() -> None:
+        while not stopping.is_set():
+            incoming = desk.next_message()
+            if incoming is not None:
+                loop.call_soon_threadsafe(inbox.put_nowait, incoming)
+
+    receiver = threading.Thread(target=receive, name="messages", daemon=True)
+    receiver.start()
+    tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    try:
+        while True:
+            try:
+                async with asyncio.timeout(WATCH_SECONDS):
+                    incoming = await inbox.get()
+            except TimeoutError:
+                if server is not None:
+                    server.check()
+                continue
+            match incoming.message:
+                case Submit(requests=requests):
+                    core.submit(requests)
+                case Abort(ids=ids):
+                    spawn(core.abort(ids))
+                case Stop():
+                    desk.phase = "stopping"
+                    break
+                case _:
+                    spawn(_answer(desk, incoming, core))
+    finally:
+        stopping.set()
+        await core.close(f"{desk.name} was stopped")
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _answer(desk: Desk, incoming: Incoming, core: VllmCore) -> None:
+    try:
+        desk.spoke.reply(incoming, await _reply(incoming.message, core))
+    except HeadraceError as error:
+        desk.spoke.fail(incoming, f"{type(error).__name__}: {error}")
+
+
+async def _reply(message: Message, core: VllmCore) -> Message:
+    match message:
+        case Pause():
+            return await _done(core.pause())
+        case Resume():
+            return await _done(core.resume())
+        case Load(manifest=manifest):
+            return Proved(proof=await core.load(manifest))
+        case Score(token_ids=token_ids):
+            return Scored(logprobs=await core.score(token_ids))
+        case AskStats():
+            return Stats(stats=await core.stats())
+        case other:
+            raise HeadraceError(f"an engine was sent a {type(other).__name__}")
+
+
+async def _done(work: Awaitable[None]) -> Done:
+    await work
+    return Done()

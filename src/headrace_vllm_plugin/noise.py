@@ -1,0 +1,59 @@
+"""The noise of a token is a function of (seed, position) alone, so a resumed answer goes on as if never interrupted.
+
+vLLM's first model runner keeps one generator per request and restarts it with every request; before each draw this sets
+it anew. (Its second runner hashes seed and position by itself.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.sample.logits_processor.interface import LogitsProcessor
+
+_MASK = (1 << 64) - 1
+
+
+def noise_seed(seed: int, position: int) -> int:
+    """A 63-bit seed under which neighbouring positions and seeds have nothing in common."""
+    value = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & _MASK
+    for _ in range(2):
+        value = ((value ^ value >> 32) * 0xD6E8FEB86659FD93) & _MASK
+    return (value ^ value >> 32) & (1 << 63) - 1
+
+
+class PositionNoise(LogitsProcessor):  # type: ignore[misc]
+    """Changes no logit. Until `attach` it does nothing: the driver attaches it before the first request."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._runner: Any = None
+
+    def attach(self, runner: Any) -> None:
+        """Take the generators from this model runner's batch."""
+        self._runner = runner
+
+    def is_argmax_invariant(self) -> bool:
+        """Greedy rows draw nothing."""
+        return True
+
+    def update_state(self, batch_update: Any) -> None:
+        """Nothing is kept from step to step."""
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Seed every row's generator for the position that is drawn next."""
+        if self._runner is not None:
+            batch = self._runner.input_batch
+            for row, generator in batch.generators.items():
+                request = self._runner.requests[batch.req_ids[row]]
+                position = request.num_prompt_tokens + len(request.output_token_ids)
+                generator.manual_seed(noise_seed(request.sampling_params.seed, position))
+        return logits
+
+
+def attach(runner: Any) -> bool:
+    """Attach the processor that this runner was started with; whether its noise follows positions now."""
+    processors = getattr(getattr(runner, "input_batch", None), "logitsprocs", None)
+    found = [one for one in getattr(processors, "all", ()) if isinstance(one, PositionNoise)]
+    for processor in found:
+        processor.attach(runner)
+    return bool(found)

@@ -1,0 +1,95 @@
+"""Weights wait here until the model takes them: fetched and digested beside the live ones, which stay as they are.
+
+Fetching runs in a thread of its own, so that a worker goes on stepping. What arrived wrong is never handed out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from headrace.delivery.digest import digest
+from headrace.delivery.plan import plan_digest, unpack
+from headrace.delivery.transports import source
+from headrace.delivery.transports.base import Source
+from headrace.errors import DeliveryError
+from headrace_vllm_plugin.wire import Order, Staged
+
+
+class Staging:
+    """Holds at most one version. `begin` starts a fetch, `state` says how it stands, `take` hands the tensors out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sources: dict[str, Source] = {}
+        self._buffer: torch.Tensor | None = None
+        self._weights: dict[str, torch.Tensor] = {}
+        self._state = Staged(version=-1, done=True)
+        self._thread: threading.Thread | None = None
+
+    def begin(self, order: Order) -> None:
+        """Fetch this version; one staged earlier and not taken is gone then."""
+        if self._thread is not None and self._thread.is_alive():
+            raise DeliveryError(f"cannot stage version {order.version}: version {self._state.version} is under way")
+        self._weights = {}
+        self._state = Staged(version=order.version)
+        self._thread = threading.Thread(target=self._fetch, args=(order,), name="headrace staging", daemon=True)
+        self._thread.start()
+
+    def state(self) -> Staged:
+        """How the last fetch stands."""
+        return self._state
+
+    def take(self, version: int) -> dict[str, torch.Tensor]:
+        """The tensors of this version, once; they are valid until the next `begin`."""
+        if not self._weights or self._state.version != version:
+            raise DeliveryError(f"version {version} is not staged")
+        weights, self._weights = self._weights, {}
+        return weights
+
+    def close(self) -> None:
+        """Let go of transports and memory. Idempotent."""
+        for opened in self._sources.values():
+            opened.close()
+        self._sources.clear()
+        self._weights = {}
+        self._buffer = None
+
+    def _fetch(self, order: Order) -> None:
+        started = time.monotonic()
+        state = Staged(version=order.version, done=True)
+        try:
+            with torch.no_grad():
+                weights = self._fetched(order)
+                state.digest = digest(weights.items())
+            if state.digest != order.digest:
+                raise DeliveryError(
+                    f"version {order.version} arrived wrong: its digest is {state.digest:016x}, not {order.digest:016x}"
+                )
+            self._weights = weights
+        except (DeliveryError, OSError, RuntimeError, ValueError) as error:
+            state.error = " ".join(str(error).split()) or type(error).__name__
+        state.seconds = time.monotonic() - started
+        self._state = state
+
+    def _fetched(self, order: Order) -> dict[str, torch.Tensor]:
+        if plan_digest(order.entries) != order.plan_digest:
+            raise DeliveryError(f"version {order.version} is packed by another plan than its manifest's")
+        if order.transport not in self._sources:
+            self._sources[order.transport] = source(order.transport, keys=Path(order.keys) if order.keys else None)
+        opened = self._sources[order.transport]
+        published = opened.open(order.location, order.version, order.entries)
+        if opened.private and self._device.type == "cpu":
+            weights = published
+        else:
+            nbytes = max(entry.offset + entry.nbytes for entry in order.entries)
+            if self._buffer is None or len(self._buffer) < nbytes:
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            weights = unpack(self._buffer, order.entries)
+            for name, tensor in published.items():
+                weights[name].copy_(tensor)
+        opened.verify(order.location, order.version)
+        return weights

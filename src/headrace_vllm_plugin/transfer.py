@@ -1,0 +1,102 @@
+"""The weight-transfer engine: what is staged and proved goes through vLLM's own `load_weights`, and nothing else does.
+
+Names are Hugging Face's; how vLLM fuses, shards or packs them is left to vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from headrace.errors import DeliveryError
+from headrace_vllm_plugin.live import compare
+from headrace_vllm_plugin.staging import Staging
+from headrace_vllm_plugin.wire import Live
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Nothing is agreed on beforehand: each version says where it lies."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Which staged version to load."""
+
+    version: int
+
+
+class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
+    """One per worker. From `start_weight_update` on the live weights are nobody's until the driver has proved them."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.staging = Staging(device)
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.missing: list[str] = []
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Nothing to do: transports connect when a version is staged."""
+
+    def start_weight_update(self) -> None:
+        """Refuse while the live weights are whole, if nothing is there to load."""
+        state = self.staging.state()
+        if not state.done or state.error or state.version < 0:
+            raise DeliveryError(f"no version is staged: {state.error or 'the last one is under way'}")
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load the staged tensors under their Hugging Face names."""
+        self.loaded = self.staging.take(update_info.version)
+        found = self.model.load_weights(self.loaded.items())
+        expected = {name for name, _ in self.model.named_parameters()}
+        if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
+            # No checkpoint has it then: vLLM takes the embedding's.
+            expected.discard("lm_head.weight")
+        self.missing = sorted(expected - set(found)) if found else []
+
+    def finish_weight_update(self) -> None:
+        """Let vLLM pack what it packs."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            self._pack_tied()
+
+    def _pack_tied(self) -> None:
+        """On a CPU a layer multiplies with a packed copy, which vLLM renews where weights were loaded by name: a head
+        that is tied to the embedding has no name of its own.
+        """
+        owners: dict[int, list[Any]] = {}
+        for module in self.model.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.numel():
+                owners.setdefault(weight.data_ptr(), []).append(module)
+        for tied in owners.values():
+            for module in tied if len(tied) > 1 else ():
+                if hasattr(module, "quant_method"):
+                    module.quant_method.process_weights_after_loading(module)
+
+    def live(self) -> Live:
+        """What a digest finds in the live weights, as far as their layout shows them."""
+        found = compare(self.model, self.loaded, whole=self.parallel_config.world_size == 1)
+        found.missing = self.missing
+        self.loaded = {}
+        return found
+
+    def shutdown(self) -> None:
+        """Let go of the transports."""
+        self.staging.close()

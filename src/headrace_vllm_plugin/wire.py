@@ -1,0 +1,76 @@
+"""What the plugin and the engine that drives it say to each other. No torch, no vLLM: both sides import it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.delivery.base import Entry
+
+BACKEND = "headrace"
+"""The name of the weight-transfer engine."""
+PROTOCOL = 1
+"""Counts changes of what is said here; both sides must have the same."""
+
+
+class Facts(msgspec.Struct, kw_only=True):
+    """What a worker is and can do."""
+
+    protocol: int
+    vllm: str
+    """Its version."""
+    backend: str
+    """Of its weight transfer; empty without one."""
+    model: str
+    dtype: str
+    vocabulary: int
+    max_length: int
+    logprobs_mode: str
+    slots: int
+    blocks: int
+    block_size: int
+    prefix_caching: bool
+    workers: int
+    position_noise: bool
+    """Whether a token's noise follows from (seed, position)."""
+
+
+class Order(msgspec.Struct, kw_only=True):
+    """What to fetch: the part of a manifest that a worker needs."""
+
+    version: int
+    transport: str
+    location: str
+    entries: list[Entry]
+    plan_digest: int
+    digest: int
+    keys: str = ""
+    """The file with the keys of the run, for transports that encrypt."""
+
+
+class Accepted(msgspec.Struct, kw_only=True):
+    """Whether a fetch began."""
+
+    error: str = ""
+
+
+class Staged(msgspec.Struct, kw_only=True):
+    """How a fetch stands."""
+
+    version: int
+    done: bool = False
+    error: str = ""
+    digest: int = 0
+    seconds: float = 0.0
+
+
+class Live(msgspec.Struct, kw_only=True):
+    """The visible part of the live weights against the same part of what was staged."""
+
+    visible: int = 0
+    hidden: int = 0
+    digest: int = 0
+    """Of all weights, where all are visible."""
+    wrong: list[str] = []
+    """Tensors whose live bytes are not the staged ones."""
+    missing: list[str] = []
+    """Parameters that the last version did not fill."""

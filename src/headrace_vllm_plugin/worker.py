@@ -1,0 +1,80 @@
+"""What a driver may ask of every vLLM worker (`--worker-extension-cls headrace_vllm_plugin.worker.HeadraceWorker`).
+
+Answers are plain dictionaries of JSON values; an error of ours is an answer too, so that its line reaches the driver.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import vllm
+
+from headrace.errors import DeliveryError
+from headrace_vllm_plugin import register
+from headrace_vllm_plugin.noise import attach
+from headrace_vllm_plugin.wire import BACKEND, PROTOCOL, Accepted, Facts, Order
+
+if TYPE_CHECKING:
+    from headrace_vllm_plugin.transfer import HeadraceTransfer
+
+register()
+
+
+class HeadraceWorker:
+    """Mixed into vLLM's worker class, whose attributes it reads."""
+
+    weight_transfer_engine: HeadraceTransfer | None
+    vllm_config: Any
+    model_runner: Any
+    use_v2_model_runner: bool
+
+    def headrace_hello(self) -> dict[str, Any]:
+        """What this worker is and can do; from now on its noise follows positions."""
+        config = self.vllm_config
+        transfer = config.weight_transfer_config
+        facts = Facts(
+            protocol=PROTOCOL,
+            vllm=vllm.__version__,
+            backend=transfer.backend if transfer is not None else "",
+            model=config.model_config.model,
+            dtype=str(config.model_config.dtype).removeprefix("torch."),
+            vocabulary=config.model_config.get_vocab_size(),
+            max_length=config.model_config.max_model_len,
+            logprobs_mode=str(config.model_config.logprobs_mode),
+            slots=config.scheduler_config.max_num_seqs,
+            blocks=config.cache_config.num_gpu_blocks or 0,
+            block_size=config.cache_config.block_size,
+            prefix_caching=bool(config.cache_config.enable_prefix_caching),
+            workers=config.parallel_config.world_size,
+            position_noise=self.use_v2_model_runner or attach(self.model_runner),
+        )
+        return _answer(facts)
+
+    def headrace_stage(self, order: str) -> dict[str, Any]:
+        """Begin to fetch a version beside the live one (`Accepted`)."""
+        try:
+            self.headrace_transfer().staging.begin(msgspec.json.decode(order, type=Order))
+        except DeliveryError as error:
+            return _answer(Accepted(error=str(error)))
+        return _answer(Accepted())
+
+    def headrace_staged(self) -> dict[str, Any]:
+        """How that fetch stands (`Staged`)."""
+        return _answer(self.headrace_transfer().staging.state())
+
+    def headrace_live(self) -> dict[str, Any]:
+        """What a digest finds in the live weights (`Live`)."""
+        return _answer(self.headrace_transfer().live())
+
+    def headrace_transfer(self) -> HeadraceTransfer:
+        """The weight-transfer engine, which must be ours."""
+        engine = self.weight_transfer_engine
+        if engine is None:
+            raise DeliveryError(f"this server was started without --weight-transfer-config backend {BACKEND}")
+        return engine
+
+
+def _answer(answer: msgspec.Struct) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(answer)
+    return plain

@@ -1,0 +1,144 @@
+"""Wrong servers and wrong starts: each is one line that says what to change."""
+
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+from vllm_stub import FACTS, Stub, serving
+
+from headrace.config.schema import EngineConfig
+from headrace.engines.vllm.checks import check_hosts, check_interpreter, examine, refusals
+from headrace.engines.vllm.client import VllmClient
+from headrace.engines.vllm.server import ServerPlan, VllmServer, arguments, choose_port, environment, last_word
+from headrace.errors import UserError
+from headrace_vllm_plugin.wire import Facts
+
+WRONG: list[tuple[dict[str, object], str]] = [
+    ({"logprobs_mode": "raw_logprobs"}, "start it with --logprobs-mode processed_logprobs"),
+    ({"backend": "nccl"}, "(weight transfer: nccl): start it with --weight-transfer-config"),
+    ({"backend": ""}, "(weight transfer: none)"),
+    ({"vocabulary": 49152}, "another model than [model] path: stub has a vocabulary of 49152, not 64"),
+    ({"dtype": "bfloat16"}, "start it with --dtype float32"),
+    ({"position_noise": False}, "start it with --logits-processors headrace_vllm_plugin.noise:PositionNoise"),
+    ({"max_length": 128}, "start it with --max-model-len 4096"),
+    ({"protocol": 0}, "speaks protocol 0"),
+    ({"vllm": "0.31.2"}, "vLLM 0.31.2 is too old: 0.32 or newer"),
+]
+
+
+@pytest.mark.parametrize(("change", "line"), WRONG)
+def test_each_thing_that_is_missing_is_one_line(change: dict[str, object], line: str) -> None:
+    facts: Facts = msgspec.structs.replace(FACTS, **change)
+    [found] = refusals(facts, vocabulary=64, dtype="float32", max_length=4096)
+    assert line in found and "\n" not in found
+
+
+def test_newer_servers_and_other_spellings_are_fine() -> None:
+    facts = msgspec.structs.replace(FACTS, vllm="1.0.0rc1+cpu", logprobs_mode="LogprobsMode.PROCESSED_LOGPROBS")
+    assert refusals(facts, vocabulary=64, dtype="float32", max_length=4096) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "answer", "line"),
+    [
+        ("/collective_rpc", 401, {"error": "Unauthorized"}, "put its --api-key into VLLM_API_KEY"),
+        ("/collective_rpc", 404, {"detail": "Not Found"}, "VLLM_SERVER_DEV_MODE=1"),
+        ("/collective_rpc", 500, {"error": {"message": "no attribute 'headrace_hello'"}}, "--worker-extension-cls"),
+        ("/collective_rpc", 500, {"error": {"message": "out of luck"}}, "cannot be asked what it is: out of luck"),
+        ("/inference/v1/generate", 403, {"error": "disabled"}, "start it with --enable-scale-out"),
+        ("/inference/v1/generate", 401, {"error": "Unauthorized"}, "put its --api-key into VLLM_API_KEY"),
+        ("/inference/v1/generate", 500, {"error": "x"}, "it does not generate: x"),
+    ],
+)
+async def test_a_server_that_answers_wrongly_is_refused(path: str, status: int, answer: object, line: str) -> None:
+    async with serving(Stub()) as stub:
+        stub.statuses[path] = (status, answer)
+        with pytest.raises(UserError) as caught:
+            await examine(VllmClient(stub.url, deadline=5), vocabulary=64, dtype="float32", max_length=4096)
+        assert line in str(caught.value) and stub.url in str(caught.value) and "\n" not in str(caught.value)
+
+
+async def test_a_good_server_is_taken_also_if_it_was_left_paused() -> None:
+    async with serving(Stub()) as stub:
+        stub.paused = True
+        facts = await examine(VllmClient(stub.url, deadline=5), vocabulary=64, dtype="float32", max_length=4096)
+        assert facts == FACTS and not stub.paused
+
+
+def test_shared_memory_does_not_leave_the_host() -> None:
+    check_hosts(["http://127.0.0.1:1", "http://localhost:2"], "shm")
+    check_hosts(["http://10.0.0.1:1"], "tcp")
+    with pytest.raises(UserError, match=r'http://10\.0\.0\.1:1 is on another host, which "shm" does not reach'):
+        check_hosts(["http://127.0.0.1:1", "http://10.0.0.1:1"], "shm")
+
+
+def plan(tmp_path: Path, **config: object) -> ServerPlan:
+    engine = EngineConfig(kind="vllm", device="cpu", slots=8, **config)  # type: ignore[arg-type]
+    model = Path("examples/quickstart/model")
+    return ServerPlan(
+        model=model, config=engine, log=tmp_path / "v.log", key="secret", max_length=100, weights="random"
+    )
+
+
+def test_the_key_is_not_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    here = plan(tmp_path, threads=3, arguments=["--port", "1"])
+    command = arguments(here, "python", 8000)
+    assert not any("secret" in word for word in command) and command[-2:] == ["--port", "1"]
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    assert command[command.index("--load-format") + 1] == "dummy", "random weights are not in the directory"
+    env = environment(here)
+    assert (env["VLLM_API_KEY"], env["OMP_NUM_THREADS"]) == ("secret", "3") and "PYTHONPATH" not in env
+
+
+def test_the_cache_holds_every_slot_at_its_longest(tmp_path: Path) -> None:
+    per_token = 2 * 3 * 2 * 64 * 4  # keys and values, layers, heads, head size, bytes
+    command = arguments(plan(tmp_path), "python", 1)
+    assert int(command[command.index("--kv-cache-memory-bytes") + 1]) >= 8 * 128 * per_token
+
+
+def test_interpreters_and_ports(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"\[engine\] python: .*nothing is not there"):
+        check_interpreter(str(tmp_path / "nothing"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"\[engine\] port: {port} on 127\.0\.0\.1 is taken"):
+            choose_port(port)
+    assert choose_port() > 0
+
+
+async def test_a_server_that_dies_at_once_leaves_its_last_word(tmp_path: Path) -> None:
+    # A stand-in for an interpreter that fails like one without vLLM: the real one is tried by `make test-vllm`.
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'starting'\necho \"ModuleNotFoundError: No module named 'vllm'\" >&2\nexit 1\n")
+    python.chmod(0o755)
+    server = VllmServer(plan(tmp_path, python=str(python)))
+    server.start()
+    with pytest.raises(UserError) as caught:
+        await server.ready(10.0)
+    await server.stop()
+    log = tmp_path / "v.log"
+    assert str(caught.value) == (
+        f"the vLLM server ended (exit code 1): ModuleNotFoundError: No module named 'vllm' ({log})"
+    )
+
+
+def test_the_last_word_is_the_first_cause(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "(EngineCore pid=3) INFO 11-15 08:39:33 [core.py:1] fine\n"
+        "(EngineCore pid=3) ERROR 11-15 08:39:33 [core.py:9] Traceback (most recent call last):\n"
+        "(EngineCore pid=3) ERROR 11-15 08:39:33 [core.py:9] ValueError: no weights in /model\n"
+        "(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert last_word(log) == "ValueError: no weights in /model"
+    log.write_text("usage: api_server.py [-h]\napi_server.py: error: unrecognized arguments: --x\n")
+    assert last_word(log) == "api_server.py: error: unrecognized arguments: --x"
+    log.write_text(
+        "(APIServer pid=1) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+        "(APIServer pid=1)   Value error, User-specified max_model_len (9) is greater than 4 [type=value_error]\n"
+    )
+    assert last_word(log).startswith("Value error, User-specified max_model_len (9) is greater than 4")
+    log.write_text("one\n\nlast\n\n")
+    assert last_word(log) == "last"

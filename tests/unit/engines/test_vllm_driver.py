@@ -1,0 +1,221 @@
+"""The driver over a real socket: who makes way for new weights and how, what is tried again, what is refused."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from vllm_stub import FACTS, Stub, serving
+
+from headrace.delivery.base import Canary, Manifest
+from headrace.engines.base import Delta, Interrupt, Request, Sampling
+from headrace.engines.vllm.client import VllmClient
+from headrace.engines.vllm.core import VllmCore
+from headrace.engines.vllm.engine import VllmEngine
+
+SECONDS = 10.0
+
+
+class Driven:
+    """An engine over a stub, and its answers by request."""
+
+    def __init__(self, stub: Stub, engine: VllmEngine) -> None:
+        self.stub = stub
+        self.engine = engine
+        self.deltas: dict[str, list[Delta]] = {}
+        self.news = asyncio.Event()
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    def ask(self, name: str, tokens: int) -> None:
+        async def read() -> None:
+            request = Request(id=name, token_ids=np.arange(5, dtype=np.int32), sampling=Sampling(max_tokens=tokens))
+            async for delta in self.engine.generate(request):
+                self.deltas[name].append(delta)
+                self.news.set()
+
+        self.deltas[name] = []
+        self.tasks[name] = asyncio.create_task(read())
+
+    async def begun(self, name: str, tokens: int = 3) -> None:
+        async with asyncio.timeout(SECONDS):
+            while len(self.tokens(name)) < tokens:
+                self.news.clear()
+                await self.news.wait()
+
+    async def end(self, name: str) -> Delta:
+        await asyncio.wait_for(self.tasks[name], SECONDS)
+        return self.deltas[name][-1]
+
+    def tokens(self, name: str) -> list[int]:
+        return [int(token) for delta in self.deltas[name] for token in delta.token_ids]
+
+    def versions(self, name: str) -> list[int]:
+        return [int(version) for delta in self.deltas[name] for version in delta.versions]
+
+
+@asynccontextmanager
+async def driven(interrupt: Interrupt = "never", slots: int = 2, deadline: float = SECONDS) -> AsyncIterator[Driven]:
+    async with serving(Stub()) as stub:
+        core = VllmCore(
+            VllmClient(stub.url, deadline=deadline),
+            FACTS,
+            name="stub",
+            slots=slots,
+            max_length=4096,
+            interrupt=interrupt,
+            deadline=deadline,
+        )
+        engine = VllmEngine(core)
+        assert (await engine.load(manifest(1))).accepted
+        yield Driven(stub, engine)
+        await engine.close()
+
+
+def manifest(version: int, *, plan: int = 7, score: float = -1.0) -> Manifest:
+    canary = Canary(token_ids=np.arange(4, dtype=np.int32), logprobs=np.full(3, score, np.float32), tolerance=1e-3)
+    return Manifest(
+        version=version,
+        parent=version - 1,
+        step=version,
+        transport="shm",
+        location="nowhere",
+        entries=[],
+        plan_digest=plan,
+        digest=5,
+        canary=canary,
+    )
+
+
+async def test_never_goes_on_by_prefix_under_the_new_version() -> None:
+    async with driven() as run:
+        run.ask("a", 60)
+        await run.begun("a")
+        assert (await run.engine.load(manifest(2))).accepted
+        assert (await run.end("a")).finish == "length"
+        assert run.tokens("a") == [n % 50 for n in range(5, 65)], "no token is lost, none is drawn twice"
+        assert run.versions("a") == sorted(run.versions("a")) and set(run.versions("a")) == {1, 2}
+        first, second = run.stub.prompts[-2:]
+        assert second[: len(first)] == first and len(second) == 5 + run.versions("a").count(1)
+        assert len(set(run.stub.salts)) == 2, "the prefix cache is keyed by version"
+
+
+async def test_abort_returns_what_there_is() -> None:
+    async with driven("abort") as run:
+        run.ask("a", 500)
+        await run.begun("a")
+        assert (await run.engine.load(manifest(2))).accepted
+        assert (await run.end("a")).finish == "aborted" and set(run.versions("a")) == {1}
+
+
+async def test_drain_lets_the_running_finish_and_the_waiting_wait() -> None:
+    async with driven("drain") as run:
+        for name in ("a", "b", "c"):
+            run.ask(name, 40)
+        await run.begun("b")
+        assert (await run.engine.load(manifest(2))).accepted
+        await asyncio.gather(*(run.end(name) for name in "abc"))
+        assert [set(run.versions(name)) for name in "abc"] == [{1}, {1}, {2}]
+        assert "/pause?mode=wait&clear_cache=false" in run.stub.calls
+        assert len(run.stub.prompts) == 3, "nothing was sent twice"
+
+
+async def test_block_lets_all_that_was_submitted_finish() -> None:
+    async with driven("block") as run:
+        for name in ("a", "b", "c"):
+            run.ask(name, 40)
+        await run.begun("b")
+        loading = asyncio.create_task(run.engine.load(manifest(2)))
+        await asyncio.sleep(0.03)
+        run.ask("late", 10)
+        assert (await loading).accepted
+        await asyncio.gather(*(run.end(name) for name in run.tasks))
+        assert [set(run.versions(name)) for name in ("a", "b", "c", "late")] == [{1}, {1}, {1}, {2}]
+
+
+async def test_a_drain_that_takes_too_long_is_rejected_and_everything_goes_on() -> None:
+    async with driven("drain", deadline=0.3) as run:
+        run.ask("a", 300)
+        await run.begun("a")
+        proof = await run.engine.load(manifest(2))
+        assert not proof.accepted and not proof.quarantined and "did not end in 0.3 s" in proof.reason
+        run.ask("b", 5)
+        assert (await run.end("b")).finish == "length" and set(run.versions("b")) == {1}
+        await run.engine.abort()
+        assert (await run.end("a")).finish == "aborted"
+
+
+async def test_a_stream_that_breaks_goes_on_by_prefix() -> None:
+    async with driven() as run:
+        run.stub.faults.extend(["break:7", "500", "500", "break:0"])
+        run.ask("a", 20)
+        assert (await run.end("a")).finish == "length"
+        assert run.tokens("a") == list(range(5, 25))
+        assert [len(prompt) for prompt in run.stub.prompts] == [5, 12, 12]
+
+
+async def test_trying_again_has_a_limit_and_a_refusal_is_final() -> None:
+    async with driven() as run:
+        run.stub.faults.append("400")
+        run.ask("refused", 20)
+        assert "answered 400: fault 400" in (await run.end("refused")).error and not run.stub.prompts
+        run.stub.faults.extend(["500"] * 5)
+        run.ask("a", 20)
+        last = await run.end("a")
+        assert last.finish == "failed" and "answered 500" in last.error and "\n" not in last.error
+        run.ask("b", 3)
+        assert (await run.end("b")).finish == "length"
+
+
+async def test_tokens_under_other_weights_fail_their_request() -> None:
+    async with driven() as run:
+        run.ask("a", 20)
+        await run.begun("a")
+        run.stub.version = "9"
+        last = await run.end("a")
+        assert last.finish == "failed" and "under version 9 what was asked of version 1" in last.error
+
+
+@pytest.mark.parametrize("wrong", ["staging", "older", "plan"])
+async def test_what_is_rejected_before_the_swap_changes_nothing(wrong: str) -> None:
+    async with driven() as run:
+        run.stub.staging_error = "arrived wrong" if wrong == "staging" else ""
+        calls = len(run.stub.calls)
+        proof = await run.engine.load(manifest(1 if wrong == "older" else 2, plan=8 if wrong == "plan" else 7))
+        assert not proof.accepted and not proof.quarantined and proof.reason
+        assert not any("pause" in call or "update" in call for call in run.stub.calls[calls:])
+        assert (await run.engine.stats()).version == 1
+
+
+@pytest.mark.parametrize("wrong", ["canary", "load"])
+async def test_what_fails_after_the_swap_serves_nothing_until_a_version_is_proved(wrong: str) -> None:
+    async with driven() as run:
+        run.ask("a", 400)
+        await run.begun("a")
+        if wrong == "load":
+            run.stub.statuses["/update_weights"] = (500, {"error": {"message": "KeyError: 'x'"}})
+        proof = await run.engine.load(manifest(2, score=-1.5 if wrong == "canary" else -1.0))
+        assert not proof.accepted and proof.quarantined
+        assert ("off by 0.5" if wrong == "canary" else "KeyError: 'x'") in proof.reason
+        run.stub.statuses.clear()
+        await asyncio.sleep(0.05)
+        known = run.tokens("a")
+        await asyncio.sleep(0.05)
+        assert (await run.engine.stats()).version == -1 and run.tokens("a") == known
+        assert (await run.engine.load(manifest(3))).accepted
+        await run.begun("a", len(known) + 3)
+        assert set(run.versions("a")) == {1, 3}
+
+
+async def test_a_pause_takes_everything_back_and_a_resume_sends_it_again() -> None:
+    async with driven() as run:
+        run.ask("a", 30)
+        await run.begun("a")
+        await run.engine.pause()
+        known = run.tokens("a")
+        assert not run.stub.running and not run.stub.paused
+        await asyncio.sleep(0.05)
+        assert run.tokens("a")[: len(known)] == known and (await run.engine.stats()).waiting == 1
+        await run.engine.resume()
+        assert (await run.end("a")).finish == "length"
+        assert run.tokens("a") == list(range(5, 35))

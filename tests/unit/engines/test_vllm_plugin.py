@@ -1,0 +1,154 @@
+"""The plugin's parts that need no vLLM: staging, the live digest over fused layouts, the guard."""
+
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from headrace.delivery.base import Manifest
+from headrace.delivery.digest import digest
+from headrace.delivery.publisher import Publisher
+from headrace.delivery.transports import sender
+from headrace.errors import DeliveryError
+from headrace_vllm_plugin.guard import Guard
+from headrace_vllm_plugin.live import compare
+from headrace_vllm_plugin.staging import Staging
+from headrace_vllm_plugin.wire import Order, Staged
+
+NAMES = ("q_proj", "k_proj", "v_proj")
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    noise = torch.Generator().manual_seed(seed)
+    shapes = {"embed.weight": (10, 4), "norm.weight": (4,), "layers.0.o_proj.weight": (4, 6)}
+    shapes |= {f"layers.0.attn.{name}.weight": (rows, 4) for name, rows in zip(NAMES, (6, 2, 3), strict=True)}
+    return {name: torch.randn(shape, generator=noise) for name, shape in shapes.items()}
+
+
+class Served(torch.nn.Module):
+    """The same weights as vLLM lays them out: fused rows, padded embeddings, some packed away."""
+
+    packed_modules_mapping = {"qkv_proj": list(NAMES)}
+
+    def __init__(self, source: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        fused = torch.cat([source[f"layers.0.attn.{name}.weight"] for name in NAMES])
+        tree = {
+            "embed.weight": torch.cat([source["embed.weight"], torch.zeros(6, 4)]),
+            "norm.weight": source["norm.weight"].clone(),
+            "layers.0.attn.qkv_proj.weight": fused,
+            "layers.0.o_proj.weight": torch.empty(0),
+        }
+        for name, tensor in tree.items():
+            *path, last = name.split(".")
+            module: torch.nn.Module = self
+            for part in path:
+                if not hasattr(module, part):
+                    module.add_module(part, torch.nn.Module())
+                module = getattr(module, part)
+            module.register_parameter(last, torch.nn.Parameter(tensor))
+
+
+def test_fused_and_padded_weights_are_digested_under_their_own_names() -> None:
+    staged = weights(1)
+    model = Served(staged)
+    found = compare(model, staged, whole=True)
+    assert (found.visible, found.hidden, found.wrong) == (5, 1, [])
+    shown = {name: tensor for name, tensor in staged.items() if "o_proj" not in name}
+    assert found.digest == digest(shown.items())
+
+
+@pytest.mark.parametrize("row", [0, 6, 8])
+def test_one_wrong_element_of_a_fused_weight_is_blamed_on_its_member(row: int) -> None:
+    staged = weights(1)
+    model = Served(staged)
+    with torch.no_grad():
+        dict(model.named_parameters())["layers.0.attn.qkv_proj.weight"][row, 2] += 1e-6
+    member = {0: "q_proj", 6: "k_proj", 8: "v_proj"}[row]
+    assert compare(model, staged, whole=True).wrong == [f"layers.0.attn.{member}.weight"]
+
+
+def test_a_shard_shows_nothing() -> None:
+    staged = weights(1)
+    found = compare(Served(staged), staged, whole=False)
+    assert (found.visible, found.hidden, found.digest) == (0, 6, 0)
+
+
+def order_of(manifest: Manifest, **changes: object) -> Order:
+    fields = {name: getattr(manifest, name) for name in Order.__struct_fields__ if hasattr(manifest, name)}
+    order = Order(**{**fields, **changes})
+    return msgspec.json.decode(msgspec.json.encode(order), type=Order)
+
+
+def wait(staging: Staging) -> Staged:
+    deadline = time.monotonic() + 10
+    while not staging.state().done and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return staging.state()
+
+
+@pytest.mark.parametrize("transport", ["shm", "file", "tcp"])
+def test_what_is_staged_is_what_was_published(tmp_path: Path, transport: str) -> None:
+    def canary(ids: np.ndarray) -> np.ndarray:
+        return np.zeros(len(ids) - 1, np.float32)
+
+    sending = sender(transport, f"plugin-{transport}", directory=tmp_path)
+    publisher = Publisher(sending, "float32", 1e-3, np.arange(4, dtype=np.int32))
+    staging = Staging(torch.device("cpu"))
+    try:
+        source = weights(2)
+        manifest = publisher.publish(3, 2, 1, source, canary).result(timeout=10)
+        staging.begin(order_of(manifest))
+        assert (wait(staging).error, staging.state().digest) == ("", manifest.digest)
+        with pytest.raises(DeliveryError, match="version 4 is not staged"):
+            staging.take(4)
+        taken = staging.take(3)
+        assert taken.keys() == source.keys()
+        assert all(torch.equal(taken[name], source[name]) for name in source)
+        with pytest.raises(DeliveryError, match="version 3 is not staged"):
+            staging.take(3)
+
+        staging.begin(order_of(manifest, digest=manifest.digest ^ 1))
+        assert "version 3 arrived wrong" in wait(staging).error
+        with pytest.raises(DeliveryError):
+            staging.take(3)
+        staging.begin(order_of(manifest, plan_digest=7))
+        assert "another plan" in wait(staging).error
+        staging.begin(order_of(manifest, version=9))
+        assert wait(staging).error, "the place holds another version"
+    finally:
+        staging.close()
+        publisher.close()
+
+
+async def call(guard: Guard, path: str, header: bytes | None, kind: str = "http") -> list[object]:
+    sent: list[object] = []
+
+    async def receive() -> object:
+        return {}
+
+    async def send(message: object) -> None:
+        sent.append(message["status"] if "status" in message else message["type"])  # type: ignore[index, operator]
+
+    headers = [] if header is None else [(b"authorization", header)]
+    await guard({"type": kind, "path": path, "headers": headers}, receive, send)  # type: ignore[arg-type]
+    return sent
+
+
+async def test_the_guard_lets_nobody_in_without_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def app(scope: object, receive: object, send: object) -> None:
+        await send({"type": "inside"})  # type: ignore[operator]
+
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    guard = Guard(app)  # type: ignore[arg-type]
+    for path in ("/v1/models", "/collective_rpc", "/update_weights", "/metrics"):
+        assert await call(guard, path, b"Bearer right") == ["inside"]
+        for wrong in (None, b"", b"Bearer ", b"Bearer wrong", b"Basic right", b"right"):
+            assert (await call(guard, path, wrong))[0] == 401
+    assert await call(guard, "/health", None) == ["inside"]
+    assert await call(guard, "/ws", None, kind="websocket") == ["websocket.close"]
+    monkeypatch.delenv("VLLM_API_KEY")
+    assert (await call(Guard(app), "/v1/models", b"Bearer "))[0] == 401  # type: ignore[arg-type]

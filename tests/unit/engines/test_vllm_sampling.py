@@ -1,0 +1,105 @@
+"""Our sampling as vLLM's: nothing is lost on the way, and stops are found wherever an answer was cut."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.engines.base import Request, Sampling
+from headrace.engines.vllm.client import Piece, Span
+from headrace.engines.vllm.core import _wrong_version
+from headrace.engines.vllm.sampling import first_stop, refusal, sampling_params
+from headrace.engines.vllm.sequence import Sequence
+
+TOKENS = st.lists(st.integers(0, 3), max_size=12)
+STOPS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple)
+
+
+def test_every_parameter_is_passed() -> None:
+    sampling = Sampling(
+        max_tokens=50,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.1,
+        forbidden=(2, 70),
+        seed=(1 << 63) + 5,
+        stop_token_ids=(9, 4),
+        stop_sequences=((7,), (1, 2)),
+    )
+    params = sampling_params(sampling, 20, vocabulary=64)
+    assert {name: params[name] for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")} == {
+        "max_tokens": 20, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 5,
+    }  # fmt: skip
+    assert params["stop_token_ids"] == [4, 7, 9], "a sequence of one token is a stop token"
+    assert list(params["logit_bias"]) == ["2"], "a token that does not exist forbids nothing"
+    assert np.exp(np.float32(30 + params["logit_bias"]["2"])) == 0.0
+    assert params["logprobs"] == 0 and params["ignore_eos"] is True and json.loads(json.dumps(params)) == params
+
+
+@given(TOKENS, STOPS, st.lists(st.integers(0, 3), max_size=2), st.integers(0, 12))
+def test_the_first_stop_is_the_shortest_answer_that_ends_with_one(
+    tokens: list[int], stops: tuple[tuple[int, ...], ...], singles: list[int], known: int
+) -> None:
+    sampling = Sampling(max_tokens=20, stop_token_ids=tuple(singles), stop_sequences=stops)
+    text = "".join(map(str, tokens))
+    ends = ["".join(map(str, stop)) for stop in (*stops, *((token,) for token in singles))]
+    expected = [n for n in range(known + 1, len(text) + 1) if any(text[:n].endswith(end) for end in ends)]
+    assert first_stop(tokens, known, sampling) == (expected[0] if expected else None)
+
+
+@given(TOKENS, STOPS, st.lists(st.integers(1, 4), min_size=1))
+def test_an_answer_is_the_same_however_it_comes_in_pieces(
+    tokens: list[int], stops: tuple[tuple[int, ...], ...], cuts: list[int]
+) -> None:
+    sampling = Sampling(max_tokens=20, stop_sequences=stops)
+    sequence = Sequence(Request(id="a", token_ids=np.array([1, 2], np.int32), sampling=sampling), order=0)
+    handed: list[int] = []
+    logprobs: list[float] = []
+    place = 0
+    while place < len(tokens) and not sequence.finished:
+        size = cuts[place % len(cuts)]
+        part = tokens[place : place + size]
+        piece = Piece(token_ids=part, logprobs=[-float(place + i) for i in range(len(part))])
+        delta = sequence.take(piece, version=4)
+        place += size
+        if delta is not None:
+            handed += delta.token_ids.tolist()
+            logprobs += delta.logprobs.tolist()
+            assert delta.versions.tolist() == [4] * len(delta.token_ids)
+            assert (delta.finish == "stop") == sequence.finished
+    end = first_stop(tokens, 0, sampling)
+    assert handed == sequence.sampled == tokens[:end]
+    assert logprobs == [-float(i) for i in range(len(handed))]
+    assert sequence.finished == (end is not None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "about"),
+    [
+        ([], {}, "no tokens"),
+        ([3, 64], {}, "vocabulary of 64"),
+        ([1] * 32, {}, "leaves no room"),
+        ([1], {"record_kept": True}, "record_kept"),
+        ([1], {"top_p": 0.0}, "top_p"),
+        ([1], {"stop_sequences": ((),)}, "stop sequence"),
+    ],
+)
+def test_what_cannot_be_served_is_said(prompt: list[int], sampling: dict[str, object], about: str) -> None:
+    options = {"max_tokens": 4, **sampling}
+    request = Request(id="a", token_ids=np.array(prompt, np.int32), sampling=Sampling(**options))  # type: ignore[arg-type]
+    assert about in refusal(request, vocabulary=64, max_length=32)
+    fine = Request(id="a", token_ids=np.array([1], np.int32), sampling=Sampling(max_tokens=4))
+    assert refusal(fine, vocabulary=64, max_length=32) == ""
+
+
+def test_tokens_of_another_version_are_noticed() -> None:
+    def piece(*versions: str) -> Piece:
+        spans = [Span(version, i, i + 1) for i, version in enumerate(versions)]
+        return Piece(token_ids=[], logprobs=[], finish="length", spans=spans)
+
+    assert _wrong_version(piece("4"), 4) == "" == _wrong_version(piece(), 4)
+    assert "under version 3, 4 what was asked of version 4" in _wrong_version(piece("3", "4"), 4)
+    assert "under version default" in _wrong_version(piece("default"), 4)

@@ -1,0 +1,73 @@
+"""The contract of engines, once more, on a real vLLM server: one server for all tests, a new driver for each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "contract"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from engine_fixtures import fresh, setting, subject
+from engine_subjects import MAX_LENGTH, SLOTS, Factory, Setting, Subject, TinyTrainer, save_tiny_llama
+
+from headrace.config.schema import EngineConfig
+from headrace.engines.vllm.engine import VllmEngine
+from headrace.engines.vllm.server import ServerPlan, VllmServer
+
+__all__ = ["fresh", "setting", "subject"]
+
+PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON", ".venv-vllm/bin/python")
+KEY = "key of the tests"
+START_SECONDS = 480.0
+
+
+def engine_config(**changes: object) -> EngineConfig:
+    # Uncompiled, they start sooner.
+    settings = {"arguments": ["--enforce-eager"], **changes}
+    return EngineConfig(kind="vllm", python=PYTHON, device="cpu", slots=SLOTS, **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny-llama")
+    # vLLM's attention on a CPU has no heads of fewer than 32; layers, so that a request still runs when a test acts.
+    save_tiny_llama(path, layers=6, spread=0.2, head_dim=32, hidden=64)
+    return path
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    log = tmp_path_factory.mktemp("vllm") / "vllm.log"
+    plan = ServerPlan(model=tiny_model_dir, config=engine_config(), log=log, key=KEY, max_length=MAX_LENGTH)
+    server = VllmServer(plan)
+    server.start()
+    try:
+        asyncio.run(server.ready(START_SECONDS))
+        yield server
+    finally:
+        asyncio.run(server.stop())
+
+
+@pytest.fixture
+def factory(server: VllmServer) -> Factory:
+    @asynccontextmanager
+    async def vllm(setting: Setting) -> AsyncIterator[Subject]:
+        trainer = TinyTrainer(setting.model_dir)
+        config = engine_config(interrupt=setting.interrupt)
+        engine = await VllmEngine.attach(
+            server.url, setting.model_dir, config, key=KEY, max_length=MAX_LENGTH, name="vllm", deadline=20.0
+        )
+        try:
+            yield Subject(engine=engine, publish=trainer.publish, reference=trainer.reference)
+        finally:
+            await engine.close()
+            trainer.close()
+
+    return vllm

@@ -1,0 +1,124 @@
+"""Each wrong setup of a vLLM server is one line that says what to change."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+
+import pytest
+from engine_subjects import MAX_LENGTH, save_tiny_llama
+
+from conftest import KEY, START_SECONDS, engine_config
+from headrace.engines.vllm.engine import VllmEngine
+from headrace.engines.vllm.server import ServerPlan, VllmServer
+from headrace.errors import UserError
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+async def refused(attempt: Awaitable[object]) -> str:
+    with pytest.raises(UserError) as caught:
+        await asyncio.wait_for(attempt, START_SECONDS)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def attach(url: str, model: Path, key: str = KEY) -> Awaitable[VllmEngine]:
+    return VllmEngine.attach(url, model, engine_config(), key=key, max_length=MAX_LENGTH)
+
+
+async def test_a_wrong_key(server: VllmServer, tiny_model_dir: Path) -> None:
+    for key in ("", "another"):
+        assert "does not take our key: put its --api-key into VLLM_API_KEY" in await refused(
+            attach(server.url, tiny_model_dir, key)
+        )
+
+
+async def test_another_model(server: VllmServer) -> None:
+    line = await refused(attach(server.url, Path("examples/smollm2/model")))
+    assert "serves another model than [model] path" in line and "vocabulary of 64, not 49152" in line
+
+
+async def test_longer_sequences_than_the_server_takes(server: VllmServer, tiny_model_dir: Path) -> None:
+    attempt = VllmEngine.attach(server.url, tiny_model_dir, engine_config(), key=KEY, max_length=2 * MAX_LENGTH)
+    assert f"start it with --max-model-len {2 * MAX_LENGTH}" in await refused(attempt)
+
+
+async def start(tmp_path: Path, model: Path, *arguments: str) -> VllmServer:
+    config = engine_config(arguments=["--enforce-eager", *arguments])
+    server = VllmServer(ServerPlan(model=model, config=config, log=tmp_path / "v.log", key=KEY, max_length=MAX_LENGTH))
+    server.start()
+    try:
+        await server.ready(START_SECONDS)
+    except BaseException:
+        await server.stop()
+        raise
+    return server
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--logprobs-mode", "raw_logprobs"), "start it with --logprobs-mode processed_logprobs"),
+        (("--worker-extension-cls", ""), "runs without Headrace's plugin: start it with --worker-extension-cls"),
+    ],
+)
+async def test_a_server_that_would_answer_wrongly(
+    tmp_path: Path, tiny_model_dir: Path, arguments: tuple[str, ...], line: str
+) -> None:
+    server = await start(tmp_path, tiny_model_dir, *arguments)
+    try:
+        assert line in await refused(attach(server.url, tiny_model_dir))
+        family = members(server.pid)
+        assert len(family) >= 2
+        os.kill(server.pid, signal.SIGKILL)
+        await asyncio.to_thread(wait_until_gone, server.pid, family)
+        assert "the vLLM server ended (killed by signal 9)" in await refused(server.ready(10))
+    finally:
+        await server.stop()
+
+
+def wait_until_gone(group: int, family: set[int]) -> None:
+    deadline = time.monotonic() + 10
+    while members(group) & family:
+        assert time.monotonic() < deadline, "processes of a server outlived it"
+        time.sleep(0.1)
+
+
+def members(group: int) -> set[int]:
+    """The living processes of a process group that are not helpers of Python's own."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            command = (stat.parent / "cmdline").read_text()
+        except OSError:
+            continue
+        if int(its_group) == group and state != "Z" and "resource_tracker" not in command:
+            found.add(int(stat.parent.name))
+    return found
+
+
+async def test_a_server_that_dies_while_it_starts(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path / "model", head_dim=32, hidden=64)
+    assert "unrecognized arguments: --no-such-flag" in await refused(
+        start(tmp_path, tmp_path / "model", "--no-such-flag")
+    )
+    line = await refused(start(tmp_path, tmp_path / "model", "--max-model-len", "999999"))
+    assert "the vLLM server ended (exit code 1)" in line and str(tmp_path / "v.log") in line
+    assert "max_model_len (999999)" in line
+
+
+async def test_a_port_that_is_taken(tmp_path: Path, tiny_model_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        plan = ServerPlan(
+            model=tiny_model_dir, config=engine_config(port=port), log=tmp_path / "v", key=KEY, max_length=MAX_LENGTH
+        )
+        with pytest.raises(UserError, match=rf"\[engine\] port: {port} on 127\.0\.0\.1 is taken"):
+            VllmServer(plan)
