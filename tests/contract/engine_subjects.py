@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports.shm import ShmSender
-from headrace.engines.base import Engine
+from headrace.engines.base import Engine, Interrupt
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
@@ -61,7 +61,7 @@ class Setting:
 
     tmp_path: Path
     model_dir: Path
-    interrupt: Literal["never", "abort"]
+    interrupt: Interrupt
 
 
 Factory = Callable[[Setting], AbstractAsyncContextManager[Subject]]
@@ -150,7 +150,9 @@ FACTORIES: dict[str, Factory] = {"fake": fake, "pool": pool_of_fakes, "embedded"
 class TinyTrainer:
     """Publishes a random model's weights, new ones for each version, and scores with plain Hugging Face code."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, *, change: float = 0.05) -> None:
+        """`change`: how far one version is from the next."""
+        self._change = change
         self._model: Any = LlamaForCausalLM.from_pretrained(model_dir, attn_implementation="eager").eval()
         self._sender = ShmSender(f"contract-{id(self):x}")
         self._publisher = Publisher(self._sender, "float32", 1e-3, np.arange(1, 13, dtype=np.int32))
@@ -160,7 +162,7 @@ class TinyTrainer:
         noise = torch.Generator().manual_seed(version)
         with torch.no_grad():
             for weight in named_weights(self._model).values():
-                weight.add_(0.05 * torch.randn(weight.shape, generator=noise))
+                weight.add_(self._change * torch.randn(weight.shape, generator=noise))
         weights = {name: weight.clone() for name, weight in named_weights(self._model).items()}
         for older in self._versions:
             self._publisher.acknowledged(older)
@@ -184,16 +186,16 @@ class TinyTrainer:
         return np.asarray(logprobs.gather(1, ids[0, 1:, None])[:, 0].numpy(), np.float32)
 
 
-def save_tiny_llama(path: Path, layers: int = 2, spread: float = 0.5) -> None:
+def save_tiny_llama(path: Path, layers: int = 2, spread: float = 0.5, head_dim: int = 8, hidden: int = 16) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=16,
+        hidden_size=hidden,
         intermediate_size=32,
         num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=8,
+        head_dim=head_dim,
         max_position_embeddings=MAX_LENGTH,
         initializer_range=spread,
     )

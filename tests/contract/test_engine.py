@@ -449,6 +449,49 @@ async def test_an_interrupting_load_returns_partials_that_resume_under_the_new_w
         await eventually(subject.engine, idle)
 
 
+async def test_a_draining_load_lets_what_runs_end_and_nothing_begin(factory: Factory, setting: Setting) -> None:
+    async with factory(dataclasses.replace(setting, interrupt="drain")) as subject:
+        await load(subject, 1)
+        running = [Stream(subject.engine, ask(f"r{i}", max_tokens=300, seed=i)) for i in range(subject.slots)]
+        for stream in running:
+            await stream.begun()
+        waiting = Stream(subject.engine, ask("w", max_tokens=10))
+        waited = asyncio.create_task(waiting.end())
+        await eventually(subject.engine, lambda stats: stats.waiting == 1)
+        manifest = await subject.publish(2)
+        loading = asyncio.create_task(subject.engine.load(manifest))
+        ended = [await stream.end() for stream in running]
+        proof = await soon(loading)
+        assert proof.accepted and proof.version == 2
+        for stream, completion in zip(running, ended, strict=True):
+            assert completion.finish == "length" and set(completion.versions) == {1}
+            assert_recorded(subject, stream.request, completion)
+        late = await waited
+        assert late.finish == "length" and set(late.versions) == {2}
+        assert_recorded(subject, waiting.request, late)
+        await eventually(subject.engine, idle)
+
+
+async def test_a_blocking_load_lets_all_that_were_asked_for_end(factory: Factory, setting: Setting) -> None:
+    async with factory(dataclasses.replace(setting, interrupt="block")) as subject:
+        await load(subject, 1)
+        before = [Stream(subject.engine, ask(f"b{i}", max_tokens=300, seed=i)) for i in range(subject.slots + 1)]
+        for stream in before[: subject.slots]:
+            await stream.begun()
+        waited = asyncio.create_task(before[-1].end())
+        await eventually(subject.engine, lambda stats: stats.waiting == 1)
+        manifest = await subject.publish(2)
+        loading = asyncio.create_task(subject.engine.load(manifest))
+        ended = [*[await stream.end() for stream in before[:-1]], await waited]
+        assert (await soon(loading)).accepted
+        assert all(c.finish == "length" and set(c.versions) == {1} for c in ended)
+        request = ask("after", max_tokens=10)
+        after = await complete(subject.engine, request)
+        assert set(after.versions) == {2}
+        assert_recorded(subject, request, after)
+        await eventually(subject.engine, idle)
+
+
 # Sampling options
 
 

@@ -14,7 +14,11 @@ import msgspec
 import numpy as np
 
 from headrace.delivery.base import Manifest, Proof
-from headrace.types import Float32Array, Int16Array, Int32Array
+from headrace.types import Float32Array, Int16Array, Int32Array, Kept
+
+Interrupt = Literal["never", "abort", "drain", "block"]
+"""What new weights do to requests: nothing, they go on under them; those that have begun end, to be resumed by prefix;
+those that have begun end first, and no other begins; all that were asked for before end first."""
 
 FinishReason = Literal["stop", "length", "aborted", "failed"]
 """An end token; the length limit; `abort` (a partial completion is a normal answer); an error (see `Delta.error`)."""
@@ -76,15 +80,6 @@ class Request(msgspec.Struct, kw_only=True):
     """Lower goes first; equal priorities in the order of submission."""
     parent: str = ""
     """A request that is running: what of its keys and values fits this prompt is shared, whatever their versions."""
-
-
-class Kept(msgspec.Struct, kw_only=True):
-    """The tokens that were left to draw from, for some sampled tokens one after the other."""
-
-    counts: Int32Array
-    """How many, for each sampled token."""
-    token_ids: Int32Array
-    """All of them, joined; those of one sampled token in ascending order."""
 
 
 class Delta(msgspec.Struct, kw_only=True):

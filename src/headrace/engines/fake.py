@@ -15,10 +15,10 @@ from typing import Literal
 import numpy as np
 
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, EngineStats, FinishReason, Kept, Request, failed_delta, sampling_refusal
+from headrace.engines.base import Delta, EngineStats, FinishReason, Interrupt, Request, failed_delta, sampling_refusal
 from headrace.engines.fake_policy import FakeDraw, FakePolicy, stable_hash
 from headrace.errors import DeliveryError, PeerDied
-from headrace.types import NO_VERSION, Float32Array, Int32Array
+from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept
 
 Lengths = Callable[[Request], int] | Sequence[int]
 """Tokens of a completion with its end token: by request, or in the order of submission, over and over."""
@@ -53,7 +53,7 @@ class FakeEngine:
         token_seconds: float = 0.0,
         load_seconds: float = 0.0,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
-        interrupt: Literal["never", "abort"] = "never",
+        interrupt: Interrupt = "never",
         fail_requests: Mapping[str, int] | None = None,
         die_after: int | None = None,
         loads: Mapping[int, Literal["reject", "quarantine"]] | None = None,
@@ -80,6 +80,10 @@ class FakeEngine:
         self._waiting: list[_Sequence] = []
         self._running: list[_Sequence] = []
         self._submitted = 0
+        self._ended = asyncio.Event()
+        """Set whenever a sequence ends."""
+        self._held: int | None = None
+        """While weights wait for others to end: requests of this order and later do not begin."""
         self._rest: dict[tuple[int, int], int] = {}
         """Scripted tokens that an aborted sequence still had to give, by (seed, position)."""
         self._generated = 0
@@ -127,6 +131,7 @@ class FakeEngine:
         """See `Engine.load`. The swap is atomic: steps and swaps both happen between two yields to the event loop."""
         self._check_alive()
         await self._sleep(self._load_seconds)
+        await self._come_to_rest()
         self._check_alive()
         reason = self._rejection(manifest)
         if reason:
@@ -141,6 +146,21 @@ class FakeEngine:
                 self._end(sequence, "aborted")
         self._wake()
         return self._proof(manifest, accepted=True)
+
+    async def _come_to_rest(self) -> None:
+        """Under `drain` and `block`: until what the new weights must not interrupt has ended."""
+        if self._interrupt not in ("drain", "block"):
+            return
+        before = list(self._sequences.values())
+        self._held = self._submitted if self._interrupt == "block" else 0
+        # The caller owns this wait, as that for a token.
+        while self._serving and any(
+            self._sequences.get(s.id) is s and (self._interrupt == "block" or s in self._running or s.sampled)
+            for s in before
+        ):
+            self._ended.clear()
+            await self._ended.wait()
+        self._held = None
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """See `Engine.score`."""
@@ -223,7 +243,11 @@ class FakeEngine:
 
     def _step(self) -> None:
         while self._waiting and len(self._running) < self._slots:
-            sequence = self._waiting.pop(0)
+            held = self._held if self._held is not None else self._submitted
+            sequence = next((s for s in self._waiting if s.rank[1] < held), None)
+            if sequence is None:
+                break
+            self._waiting.remove(sequence)
             insort(self._running, sequence, key=lambda s: s.rank)
             self._prefilled += len(sequence.request.token_ids)
         for sequence in list(self._running):
@@ -282,6 +306,7 @@ class FakeEngine:
 
     def _forget(self, sequence: _Sequence) -> None:
         del self._sequences[sequence.id]
+        self._ended.set()
         (self._running if sequence in self._running else self._waiting).remove(sequence)
 
     def _stop(self, reason: str) -> None:
@@ -306,7 +331,7 @@ class FakeEngine:
         if self._loads.get(manifest.version) == "quarantine":
             return "quarantined by script"
         error = self._canary_error(manifest)
-        if not error <= manifest.canary.tolerance:
+        if manifest.canary.tolerance is not None and not error <= manifest.canary.tolerance:
             return f"the canary of version {manifest.version} is off by {error:g}"
         return ""
 

@@ -1,7 +1,8 @@
 """Several engines as one: requests go where they are served soonest, weights go everywhere.
 
 A group stays on one engine, where its prompt is computed once, and a fork goes where its parent runs. An engine that
-is quarantined or behind the version that the pool has proved gets no new request.
+is away, quarantined, or behind the version that the pool has declared gets no new request. What an engine that is lost
+was generating ends as aborted, to be resumed by prefix on another one.
 """
 
 from __future__ import annotations
@@ -10,36 +11,93 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 
+import msgspec
+
 from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Delta, Engine, EngineStats, Request, closing_deltas, failed_delta
 from headrace.errors import HeadraceError
-from headrace.types import Float32Array, Int32Array
+from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 
 class EnginePool:
     """Implements `Engine` over its members."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine], *, patience: float = 300.0) -> None:
+        """`patience`: seconds that a request waits for an engine that serves."""
         self.name = "pool"
         self.engines = list(engines)
-        self._proved = {engine.name: -1 for engine in engines}
+        self.floor = NO_VERSION
+        """The version that is declared: only engines that have proved it, or a newer one, get new requests."""
+        self._patience = patience
+        self._proved = {engine.name: NO_VERSION for engine in engines}
+        self._refused: dict[str, int] = {}
+        self._away: dict[str, str] = {}
+        self._lives: Counter[str] = Counter()
+        """How often each engine was lost: what began in an earlier life of it ended with that."""
         self._open: dict[str, Engine] = {}
+        self._unplaced: set[str] = set()
+        """Requests that wait for an engine that serves."""
         self._running: Counter[str] = Counter()
         self._home: dict[str, str] = {}
         self._members: Counter[str] = Counter()
+        self._changed = asyncio.Event()
 
     @property
     def version(self) -> int:
         """The newest version that every serving engine has proved; -1 when none serves."""
-        serving = [version for version in self._proved.values() if version >= 0]
-        return min(serving) if serving else -1
+        return min((self._proved[engine.name] for engine in self._serving()), default=NO_VERSION)
+
+    def proved(self, name: str) -> int:
+        """The version that this engine has proved; -1 before the first, in quarantine, and while it is away."""
+        return self._proved[name]
+
+    def refused(self, name: str) -> int:
+        """The version that this engine was not brought to take; -1 if there is none."""
+        return self._refused.get(name, NO_VERSION)
+
+    def refuse(self, name: str, version: int) -> None:
+        """This version is not brought to this engine again, unless it is lost and comes back."""
+        self._refused[name] = version
+
+    def away(self, name: str) -> bool:
+        """Whether this engine is lost and has not come back."""
+        return name in self._away
+
+    @property
+    def present(self) -> list[Engine]:
+        """The engines that are not away."""
+        return [engine for engine in self.engines if engine.name not in self._away]
+
+    def lose(self, name: str, reason: str) -> None:
+        """An engine is gone: its requests end, and it gets no other before it is back and has proved its weights."""
+        self._away[name] = reason
+        self._lives[name] += 1
+        self._proved[name] = NO_VERSION
+        self._refused.pop(name, None)
+        self._home = {group: home for group, home in self._home.items() if home != name}
+
+    def take_back(self, name: str) -> None:
+        """An engine is back, without weights."""
+        self._away.pop(name, None)
+
+    def loaded(self, proof: Proof) -> None:
+        """What an engine has proved decides whether it serves."""
+        if proof.accepted:
+            self._proved[proof.engine] = proof.version
+        elif proof.quarantined:
+            self._proved[proof.engine] = NO_VERSION
+        self._ring()
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         """See `Engine.generate`."""
-        if request.id in self._open:
+        if request.id in self._open or request.id in self._unplaced:
             yield failed_delta(request.id, f"a request with id {request.id!r} is already running")
             return
+        if not self._serving() and not await self._placeable(request.id):
+            yield msgspec.structs.replace(failed_delta(request.id, ""), finish="aborted")
+            return
         engine = self._choose(request)
+        life = self._lives[engine.name]
         self._open[request.id] = engine
         self._running[engine.name] += 1
         self._members[request.group] += 1
@@ -47,6 +105,8 @@ class EnginePool:
             # Closing this iterator early must close the engine's too: that is what aborts the request there.
             async with closing_deltas(engine.generate(request)) as deltas:
                 async for delta in deltas:
+                    if delta.finish == "failed" and life != self._lives[engine.name]:
+                        delta = msgspec.structs.replace(delta, finish="aborted", error="")
                     yield delta
         finally:
             del self._open[request.id]
@@ -58,29 +118,25 @@ class EnginePool:
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         """End these requests wherever they run."""
-        await asyncio.gather(*(engine.abort(ids) for engine in self.engines))
+        self._unplaced = set() if ids is None else self._unplaced - set(ids)
+        self._ring()
+        await asyncio.gather(*(engine.abort(ids) for engine in self.present))
 
     async def pause(self) -> None:
         """Pause all engines."""
-        await asyncio.gather(*(engine.pause() for engine in self.engines))
+        await asyncio.gather(*(engine.pause() for engine in self.present))
 
     async def resume(self) -> None:
         """Resume all engines."""
-        await asyncio.gather(*(engine.resume() for engine in self.engines))
-
-    async def load_all(self, manifest: Manifest) -> list[Proof]:
-        """Load on every engine at once; what each has proved decides whether it serves."""
-        proofs = await asyncio.gather(*(engine.load(manifest) for engine in self.engines))
-        for engine, proof in zip(self.engines, proofs, strict=True):
-            if proof.accepted:
-                self._proved[engine.name] = proof.version
-            elif proof.quarantined:
-                self._proved[engine.name] = -1
-        return proofs
+        await asyncio.gather(*(engine.resume() for engine in self.present))
 
     async def load(self, manifest: Manifest) -> Proof:
-        """Load on every engine; the first refusal, if there is one, speaks for the pool."""
-        proofs = await self.load_all(manifest)
+        """Load on every engine at once and declare it; the first refusal, if there is one, speaks for the pool."""
+        proofs = await asyncio.gather(*(engine.load(manifest) for engine in self.present))
+        for proof in proofs:
+            self.loaded(proof)
+        if any(proof.accepted for proof in proofs):
+            self.floor = manifest.version
         return next((proof for proof in proofs if not proof.accepted), proofs[0])
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
@@ -89,11 +145,11 @@ class EnginePool:
 
     async def stats(self) -> EngineStats:
         """The sum over the engines, at the pool's version."""
-        each = await asyncio.gather(*(engine.stats() for engine in self.engines))
+        each = await asyncio.gather(*(engine.stats() for engine in self.present))
         return EngineStats(
             version=self.version,
             running=sum(stats.running for stats in each),
-            waiting=sum(stats.waiting for stats in each),
+            waiting=sum(stats.waiting for stats in each) + len(self._unplaced),
             generated_tokens=sum(stats.generated_tokens for stats in each),
             prefilled_tokens=sum(stats.prefilled_tokens for stats in each),
             preemptions=sum(stats.preemptions for stats in each),
@@ -104,6 +160,23 @@ class EnginePool:
     async def close(self) -> None:
         """Close all engines."""
         await asyncio.gather(*(engine.close() for engine in self.engines))
+
+    async def _placeable(self, request_id: str) -> bool:
+        """Wait until an engine serves; False if the request is aborted before."""
+        self._unplaced.add(request_id)
+        try:
+            async with asyncio.timeout(self._patience):
+                while request_id in self._unplaced and not self._serving():
+                    await self._changed.wait()
+            return request_id in self._unplaced
+        except TimeoutError as error:
+            raise HeadraceError(self._nobody()) from error
+        finally:
+            self._unplaced.discard(request_id)
+
+    def _ring(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     def _choose(self, request: Request) -> Engine:
         serving = self._serving()
@@ -120,11 +193,15 @@ class EnginePool:
         return best
 
     def _least_loaded(self) -> Engine:
-        return min(self._serving(), key=lambda engine: self._running[engine.name])
+        serving = self._serving()
+        if not serving:
+            raise HeadraceError(self._nobody())
+        return min(serving, key=lambda engine: self._running[engine.name])
 
     def _serving(self) -> list[Engine]:
-        newest = max(self._proved.values())
-        serving = [engine for engine in self.engines if self._proved[engine.name] == newest]
-        if not serving:
-            raise HeadraceError("no engine serves: none has proved its weights")
-        return serving
+        floor = max(0, self.floor)
+        return [engine for engine in self.present if self._proved[engine.name] >= floor]
+
+    def _nobody(self) -> str:
+        away = "; ".join(f"{name} is away ({reason})" for name, reason in self._away.items())
+        return f"no engine serves: none has proved its weights{f' ({away})' if away else ''}"

@@ -54,6 +54,10 @@ class RemoteEngine:
         """The process is gone: every open request ends as failed."""
         self._streams.lost(reason)
 
+    def back(self) -> None:
+        """A new process has taken the place of the one that was lost."""
+        self._streams.revive()
+
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         """See `Engine.generate`."""
         return self._streams.generate(request)

@@ -67,6 +67,10 @@ class DeltaStreams:
         for request_id, stream in self._open.items():
             stream.put_nowait(failed_delta(request_id, reason))
 
+    def revive(self) -> None:
+        """The engine is back: it takes requests again."""
+        self._death = None
+
     def flush(self) -> None:
         """Submit what waits for the end of this turn now."""
         requests, self._outbox = self._outbox, []

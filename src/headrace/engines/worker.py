@@ -15,6 +15,8 @@ from headrace.channel.beats import Stop
 from headrace.channel.desk import Desk
 from headrace.channel.spoke import Incoming
 from headrace.config import Config
+from headrace.config.schema import LoraConfig
+from headrace.delivery.digest import digest_as
 from headrace.delivery.transports.keys import KEYS
 from headrace.engines.base import Delta
 from headrace.engines.embedded.core import EngineCore
@@ -35,7 +37,8 @@ from headrace.engines.messages import (
     Submit,
 )
 from headrace.errors import HeadraceError
-from headrace.models.loading import load_model
+from headrace.models.loading import load_model, named_weights
+from headrace.models.lora import LoraSpec, attach
 from headrace.models.selfcheck import check_model
 
 LONGEST_DEFAULT = 4096
@@ -45,6 +48,11 @@ def longest_sequence(configured: int, model: Any) -> int:
     """The longest sequence that an engine takes: as configured, within what the model's positions allow."""
     limit = int(getattr(model.config, "max_position_embeddings", LONGEST_DEFAULT))
     return min(configured or LONGEST_DEFAULT, limit)
+
+
+def lora_spec(lora: LoraConfig) -> LoraSpec:
+    """What `[lora]` says to an engine."""
+    return LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), modules=tuple(lora.modules))
 
 
 def serve(desk: Desk, config: Config) -> None:
@@ -58,6 +66,8 @@ def serve(desk: Desk, config: Config) -> None:
             seed=config.run.seed,
             device=choose_device(config.engine.device),
         )
+        base_digest = digest_as(named_weights(model), config.model.dtype) if config.lora is not None else None
+        adapter = attach(model, lora_spec(config.lora), config.lora.serve) if config.lora is not None else None
         check_model(model, longest_sequence(config.engine.max_length, model))
     desk.phase = "preparing"
     core = EngineCore(
@@ -65,6 +75,8 @@ def serve(desk: Desk, config: Config) -> None:
         config.engine,
         name=desk.name,
         max_length=longest_sequence(config.engine.max_length, model),
+        adapter=adapter,
+        base_digest=base_digest,
         spans=desk.spans,
         keys=desk.run_dir / KEYS,
     )

@@ -59,6 +59,7 @@ class EngineCore:
         max_length: int,
         version: int = NO_VERSION,
         adapter: Adapter | None = None,
+        base_digest: int | None = None,
         spans: SpanRecorder | None = None,
         keys: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -77,7 +78,13 @@ class EngineCore:
             max_length=max_length,
         )
         weights = adapter.weights() if adapter is not None else named_weights(model)
-        self._receiver = Receiver(weights, name, keys=keys, installed=adapter.apply if adapter is not None else None)
+        self._receiver = Receiver(
+            weights,
+            name,
+            keys=keys,
+            installed=adapter.apply if adapter is not None else None,
+            base_digest=base_digest,
+        )
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._sequences: dict[str, Sequence] = {}
         self._ready: list[Delta] = []
@@ -89,6 +96,8 @@ class EngineCore:
         self._prefilled = 0
         self.version = NO_VERSION
         """What the live weights are proved to be; -1 before the first proof and while quarantined."""
+        self.drawn_version = NO_VERSION
+        """The newest version that a token was drawn under, as far as the host knows."""
         self._live = NO_VERSION
         if version != NO_VERSION:
             self._go_live(version)
@@ -153,8 +162,16 @@ class EngineCore:
 
     def abort_started(self) -> list[Delta]:
         """End the requests that run or hold sampled tokens; those that never began keep waiting."""
-        started = {s.id for s in self._scheduler.running} | {s.id for s in self._sequences.values() if s.sampled}
+        started = self._started()
         return self.abort(i for i in list(self._sequences) if i in started)
+
+    def hold_new(self, hold: bool) -> None:
+        """Let no request begin that has not, until told otherwise."""
+        self._scheduler.admits_new = not hold
+
+    def at_rest(self, *, waiting: bool) -> bool:
+        """Whether no request that has begun is left; with `waiting`, none at all. Always so without proved weights."""
+        return self._live == NO_VERSION or not (self._sequences if waiting else self._started())
 
     def flush(self) -> list[Delta]:
         """Every token that no delta holds yet."""
@@ -252,6 +269,9 @@ class EngineCore:
         """Let go of what deliveries hold. Idempotent."""
         self._receiver.close()
 
+    def _started(self) -> set[str]:
+        return {s.id for s in self._scheduler.running} | {s.id for s in self._sequences.values() if s.sampled}
+
     def _settle(self) -> list[Delta]:
         """Wait for everything under way, proof and tokens: what is known then is all there is."""
         with self._runner.active():
@@ -324,6 +344,8 @@ class EngineCore:
             routing=None if new.routing is None else new.routing[:count],
         )
         self._generated += count
+        if count:
+            self.drawn_version = max(self.drawn_version, int(new.versions[count - 1]))
         return end
 
     def _finish(self, sequence: Sequence, end: Ending) -> Delta:

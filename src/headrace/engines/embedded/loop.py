@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Staged
-from headrace.engines.base import Delta, EngineStats, Request, failed_delta
+from headrace.engines.base import Delta, EngineStats, Interrupt, Request, failed_delta
 from headrace.engines.embedded.core import EngineCore
-from headrace.errors import DeliveryError, HeadraceError, UserError
+from headrace.errors import DeliveryError, HeadraceError, UserError, WrongBase
 from headrace.types import Float32Array, Int32Array
 
 _WAKE_SECONDS = 1.0
@@ -28,9 +28,7 @@ _WAKE_SECONDS = 1.0
 class EngineLoop:
     """Runs a core in the thread that calls `run`. All other methods may be called from any thread."""
 
-    def __init__(
-        self, core: EngineCore, emit: Callable[[list[Delta]], None], interrupt: Literal["never", "abort"] = "never"
-    ) -> None:
+    def __init__(self, core: EngineCore, emit: Callable[[list[Delta]], None], interrupt: Interrupt = "never") -> None:
         self._core = core
         self._emit = emit
         self._interrupt = interrupt
@@ -39,6 +37,10 @@ class EngineLoop:
         self._futures: set[Future[Any]] = set()
         self._loads: deque[tuple[Manifest, Future[Proof]]] = deque()
         self._loading: Future[Proof] | None = None
+        self._awaited: Staged | None = None
+        """Weights that are swapped in once what they must not interrupt has ended."""
+        self._behind: list[Request] = []
+        """Requests that came after those weights."""
         self._paused = False
         self._stopping = False
         self._ended = False
@@ -47,12 +49,12 @@ class EngineLoop:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; all of one call enter between the same two steps."""
         requests = list(requests)
-        if not self._post(lambda: self._core.submit(requests)):
+        if not self._post(lambda: self._submit(requests)):
             self._emit([failed_delta(request.id, self._gone()) for request in requests])
 
     def abort(self, ids: Sequence[str] | None = None) -> Future[None]:
         """End these requests (all, if None); done when their last deltas were emitted."""
-        return self._ask(lambda: self._deliver(self._core.abort(ids)))
+        return self._ask(lambda: self._abort(ids))
 
     def pause(self) -> Future[None]:
         """Stop stepping; done when no step is under way and all tokens so far were emitted."""
@@ -93,6 +95,7 @@ class EngineLoop:
         try:
             while not self._stopping:
                 self._obey()
+                self._swap_at_rest()
                 self._report_proof()
                 if self._core.has_work and not self._paused and not self._stopping:
                     self._deliver(self._core.step())
@@ -124,6 +127,19 @@ class EngineLoop:
     def _resume(self) -> None:
         self._paused = False
 
+    def _submit(self, requests: list[Request]) -> None:
+        if self._awaited is not None and self._interrupt == "block":
+            self._behind += requests
+        else:
+            self._core.submit(requests)
+
+    def _abort(self, ids: Sequence[str] | None) -> None:
+        # A request that waits behind a swap ends as any other does: with a delta of the core's.
+        ended = [request for request in self._behind if ids is None or request.id in ids]
+        self._behind = [request for request in self._behind if all(request is not one for one in ended)]
+        self._core.submit(ended)
+        self._deliver(self._core.abort(ids))
+
     def _queue_load(self, manifest: Manifest, future: Future[Proof]) -> None:
         self._loads.append((manifest, future))
         self._next_load()
@@ -142,10 +158,37 @@ class EngineLoop:
             staged = staging.result(timeout=0)
             if self._interrupt == "abort":
                 self._deliver(self._core.abort_started())
+            elif self._interrupt in ("drain", "block"):
+                self._awaited = staged
+                self._core.hold_new(self._interrupt == "drain")
+                return
             self._core.install(staged)
         except DeliveryError as error:
-            proof = Proof(engine=self._core.name, version=manifest.version, accepted=False, reason=str(error))
-            self._loaded(proof)
+            self._refused(manifest.version, error)
+
+    def _swap_at_rest(self) -> None:
+        """Swap in what waits for others to end, if they have."""
+        staged = self._awaited
+        if staged is None or not self._core.at_rest(waiting=self._interrupt == "block"):
+            return
+        self._awaited = None
+        self._core.hold_new(False)
+        try:
+            self._core.install(staged)
+        except DeliveryError as error:
+            self._refused(staged.manifest.version, error)
+        behind, self._behind = self._behind, []
+        self._core.submit(behind)
+
+    def _refused(self, version: int, error: DeliveryError) -> None:
+        proof = Proof(
+            engine=self._core.name,
+            version=version,
+            accepted=False,
+            reason=str(error),
+            needs_full=isinstance(error, WrongBase),
+        )
+        self._loaded(proof)
 
     def _report_proof(self) -> None:
         """Steps go on while new weights are being proved; without steps there is nothing else to wait for."""

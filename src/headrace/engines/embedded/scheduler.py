@@ -58,6 +58,8 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.admits_new = True
+        """Whether sequences that have no token yet may begin."""
         self._ahead = 1
         self.preemptions = 0
         self._max_length = max_length
@@ -110,7 +112,8 @@ class Scheduler:
                 plan.chunks.append(Chunk(sequence, computed, count))
         if not plan.preempted and len(self.running) < self.slots:
             self._admit(plan, budget)
-        plan.upcoming = min(len(self.waiting), self.slots - len(self.running))
+        upcoming = len(self.waiting) if self.admits_new else sum(s.sampled > 0 for s in self.waiting)
+        plan.upcoming = min(upcoming, self.slots - len(self.running))
         return plan
 
     def advance(self, plan: Plan, version: int) -> None:
@@ -183,6 +186,8 @@ class Scheduler:
     def _admit(self, plan: Plan, budget: int) -> None:
         self._origins.clear()
         for sequence in list(self.waiting):
+            if not self.admits_new and not sequence.sampled:
+                continue
             if self.pool.blocks_for(len(sequence.tokens)) > self.pool.total:
                 self._unqueue(sequence)
                 plan.refused.append(sequence)

@@ -10,10 +10,10 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from headrace.engines.base import Delta, FinishReason, Kept, Request
+from headrace.engines.base import Delta, FinishReason, Request
 from headrace.engines.embedded.endings import Ending
 from headrace.engines.embedded.prefix_cache import Chain
-from headrace.types import NO_VERSION, Float32Array, Int16Array, Int32Array
+from headrace.types import NO_VERSION, Float32Array, Int16Array, Int32Array, Kept
 
 PrefixKey = tuple[str, bytes]
 """A group and the prompt that its requests share."""

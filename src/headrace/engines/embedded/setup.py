@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from headrace.config.schema import EngineConfig
@@ -16,6 +17,9 @@ from headrace.models.experts import RoutingShape, prepare_experts
 from headrace.models.head import keep_logits_in_float32
 
 logger = logging.getLogger(__name__)
+
+CANARY_LENGTH = 16
+"""Tokens that are scored once before an engine serves."""
 
 MakeRunner = Callable[[Any, EngineConfig, int], tuple[Runner, BlockPool]]
 """From a model, its configuration and the longest length."""
@@ -84,6 +88,9 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tup
     runner = DeviceRunner(
         model, cache, rows=config.slots, max_length=max_length, capture=config.graphs, routing=routing
     )
+    if compiled:
+        # Scoring is compiled too, and here: the canary of the first swap would otherwise stop decoding for it.
+        runner.score(np.zeros(min(CANARY_LENGTH, max_length), np.int32)).result()
     return runner, BlockPool(blocks, config.block_size)
 
 
