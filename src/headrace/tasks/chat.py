@@ -19,6 +19,9 @@ from headrace.errors import ConfigError, ModelError
 from headrace.tasks.template import ChatTemplate
 from headrace.types import Int32Array
 
+Tools = Sequence[Mapping[str, Any]] | None
+"""Descriptions of functions that the policy may call, for the chat template."""
+
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OPENING = {"role": "user", "content": "Hello"}
 _DUMMIES = ("QzJvTurnAlpha", "WxKpTurnBeta")
@@ -74,17 +77,17 @@ class ChatFormat:
         """Whether messages can be rendered at all."""
         return self._template is not None
 
-    def open(self, messages: Sequence[Mapping[str, str]]) -> Int32Array:
+    def open(self, messages: Sequence[Mapping[str, Any]], *, tools: Tools = None) -> Int32Array:
         """The tokens of the opening messages, up to where the policy's first turn begins."""
-        return self.encode(self._chat_template().render(messages, add_generation_prompt=True))
+        return self.encode(self._chat_template().render(messages, add_generation_prompt=True, tools=tools))
 
-    def continue_(self, messages: Sequence[Mapping[str, str]], *, ended: bool) -> Int32Array:
+    def continue_(self, messages: Sequence[Mapping[str, Any]], *, ended: bool, tools: Tools = None) -> Int32Array:
         """The tokens to append after the policy's turn: these messages, up to where its next turn begins.
 
         `ended` says that the policy's last token was a stop token; if it was not, the end of the turn is part of the
         answer. Raises `ModelError` where the template renders a turn differently once messages follow it.
         """
-        tokens = self.encode(self._following(messages))
+        tokens = self.encode(self._following(messages, tools))
         end = self._leading(tokens, self._stop_token_ids)
         if end is None:
             return tokens
@@ -117,9 +120,9 @@ class ChatFormat:
             )
         return self._template
 
-    def _following(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def _following(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> str:
         """The text between the policy's turn and its next one, the end of the turn included."""
-        found = {self._after_turn(dummy, messages) for dummy in _DUMMIES}
+        found = {self._after_turn(dummy, messages, tools) for dummy in _DUMMIES}
         if len(found) != 1 or None in found:
             raise ModelError(
                 f"{self._origin}: the chat template rewrites an assistant's turn when messages follow it; "
@@ -127,11 +130,12 @@ class ChatFormat:
             )
         return str(found.pop())
 
-    def _after_turn(self, dummy: str, messages: Sequence[Mapping[str, str]]) -> str | None:
+    def _after_turn(self, dummy: str, messages: Sequence[Mapping[str, Any]], tools: Tools) -> str | None:
         template = self._chat_template()
         turns = [_OPENING, {"role": "assistant", "content": dummy}]
-        _, found, end = template.render(turns, add_generation_prompt=False).partition(dummy)
-        _, again, following = template.render([*turns, *messages], add_generation_prompt=True).partition(dummy)
+        _, found, end = template.render(turns, add_generation_prompt=False, tools=tools).partition(dummy)
+        rendered = template.render([*turns, *messages], add_generation_prompt=True, tools=tools)
+        _, again, following = rendered.partition(dummy)
         return following if found and again and following.startswith(end) else None
 
     def _end_of_turn(self) -> int | None:

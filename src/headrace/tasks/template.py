@@ -31,12 +31,21 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ModelError(f"{origin}: the chat template does not compile: {_first_line(error)}") from error
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
-        """The conversation as text; with the generation prompt, up to where the assistant's next turn begins."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The conversation as text; with the generation prompt, up to where the assistant's next turn begins.
+
+        `tools` are descriptions of functions, as the template wants them (usually OpenAI's JSON).
+        """
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
-                tools=None,
+                tools=None if tools is None else [dict(tool) for tool in tools],
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,

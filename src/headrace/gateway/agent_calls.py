@@ -1,0 +1,161 @@
+"""How an agent is called, in a worker's thread: a function by the names of its parameters, or a command.
+
+    base_url, api_key   of the gateway, for `openai.OpenAI(base_url=..., api_key=...)`: the key is that of the session
+    model, session      the model's name; the session's id
+    messages, text      the prompt, as one or the other
+    data, <field>       the prompt's other fields, together or one by one
+    **fields            everything above
+
+A function returns its reward: a number, or a dict with "reward" and further numbers. A function that posts its reward
+returns None. A command finds OPENAI_BASE_URL, OPENAI_API_KEY and HEADRACE_SESSION in its environment and the rest as
+JSON on its standard input; it posts its reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import math
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from headrace.errors import ConfigError
+from headrace.gateway.frames import Done, Job
+from headrace.tasks.reference import describe, import_function
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class AgentProblem(Exception):
+    """A function cannot be given what it wants, or raised."""
+
+
+class FunctionAgent:
+    """A function of the user's; `async` ones get an event loop of their own."""
+
+    def __init__(self, reference: str) -> None:
+        self._function = import_function(reference)
+        self._reference = reference
+        try:
+            self._parameters = inspect.signature(self._function).parameters
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{reference!r}: its parameters cannot be read: {error}") from error
+
+    def run(self, job: Job) -> Done:
+        """Call it; whatever it raises is a reason."""
+        try:
+            return _done(job.id, self._call(bind(self._parameters, job)))
+        except AgentProblem as error:
+            return Done(id=job.id, error=str(error))
+
+    def _call(self, arguments: dict[str, Any]) -> Any:
+        try:
+            result = self._function(**arguments)
+            return asyncio.run(_finish(result)) if inspect.isawaitable(result) else result
+        except (Exception, SystemExit) as error:
+            raise AgentProblem(f"the agent raised {describe(error)}") from error
+
+    def halt(self, id: str) -> None:
+        """A thread cannot be ended; its session is closed, and its worker is replaced."""
+
+    def end(self) -> None:
+        """The process ends with all its threads."""
+
+
+class CommandAgent:
+    """A program of the user's, one process a session, each with a process group of its own."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._halted: set[str] = set()
+        self._turn = threading.Lock()
+
+    def run(self, job: Job) -> Done:
+        """Start it and wait for its end."""
+        environment = {"OPENAI_BASE_URL": job.base_url, "OPENAI_API_KEY": job.api_key, "HEADRACE_SESSION": job.id}
+        try:
+            with self._turn:
+                if job.id in self._halted:
+                    return Done(id=job.id, error="the agent was ended before it began")
+                process = self._processes[job.id] = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    env={**os.environ, **environment},
+                    start_new_session=True,
+                )
+            # A program need not read what it is told.
+            with contextlib.suppress(BrokenPipeError):
+                process.communicate(msgspec.json.encode(_fields(job)))
+            code = process.wait()
+        except OSError as error:
+            return Done(id=job.id, error=f"the agent's command cannot be started: {error.strerror}")
+        finally:
+            self.halt(job.id)
+        return Done(id=job.id, error=f"the agent's command ended with exit code {code}" if code else "")
+
+    def halt(self, id: str) -> None:
+        """Kill it with all that it started."""
+        with self._turn:
+            self._halted.add(id)
+            process = self._processes.pop(id, None)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill all of them."""
+        for id in list(self._processes):
+            self.halt(id)
+
+
+def bind(parameters: Mapping[str, inspect.Parameter], job: Job) -> dict[str, Any]:
+    """The arguments of a function, by its parameters' names."""
+    fields = _fields(job)
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return fields
+    named = {name: parameter for name, parameter in parameters.items() if parameter.kind in _NAMED}
+    missing = [n for n, parameter in named.items() if n not in fields and parameter.default is parameter.empty]
+    if missing:
+        raise AgentProblem(f"the agent wants {missing[0]!r}, which is neither given nor a field of the prompt")
+    return {name: fields[name] for name in named if name in fields}
+
+
+def _fields(job: Job) -> dict[str, Any]:
+    ours = {
+        "base_url": job.base_url,
+        "api_key": job.api_key,
+        "model": job.model,
+        "session": job.id,
+        "prompt": job.prompt,
+        "messages": job.messages,
+        "text": job.text,
+        "data": job.data,
+    }
+    return {**job.data, **ours}
+
+
+async def _finish(result: Any) -> Any:
+    return await result
+
+
+def _done(id: str, result: Any) -> Done:
+    if result is None:
+        return Done(id=id)
+    given = dict(result) if isinstance(result, Mapping) else {"reward": result}
+    try:
+        numbers = {str(name): float(value) for name, value in given.items()}
+        if odd := [name for name, value in numbers.items() if not math.isfinite(value)]:
+            return Done(id=id, error=f"the agent's {odd[0]} is {numbers[odd[0]]}, not a finite number")
+        return Done(id=id, reward=numbers.pop("reward"), metrics=numbers)
+    except (TypeError, ValueError):
+        return Done(id=id, error=f"the agent returned {str(result)[:80]!r}, not a reward")
+    except KeyError:
+        return Done(id=id, error='the agent returned a dict without "reward"')

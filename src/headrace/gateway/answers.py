@@ -1,0 +1,103 @@
+"""Answers in OpenAI's shapes: whole, or as the chunks of a stream. Pure: from what was said to JSON values."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from headrace.gateway.base import Chat
+from headrace.gateway.completions import Answered
+from headrace.gateway.speech import Speech
+from headrace.gateway.wants import Want
+
+
+class Shape:
+    """The answers to one request, as JSON values."""
+
+    def __init__(self, want: Want, chat: Chat) -> None:
+        self._want = want
+        self._chat = chat
+        self._created = int(time.time())
+        self._id = ("chatcmpl-" if want.kind == "chat" else "cmpl-") + secrets.token_hex(12)
+        self._told: dict[int, int] = {}
+        """Tokens of each choice whose log-probabilities are in chunks already."""
+
+    def whole(self, answered: Answered) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        chat = self._want.kind == "chat"
+        choices = [self._choice(number, speech) for number, speech in enumerate(answered.choices)]
+        head = self._head("chat.completion" if chat else "text_completion")
+        return {**head, "choices": choices, "usage": usage(answered)}
+
+    def first(self, number: int) -> dict[str, Any]:
+        """The chunk with which a choice of a chat begins."""
+        return self._chunk(number, {"role": "assistant", "content": ""}, None, None)
+
+    def piece(self, number: int, text: str, speech: Speech) -> list[dict[str, Any]]:
+        """The chunks of a piece of text; the last piece of a choice brings its finish reason."""
+        logprobs = self._logprobs(speech, self._told.get(number, 0)) if self._want.logprobs else None
+        self._told[number] = len(speech)
+        if self._want.kind == "text":
+            choice = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": speech.finish}
+            return [{**self._head("text_completion"), "choices": [choice]}]
+        chunks = [self._chunk(number, {"content": text}, logprobs, None)] if text or logprobs else []
+        if speech.calls:
+            calls = [{"index": index, **call.as_openai()} for index, call in enumerate(speech.calls)]
+            chunks.append(self._chunk(number, {"tool_calls": calls}, None, None))
+        if speech.finish is not None:
+            chunks.append(self._chunk(number, {}, None, _finish(speech)))
+        return chunks
+
+    def last(self, answered: Answered) -> dict[str, Any]:
+        """The chunk that holds nothing but the usage."""
+        kind = "chat.completion.chunk" if self._want.kind == "chat" else "text_completion"
+        return {**self._head(kind), "choices": [], "usage": usage(answered)}
+
+    def _choice(self, number: int, speech: Speech) -> dict[str, Any]:
+        logprobs = self._logprobs(speech, 0) if self._want.logprobs else None
+        if self._want.kind == "text":
+            return {"index": number, "text": speech.text, "logprobs": logprobs, "finish_reason": speech.finish}
+        message = speech.message()
+        if speech.calls and not speech.text:
+            message["content"] = None
+        return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": _finish(speech)}
+
+    def _chunk(self, number: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
+        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._want.model}
+
+    def _logprobs(self, speech: Speech, start: int) -> dict[str, Any]:
+        """Those of the tokens from `start` on; an end token has one too."""
+        ids, values = speech.token_ids[start:], speech.logprobs[start:]
+        texts = [self._chat.decode([int(token)]) for token in ids]
+        if self._want.kind == "text":
+            offsets, at = [], 0 if not start else len(self._chat.decode(speech.token_ids[:start]))
+            for text in texts:
+                offsets.append(at)
+                at += len(text)
+            numbers = [float(value) for value in values]
+            return {"tokens": texts, "token_logprobs": numbers, "top_logprobs": None, "text_offset": offsets}
+        return {
+            "content": [
+                {"token": text, "logprob": float(value), "bytes": list(text.encode()), "top_logprobs": []}
+                for text, value in zip(texts, values, strict=True)
+            ],
+            "refusal": None,
+        }
+
+
+def usage(answered: Answered) -> dict[str, int]:
+    """Tokens that were read and sampled."""
+    return {
+        "prompt_tokens": answered.prompt_tokens,
+        "completion_tokens": answered.completion_tokens,
+        "total_tokens": answered.prompt_tokens + answered.completion_tokens,
+    }
+
+
+def _finish(speech: Speech) -> str | None:
+    return "tool_calls" if speech.calls else speech.finish

@@ -1,0 +1,214 @@
+"""From a request to answers: tokens are drawn, recorded in the session's conversation, and told piece by piece.
+
+A session is sampled as its run says, never as its client says: the loss knows one distribution. A client that asks for
+another is told so once, in the run's output. A turn is recorded when its client could have read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+
+from headrace.engines.base import Engine, Request, Sampling
+from headrace.errors import ModelError
+from headrace.gateway.base import ApiError, Chat
+from headrace.gateway.conversation import Conversation, Opening
+from headrace.gateway.sampling import EngineFailure, sample
+from headrace.gateway.session import Session, turn_sampling
+from headrace.gateway.speech import Speech
+from headrace.gateway.wants import Want
+from headrace.rollouts.base import derive_seed
+
+Say = Callable[[int, str, Speech], Awaitable[None]]
+"""Told a choice's number, its next text, and all of it so far."""
+
+
+END_SECONDS = 10.0
+"""In which an engine is told that nobody waits for an answer any more."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """All answers to one request."""
+
+    prompt_tokens: int
+    choices: list[Speech] = field(default_factory=list)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Sampled tokens, over all choices."""
+        return sum(len(choice) for choice in self.choices)
+
+
+class Completions:
+    """Answers requests from the engines."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: Chat,
+        *,
+        max_length: int,
+        max_tokens: int,
+        stop_token_ids: tuple[int, ...] = (),
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`max_tokens` is what a request without a session gets if it names no limit."""
+        self._engine = engine
+        self._chat = chat
+        self._max_length = max_length
+        self._max_tokens = max_tokens
+        self._stop_token_ids = tuple(dict.fromkeys((*chat.stop_token_ids, *stop_token_ids)))
+        self._note = note
+        self._noted: set[str] = set()
+
+    async def answer(self, want: Want, session: Session | None, say: Say) -> Answered:
+        """Draw all choices; raises `ApiError`."""
+        if session is None:
+            return await self._free(want, say)
+        session.enter()
+        try:
+            async with asyncio.timeout(session.seconds_left()), session.lock:
+                return await self._within(want, session, say)
+        except TimeoutError:
+            raise ApiError(408, "the session's time is over", code="session_timeout") from None
+        finally:
+            session.leave()
+
+    async def _free(self, want: Want, say: Say) -> Answered:
+        """Outside of any session: as the client likes, and nothing is recorded."""
+        opening = self._open(Conversation(self._chat), want)
+        seed = secrets.randbits(62) if want.seed is None else want.seed
+        base = Sampling(
+            max_tokens=want.max_tokens or self._max_tokens,
+            temperature=1.0 if want.temperature is None else want.temperature,
+            top_p=want.top_p or 1.0,
+            top_k=want.top_k or 0,
+            min_p=want.min_p or 0.0,
+            stop_token_ids=self._stop_token_ids,
+        )
+        name = f"gateway-{secrets.token_hex(8)}"
+        requests = [
+            Request(
+                id=f"{name}/{choice}",
+                token_ids=opening.token_ids,
+                sampling=msgspec.structs.replace(base, seed=derive_seed(seed, "choice", choice)),
+                group=name,
+            )
+            for choice in range(want.n)
+        ]
+        answered = Answered(len(opening.token_ids), self._speeches(want))
+        try:
+            await self._draw(requests, answered, say)
+        except EngineFailure as failure:
+            raise ApiError(503, str(failure), code="engine_failure") from failure
+        return answered
+
+    async def _within(self, want: Want, session: Session, say: Say) -> Answered:
+        if session.over:
+            raise ApiError(410, f"session {session.id} has ended", code="session_ended")
+        self._say_what_is_overruled(want, session)
+        share = session.check_budget(want.n)
+        opening = self._open(session.conversation, want, session)
+        number = session.requests
+        session.requests += 1
+        requests = [
+            Request(
+                id=f"{session.id}/{number}/{choice}",
+                token_ids=opening.token_ids,
+                sampling=turn_sampling(
+                    session, max_tokens=min(share, want.max_tokens or share), request=number, choice=choice
+                ),
+                group=session.group or session.id,
+                priority=session.priority,
+            )
+            for choice in range(want.n)
+        ]
+        answered = Answered(len(opening.token_ids), self._speeches(want))
+        read = want.stream
+        try:
+            await self._draw(requests, answered, say)
+            read = True
+        except EngineFailure as failure:
+            session.failure = str(failure)
+            raise ApiError(503, str(failure), code="engine_failure") from failure
+        finally:
+            if read and not session.over:
+                self._record(session, opening, answered)
+        return answered
+
+    def _record(self, session: Session, opening: Opening, answered: Answered) -> None:
+        for speech in answered.choices:
+            if len(speech):
+                session.conversation.record(
+                    opening, speech.token_ids, speech.logprobs, speech.versions, speech.message()
+                )
+        if session.budget <= 0 and any(speech.finish == "length" for speech in answered.choices):
+            session.exhausted = True
+
+    async def _draw(self, requests: list[Request], answered: Answered, say: Say) -> None:
+        """All choices side by side; the first failure of one ends the others and is the request's."""
+        tasks = [
+            asyncio.create_task(self._choice(request, number, speech, say), name=request.id)
+            for number, (request, speech) in enumerate(zip(requests, answered.choices, strict=True))
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=END_SECONDS)
+
+    async def _choice(self, request: Request, number: int, speech: Speech, say: Say) -> None:
+        async with aclosing(sample(self._engine, request)) as deltas:
+            async for delta in deltas:
+                piece = speech.hear(delta)
+                if piece or speech.finish is not None:
+                    await say(number, piece, speech)
+                if speech.finish is not None:
+                    return
+
+    def _speeches(self, want: Want) -> list[Speech]:
+        return [Speech(self._chat, want.stops, tools=want.tools is not None) for _ in range(want.n)]
+
+    def _open(self, conversation: Conversation, want: Want, session: Session | None = None) -> Opening:
+        try:
+            if want.kind == "chat":
+                opening = conversation.open_chat(want.messages, want.tools)
+            elif want.text is not None:
+                opening = conversation.open_text(want.text)
+            else:
+                opening = conversation.open_tokens(want.token_ids or [])
+        except ModelError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        tokens = len(opening.token_ids)
+        if tokens >= self._max_length:
+            if session is not None:
+                session.exhausted = True
+            raise ApiError(
+                400,
+                f"{tokens} tokens leave no room under the longest length of {self._max_length} ([engine] max_length)",
+                code="context_length_exceeded",
+            )
+        return opening
+
+    def _say_what_is_overruled(self, want: Want, session: Session) -> None:
+        sampling = session.sampling
+        asked = {
+            "temperature": (want.temperature, sampling.temperature),
+            "top_p": (want.top_p, sampling.top_p),
+            "top_k": (want.top_k, sampling.top_k),
+            "min_p": (want.min_p, sampling.min_p),
+        }
+        for name, (wanted, given) in asked.items():
+            if wanted is not None and wanted != given and name not in self._noted:
+                self._noted.add(name)
+                self._note(f"an agent asks for {name} {wanted:g}; sessions are sampled as the run says, at {given:g}")
+        if want.seed is not None and "seed" not in self._noted:
+            self._noted.add("seed")
+            self._note("an agent gives a seed; the noise of a session follows from [run] seed")

@@ -1,0 +1,153 @@
+"""The tokens of one session: what was sampled stays as it was sampled, whatever text a client sends back.
+
+A request whose history is that of a recorded turn goes on from that turn's own tokens, and only the messages after it
+are rendered. Where a client edits its history the stream forks at the last turn that it left alone. Every sampled token
+is trained on in exactly one trace; in the others it is context, with its records kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from headrace.gateway.base import Chat, Message, Tools
+from headrace.types import Float32Array, Int32Array, Trace
+
+History = tuple[str, ...]
+"""The messages of a conversation, each as canonical JSON, after the tools that were offered."""
+
+_COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
+_ENCODER = msgspec.json.Encoder(order="deterministic")
+
+
+@dataclass(frozen=True, eq=False)
+class Opening:
+    """Where a request begins: the tokens that the policy continues."""
+
+    parent: Turn | None
+    """The turn that it follows; None if nothing recorded fits."""
+    context: Int32Array
+    """What is new since then, and was not sampled."""
+    history: History = ()
+    text: str = ""
+    """The prompt of a plain completion."""
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """The whole prompt."""
+        return self.context if self.parent is None else np.concatenate([self.parent.token_ids, self.context])
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """What the policy said once, and all that came before it."""
+
+    opening: Opening
+    sampled: Int32Array
+    logprobs: Float32Array
+    versions: Int32Array
+    token_ids: Int32Array
+    """From the beginning of the stream to the end of this turn."""
+    history: History
+    """With this turn as its last message; empty for plain completions."""
+    text: str
+    """Prompt and answer of a plain completion."""
+    ended: bool
+    """Whether the policy closed its turn itself."""
+
+
+class Conversation:
+    """The turns of a session, as a tree."""
+
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self.turns: list[Turn] = []
+        """In the order in which they ended."""
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that the policy sampled, over all turns."""
+        return sum(len(turn.sampled) for turn in self.turns)
+
+    def open_chat(self, messages: Sequence[Message], tools: Tools = None) -> Opening:
+        """A request of messages: it goes on from the longest recorded history that these begin with."""
+        history = _history(messages, tools)
+        fitting = [t for t in self.turns if t.history and t.history == history[: len(t.history)]]
+        # A history without anything after it leaves nothing to answer: that is a new rendering, not a continuation.
+        parent = max((t for t in fitting if len(t.history) < len(history)), key=lambda t: len(t.history), default=None)
+        if parent is None:
+            return Opening(None, self._chat.open(messages, tools=tools), history)
+        following = messages[len(parent.history) - 1 :]
+        return Opening(parent, self._chat.continue_(following, ended=parent.ended, tools=tools), history)
+
+    def open_text(self, prompt: str) -> Opening:
+        """A plain completion of a text: it goes on from the longest recorded text that it begins with."""
+        fitting = [t for t in self.turns if t.text and prompt.startswith(t.text)]
+        parent = max(fitting, key=lambda t: len(t.text), default=None)
+        rest = prompt if parent is None else prompt[len(parent.text) :]
+        return Opening(parent, self._chat.encode(rest), text=prompt)
+
+    def open_tokens(self, prompt: Sequence[int]) -> Opening:
+        """A plain completion of tokens: they are taken as they are."""
+        token_ids = np.asarray(prompt, np.int32)
+        fitting = [t for t in self.turns if np.array_equal(t.token_ids, token_ids[: len(t.token_ids)])]
+        parent = max(fitting, key=lambda t: len(t.token_ids), default=None)
+        return Opening(parent, token_ids[0 if parent is None else len(parent.token_ids) :])
+
+    def record(
+        self,
+        opening: Opening,
+        sampled: Int32Array,
+        logprobs: Float32Array,
+        versions: Int32Array,
+        answer: Message,
+    ) -> Turn:
+        """Keep a turn exactly as the engine reported it; `answer` is the message that the client was given."""
+        ended = bool(len(sampled)) and int(sampled[-1]) in self._chat.stop_token_ids
+        turn = Turn(
+            opening=opening,
+            sampled=np.array(sampled, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            versions=np.array(versions, np.int32),
+            token_ids=np.concatenate([opening.token_ids, np.asarray(sampled, np.int32)]),
+            history=(*opening.history, _key(answer)) if opening.history else (),
+            text=opening.text + str(answer["content"]) if opening.text else "",
+            ended=ended,
+        )
+        self.turns.append(turn)
+        return turn
+
+    def traces(self) -> list[Trace]:
+        """One trace for each turn that no other one follows, in the order of their turns."""
+        followed = {id(turn.opening.parent) for turn in self.turns}
+        trained: set[int] = set()
+        return [_trace(turn, trained) for turn in self.turns if id(turn) not in followed]
+
+
+def _trace(leaf: Turn, trained: set[int]) -> Trace:
+    """The stream that ends with this turn; turns in `trained` are only context, and these become trained."""
+    path: list[Turn] = []
+    turn: Turn | None = leaf
+    while turn is not None:
+        path.append(turn)
+        turn = turn.opening.parent
+    trace = Trace.of_context(np.zeros(0, np.int32))
+    for turn in reversed(path):
+        context = Trace.of_context(turn.opening.context)
+        trace = trace.extended(context.token_ids, context.logprobs, context.versions, trained=False)
+        trace = trace.extended(turn.sampled, turn.logprobs, turn.versions, trained=id(turn) not in trained)
+        trained.add(id(turn))
+    return trace
+
+
+def _history(messages: Sequence[Message], tools: Tools) -> History:
+    return (_ENCODER.encode(tools or []).decode(), *(_key(message) for message in messages))
+
+
+def _key(message: Message) -> str:
+    """What makes a message that one: clients send back more fields than they were given, most of them empty."""
+    compared = {name: message[name] for name in _COMPARED if message.get(name)}
+    return _ENCODER.encode(compared).decode()

@@ -1,0 +1,183 @@
+"""One rollout whose turns an agent takes: it ends with the agent's reward, or fails when there is none in time.
+
+It stands where `rollouts.Episode` stands: groups, ledgers, admission and training know no difference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from headrace.gateway.agents import AgentError, AgentPool
+from headrace.gateway.base import Chat, Reward
+from headrace.gateway.frames import Job
+from headrace.gateway.session import Session
+from headrace.types import Ending, Prompt, Rollout, Trace
+
+
+class House(Protocol):
+    """What an episode needs of the gateway."""
+
+    def admit(self, session: Session, *, offered: bool) -> None:
+        """Open a session."""
+        ...
+
+    def dismiss(self, session: Session) -> None:
+        """Close it. Idempotent."""
+        ...
+
+    def job(self, session: Session) -> Job:
+        """What an agent is told."""
+        ...
+
+
+class AgentEpisode:
+    """Used once: `prepare`, then `run`."""
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        index: int,
+        prompt: Prompt,
+        make_session: Callable[[], Session],
+        house: House,
+        agents: AgentPool | None,
+        chat: Chat,
+        timeout: float,
+    ) -> None:
+        """Without `agents` the session is offered to agents from outside."""
+        self.id = id
+        self.index = index
+        self.prompt = prompt
+        self._make_session = make_session
+        self._house = house
+        self._agents = agents
+        self._chat = chat
+        self._timeout = timeout
+        self._session: Session | None = None
+        self._cancelled: str | None = None
+        self._running: asyncio.Task[Reward | str] | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was told to end."""
+        return self._cancelled is not None
+
+    @property
+    def partial(self) -> Trace:
+        """The tokens of its first trace so far."""
+        traces = self._traces()
+        return traces[0] if traces else Trace.of_context(np.zeros(0, np.int32))
+
+    @property
+    def answer(self) -> str:
+        """All that follows the opening, as text for people to read."""
+        sampled = np.flatnonzero(self.partial.trained)
+        return self._chat.decode(self.partial.token_ids[sampled[0] :]) if len(sampled) else ""
+
+    async def prepare(self) -> None:
+        """Nothing to prepare: an agent opens its conversation itself."""
+
+    async def run(self) -> Rollout:
+        """Let an agent work until it has its reward."""
+        if self._cancelled is not None:
+            return self._rollout("aborted", reason=self._cancelled)
+        session = self._session = self._make_session()
+        self._running = asyncio.create_task(self._work(session), name=f"agent {self.id}")
+        try:
+            outcome = await self._outcome(self._running)
+        finally:
+            self._running.cancel()
+            self._house.dismiss(session)
+        if outcome is None:
+            return self._rollout("aborted", reason=self._cancelled or "")
+        return self._ended(session, outcome)
+
+    async def _outcome(self, running: asyncio.Task[Reward | str]) -> Reward | str | None:
+        """What the agent came to; None if the episode was told to end."""
+        try:
+            return await running
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if self._cancelled is None or (current is not None and current.cancelling()):
+                raise
+            return None
+
+    async def cancel(self, reason: str) -> None:
+        """End it now: `run` returns what there is."""
+        if self._cancelled is None:
+            self._cancelled = reason
+            if self._running is not None:
+                self._running.cancel()
+
+    async def discard(self) -> None:
+        """Close an episode that will not be run. Idempotent."""
+        if self._session is not None:
+            self._house.dismiss(self._session)
+
+    async def _work(self, session: Session) -> Reward | str:
+        """The reward, or why there is none."""
+        if self._agents is None:
+            return await self._offer(session)
+        async with self._agents.places:
+            self._house.admit(session, offered=False)
+            session.begin(self._timeout)
+            try:
+                async with asyncio.timeout(self._timeout):
+                    done = await self._agents.run(self._house.job(session))
+            except TimeoutError:
+                return self._late()
+            except AgentError as error:
+                return str(error)
+        posted = session.reward.result() if session.reward.done() else None
+        returned = None if done.reward is None else Reward(reward=done.reward, metrics=done.metrics)
+        if posted is not None and returned is not None and posted.reward != returned.reward:
+            return f"the agent posted the reward {posted.reward:g} and returned {returned.reward:g}"
+        return posted or returned or "the agent ended without a reward"
+
+    async def _offer(self, session: Session) -> Reward | str:
+        self._house.admit(session, offered=True)
+        # Until somebody takes it this waits as long as the run does: `[pipeline] stall_seconds` ends it.
+        await session.taken.wait()
+        try:
+            async with asyncio.timeout(session.seconds_left()):
+                return await asyncio.shield(session.reward)
+        except TimeoutError:
+            return self._late()
+
+    def _ended(self, session: Session, outcome: Reward | str) -> Rollout:
+        turns = session.conversation.turns
+        if isinstance(outcome, Reward) and not turns:
+            return self._rollout("failed", reason="the agent has a reward, but made no request in its session")
+        if isinstance(outcome, Reward):
+            ending: Ending = "truncated" if session.exhausted else "finished"
+            return self._rollout(ending, outcome)
+        if session.failure:
+            return self._rollout("failed", reason=session.failure)
+        if session.exhausted and turns:
+            # As in every episode: one that was cut before it earned anything earns nothing, and is trained on.
+            return self._rollout("truncated", Reward(reward=0.0))
+        return self._rollout("failed", reason=outcome)
+
+    def _rollout(self, ending: Ending, outcome: Reward | None = None, *, reason: str = "") -> Rollout:
+        traces = self._traces()
+        turns = len(self._session.conversation.turns) if self._session is not None else 0
+        return Rollout(
+            id=self.id,
+            index=self.index,
+            traces=traces or [self.partial],
+            ending=ending,
+            reward=None if outcome is None else outcome.reward,
+            reason=reason,
+            metrics={"turns": float(turns), "traces": float(len(traces)), **(outcome.metrics if outcome else {})},
+        )
+
+    def _traces(self) -> list[Trace]:
+        return [] if self._session is None else self._session.conversation.traces()
+
+    def _late(self) -> str:
+        return f"no reward within {self._timeout:g} s ([task] timeout)"

@@ -1,0 +1,150 @@
+"""The gateway of a run: its server, its sessions, and the episodes that they become.
+
+Its address and key are in `gateway.json` of the run directory, readable by its owner alone.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from headrace.engines.base import Engine, Sampling
+from headrace.errors import UserError
+from headrace.gateway.agents import AgentPool
+from headrace.gateway.base import Chat
+from headrace.gateway.completions import Completions
+from headrace.gateway.episode import AgentEpisode
+from headrace.gateway.frames import Job
+from headrace.gateway.server import Server
+from headrace.gateway.session import Session, Sessions
+from headrace.types import Prompt
+
+KEY_VARIABLE = "HEADRACE_GATEWAY_KEY"
+
+
+class Gateway:
+    """Serves from `start` to `close`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: Chat,
+        *,
+        model: str,
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        key: str | None = None,
+        max_length: int,
+        max_tokens: int,
+        max_turns: int,
+        stop_token_ids: tuple[int, ...] = (),
+        agents: AgentPool | None = None,
+        session_seconds: float,
+        file: Path | None = None,
+        note: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`key` is the run's, drawn at random unless given; `file` is where address and key are written."""
+        self.key = checked_key(key) if key else secrets.token_urlsafe(24).replace(".", "")
+        self.sessions = Sessions()
+        self.model = model
+        self._chat = chat
+        self._max_turns = max_turns
+        self._agents = agents
+        self._session_seconds = session_seconds
+        self._file = file
+        self._note = note
+        completions = Completions(
+            engine, chat, max_length=max_length, max_tokens=max_tokens, stop_token_ids=stop_token_ids, note=note
+        )
+        self._server = Server(
+            completions,
+            self.sessions,
+            chat,
+            key=self.key,
+            model=model,
+            bind=bind,
+            port=port,
+            session_seconds=session_seconds,
+        )
+
+    @property
+    def base_url(self) -> str:
+        """What an `openai.OpenAI` takes."""
+        return self._server.base_url
+
+    async def start(self) -> None:
+        """Listen, and say where; raises `UserError`."""
+        await self._server.start()
+        where = ""
+        if self._file is not None:
+            _write_private(self._file, msgspec.json.encode({"base_url": self.base_url, "api_key": self.key}))
+            where = f", its key is in {self._file}"
+        self._note(f"the gateway listens at {self.base_url}{where}")
+
+    async def close(self) -> None:
+        """End every session and stop listening. Idempotent."""
+        self.sessions.close()
+        await self._server.close()
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def episode(
+        self, *, id: str, index: int, prompt: Prompt, sampling: Sampling, group: str = "", priority: int = 0
+    ) -> AgentEpisode:
+        """A rollout in the making whose turns an agent takes."""
+        stops = tuple(dict.fromkeys((*self._chat.stop_token_ids, *sampling.stop_token_ids)))
+        return AgentEpisode(
+            id=id,
+            index=index,
+            prompt=prompt,
+            make_session=lambda: Session(
+                chat=self._chat,
+                prompt=prompt,
+                sampling=msgspec.structs.replace(sampling, stop_token_ids=stops),
+                max_turns=self._max_turns,
+                group=group,
+                priority=priority,
+            ),
+            house=self,
+            agents=self._agents,
+            chat=self._chat,
+            timeout=self._session_seconds,
+        )
+
+    def admit(self, session: Session, *, offered: bool) -> None:
+        """See `House.admit`."""
+        self.sessions.add(session, offered=offered)
+
+    def dismiss(self, session: Session) -> None:
+        """See `House.dismiss`."""
+        self.sessions.remove(session)
+
+    def job(self, session: Session) -> Job:
+        """See `House.job`."""
+        return Job(
+            id=session.id,
+            base_url=self.base_url,
+            api_key=self._server.session_key(session),
+            model=self.model,
+            prompt=session.prompt.id,
+            messages=session.prompt.messages or [],
+            text=session.prompt.text,
+            data=session.prompt.data,
+        )
+
+
+def checked_key(key: str) -> str:
+    """A key that a user chose, if it can be one."""
+    if len(key) < 16 or "." in key or any(c.isspace() for c in key) or not key.isascii():
+        raise UserError(f"{KEY_VARIABLE}: a key is at least 16 characters, without dots and spaces")
+    return key
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # noqa: PTH123
+        file.write(content + b"\n")

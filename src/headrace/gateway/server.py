@@ -1,0 +1,244 @@
+"""The HTTP face: OpenAI's endpoints and the sessions of a run, behind the run's key.
+
+    GET  /v1/models                        the one model
+    POST /v1/chat/completions              in a session (recorded) or outside of any (not recorded)
+    POST /v1/completions                   the same, for plain text or token ids
+    POST /v1/sessions                      take a session that waits for an agent from outside
+    POST /v1/sessions/{id}/reward          what it was worth; ends it
+
+A request belongs to a session by its API key (`<run key>.<session>`) or by the header `x-headrace-session`. Nothing is
+answered without the run's key, wherever the server listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+
+from headrace.errors import UserError
+from headrace.gateway.answers import Shape
+from headrace.gateway.base import ApiError, Chat, Reward
+from headrace.gateway.completions import Completions
+from headrace.gateway.session import Session, Sessions
+from headrace.gateway.speech import Speech
+from headrace.gateway.wants import Want, chat_want, completion_want
+
+LARGEST_BODY = 64 * 2**20
+CLOSE_SECONDS = 2.0
+SESSION_HEADER = "x-headrace-session"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class TakeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/sessions`."""
+
+    wait: Annotated[float, msgspec.Meta(ge=0, le=300)] = 30.0
+    """Seconds to wait for a session."""
+
+
+class Server:
+    """Listens from `start` to `close`."""
+
+    def __init__(
+        self,
+        completions: Completions,
+        sessions: Sessions,
+        chat: Chat,
+        *,
+        key: str,
+        model: str,
+        bind: str,
+        port: int,
+        session_seconds: float,
+    ) -> None:
+        """`port` 0 takes a free one; `session_seconds` is the time of a session that is taken from outside."""
+        self._completions = completions
+        self._sessions = sessions
+        self._chat = chat
+        self._key = key
+        self._model = model
+        self._bind = bind
+        self._port = port
+        self._session_seconds = session_seconds
+        self._started = int(time.time())
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def base_url(self) -> str:
+        """What an `openai.OpenAI` takes."""
+        host = f"[{self._bind}]" if ":" in self._bind else self._bind
+        return f"http://{host}:{self._port}/v1"
+
+    async def start(self) -> None:
+        """Listen; raises `UserError` where the port is taken."""
+        app = web.Application(middlewares=[self._guarded], client_max_size=LARGEST_BODY)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._one_model)
+        app.router.add_post("/v1/chat/completions", self._chat_completions)
+        app.router.add_post("/v1/completions", self._text_completions)
+        app.router.add_post("/v1/sessions", self._take)
+        app.router.add_post("/v1/sessions/{id}/reward", self._reward)
+        # A client that leaves gives its request up: the engines are told.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._bind, self._port)
+        try:
+            await site.start()
+        except OSError as error:
+            await self.close()
+            raise UserError(f"[gateway] port: cannot listen on {self._bind}:{self._port}: {error.strerror}") from error
+        self._port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    # ---- endpoints
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return _json({"object": "list", "data": [self._described()]})
+
+    async def _one_model(self, request: web.Request) -> web.StreamResponse:
+        if request.match_info["model"] != self._model:
+            raise ApiError(404, f"there is one model here: {self._model!r}", code="model_not_found")
+        return _json(self._described())
+
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, chat_want(await request.read()))
+
+    async def _text_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, completion_want(await request.read()))
+
+    async def _take(self, request: web.Request) -> web.StreamResponse:
+        body = _decode(await request.read() or b"{}", TakeBody)
+        session = await self._sessions.take(body.wait, self._session_seconds)
+        if session is None:
+            raise ApiError(503, f"no session was open within {body.wait:g} s: ask again", code="no_session")
+        prompt = session.prompt
+        return _json(
+            {
+                "id": session.id,
+                "api_key": self.session_key(session),
+                "base_url": self.base_url,
+                "model": self._model,
+                "timeout": self._session_seconds,
+                "prompt": {"id": prompt.id, "messages": prompt.messages, "text": prompt.text, "data": prompt.data},
+            }
+        )
+
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        session = self._sessions.get(request.match_info["id"])
+        own = self._session_of(request)
+        if own is not None and own is not session:
+            raise ApiError(403, f"the key of session {own.id} cannot give the reward of another one")
+        reward = _decode(await request.read(), Reward)
+        session.settle(reward)
+        return _json({"id": session.id, "reward": reward.reward})
+
+    def session_key(self, session: Session) -> str:
+        """The API key with which a client speaks in this session."""
+        return f"{self._key}.{session.id}"
+
+    # ---- completions
+
+    async def _complete(self, request: web.Request, want: Want) -> web.StreamResponse:
+        session = self._session_of(request)
+        shape = Shape(want, self._chat)
+        if want.stream:
+            return await self._stream(request, want, session, shape)
+
+        async def nothing(number: int, text: str, speech: Speech) -> None:
+            """The whole is told at the end."""
+
+        return _json(shape.whole(await self._completions.answer(want, session, nothing)))
+
+    async def _stream(
+        self, request: web.Request, want: Want, session: Session | None, shape: Shape
+    ) -> web.StreamResponse:
+        """Server-sent events; the status is only sent with the first of them, so that a refusal has its own."""
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
+        turn = asyncio.Lock()
+
+        async def open_() -> None:
+            if not response.prepared:
+                await response.prepare(request)
+                for number in range(want.n if want.kind == "chat" else 0):
+                    await response.write(_event(shape.first(number)))
+
+        async def say(number: int, text: str, speech: Speech) -> None:
+            async with turn:  # Choices speak side by side; their events do not mix.
+                await open_()
+                for chunk in shape.piece(number, text, speech):
+                    await response.write(_event(chunk))
+
+        try:
+            answered = await self._completions.answer(want, session, say)
+            await open_()
+            if want.include_usage:
+                await response.write(_event(shape.last(answered)))
+        except ApiError as error:
+            if not response.prepared:
+                raise
+            await response.write(_event(error.body()))
+        except ConnectionError:
+            return response  # The client has left; what it could have read is recorded.
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    # ---- who asks
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            self._check_key(request)
+            return await handler(request)
+        except ApiError as error:
+            return _json(error.body(), status=error.status)
+        except web.HTTPException as error:
+            refusal = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+            return _json(refusal.body(), status=error.status)
+
+    def _check_key(self, request: web.Request) -> None:
+        key, _, _ = _bearer(request).partition(".")
+        if not hmac.compare_digest(key.encode(), self._key.encode()):
+            raise ApiError(401, "the API key is not that of this run", code="invalid_api_key")
+
+    def _session_of(self, request: web.Request) -> Session | None:
+        _, _, by_key = _bearer(request).partition(".")
+        by_header = request.headers.get(SESSION_HEADER, "")
+        if by_key and by_header and by_key != by_header:
+            raise ApiError(400, f"the API key and {SESSION_HEADER} name two sessions")
+        name = by_key or by_header
+        return self._sessions.get(name) if name else None
+
+    def _described(self) -> dict[str, Any]:
+        return {"id": self._model, "object": "model", "created": self._started, "owned_by": "headrace"}
+
+
+def _bearer(request: web.Request) -> str:
+    return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+
+
+def _decode(raw: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the request's body: {error}") from error
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"

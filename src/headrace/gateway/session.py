@@ -1,0 +1,177 @@
+"""One session is one rollout: its turns are sampled one after the other, within its budget, until it has a reward.
+
+Nothing that a client does to one session reaches another: tokens, budget, noise and reward are its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+
+import msgspec
+
+from headrace.engines.base import Sampling
+from headrace.gateway.base import ApiError, Chat, Reward
+from headrace.gateway.conversation import Conversation
+from headrace.rollouts.base import derive_seed
+from headrace.types import Prompt
+
+
+class Session:
+    """What one agent has said and earned. `close` ends it, and with it the requests that it has under way."""
+
+    def __init__(
+        self,
+        *,
+        chat: Chat,
+        prompt: Prompt,
+        sampling: Sampling,
+        max_turns: int,
+        group: str = "",
+        priority: int = 0,
+    ) -> None:
+        """`sampling.max_tokens` is the budget over all turns, and `sampling.seed` the source of every turn's noise."""
+        self.id = secrets.token_hex(8)
+        self.prompt = prompt
+        self.sampling = sampling
+        self.max_turns = max_turns
+        self.group = group
+        self.priority = priority
+        self.conversation = Conversation(chat)
+        self.lock = asyncio.Lock()
+        """Held by the request that is being answered."""
+        self.requests = 0
+        """Answered or under way."""
+        self.exhausted = False
+        """Whether a request was refused, or cut, because the budget was used up."""
+        self.failure = ""
+        """Why the engines could not answer, if they could not."""
+        self.taken = asyncio.Event()
+        """An agent has begun with it."""
+        self.reward: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
+        self.deadline: float | None = None
+        """On the clock of `time.monotonic`, once an agent has begun."""
+        self._running: set[asyncio.Task[object]] = set()
+        self._closed = False
+
+    @property
+    def budget(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.sampling.max_tokens - self.conversation.sampled
+
+    def begin(self, timeout: float) -> None:
+        """An agent begins: from now on its time counts."""
+        self.deadline = time.monotonic() + timeout
+        self.taken.set()
+
+    def seconds_left(self) -> float | None:
+        """Until it times out; None before an agent has begun."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    def check_budget(self, choices: int) -> int:
+        """Tokens that each of so many answers may have; raises `ApiError` when there is nothing left."""
+        if len(self.conversation.turns) + choices > self.max_turns:
+            self.exhausted = True
+            raise ApiError(
+                400, f"the session has used its {self.max_turns} turns ([rollouts] max_turns)", code="turns_exceeded"
+            )
+        if self.budget < choices:
+            self.exhausted = True
+            raise ApiError(
+                400,
+                f"the session has used its {self.sampling.max_tokens} tokens ([rollouts] max_tokens)",
+                code="context_length_exceeded",
+            )
+        return self.budget // choices
+
+    def settle(self, reward: Reward) -> None:
+        """Take the reward, once; raises `ApiError`."""
+        if problem := reward.problem():
+            raise ApiError(400, problem, param="reward")
+        if self.reward.done():
+            raise ApiError(409, f"session {self.id} already has its reward")
+        self.reward.set_result(reward)
+
+    def enter(self) -> None:
+        """The current task answers a request of this session."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+
+    def leave(self) -> None:
+        """The current task is done with it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.discard(task)
+
+    @property
+    def over(self) -> bool:
+        """Whether it takes no more requests."""
+        return self._closed or self.reward.done()
+
+    def close(self) -> None:
+        """End it; requests under way end with it. Idempotent."""
+        self._closed = True
+        for task in self._running:
+            task.cancel()
+
+
+class Sessions:
+    """The open sessions, by id; and those that wait for an agent from outside."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Session] = {}
+        self._offered: dict[str, Session] = {}
+        self._news = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, session: Session, *, offered: bool = False) -> None:
+        """Open it; an offered one may be taken by an agent from outside."""
+        self._open[session.id] = session
+        if offered:
+            self._offered[session.id] = session
+            self._news.set()
+
+    def get(self, id: str) -> Session:
+        """The open session of this id; raises `ApiError`."""
+        session = self._open.get(id)
+        if session is None:
+            raise ApiError(404, f"there is no open session {id[:40]!r} (it may have ended)", code="session_not_found")
+        return session
+
+    async def take(self, wait: float, timeout: float) -> Session | None:
+        """The session that has been offered longest, for at most `wait` seconds; its time begins to count."""
+        end = time.monotonic() + wait
+        while not self._offered:
+            self._news.clear()
+            try:
+                async with asyncio.timeout(end - time.monotonic()):
+                    await self._news.wait()
+            except TimeoutError:
+                return None
+        session = self._offered.pop(next(iter(self._offered)))
+        session.begin(timeout)
+        return session
+
+    def remove(self, session: Session) -> None:
+        """Close it: its id is worth nothing any more. Idempotent."""
+        self._open.pop(session.id, None)
+        self._offered.pop(session.id, None)
+        session.close()
+
+    def close(self) -> None:
+        """Close all."""
+        for session in list(self._open.values()):
+            self.remove(session)
+
+
+def turn_sampling(session: Session, *, max_tokens: int, request: int, choice: int) -> Sampling:
+    """How a session's answer is drawn: as the run says, with noise of its own.
+
+    Noise is a function of (seed, position): two answers to one history must not have the same seed.
+    """
+    seed = derive_seed(session.sampling.seed, f"request {request}", choice)
+    return msgspec.structs.replace(session.sampling, max_tokens=max_tokens, seed=seed)

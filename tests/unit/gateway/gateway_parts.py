@@ -1,0 +1,126 @@
+"""A chat format whose text does not tell its tokens, and a gateway over a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from openai import AsyncOpenAI
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from headrace.engines.base import Engine, Sampling
+from headrace.engines.fake import FakeEngine
+from headrace.gateway.agents import AgentPool
+from headrace.gateway.gateway import Gateway
+from headrace.gateway.session import Session
+from headrace.tasks.chat import ChatFormat
+from headrace.tasks.template import ChatTemplate
+from headrace.types import Prompt
+
+SPECIAL = ["<|user|>", "<|assistant|>", "<|end|>", "<|tool|>"]
+USER, ASSISTANT, END, TOOL = range(4)
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+PAIRS = [a + b for a in "abcdef" for b in "abcde"]
+"""Pairs that the tokenizer merges: two sampled letters come back from text as one token."""
+TEMPLATE = (
+    "{% if tools %}{{ tools | length }}{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def merging_chat() -> ChatFormat:
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL, *LETTERS, "?", " ", *PAIRS])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [(pair[0], pair[1]) for pair in PAIRS], unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(SPECIAL)
+    return ChatFormat(tokenizer, ChatTemplate(TEMPLATE, {}, "test"), [END])
+
+
+def fake_engine(**arguments: Any) -> FakeEngine:
+    return FakeEngine(version=3, **{"lengths": [5, 7, 4], **arguments})
+
+
+@asynccontextmanager
+async def serving(
+    engine: Engine | None = None,
+    *,
+    agents: AgentPool | None = None,
+    max_tokens: int = 40,
+    max_turns: int = 8,
+    max_length: int = 200,
+    session_seconds: float = 20.0,
+    **more: Any,
+) -> AsyncIterator[Gateway]:
+    gateway = Gateway(
+        engine or fake_engine(),
+        merging_chat(),
+        model="tiny",
+        max_length=max_length,
+        max_tokens=max_tokens,
+        max_turns=max_turns,
+        agents=agents,
+        session_seconds=session_seconds,
+        **more,
+    )
+    await gateway.start()
+    try:
+        yield gateway
+    finally:
+        await gateway.close()
+
+
+def opened(gateway: Gateway, *, seed: int = 1, max_tokens: int = 40, temperature: float = 1.0) -> Session:
+    """A session that somebody works in."""
+    session = Session(
+        chat=merging_chat(),
+        prompt=Prompt(id="p", messages=[{"role": "user", "content": "hi"}], data={"answer": "b"}),
+        sampling=Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=(END,)),
+        max_turns=8,
+    )
+    gateway.admit(session, offered=False)
+    session.begin(20.0)
+    return session
+
+
+def client(gateway: Gateway, session: Session | None = None, **more: Any) -> AsyncOpenAI:
+    key = gateway.key if session is None else gateway.job(session).api_key
+    return AsyncOpenAI(base_url=gateway.base_url, api_key=key, max_retries=0, timeout=20.0, **more)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+async def post(gateway: Gateway, path: str, body: Any, key: str | None = None) -> tuple[int, Any]:
+    """A plain request, without the client's own checks."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"authorization": f"Bearer {gateway.key if key is None else key}", "content-type": "application/json"}
+    request = urllib.request.Request(gateway.base_url + path, data, headers)
+
+    def send() -> tuple[int, Any]:
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    return await asyncio.to_thread(send)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.02)
