@@ -62,6 +62,14 @@ def attending(context: AttentionContext) -> Iterator[None]:
         _context.reset(token)
 
 
+def current_context() -> AttentionContext:
+    """The context in force."""
+    context = _context.get()
+    if context is None:
+        raise RuntimeError("a model loaded for Headrace was called outside of `attending(...)`")
+    return context
+
+
 def _window_of(module: torch.nn.Module, kwargs: dict[str, Any]) -> int | None:
     # A keyword wins over the attribute: some families set the attribute on every layer and pass None for full ones.
     window = kwargs.pop("sliding_window") if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
@@ -101,9 +109,7 @@ def _in_context(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    context = _context.get()
-    if context is None:
-        raise RuntimeError("a model loaded for Headrace was called outside of `attending(...)`")
+    context = current_context()
     call = AttentionCall(
         layer=layer,
         query=query,

@@ -9,33 +9,36 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
-from headrace.errors import ModelError, UserError
+from headrace.errors import UserError
+from headrace.models.lora_targets import ALL_LINEAR as ALL_LINEAR
+from headrace.models.lora_targets import Targets, find_targets
 
-ALL_LINEAR = "all-linear"
-"""As a target: every linear layer but the vocabulary projection. Stacked experts and routers of their own kind are not
-linear layers here, though peft counts them in for some families."""
 CHUNK = 1 << 24
 """Elements of a weight that are merged at once: bounds the float32 product that exists beside the weights (64 MiB)."""
 
 # `base_layer` stays where an adapter wraps an adapter (peft on experts): without it two tensors would share a name.
 _PEFT_PARTS = re.compile(r"^base_model\.model\.|(?<=\.lora_[AB])\.default(?=\.)|\.base_layer(?=\.)(?!\.lora_)")
+_PEFT_PLACE = re.compile(r"^base_model\.model\.|\.base_layer(?=\.|$)")
+_ADAPTER = "default"
 
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """Which layers an adapter changes, and how strongly. Targets are ends of module names ("q_proj"), or ALL_LINEAR."""
+    """Which weights an adapter changes, and how strongly. `find_targets` says what targets and modules may be."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
     use_rslora: bool = False
+    modules: tuple[str, ...] = ()
+    """Trained in full beside the adapter, and delivered with it."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -58,13 +61,16 @@ class MergedAdapter:
         """The adapter's own tensors are float32 unless `dtype` says otherwise: they are read once a swap only."""
         generator = torch.Generator().manual_seed(seed)
         self._scaling = spec.scaling
-        self._merges: list[_Merge] = []
-        self._weights: dict[str, torch.Tensor] = {}
-        for name, layer in _targeted(model, spec).items():
-            live = layer.weight.detach()
-            a, b = (x.to(live.device, dtype or torch.float32) for x in _initial(layer, spec.rank, generator))
-            self._merges.append(_Merge(live, live.clone(), a, b))
-            self._weights |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+        targets = find_targets(model, spec.targets, spec.modules)
+        live = {name: layer.weight.detach() for name, layer in targets.linears.items()}
+        first = _initial(targets, spec.rank, generator)
+        self._merges: list[_Merge | _StackMerge] = []
+        self._weights = targets.full_weights()
+        for name, weight in live.items():
+            a, b = (x.to(weight.device, dtype or torch.float32) for x in first[name])
+            self._merges.append(_Merge(weight, weight.clone(), a, b))
+            self._weights |= _named(name, a, b)
+        self._merges += _stack_merges(targets, first, dtype or torch.float32, self._weights)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The adapter's tensors by canonical name; write into them, then call `apply`."""
@@ -78,7 +84,10 @@ class MergedAdapter:
 
 
 class UnmergedAdapter:
-    """The base weights stay as they are and peft's layers add B(A(x)): the function that the trainer computes."""
+    """Linear layers stay as they are and peft's layers add B(A(x)): the function that the trainer computes.
+
+    Stacked experts are merged here too: peft itself adds their product to the weights, in every pass anew.
+    """
 
     def __init__(self, model: Any, spec: LoraSpec, *, seed: int = 0, dtype: torch.dtype | None = None) -> None:
         """The adapter's tensors have their layer's dtype unless `dtype` says otherwise: a wider one casts activations.
@@ -88,32 +97,40 @@ class UnmergedAdapter:
         from peft import LoraConfig, inject_adapter_in_model  # late: it takes seconds, and merging needs none of it
 
         generator = torch.Generator().manual_seed(seed)
-        targeted = _targeted(model, spec)
+        targets = find_targets(model, spec.targets, spec.modules)
+        first = _initial(targets, spec.rank, generator)
+        self._scaling = spec.scaling
+        self._weights = targets.full_weights()
+        self._merges = _stack_merges(targets, first, dtype or torch.float32, self._weights)
+        if not targets.linears:
+            return
         config = LoraConfig(
             r=spec.rank,
             lora_alpha=spec.alpha,
             use_rslora=spec.use_rslora,
-            target_modules=[f"model.{name}" for name in targeted],
+            target_modules=[f"model.{name}" for name in targets.linears],
             inference_mode=True,
         )
         with torch.random.fork_rng(devices=[]):
             # Inside of a plain module: from the model's own config peft would infer more targets (a MoE's experts).
             inject_adapter_in_model(config, nn.ModuleDict({"model": model}))
         model.train(model.training)  # the new layers too
-        self._weights: dict[str, torch.Tensor] = {}
-        for name, base in targeted.items():
+        for name in targets.linears:
             layer = model.get_submodule(name)
-            for side, first in zip(("lora_A", "lora_B"), _initial(base, spec.rank, generator), strict=True):
-                part = getattr(layer, side)["default"].to(dtype)
-                part.weight.detach().copy_(first)
-                self._weights[f"{name}.{side}.weight"] = part.weight.detach()
+            parts = [getattr(layer, side)["default"].to(dtype).weight.detach() for side in ("lora_A", "lora_B")]
+            for part, drawn in zip(parts, first[name], strict=True):
+                part.copy_(drawn)
+            self._weights |= _named(name, *parts)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The adapter's tensors by canonical name; the next pass uses what is written into them."""
+        """The adapter's tensors by canonical name; write into them, then call `apply`."""
         return dict(self._weights)
 
     def apply(self) -> None:
-        """Nothing: the layers read the adapter's tensors themselves."""
+        """Merge the experts' part; the linear layers read the adapter's tensors themselves."""
+        with torch.no_grad():
+            for merge in self._merges:
+                merge.apply(self._scaling)
 
 
 Adapter: TypeAlias = MergedAdapter | UnmergedAdapter
@@ -141,6 +158,25 @@ def canonical(peft_name: str) -> str:
     return _PEFT_PARTS.sub("", peft_name)
 
 
+def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of the adapter that peft put into this model, and of modules trained in full, by canonical name.
+
+    The same names as those of both modes: an expert stack's are told apart by their parameter, not by peft's nesting.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        name = _PEFT_PLACE.sub("", path)
+        if parameter := getattr(module, "parameter_name", None):
+            name = f"{name}.{parameter}"
+        a, b = (getattr(module, side, None) for side in ("lora_A", "lora_B"))
+        if isinstance(a, nn.ModuleDict) and isinstance(b, nn.ModuleDict) and _ADAPTER in a:
+            found |= _named(name, a[_ADAPTER].weight.detach(), b[_ADAPTER].weight.detach())  # type: ignore[operator]
+        full = getattr(module, "modules_to_save", None)
+        if isinstance(full, nn.ModuleDict) and _ADAPTER in full:
+            found |= {f"{name}.{inner}": p.detach() for inner, p in full[_ADAPTER].named_parameters()}
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class _Merge:
     """One targeted weight: where it lives, what it was, and the two matrices that change it."""
@@ -158,52 +194,58 @@ class _Merge:
             torch.add(self.pristine[rows], b[rows] @ a, alpha=-scaling, out=self.live[rows])
 
 
+@dataclass(frozen=True, eq=False)
+class _StackMerge:
+    """The same for the experts of a layer, all at once."""
+
+    live: torch.Tensor  # [experts, out, in]
+    pristine: torch.Tensor  # [experts, out, in]
+    a: torch.Tensor  # [experts * rank, in]
+    b: torch.Tensor  # [out, rank * experts]
+
+    def apply(self, scaling: float) -> None:
+        experts, rows, columns = self.live.shape
+        wide = torch.promote_types(self.live.dtype, torch.float32)
+        # peft counts experts before ranks in A, and after them in B.
+        a = self.a.to(wide).neg().view(experts, -1, columns)
+        b = self.b.to(wide).view(rows, -1, experts).permute(2, 0, 1)
+        step = max(1, CHUNK // (rows * columns))
+        for start in range(0, experts, step):
+            part = slice(start, start + step)
+            torch.add(self.pristine[part], torch.bmm(b[part], a[part]), alpha=-scaling, out=self.live[part])
+
+
 def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
     step = max(1, CHUNK // columns)
     for start in range(0, rows, step):
         yield slice(start, start + step)
 
 
-def _initial(layer: nn.Linear, rank: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+def _initial(targets: Targets, rank: int, generator: torch.Generator) -> dict[str, _Pair]:
     """A and B as peft begins with them, on the CPU in float32 so that no device or dtype changes the draw."""
-    a = torch.empty(rank, layer.in_features, dtype=torch.float32)
-    nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
-    return a, torch.zeros(layer.out_features, rank, dtype=torch.float32)
+    drawn = {}
+    for name, (a_shape, b_shape) in targets.shapes(rank).items():
+        a = torch.empty(a_shape, dtype=torch.float32)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+        drawn[name] = (a, torch.zeros(b_shape, dtype=torch.float32))
+    return drawn
 
 
-def _targeted(model: Any, spec: LoraSpec) -> dict[str, nn.Linear]:
-    """The layers that the spec names, in the model's order, each of a kind that both modes compute alike."""
-    modules = dict(model.named_modules())
-    names: set[str] = set()
-    for target in spec.targets:
-        found = [name for name in modules if _matches(model, name, modules[name], target)]
-        if not found:
-            linear = sorted({name.rpartition(".")[2] for name, m in modules.items() if type(m) is nn.Linear})
-            raise ModelError(f"LoRA target {target!r} is not in the model; its linear layers are {', '.join(linear)}")
-        names.update(found)
-    targeted = {name: module for name, module in modules.items() if name in names}
-    holders: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), []).append(name)
-    for name, module in targeted.items():
-        _check(name, module, holders)
-    return targeted
+def _stack_merges(
+    targets: Targets, first: Mapping[str, _Pair], dtype: torch.dtype, weights: dict[str, torch.Tensor]
+) -> list[_StackMerge]:
+    """The merges of the stacked experts; their adapters' tensors are added to `weights`."""
+    merges = []
+    for name, stack in targets.stacks.items():
+        live = stack.oriented
+        a, b = (x.to(live.device, dtype) for x in first[name])
+        merges.append(_StackMerge(live, live.clone(), a, b))
+        weights |= _named(name, a, b)
+    return merges
 
 
-def _matches(model: Any, name: str, module: nn.Module, target: str) -> bool:
-    if target == ALL_LINEAR:
-        return _is_linear(module) and module is not model.get_output_embeddings()
-    return name == target or name.endswith(f".{target}")
-
-
-def _is_linear(module: nn.Module) -> bool:
-    # Conv1D is linear too, and a trainer's "all-linear" would adapt it: it must be refused, not passed over.
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _check(name: str, module: nn.Module, holders: dict[int, list[str]]) -> None:
-    kind = type(module)
-    if kind is not nn.Linear:
-        raise ModelError(f"LoRA target {name} is a {kind.__module__}.{kind.__name__}; only nn.Linear can be adapted")
-    if shared := [held for held in holders[id(module.weight)] if held != f"{name}.weight"]:
-        raise ModelError(f"LoRA target {name} shares its weight with {shared[0]} and cannot be adapted on its own")
+def _named(name: str, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}

@@ -223,6 +223,38 @@ def test_fifty_swaps_leave_no_trace(dtype: torch.dtype, monkeypatch: pytest.Monk
     assert {name: tensor.data_ptr() for name, tensor in adapter.weights().items()} == own_addresses
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_merged_experts_are_the_float64_result_and_leave_no_trace(
+    family: str, dtype: torch.dtype, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stacks of both orientations, several chunks to a stack, an expert at a time in the reference."""
+    monkeypatch.setattr(lora, "CHUNK", 32 * 48 * 3)
+    spec = LoraSpec(rank=3, alpha=5.0, targets=("experts.gate_up_proj", "experts.down_proj"))
+    model = make_model(family, dtype=dtype, num_local_experts=4)
+    pristine = {name: tensor.clone() for name, tensor in named_weights(model).items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in named_weights(model).items()}
+    adapter = attach(model, spec, mode)
+    for seed in (1, 2):
+        fill(adapter.weights(), seed)
+        adapter.apply()
+    for name in [name.removesuffix(".lora_A.weight") for name in adapter.weights() if ".lora_A." in name]:
+        a, b = (adapter.weights()[f"{name}.lora_{side}.weight"].double() for side in "AB")
+        for expert in range(4):
+            product = b[:, expert::4] @ a[expert * 3 : (expert + 1) * 3]
+            delta = product.t() if family == "gpt_oss" else product
+            expected = pristine[name][expert].double() + 5.0 / 3 * delta
+            found = named_weights(model)[name][expert].double()
+            torch.testing.assert_close(found, expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    for name, tensor in adapter.weights().items():
+        if ".lora_B." in name:
+            tensor.zero_()
+    adapter.apply()
+    for name, tensor in named_weights(model).items():
+        assert torch.equal(tensor, pristine[name]) and tensor.data_ptr() == addresses[name], name
+
+
 def test_a_broken_adapter_is_gone_with_the_next_one() -> None:
     model, other = make_model("llama"), make_model("llama")
     adapter, expected = (attach(m, ATTENTION_ONLY, "merged") for m in (model, other))

@@ -1,0 +1,70 @@
+"""A checkpoint becomes what others load: a whole model for Hugging Face, or an adapter for peft.
+
+Its weights are those of the checkpoint, nothing else of Headrace is left in it, and it is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from headrace.errors import ModelError, UserError
+from headrace.training.checkpoint import copy_companions, read_state
+from headrace.training.lora import ADAPTER_FILE, base_of
+
+Format = Literal["hf", "peft"]
+
+
+def export_checkpoint(checkpoint: Path, out: Path, to: Format) -> Path:
+    """Write a checkpoint as `hf` (an adapter is merged, in float32) or as `peft`; the directory, which must be new."""
+    read_state(checkpoint)
+    adapter = (checkpoint / ADAPTER_FILE).is_file()
+    if to == "peft" and not adapter:
+        raise UserError(f"{checkpoint} has no adapter: its run trained all weights (export it with --to hf)")
+    if out.exists():
+        raise UserError(f"--out {out}: exists already")
+    partial = out.with_name(f".{out.name}.part")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        if not adapter:
+            shutil.copytree(checkpoint, partial, ignore=shutil.ignore_patterns("trainer"), dirs_exist_ok=True)
+        elif to == "peft":
+            _copy_adapter(checkpoint, partial)
+        else:
+            _merge(checkpoint, partial)
+        partial.rename(out)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def _copy_adapter(checkpoint: Path, out: Path) -> None:
+    from peft import PeftConfig
+
+    shutil.copyfile(checkpoint / ADAPTER_FILE, out / ADAPTER_FILE)
+    copy_companions(checkpoint, out)
+    settings: Any = PeftConfig.from_pretrained(str(checkpoint))
+    settings.base_model_name_or_path = str(base_of(checkpoint).resolve())
+    settings.save_pretrained(str(out))
+
+
+def _merge(checkpoint: Path, out: Path) -> None:
+    from peft import PeftModel
+
+    base = base_of(checkpoint)
+    try:
+        # In float32, as it was trained: a merge in 16 bits would round the adapter's changes away.
+        model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        merged = PeftModel.from_pretrained(model, str(checkpoint)).merge_and_unload()
+    except (ValueError, KeyError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelError(f"{checkpoint} cannot be merged into {base}: {reason}") from error
+    merged.save_pretrained(out)
+    copy_companions(base, out)

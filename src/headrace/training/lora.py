@@ -1,0 +1,175 @@
+"""A LoRA adapter under training: its parameters alone have gradients, and the base model stays what it was to the bit.
+
+peft makes the layers and its format is that of checkpoints. Which weights are adapted is decided where engines decide
+it too, and an adapter that peft would make another way is refused: what is published is what they expect.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from headrace.config.schema import LoraConfig
+from headrace.errors import ModelError, UserError
+from headrace.models.lora import adapter_weights
+from headrace.models.lora_targets import Targets, find_targets
+from headrace.training.checkpoint import copy_companions
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+BASE = "base"
+"""Beside the checkpoints: the base model of a run that drew it at random, without which they could not be loaded."""
+
+
+class TrainedAdapter:
+    """The adapter of one model, which gets peft's layers in place and is frozen otherwise."""
+
+    def __init__(self, model: Any, config: LoraConfig, *, base: Path, seed: int = 0) -> None:
+        """`base` is the directory that checkpoints name as their base model. B is zero; A depends on `seed` alone."""
+        from peft import get_peft_model  # late: it takes seconds, and training all weights needs none of it
+
+        targets = find_targets(model, tuple(config.targets), tuple(config.modules))
+        if targets.stacks and config.dropout:
+            raise UserError("[lora] dropout: stacked experts take none; set dropout = 0 or leave them out of targets")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            try:
+                self._peft: Any = get_peft_model(model, _peft_config(model, config, targets))
+            except ValueError as error:
+                raise ModelError(f"[lora] targets: {str(error).strip().splitlines()[0]}") from error
+        self._settings = self._peft.peft_config["default"]
+        self._settings.base_model_name_or_path = str(base.resolve())
+        self._seed = seed
+        self._weights = adapter_weights(model)
+        self._dropouts = _dropouts(model)
+        self._devices = [p.device for p in self._weights.values() if p.device.type == "cuda"][:1]
+        _check_names(self._weights, targets, config.rank)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What is published: the adapter's live tensors by the names that engines know."""
+        return dict(self._weights)
+
+    @contextmanager
+    def dropout(self, step: int) -> Iterator[None]:
+        """Inside, the adapter's inputs are dropped out; what is dropped depends on the seed and the step alone."""
+        if not self._dropouts:
+            yield
+            return
+        [drawn] = np.random.SeedSequence([self._seed, step]).generate_state(1, np.uint64)
+        with torch.random.fork_rng(devices=self._devices):
+            torch.manual_seed(int(drawn))
+            for layer in self._dropouts:
+                layer.train()
+            try:
+                yield
+            finally:
+                for layer in self._dropouts:
+                    layer.eval()
+
+    def disabled(self) -> AbstractContextManager[None]:
+        """Inside, the model is its base, from which a divergence is measured. Not for gradients."""
+        disabled: AbstractContextManager[None] = self._peft.disable_adapter()
+        return disabled
+
+    def save(self, path: Path) -> None:
+        """Write the adapter as peft does."""
+        save_file({name: tensor.contiguous() for name, tensor in self._state().items()}, path / ADAPTER_FILE)
+        training, self._settings.inference_mode = self._settings.inference_mode, True
+        try:
+            self._settings.save_pretrained(str(path))
+        finally:
+            self._settings.inference_mode = training
+
+    def load(self, path: Path) -> None:
+        """Make the adapter that of this directory; a `UserError` unless it is one of the same layers and rank."""
+        file = path / ADAPTER_FILE
+        if not file.is_file():
+            raise UserError(f"{path} holds no adapter: it is of a run without [lora]")
+        saved, live = load_file(file), self._state()
+        for name in sorted(saved.keys() | live.keys()):
+            if name not in saved or name not in live or saved[name].shape != live[name].shape:
+                raise UserError(f"{path} holds another adapter than [lora] asks for: they differ in {name}")
+        with torch.no_grad():
+            for name, tensor in live.items():
+                tensor.copy_(saved[name])
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """The live tensors by the names of peft's files."""
+        from peft import get_peft_model_state_dict
+
+        state: dict[str, torch.Tensor] = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
+        return state
+
+
+def keep_base(model: Any, directory: Path, source: Path) -> Path:
+    """Write a model that was drawn at random below `directory`, once; the complete model directory that it became."""
+    final = directory / BASE
+    if not final.is_dir():
+        partial = directory / f".partial-{BASE}"
+        shutil.rmtree(partial, ignore_errors=True)
+        model.save_pretrained(partial)
+        copy_companions(source, partial)
+        partial.rename(final)
+    return final
+
+
+def base_of(checkpoint: Path) -> Path:
+    """The base model of an adapter checkpoint: the one kept beside it, else the one that it names."""
+    beside = checkpoint.parent / BASE
+    if beside.is_dir():
+        return beside
+    try:
+        named = Path(msgspec.json.decode((checkpoint / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"])
+    except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint / ADAPTER_CONFIG} does not name a base model") from error
+    if not named.is_dir():
+        raise UserError(f"{checkpoint} is an adapter of {named}, which is not there any more")
+    return named
+
+
+def _peft_config(model: Any, config: LoraConfig, targets: Targets) -> Any:
+    from peft import LoraConfig as PeftConfig
+
+    return PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=_short_names(targets.linears, (name for name, _ in model.named_modules()), parts=1),
+        target_parameters=_short_names(targets.stacks, (name for name, _ in model.named_parameters()), parts=2) or None,
+        modules_to_save=list(targets.modules) or None,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _short_names(wanted: Iterable[str], known: Iterable[str], parts: int) -> list[str]:
+    """Names by their last parts, where those name nothing else that is known: files stay readable."""
+    wanted = list(wanted)
+    short = sorted({".".join(name.split(".")[-parts:]) for name in wanted})
+    meant = {name for name in known if any(name == end or name.endswith(f".{end}") for end in short)}
+    return short if meant == set(wanted) else wanted
+
+
+def _dropouts(model: nn.Module) -> list[nn.Module]:
+    layers = [layer for module in model.modules() if (layer := getattr(module, "lora_dropout", None)) is not None]
+    return [dropout for layer in layers for dropout in layer.modules() if isinstance(dropout, nn.Dropout)]
+
+
+def _check_names(weights: dict[str, torch.Tensor], targets: Targets, rank: int) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in targets.full_weights().items()}
+    for name, (a, b) in targets.shapes(rank).items():
+        expected |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+    made = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    if differing := sorted(name for name in made.keys() | expected.keys() if made.get(name) != expected.get(name)):
+        raise ModelError(
+            f"[lora] targets: peft does not adapt {differing[0].partition('.lora_')[0]} of this model as asked"
+            " (it takes some names for those of experts); leave it out of targets"
+        )
