@@ -6,6 +6,7 @@ rendered from token ids for people to read, never the other way round.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -37,6 +38,34 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """What the judge needs (the right answer, the task's own entry): JSON values only."""
 
 
+class Kept(msgspec.Struct, kw_only=True):
+    """The tokens that truncation (top-k, top-p, min-p) left to draw from, for some tokens one after the other."""
+
+    counts: Int32Array
+    """How many, for each token; 0 where nothing was truncated: the whole vocabulary."""
+    token_ids: Int32Array
+    """All of them, joined; those of one token in ascending order."""
+
+    def at(self, places: npt.NDArray[np.integer[Any]]) -> Kept:
+        """Those of the tokens at these places, in this order."""
+        starts = np.cumsum(self.counts, dtype=np.int64) - self.counts
+        counts = self.counts[places]
+        begins = np.cumsum(counts, dtype=np.int64) - counts
+        index = np.repeat(starts[places] - begins, counts) + np.arange(int(counts.sum()))
+        return Kept(counts=counts, token_ids=self.token_ids[index])
+
+    @staticmethod
+    def joined(parts: Sequence[tuple[int, Kept | None]]) -> Kept | None:
+        """Those of parts of so many tokens each, one after the other; None where no part has any."""
+        if all(kept is None for _, kept in parts):
+            return None
+        counts = [np.zeros(n, np.int32) if kept is None else kept.counts for n, kept in parts]
+        ids = [kept.token_ids for _, kept in parts if kept is not None]
+        return Kept(
+            counts=np.concatenate(counts).astype(np.int32), token_ids=np.concatenate(ids).astype(np.int32, copy=False)
+        )
+
+
 class Trace(msgspec.Struct, kw_only=True):
     """One token stream as flat arrays of equal length.
 
@@ -49,6 +78,8 @@ class Trace(msgspec.Struct, kw_only=True):
     trained: BoolArray
     logprobs: Float32Array
     versions: Int32Array
+    kept: Kept | None = None
+    """What each token was drawn from, where sampling truncates; for every token of the trace, or None."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -72,6 +103,7 @@ class Trace(msgspec.Struct, kw_only=True):
             trained=np.concatenate([self.trained, np.full(n, trained, np.bool_)]),
             logprobs=np.concatenate([self.logprobs, np.asarray(logprobs, np.float32)]),
             versions=np.concatenate([self.versions, np.asarray(versions, np.int32)]),
+            kept=Kept.joined([(len(self), self.kept), (n, None)]),
         )
 
     @property
@@ -144,6 +176,8 @@ class Batch(msgspec.Struct, kw_only=True):
     weights: Float32Array  # [T], zero where not trained
     temperature: float = 1.0
     """The sampling temperature: the trainer's log-probabilities are taken at it too."""
+    kept: Kept | None = None
+    """What each of the T tokens was drawn from, where sampling truncates: the trainer normalises over it too."""
 
     @property
     def trained_tokens(self) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.algorithms.advantages import FloatArray, advantages
 from headrace.algorithms.shaping import shaped
-from headrace.types import Batch, Group, Int32Array, Rollout, Trace
+from headrace.types import Batch, Group, Int32Array, Kept, Rollout, Trace
 
 Normalize = Literal["token", "sequence", "constant"]
 
@@ -120,6 +120,7 @@ def _batch(
         versions=_joined([trace.versions for trace in traces], np.int32),
         advantages=spread(values),
         weights=spread(weights),
+        kept=Kept.joined([(len(trace), trace.kept) for trace in traces]),
         **rest,
     )
 

@@ -24,7 +24,7 @@ from headrace.pipeline.run_dir import RunDir
 from headrace.review.findings import Audit, VersionAudit
 from headrace.review.rollouts import recorded
 from headrace.training.checkpoint import by_version
-from headrace.types import NO_VERSION, Float32Array, Int32Array, Rollout, Trace
+from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept, Rollout, Trace
 
 NO_CHECKPOINT = "their version has no checkpoint"
 KEPT_CACHE = 'sampled after a swap with [engine] kv = "keep"'
@@ -39,8 +39,8 @@ class Weights(Protocol):
         """As a delivery proves them."""
         ...
 
-    def logprobs(self, token_ids: Int32Array, temperature: float) -> Float32Array:
-        """Of tokens 1..n given their prefix ([n - 1])."""
+    def logprobs(self, token_ids: Int32Array, temperature: float, kept: Kept | None = None) -> Float32Array:
+        """Of tokens 1..n given their prefix ([n - 1]), each among what was kept for it."""
         ...
 
 
@@ -104,7 +104,8 @@ def _published(run_dir: Path) -> dict[int, Row]:
 
 def _sources(paths: RunDir, config: Config, published: dict[int, Row]) -> dict[int, _Source]:
     found = {version: _Source(path, True) for version, path in by_version(paths.checkpoints).items()}
-    if config.model.weights == "load" and not config.warm_start.steps and Path(config.model.path).is_dir():
+    whole = config.model.weights == "load" and config.lora is None
+    if whole and not config.warm_start.steps and Path(config.model.path).is_dir():
         untrained = [version for version, row in published.items() if row["step"] == 0 and version not in found]
         found |= dict.fromkeys(untrained, _Source(Path(config.model.path), False))
     return found
@@ -212,7 +213,8 @@ def _check(
             )
     entry.weights = source.path.name if source.checkpoint else str(source.path)
     for part in found:
-        _compare(entry, part, weights.logprobs(part.trace.token_ids, config.rollouts.temperature), report)
+        trace = part.trace
+        _compare(entry, part, weights.logprobs(trace.token_ids, config.rollouts.temperature, trace.kept), report)
 
 
 def _compare(entry: VersionAudit, part: _Stretch, reference: Float32Array, report: Audit) -> None:

@@ -14,31 +14,59 @@ from transformers import AutoModelForCausalLM
 from headrace.delivery.digest import digest
 from headrace.errors import ModelError
 from headrace.models.loading import named_weights
-from headrace.types import Float32Array, Int32Array
+from headrace.models.lora import adapter_weights
+from headrace.training.lora import ADAPTER_FILE, base_of
+from headrace.training.sharded_checkpoint import consolidate
+from headrace.types import Float32Array, Int32Array, Kept
 
 
 class PlainModel:
-    """A model directory, loaded as anybody would load it."""
+    """A model directory, or an adapter's with its base model, loaded as anybody would load it."""
 
     def __init__(self, path: Path, dtype: str) -> None:
+        self._adapted = (path / ADAPTER_FILE).is_file()
         try:
             self._model: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=getattr(torch, dtype), attn_implementation="eager"
+                base_of(path) if self._adapted else consolidate(path),
+                dtype=getattr(torch, dtype),
+                attn_implementation="eager",
             ).eval()
+            if self._adapted:
+                from peft import PeftModel  # late: it takes seconds
+
+                self._model = PeftModel.from_pretrained(self._model, str(path)).eval()
         except (ValueError, KeyError, OSError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ModelError(f"{path} cannot be loaded as a causal language model: {reason}") from error
 
     @property
     def digest(self) -> int:
-        """Of the weights, as a delivery proves them."""
-        return digest(named_weights(self._model).items())
+        """Of what was delivered, the weights or the adapter, as a delivery proves it."""
+        delivered = adapter_weights(self._model) if self._adapted else named_weights(self._model)
+        return digest(delivered.items())
 
-    def logprobs(self, token_ids: Int32Array, temperature: float) -> Float32Array:
-        """Log-probabilities of tokens 1..n given their prefix, of the distribution at this temperature ([n - 1])."""
+    def logprobs(self, token_ids: Int32Array, temperature: float, kept: Kept | None = None) -> Float32Array:
+        """Log-probabilities of tokens 1..n given their prefix, of the distribution at this temperature ([n - 1]).
+
+        Where something was kept for a token, the others have no probability.
+        """
         tokens = torch.tensor(token_ids.tolist())
         with torch.inference_mode():
             logits = self._model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float() / temperature
+            if kept is not None:
+                logits = _truncated(logits, kept)
             chosen = logits.gather(1, tokens[1:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
         found: Float32Array = chosen.numpy()
         return found
+
+
+def _truncated(logits: torch.Tensor, kept: Kept) -> torch.Tensor:
+    """The logits of tokens 1..n with what was not kept at minus infinity."""
+    ends = kept.counts.cumsum()
+    for token, (count, end) in enumerate(zip(kept.counts.tolist(), ends.tolist(), strict=True)):
+        if token and count:
+            ids = torch.tensor(kept.token_ids[end - count : end].tolist())
+            logits[token - 1] = torch.full_like(logits[token - 1], -torch.inf).index_copy(
+                0, ids, logits[token - 1, ids]
+            )
+    return logits

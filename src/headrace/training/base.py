@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from headrace.delivery.base import Manifest
 from headrace.training.report import StepReport
 from headrace.types import Batch
 
@@ -22,6 +23,10 @@ class TrainerHandle(Protocol):
 
     async def publish(self, version: int, parent: int) -> None:
         """Publish the present weights."""
+        ...
+
+    async def resend(self, manifest: Manifest) -> Manifest:
+        """The same version with all its weights; to be acknowledged again."""
         ...
 
     async def acknowledge(self, version: int) -> None:

@@ -4,8 +4,10 @@ A checkpoint is written into a hidden sibling, synced to the disk, and renamed. 
 and lists every file with its size; a directory that does not match its own list is not taken for a checkpoint.
 
     step-00000042/
-      config.json, *.safetensors, tokenizer.json, ...   a complete model directory
+      config.json, *.safetensors, tokenizer.json, ...   a complete model directory; of a run with an adapter instead
+      adapter_config.json, adapter_model.safetensors    that, as peft writes it
       trainer/optimizer.safetensors
+      trainer/reference.safetensors                     where a loss holds to weights that no model directory has
       trainer/state.json
 
 No torch here: the controller looks for checkpoints too.
@@ -25,6 +27,8 @@ from headrace.errors import UserError
 from headrace.types import NO_VERSION
 
 FORMAT = 1
+SHARDS = Path("trainer") / "shards"
+"""Where several ranks keep weights and optimizer; see `sharded_checkpoint`."""
 _NAME = re.compile(r"step-\d{8,}")
 _PARTIAL = ".partial-"
 _NOT_COPIED = {"config.json", ".git", ".gitattributes", "README.md"}
@@ -40,6 +44,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     policy_steps: int = 0
     """Steps of the policy objective: the schedule counts these."""
     skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    """Of these, the last ones, whose gradients were not finite."""
     version: int = NO_VERSION
     """The version that the weights were published as."""
     objective: str = ""
@@ -54,12 +60,29 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_checkpoint(directory: Path, state: TrainerState, write: Callable[[Path], None]) -> Path:
     """Write a checkpoint below `directory`, with `write` filling it; its path, once it is whole and on the disk."""
+    partial = begin_checkpoint(directory, state)
+    write(partial)
+    return finish_checkpoint(partial, state)
+
+
+def partial_path(directory: Path, state: TrainerState) -> Path:
+    """Where a checkpoint is until it is whole."""
+    return directory / f"{_PARTIAL}step-{state.steps_done:08d}"
+
+
+def begin_checkpoint(directory: Path, state: TrainerState) -> Path:
+    """A hidden directory to be filled; what crashed writes left is gone."""
     directory.mkdir(parents=True, exist_ok=True)
     clean(directory)
-    final = directory / f"step-{state.steps_done:08d}"
-    partial = directory / f"{_PARTIAL}{final.name}"
+    partial = partial_path(directory, state)
     (partial / "trainer").mkdir(parents=True)
-    write(partial)
+    return partial
+
+
+def finish_checkpoint(partial: Path, state: TrainerState) -> Path:
+    """Make what fills the hidden directory a checkpoint; its path, once it is on the disk."""
+    directory = partial.parent
+    final = directory / partial.name.removeprefix(_PARTIAL)
     files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
     record = _Record(format=FORMAT, state=state, files=files)
     (partial / "trainer" / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(record)))
@@ -82,9 +105,20 @@ def read_state(checkpoint: Path) -> TrainerState:
     return record.state
 
 
+def is_sharded(checkpoint: Path) -> bool:
+    """Whether the checkpoint's tensors are the shards of several ranks."""
+    return (checkpoint / SHARDS).is_dir()
+
+
 def latest(directory: Path) -> Path | None:
     """The complete checkpoint with the most steps."""
     return max(_complete(directory), key=_steps, default=None)
+
+
+def by_name(directory: Path) -> dict[str, Path]:
+    """The complete checkpoints by name, oldest first; by their number of steps too (`step-42` for `step-00000042`)."""
+    paths = sorted(_complete(directory), key=_steps)
+    return {name: path for path in paths for name in (f"step-{_steps(path)}", path.name)}
 
 
 def by_version(directory: Path) -> dict[int, Path]:

@@ -1,66 +1,100 @@
 """Log-probabilities where they are trained, and nowhere else.
 
-The model's own head code makes the logits (some models cap or scale them), the softmax is taken in float32 at the
-sampling temperature, and logits never exist for more than `CHUNK_ELEMENTS` at a time.
+The model's own head code makes the logits (some models cap or scale them), and they never exist for more than
+`CHUNK_ELEMENTS` at a time, forward or backward: memory does not grow with tokens x vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from headrace.models.attention import attending
 from headrace.training.attention import PackedAttention
-from headrace.training.packing import MicroBatch
+from headrace.training.packing import Index, MicroBatch
+from headrace.training.reading import EntropyOf, Readings, Wanted, read
+from headrace.training.sharding import input_device
+from headrace.types import Kept
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits held at once (256 MiB in float32); a row with more is computed in pieces, and again in its backward pass."""
 
 
-def row_logprobs(model: Any, row: MicroBatch, *, temperature: float = 1.0) -> torch.Tensor:
+def row_logprobs(model: Any, row: MicroBatch, *, temperature: float = 1.0, kept: Kept | None = None) -> torch.Tensor:
     """The log-probability of every target of a row, [M], differentiable. The model is not changed."""
-    device = next(model.parameters()).device
+    return read_row(model, row, temperature=temperature, kept=kept).logprobs
+
+
+def read_row(
+    model: Any, row: MicroBatch, *, temperature: float = 1.0, kept: Kept | None = None, entropy: EntropyOf = "none"
+) -> Readings:
+    """The same, with the entropy where it is asked for. `kept` has a set for each target, or an empty one."""
+    device = input_device(model)
     # Answers to one prompt share the position that predicts their first token: its logits are made once.
-    places, inverse = torch.unique(torch.from_numpy(row.predictors), return_inverse=True)
-    targets = torch.from_numpy(row.targets).to(device)
-    places, inverse = places.to(device), inverse.to(device)
+    places, inverse = np.unique(row.predictors, return_inverse=True)
+    at = torch.from_numpy(places).to(device)
     inputs = {
         "input_ids": torch.from_numpy(row.token_ids)[None].to(device),
         "position_ids": torch.from_numpy(row.position_ids)[None].to(device),
         "use_cache": False,
     }
-    rows_at_once = max(1, CHUNK_ELEMENTS // int(model.get_output_embeddings().weight.shape[0]))
+    size = max(1, CHUNK_ELEMENTS // int(model.get_output_embeddings().weight.shape[0]))
+
+    def computed() -> Readings:
+        if len(places) <= size:
+            logits = model.forward(**inputs, logits_to_keep=at).logits[0]
+            return read(logits, Wanted.of(np.arange(len(inverse)), inverse, row, kept, device), temperature, entropy)
+        hidden = model.base_model(**inputs).last_hidden_state[0, at]
+        return _in_chunks(model, hidden, list(_chunks(inverse, size, row, kept, device)), size, temperature, entropy)
+
     with attending(PackedAttention(row)):
-        if len(places) <= rows_at_once:
-            logits = model(**inputs, logits_to_keep=places).logits[0]
-            return _selected(logits, inverse, targets, temperature)
-        hidden = model.base_model(**inputs).last_hidden_state[0, places]
-    return _in_chunks(model, hidden, inverse, targets, temperature, rows_at_once)
+        return _called(model, computed)
 
 
-def _selected(logits: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature != 1.0:
-        logits = logits / temperature
-    return logits[rows, targets] - logits.logsumexp(dim=-1)[rows]
+def _called(model: Any, function: Callable[[], Readings]) -> Readings:
+    """Run this in place of the model's forward: inside one call of it, where a sharded model has gathered its weights.
+
+    Body and head are used one by one there, and the head again in the backward pass.
+    """
+
+    def forward() -> Readings:
+        del model.forward
+        return function()
+
+    model.forward = forward
+    try:
+        found: Readings = model()
+        return found
+    finally:
+        model.__dict__.pop("forward", None)
+
+
+def _chunks(inverse: Index, size: int, row: MicroBatch, kept: Kept | None, device: torch.device) -> Iterator[Wanted]:
+    """The targets of each chunk of `size` positions."""
+    order = np.argsort(inverse, kind="stable")
+    for start in range(0, int(inverse.max()) + 1, size):
+        first, last = np.searchsorted(inverse[order], [start, start + size])
+        mine = order[first:last]
+        yield Wanted.of(mine, inverse[mine] - start, row, kept, device)
 
 
 def _in_chunks(
-    model: Any, hidden: torch.Tensor, inverse: torch.Tensor, targets: torch.Tensor, temperature: float, size: int
-) -> torch.Tensor:
-    found, order = [], []
-    for start in range(0, len(hidden), size):
-        mine = ((inverse >= start) & (inverse < start + size)).nonzero()[:, 0]
-        chunk = hidden[start : start + size]
+    model: Any, hidden: torch.Tensor, chunks: list[Wanted], size: int, temperature: float, entropy: EntropyOf
+) -> Readings:
+    def piece(chunk: torch.Tensor, wanted: Wanted) -> Readings:
+        return read(_head(model, chunk), wanted, temperature, entropy)
 
-        def read(chunk: torch.Tensor, rows: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-            return _selected(_head(model, chunk), rows, wanted, temperature)
-
-        found.append(checkpoint(read, chunk, inverse[mine] - start, targets[mine], use_reentrant=False))
-        order.append(mine)
-    return torch.cat(found)[torch.cat(order).argsort()]
+    found = [
+        checkpoint(piece, hidden[i * size : (i + 1) * size], wanted, use_reentrant=False, preserve_rng_state=False)
+        for i, wanted in enumerate(chunks)
+    ]
+    back = torch.from_numpy(np.argsort(np.concatenate([wanted.targets for wanted in chunks]))).to(hidden.device)
+    spread = None if entropy == "none" else torch.cat([readings.entropy for readings in found])[back]
+    return Readings(torch.cat([readings.logprobs for readings in found])[back], spread)
 
 
 class _Body(torch.nn.Module):
@@ -95,7 +129,7 @@ def _head(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     body = model._modules[name]
     model._modules[name] = _Body(hidden[None])
     try:
-        logits: torch.Tensor = model(input_ids=None, use_cache=False).logits[0]
+        logits: torch.Tensor = model.forward(input_ids=None, use_cache=False).logits[0]
     finally:
         model._modules[name] = body
     return logits

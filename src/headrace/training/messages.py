@@ -7,6 +7,9 @@ from headrace.delivery.base import Manifest
 from headrace.training.report import StepReport
 from headrace.types import Batch
 
+RENDEZVOUS = "ranks.store"
+"""In the run directory: where the trainer's ranks find each other. The controller removes it before it starts them."""
+
 
 class Train(Message):
     """One optimizer step; answered by `Trained`. Batches are trained in the order they are sent."""
@@ -38,6 +41,18 @@ class Published(Message):
     manifest: Manifest
     snapshot_seconds: float
     """What publishing took from the trainer."""
+
+
+class Resend(Message):
+    """Make this version ready with all its weights, for an engine that cannot use what was sent; see `Resent`."""
+
+    manifest: Manifest
+
+
+class Resent(Message):
+    """Where all weights of the version are now."""
+
+    manifest: Manifest
 
 
 class Acknowledged(Message):

@@ -1,21 +1,25 @@
-"""AdamW, its schedule, and the rule that a gradient which is not finite changes nothing.
+"""A step of the optimizer, the schedule, and the rule that a gradient which is not finite changes nothing.
 
-The learning rate is a pure function of the step, so that a resumed run goes on exactly where it stood.
+The learning rate is a pure function of the step and every state is kept in checkpoints, so that a resumed run goes on
+exactly where it stood.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from headrace.config.schema import TrainingConfig
 from headrace.errors import UserError
+from headrace.training.optimizer_parts import Part, make_parts
+from headrace.training.ranks import Ranks
+from headrace.training.sharding import copies, global_norm, local_part, local_tensor
+from headrace.training.update_ratio import UpdateRatio
 
 Schedule = Literal["constant", "cosine", "linear"]
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def learning_rate(step: int, *, peak: float, warmup_steps: int, schedule: Schedule, total_steps: int) -> float:
@@ -32,44 +36,125 @@ def learning_rate(step: int, *, peak: float, warmup_steps: int, schedule: Schedu
     return peak * (0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress)
 
 
+class Applied(NamedTuple):
+    """What a step has done."""
+
+    norm: float
+    """Of the gradient, before clipping."""
+    finite: bool
+    changed: bool
+    """Whether the weights did: not without a gradient, nor with one that is not finite."""
+    update_ratio: float
+    """|change of the weights| / |weights|, see `update_ratio`."""
+
+
 class Optimizer:
-    """AdamW over a model's parameters, stepped with a given learning rate. Vectors (norms, biases) do not decay."""
+    """The optimizers of a model's trainable parameters as one, stepped with a given learning rate.
 
-    def __init__(self, model: torch.nn.Module, config: TrainingConfig) -> None:
-        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    Of a sharded model it steps this rank's part, by this rank's part of the moments: AdamW knows no neighbours.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: TrainingConfig, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._named = {name: local_part(p) for name, p in self._parameters.items()}
         self._clip_norm = config.clip_norm
-        parameters = self._named.values()
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=(config.beta1, config.beta2), fused=True)
+        self._parts = make_parts(model, self._named, config)
+        self._part_of = {
+            id(p): part for part in self._parts for group in part.optimizer.param_groups for p in group["params"]
+        }
 
-    def apply(self, rate: float) -> tuple[float, bool]:
-        """Clip the gradients by their global norm, step and drop them: (norm before clipping, did the weights change?).
+    def apply(self, rate: float) -> Applied:
+        """Clip the gradients by their global norm, step and drop them.
 
         A norm that is not finite leaves weights and moments as they are.
         """
-        gradients = [p.grad for p in self._named.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        norm = global_norm(gradients, self._ranks)
+        self._take_gradients()
         finite = bool(torch.isfinite(norm))
-        if finite and gradients:
+        changed = finite and bool(gradients)
+        ratio = 0.0
+        if changed:
             torch.nn.utils.clip_grads_with_norm_(self._named.values(), self._clip_norm, norm)
-            for group in self._adamw.param_groups:
-                group["lr"] = rate
-            self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
-        return float(norm), finite and bool(gradients)
+            before = self._watched()
+            for part in self._parts:
+                part.set_rate(rate)
+                part.optimizer.step()
+            ratio = before.after()
+        for p in (*self._named.values(), *self._parameters.values()):
+            p.grad = None
+        return Applied(float(norm), finite, changed, ratio)
+
+    def _watched(self) -> UpdateRatio:
+        ranks = self._ranks
+        if ranks is None:
+            return UpdateRatio(self._named.values())
+        return UpdateRatio(self._parameters.values(), lambda whole: copies(whole, ranks), ranks.sum_over_all)
+
+    def _take_gradients(self) -> None:
+        for name, whole in self._parameters.items():
+            part = self._named[name]
+            if part is not whole:
+                part.grad = None if whole.grad is None else local_tensor(whole.grad)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The moments and step counts, flat by `kind/parameter name`: what a checkpoint keeps."""
-        state = self._adamw.state
-        return {f"{kind}/{name}": state[p][kind] for name, p in self._named.items() if p in state for kind in _MOMENTS}
+        """The optimizers' states, flat by `kind/parameter name`: what a checkpoint keeps.
+
+        A state that is several tensors in one (8-bit codes and their scales) is kept as `kind.part/parameter name`.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for name, p in self._named.items():
+            part = self._part_of[id(p)]
+            state = part.optimizer.state.get(p, {})
+            for kind in sorted(part.kinds & state.keys()):
+                value = torch.tensor(state[kind]) if kind in part.numbers else state[kind]
+                found |= {f"{kind}{piece}/{name}": tensor for piece, tensor in _pieces(value)}
+        return found
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Go on from what `tensors` gave."""
+        states: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
-            if name not in self._named or kind not in _MOMENTS:
-                raise UserError(f"the checkpoint's optimizer has {key}, which this model has not")
-            self._adamw.state[self._named[name]][kind] = tensor.clone()
+            kind, _, piece = kind.partition(".")
+            if name not in self._named or kind not in self._part_of[id(self._named[name])].kinds:
+                raise UserError(f"the checkpoint's optimizer has {key}, which this model and optimizer have not")
+            states.setdefault(name, {}).setdefault(kind, {})[piece] = tensor
+        if any(piece for kinds in states.values() for pieces in kinds.values() for piece in pieces):
+            self._prime(states.keys())
+        for name, kinds in states.items():
+            p = self._named[name]
+            part = self._part_of[id(p)]
+            for kind, pieces in kinds.items():
+                part.optimizer.state[p][kind] = _restored(part, kind, pieces, part.optimizer.state[p].get(kind), p)
+
+    def _prime(self, names: Iterable[str]) -> None:
+        """Let the optimizers make their states: a step of size zero, which leaves weights as they are."""
+        for name in names:
+            self._named[name].grad = torch.zeros_like(self._named[name])
+        for part in self._parts:
+            part.set_rate(0.0)
+            part.optimizer.step()
+            part.optimizer.zero_grad(set_to_none=True)
+
+
+def _pieces(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The plain tensors that a state is made of: itself, or those inside of it."""
+    if not hasattr(value, "__tensor_flatten__"):
+        yield "", value
+        return
+    for name in value.__tensor_flatten__()[0]:
+        yield f".{name}", getattr(value, name)
+
+
+def _restored(part: Part, kind: str, pieces: Mapping[str, torch.Tensor], present: Any, p: torch.Tensor) -> Any:
+    if kind in part.numbers:
+        return pieces[""].item()
+    if "" in pieces:
+        # Where a state lives is the optimizer's business: on the host, if it has put it there; else with the parameter.
+        device = p.device if present is None else present.device
+        return pieces[""].to(device, copy=True)
+    for name, tensor in pieces.items():
+        getattr(present, name).copy_(tensor)
+    return present

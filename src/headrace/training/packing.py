@@ -1,7 +1,8 @@
 """The plan of a step's forward passes: which tokens are computed together, and where log-probabilities are read.
 
 Every trained token of a batch is predicted exactly once, from the tokens before it in its own sequence. A row holds at
-most the budget, unless a single sequence is longer. Pure arithmetic: equal batches give equal plans. No torch here.
+most the budget, unless a single sequence is longer. Rows for several ranks are cut alike in cost, and as many for each.
+Pure arithmetic: equal batches give equal plans. No torch here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import numpy.typing as npt
 from headrace.types import Batch, Int32Array
 
 Index = npt.NDArray[np.int64]
+
+PAIRS_PER_TOKEN = 6144
+"""Pairs of query and key that cost as much as a token's way through the matrices: six times a hidden size of 1024."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,13 @@ class MicroBatch:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def cost(self) -> float:
+        """What a pass over the row takes, in tokens: its own, and the attention between them."""
+        before = (0 if s.prefix is None else self.segments[s.prefix].length for s in self.segments)
+        pairs = sum(s.length * (s.length / 2 + prefix) for s, prefix in zip(self.segments, before, strict=True))
+        return len(self) + pairs / PAIRS_PER_TOKEN
+
 
 @dataclass(frozen=True)
 class _Sequence:
@@ -78,24 +89,67 @@ class _Family:
     def tokens(self) -> int:
         return self.prefix + sum(len(member.token_ids) - self.prefix for member in self.members)
 
+    @property
+    def cost(self) -> float:
+        own = [len(member.token_ids) - self.prefix for member in self.members]
+        pairs = self.prefix**2 / 2 + sum(length * (length / 2 + self.prefix) for length in own)
+        return self.tokens + pairs / PAIRS_PER_TOKEN
 
-def plan(batch: Batch, *, micro_batch_tokens: int, share_prefixes: bool) -> list[MicroBatch]:
-    """The rows of a step, in the order in which they are computed."""
+
+def plan(batch: Batch, *, micro_batch_tokens: int, share_prefixes: bool, ranks: int = 1) -> list[MicroBatch]:
+    """The rows of a step, in the order in which they are computed; `passes` hands them out to several ranks."""
     families: dict[int, list[_Sequence]] = {}
     for number, (group, sequence) in enumerate(_sequences(batch)):
         families.setdefault(group if share_prefixes else number, []).append(sequence)
     pieces = [piece for members in families.values() for piece in _pieces(members, micro_batch_tokens)]
-    # First fit, longest first: close to the fewest rows; the sort is stable, so the plan is a function of the batch.
+    rows = _first_fit(pieces, micro_batch_tokens)
+    if ranks > 1 and rows:
+        rows = _even(pieces, micro_batch_tokens, -(-len(rows) // ranks) * ranks, ranks)
+    return [_row(families_of_row) for families_of_row in rows]
+
+
+def passes(rows: Sequence[MicroBatch], rank: int, ranks: int) -> list[tuple[MicroBatch, bool]]:
+    """The passes of one rank, as many as any other rank's, and whether each counts.
+
+    Ranks wait for each other in every pass, so rows of like cost go together. Where rows run out, a rank computes the
+    cheapest one again, for nothing: the others' weights and gradients pass through it.
+    """
+    ordered = sorted(rows, key=lambda row: -row.cost)
+    mine = []
+    for number, start in enumerate(range(0, len(ordered), ranks)):
+        # Back and forth, so that no rank always has the costliest.
+        place = start + (rank if number % 2 == 0 else ranks - 1 - rank)
+        mine.append((ordered[place], True) if place < len(ordered) else (ordered[-1], False))
+    return mine
+
+
+def _first_fit(pieces: Sequence[_Family], budget: int) -> list[list[_Family]]:
+    """Longest first: close to the fewest rows; the sort is stable, so the plan is a function of the batch."""
     rows: list[list[_Family]] = []
     room: list[int] = []
     for piece in sorted(pieces, key=lambda piece: -piece.tokens):
         row = next((i for i, free in enumerate(room) if piece.tokens <= free), len(rows))
         if row == len(rows):
             rows.append([])
-            room.append(micro_batch_tokens)
+            room.append(budget)
         rows[row].append(piece)
         room[row] -= piece.tokens
-    return [_row(families_of_row) for families_of_row in rows]
+    return rows
+
+
+def _even(pieces: Sequence[_Family], budget: int, count: int, ranks: int) -> list[list[_Family]]:
+    """`count` rows of like cost, or the next multiple of `ranks` that holds the pieces; rows that stay empty go."""
+    rows: list[list[_Family]] = [[] for _ in range(count)]
+    room, costs = [budget] * count, [0.0] * count
+    for piece in sorted(pieces, key=lambda piece: -piece.cost):
+        fitting = [i for i in range(count) if piece.tokens <= room[i] or not rows[i]]
+        if not fitting:
+            return _even(pieces, budget, count + ranks, ranks)
+        row = min(fitting, key=costs.__getitem__)
+        rows[row].append(piece)
+        room[row] -= piece.tokens
+        costs[row] += piece.cost
+    return [row for row in rows if row]
 
 
 def plan_scoring(token_ids: Int32Array) -> MicroBatch:

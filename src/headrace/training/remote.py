@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
+from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
-from headrace.training.messages import Acknowledged, Publish, Save, Saved, Train, Trained
+from headrace.delivery.base import Manifest
+from headrace.training.messages import Acknowledged, Publish, Resend, Resent, Save, Saved, Train, Trained
 from headrace.training.report import StepReport
 from headrace.types import Batch
 
+M = TypeVar("M", bound=Message)
+
 
 class RemoteTrainer:
-    """Implements `TrainerHandle` over a hub."""
+    """Implements `TrainerHandle` over a hub.
 
-    def __init__(self, hub: Hub, name: str, *, deadline: float) -> None:
+    All ranks of the trainer are sent everything, in one order; the first one answers for them.
+    """
+
+    def __init__(self, hub: Hub, name: str, *, deadline: float, others: Sequence[str] = ()) -> None:
+        """`name` is the first rank, `others` are the rest."""
         self.name = name
+        self._others = others
+        self._order = asyncio.Lock()
         self._hub = hub
         self._deadline = deadline
 
@@ -23,16 +36,35 @@ class RemoteTrainer:
     ) -> StepReport:
         """See `TrainerHandle.train`."""
         message = Train(batch=batch, publish=publish, parent=parent, save=save)
-        return (await self._hub.request(self.name, message, Trained, timeout=self._deadline)).report
+        return (await self._ask(message, Trained)).report
 
     async def publish(self, version: int, parent: int) -> None:
         """See `TrainerHandle.publish`."""
-        await self._hub.send(self.name, Publish(version=version, parent=parent))
+        await self._tell(Publish(version=version, parent=parent))
+
+    async def resend(self, manifest: Manifest) -> Manifest:
+        """See `TrainerHandle.resend`."""
+        answer = await self._hub.request(self.name, Resend(manifest=manifest), Resent, timeout=self._deadline)
+        return answer.manifest
 
     async def acknowledge(self, version: int) -> None:
         """See `TrainerHandle.acknowledge`."""
-        await self._hub.send(self.name, Acknowledged(version=version))
+        await self._tell(Acknowledged(version=version))
 
     async def save(self, version: int) -> Path:
         """See `TrainerHandle.save`."""
-        return Path((await self._hub.request(self.name, Save(version=version), Saved, timeout=self._deadline)).path)
+        return Path((await self._ask(Save(version=version), Saved)).path)
+
+    async def _tell(self, message: Message) -> None:
+        async with self._order:
+            for name in (*self._others, self.name):
+                await self._hub.send(name, message)
+
+    async def _ask(self, message: Message, reply: type[M]) -> M:
+        async with self._order:
+            for name in self._others:
+                await self._hub.send(name, message)
+            answer = asyncio.create_task(self._hub.request(self.name, message, reply, timeout=self._deadline))
+            # It leaves before the lock does: no other message comes between, on any rank.
+            await asyncio.sleep(0)
+        return await answer

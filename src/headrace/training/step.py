@@ -1,11 +1,11 @@
 """Forward and backward over a whole batch: afterwards the gradients are those of `sum(weights * token_loss)`.
 
-How the batch is cut into rows changes memory and speed, never the gradient.
+How the batch is cut into rows, and over how many ranks, changes memory and speed, never the gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,12 @@ import torch
 
 from headrace.algorithms.losses.base import Loss, TokenInputs
 from headrace.observe.spans import SpanRecorder
-from headrace.training.logprobs import row_logprobs
-from headrace.training.packing import MicroBatch, plan
+from headrace.training.logprobs import read_row
+from headrace.training.packing import MicroBatch, passes, plan
+from headrace.training.policies import FrozenPolicy
+from headrace.training.ranks import Ranks
+from headrace.training.reading import EntropyOf
+from headrace.training.sharding import input_device, reduce_gradients
 from headrace.types import Batch
 
 
@@ -37,18 +41,36 @@ def accumulate(
     *,
     micro_batch_tokens: int,
     share_prefixes: bool,
+    policies: Mapping[str, FrozenPolicy] | None = None,
+    entropy: EntropyOf = "none",
+    ranks: Ranks | None = None,
+    compute_dtype: torch.dtype | None = None,
     spans: SpanRecorder | None = None,
 ) -> Gradients:
-    """Add the batch's gradients to the model's parameters."""
-    rows = plan(batch, micro_batch_tokens=micro_batch_tokens, share_prefixes=share_prefixes)
+    """Add the batch's gradients to the model's parameters; what is told is of all ranks, and the same on all.
+
+    `policies` are those that the loss wants to see the tokens scored by, by their names in `TokenInputs`: all of them
+    before the first gradient. `compute_dtype` is that of a pass's matrix products, where it is not the weights' and no
+    sharding sees to it.
+    """
+    rank, shares = (ranks.data, ranks.data_ranks) if ranks else (0, 1)
+    rows = plan(batch, micro_batch_tokens=micro_batch_tokens, share_prefixes=share_prefixes, ranks=shares)
+    mine = passes(rows, rank, shares) if ranks else [(row, True) for row in rows]
+    with spans.span("score") if spans and policies else nullcontext(), deterministic():
+        scores = {name: policy.logprobs([row for row, _ in mine], batch) for name, policy in (policies or {}).items()}
     total = 0.0
     sums: dict[str, float] = {}
-    for row in rows:
+    for number, (row, counts) in enumerate(mine):
+        reduce_gradients(model, number + 1 == len(mine))
+        others = {name: found[number] for name, found in scores.items()}
         with spans.span("train") if spans else nullcontext(), deterministic():
-            row_loss, row_sums = _backward(model, batch, row, loss)
-        total += row_loss
+            row_loss, row_sums = _backward(model, batch, row, loss, others, entropy, compute_dtype, share=float(counts))
+        total += row_loss * counts
         for name, value in row_sums.items():
-            sums[name] = sums.get(name, 0.0) + value
+            sums[name] = sums.get(name, 0.0) + value * counts
+    if ranks:
+        total, *values = ranks.sum_over_data([total, *sums.values()])
+        sums = dict(zip(sums, values, strict=True))
     count = max(batch.trained_tokens, 1)
     return Gradients(
         loss=total,
@@ -58,8 +80,21 @@ def accumulate(
     )
 
 
-def _backward(model: Any, batch: Batch, row: MicroBatch, loss: Loss) -> tuple[float, dict[str, float]]:
-    logprobs = row_logprobs(model, row, temperature=batch.temperature)
+def _backward(
+    model: Any,
+    batch: Batch,
+    row: MicroBatch,
+    loss: Loss,
+    others: Mapping[str, torch.Tensor],
+    entropy: EntropyOf,
+    compute_dtype: torch.dtype | None,
+    *,
+    share: float,
+) -> tuple[float, dict[str, float]]:
+    kept = None if batch.kept is None else batch.kept.at(row.sources)
+    with torch.autocast(input_device(model).type, compute_dtype) if compute_dtype else nullcontext():
+        readings = read_row(model, row, temperature=batch.temperature, kept=kept, entropy=entropy)
+    logprobs = readings.logprobs
 
     def gathered(values: Any) -> torch.Tensor:
         return torch.from_numpy(values[row.sources]).to(logprobs)
@@ -70,10 +105,12 @@ def _backward(model: Any, batch: Batch, row: MicroBatch, loss: Loss) -> tuple[fl
         advantages=gathered(batch.advantages),
         sequences=torch.from_numpy(row.sequences).to(logprobs.device),
         lags=gathered(batch.version - batch.versions),
+        entropy=readings.entropy,
+        **{name: scored.to(logprobs) for name, scored in others.items()},
     )
     result = loss(inputs)
     total = (gathered(batch.weights) * result.values).sum()
-    total.backward()  # type: ignore[no-untyped-call]
+    (total * share).backward()  # type: ignore[no-untyped-call]
     return float(total.detach()), {name: float(value) for name, value in result.sums.items()}
 
 

@@ -7,6 +7,8 @@ same bits as never having stopped.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,25 +17,47 @@ import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
-from headrace.algorithms.losses.base import build_loss
+from headrace.algorithms.losses.base import build_loss, needs
 from headrace.algorithms.losses.imitation import imitation
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
+from headrace.delivery.regions import whole
+from headrace.delivery.shards import held_region
+from headrace.errors import HeadraceError, UserError
 from headrace.models.loading import load_model, named_weights
 from headrace.observe.spans import SpanRecorder
-from headrace.training.checkpoint import TrainerState, copy_companions, read_state, write_checkpoint
+from headrace.training.checkpoint import TrainerState, copy_companions, is_sharded, read_state, write_checkpoint
 from headrace.training.logprobs import row_logprobs
+from headrace.training.lora import ADAPTER_FILE, TrainedAdapter
 from headrace.training.optimizer import Optimizer, learning_rate
 from headrace.training.packing import plan_scoring
+from headrace.training.policies import Policies
+from headrace.training.ranks import Ranks
 from headrace.training.report import StepReport
+from headrace.training.sharded_checkpoint import (
+    OPTIMIZER,
+    WEIGHTS,
+    ShardWriter,
+    placed_like,
+    read_optimizer,
+    read_shards,
+    write_model_files,
+)
+from headrace.training.sharding import reshard
 from headrace.training.step import accumulate
 from headrace.types import NO_VERSION, Batch, Float32Array, Int32Array
 
 OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"
+REFERENCE_FILE = Path("trainer") / "reference.safetensors"
 
 
 class Trainer:
-    """Trains the model that it is given, in place. The model stays in eval mode: no dropout, in training either."""
+    """Trains the model that it is given, in place. The model stays in eval mode: no dropout, in training either.
+
+    With an adapter, which must be of this model, only that is trained, published and saved; its own dropout is on
+    while gradients are computed, and at no other time.
+    """
 
     def __init__(
         self,
@@ -43,10 +67,20 @@ class Trainer:
         *,
         total_steps: int,
         warm_start: WarmStartConfig,
+        teacher: Any = None,
+        ranks: Ranks | None = None,
         spans: SpanRecorder | None = None,
+        adapter: TrainedAdapter | None = None,
     ) -> None:
         self.model = model.eval()
+        self._adapter = adapter
+        self._ranks = ranks
+        self._shards = ShardWriter(ranks) if ranks else None
         self._policy_loss = build_loss(algorithm)
+        self._needs = needs(algorithm)
+        self._policies = Policies(
+            self.model, self._needs, teacher=teacher, switched_off=adapter.disabled if adapter is not None else None
+        )
         self._training = training
         self._warm_start = warm_start
         self._total_steps = total_steps
@@ -70,30 +104,39 @@ class Trainer:
         policy = batch.objective == "policy"
         optimizer = self._optimizer
         if optimizer is None or batch.objective != self._state.objective:
-            optimizer = self._optimizer = Optimizer(self.model, self._training)
-        gradients = accumulate(
-            self.model,
-            batch,
-            self._policy_loss if policy else imitation,
-            micro_batch_tokens=self._training.micro_batch_tokens,
-            share_prefixes=self._training.share_prefixes,
-            spans=self._spans,
-        )
+            optimizer = self._optimizer = Optimizer(self.model, self._training, self._ranks)
+        half = self._training.compute_dtype == "bfloat16"
+        with self._adapter.dropout(self._state.steps_done) if self._adapter else nullcontext():
+            gradients = accumulate(
+                self.model,
+                batch,
+                self._policy_loss if policy else imitation,
+                micro_batch_tokens=self._training.micro_batch_tokens,
+                share_prefixes=self._training.share_prefixes,
+                policies=self._policies.of(batch) if policy else None,
+                entropy=self._needs.entropy if policy else "none",
+                ranks=self._ranks,
+                compute_dtype=torch.bfloat16 if half and self._ranks is None else None,
+                spans=self._spans,
+            )
         rate = self._rate(batch)
         with self._spans.span("optimize") if self._spans else nullcontext():
-            norm, changed = optimizer.apply(rate)
+            applied = optimizer.apply(rate)
+        changed = applied.changed
         self._state = TrainerState(
             steps_done=self._state.steps_done + 1,
             policy_steps=self._state.policy_steps + policy,
             skipped_steps=self._state.skipped_steps + (not changed),
+            skipped_in_a_row=0 if applied.finite else self._state.skipped_in_a_row + 1,
             objective=batch.objective,
         )
+        self._check_skipped(applied.norm)
         return StepReport(
             step=batch.step,
             version=batch.version,
             objective=batch.objective,
             loss=gradients.loss,
-            grad_norm=norm,
+            grad_norm=applied.norm,
             learning_rate=rate,
             tokens=gradients.tokens,
             sequence_tokens=len(batch.token_ids),
@@ -102,7 +145,7 @@ class Trainer:
             seconds=time.monotonic() - started,
             skipped=not changed,
             skipped_steps=self._state.skipped_steps,
-            metrics=gradients.metrics,
+            metrics=gradients.metrics | {"update_ratio": applied.update_ratio},
         )
 
     def score(self, token_ids: Int32Array) -> Float32Array:
@@ -110,11 +153,20 @@ class Trainer:
         if len(token_ids) < 2:
             return np.zeros(0, np.float32)
         with torch.no_grad():
-            return row_logprobs(self.model, plan_scoring(token_ids)).float().cpu().numpy()
+            logprobs = row_logprobs(self.model, plan_scoring(token_ids)).float().cpu().numpy()
+        reshard(self.model)
+        return logprobs
+
+    def reference_score(self, token_ids: Int32Array) -> Float32Array:
+        """The same under the base model, with the adapter switched off; there must be one."""
+        if self._adapter is None:
+            raise UserError("reference log-probabilities need [lora]: without an adapter the base model is not kept")
+        with self._adapter.disabled():
+            return self.score(token_ids)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The live weights by canonical name: not copies, the next step changes them."""
-        return named_weights(self.model)
+        """What is trained, by canonical name, all weights or the adapter's: not copies, the next step changes them."""
+        return named_weights(self.model) if self._adapter is None else self._adapter.weights()
 
     def save(self, directory: str | Path, *, version: int = NO_VERSION, source: str | Path | None = None) -> Path:
         """Write a checkpoint `step-XXXXXXXX` below this directory; its path, once it is whole.
@@ -122,31 +174,102 @@ class Trainer:
         `version` is the id under which these weights were published, `source` the model directory whose tokenizer and
         other companions belong to it (by default the one that the model was loaded from).
         """
+        return self.begin_save(directory, version=version, source=source).result()
+
+    def begin_save(
+        self, directory: str | Path, *, version: int = NO_VERSION, source: str | Path | None = None
+    ) -> Future[Path]:
+        """As `save`; on several ranks the shards are written while training goes on, on one it is done on return."""
         companions = Path(source if source is not None else self.model.name_or_path)
+        state = msgspec.structs.replace(self._state, version=version)
+        if self._shards is not None:
+            tensors = {WEIGHTS + name: tensor for name, tensor in self.weights().items()}
+            tensors |= {OPTIMIZER + name: tensor for name, tensor in self._optimizer_shards().items()}
+
+            def fill(path: Path) -> None:
+                write_model_files(self.model, path)
+                copy_companions(companions, path)
+
+            return self._shards.save(Path(directory), state, tensors, fill)
 
         def write(path: Path) -> None:
-            self.model.save_pretrained(path)
+            if self._adapter is None:
+                self.model.save_pretrained(path)
+            else:
+                self._adapter.save(path)
             # What the source has beside config and weights; the model's own generation config gives way to it.
             copy_companions(companions, path)
             tensors = self._optimizer.tensors() if self._optimizer else {}
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / OPTIMIZER_FILE)
+            reference = self._policies.reference
+            if reference is not None and self._state.steps_done > self._state.policy_steps:
+                # After a warm start nothing else has them: without one they are those of the model directory.
+                save_file({name: tensor.contiguous() for name, tensor in reference.items()}, path / REFERENCE_FILE)
 
-        return write_checkpoint(Path(directory), msgspec.structs.replace(self._state, version=version), write)
+        done: Future[Path] = Future()
+        done.set_result(write_checkpoint(Path(directory), state, write))
+        return done
 
     def load(self, checkpoint: str | Path) -> None:
-        """Go on from a checkpoint: weights, optimizer and counts become those that were saved."""
+        """Go on from a checkpoint, of any number of ranks: weights, optimizer and counts are those that were saved.
+
+        Call it on a trainer that has not made a step: its weights are the reference, unless the checkpoint has one.
+        """
         checkpoint = Path(checkpoint)
         state = read_state(checkpoint)
-        saved = load_model(checkpoint, dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."))
-        with torch.no_grad():
-            theirs = named_weights(saved)
-            for name, tensor in self.weights().items():
-                tensor.copy_(theirs[name])
-        self._optimizer = None
-        if state.objective:
-            self._optimizer = Optimizer(self.model, self._training)
-            self._optimizer.restore(load_file(checkpoint / OPTIMIZER_FILE))
+        if state.policy_steps:
+            reference = checkpoint / REFERENCE_FILE
+            self._policies.hold_reference(load_file(reference) if reference.is_file() else None)
+        optimizer = Optimizer(self.model, self._training, self._ranks) if state.objective else None
+        if is_sharded(checkpoint):
+            read_shards(checkpoint, {WEIGHTS + name: tensor for name, tensor in self.weights().items()}, self._ranks)
+            if optimizer:
+                optimizer.restore(read_optimizer(checkpoint, dict(self.model.named_parameters()), self._ranks))
+        else:
+            self._load_whole(checkpoint)
+            if optimizer:
+                optimizer.restore(self._own_part(load_file(checkpoint / OPTIMIZER_FILE)))
+        self._optimizer = optimizer
         self._state = state
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written."""
+        if self._shards is not None:
+            self._shards.close()
+
+    def _load_whole(self, checkpoint: Path) -> None:
+        if self._adapter is not None:
+            self._adapter.load(checkpoint)
+            return
+        if (checkpoint / ADAPTER_FILE).is_file():
+            raise UserError(f"{checkpoint} holds an adapter only: it is of a run with [lora]")
+        saved = load_model(checkpoint, dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."))
+        _take(named_weights(saved), self.weights())
+
+    def _optimizer_shards(self) -> dict[str, torch.Tensor]:
+        parameters = dict(self.model.named_parameters())
+        tensors = self._optimizer.tensors() if self._optimizer else {}
+        return {key: placed_like(tensor, parameters[key.partition("/")[2]]) for key, tensor in tensors.items()}
+
+    def _own_part(self, moments: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of whole tensors by `kind/parameter name`, what this rank's optimizer steps."""
+        if self._ranks is None:
+            return moments
+        regions = {name: held_region(tensor) for name, tensor in self.model.named_parameters()}
+        return {
+            key: tensor[regions[name].within(whole(tensor.shape))]
+            if tensor.ndim and (name := key.partition("/")[2]) in regions
+            else tensor
+            for key, tensor in moments.items()
+        }
+
+    def _check_skipped(self, norm: float) -> None:
+        row = self._state.skipped_in_a_row
+        if row >= self._training.max_skipped:
+            raise HeadraceError(
+                f"the last {row} steps were skipped because their gradients are not finite (norm {norm}); "
+                f"[training] max_skipped = {self._training.max_skipped} ends the run"
+            )
 
     def _rate(self, batch: Batch) -> float:
         if batch.objective == "imitation":
@@ -158,3 +281,11 @@ class Trainer:
             schedule=self._training.schedule,
             total_steps=self._total_steps,
         )
+
+
+@torch.no_grad()
+def _take(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy whole tensors over weights of which this rank may hold only a part."""
+    for name, tensor in weights.items():
+        part = saved[name][held_region(tensor).within(whole(tensor.shape))]
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(part)

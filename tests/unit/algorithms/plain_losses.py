@@ -19,6 +19,8 @@ class Tokens(NamedTuple):
     advantages: torch.Tensor
     sequences: list[int]
     lags: list[int]
+    proximal: torch.Tensor
+    teacher: torch.Tensor
 
 
 DEFAULT_CLIPS = {
@@ -27,6 +29,8 @@ DEFAULT_CLIPS = {
     "dapo": (0.2, 0.28),
     "gspo": (3e-4, 4e-4),
     "decoupled_ppo": (0.2, 0.2),
+    "recomputed": (0.2, 0.2),
+    "distillation": (0.2, 0.28),
 }
 
 
@@ -71,6 +75,11 @@ def one(name, i, logp, fixed, mu, tokens, members, low, high, mix) -> torch.Tens
     a = float(tokens.advantages[i])
     ratio = torch.exp(logp[i] - mu[i])
     still = math.exp(fixed[i] - mu[i])
+    if name == "distillation":
+        return -min(still, 1 + high) * (float(tokens.teacher[i]) - fixed[i]) * logp[i]
+    if name == "recomputed":
+        begun = float(tokens.proximal[i])
+        return math.exp(begun - mu[i]) * pessimistic(torch.exp(logp[i] - begun), a, low, high)
     if name == "cispo":
         return -min(still, 1 + high) * a * logp[i]
     if name in ("grpo", "dapo"):

@@ -11,7 +11,8 @@ from plain_losses import Tokens, plain_losses
 
 from headrace.algorithms.losses.base import CORRECTIONS, LOSSES, TokenInputs, build_loss
 from headrace.algorithms.losses.cispo import cispo
-from headrace.algorithms.losses.decoupled_ppo import decoupled_ppo
+from headrace.algorithms.losses.decoupled_ppo import decoupled_ppo, recomputed_decoupled_ppo
+from headrace.algorithms.losses.distillation import distillation
 from headrace.algorithms.losses.dppo_tv import dppo_tv
 from headrace.algorithms.losses.grpo import clipped_grpo
 from headrace.algorithms.losses.gspo import gspo
@@ -23,7 +24,21 @@ from headrace.config.schema import AlgorithmConfig
 LOW, HIGH = 0.2, 0.28
 RATIOS = [0.5, 0.9, 1.0, 1.1, 1.5, 3.0]
 CASES = [(ratio, advantage) for ratio in RATIOS for advantage in (2.0, -1.0)]
-EVERY_LOSS = pytest.mark.parametrize("name", sorted(LOSSES))
+VARIANTS = [*sorted(LOSSES), "recomputed"]
+EVERY_LOSS = pytest.mark.parametrize("name", VARIANTS)
+OF_REWARDS = pytest.mark.parametrize("name", [name for name in VARIANTS if name != "distillation"])
+
+
+def loss_of(name, **given):
+    """The loss of this name; `recomputed` is decoupled PPO with the proximal policy that comes with the tokens."""
+    if name == "recomputed":
+        return build_loss(AlgorithmConfig(loss="decoupled_ppo", proximal="recomputed", **given))
+    return build_loss(AlgorithmConfig(loss=name, **given))
+
+
+def some(inputs, which, **changes):
+    """Some of the tokens."""
+    return TokenInputs(*(None if array is None else array[which] for array in inputs))._replace(**changes)
 
 
 def double(values):
@@ -40,6 +55,8 @@ def inputs_of(cases=CASES, sequences=None, lags=None, mu=-1.25):
         advantages=advantages,
         sequences=torch.tensor(sequences or list(range(len(cases)))),
         lags=double(lags or [0] * len(cases)),
+        proximal=behaviour + ratios.log() / 3,
+        teacher=torch.linspace(-3.0, -0.5, len(cases), dtype=torch.float64),
     )
 
 
@@ -163,18 +180,38 @@ def test_decoupled_ppo_by_hand():
     check(decoupled_ppo(inputs, proximal_mix=1.0), inputs, expected.values.tolist(), slopes)
 
 
+def test_recomputed_decoupled_ppo_by_hand():
+    # The proximal policy has twice, once and half the sampler's probability; the policy 1.1, 1.5 and 0.5 times its.
+    ratios, shares, advantages = [2.2, 1.5, 0.25], [2.0, 1.0, 0.5], [1.0, 1.0, -2.0]
+    inputs = inputs_of(list(zip(ratios, advantages, strict=True)))
+    inputs = inputs._replace(proximal=inputs.behaviour + double(shares).log())
+    check(recomputed_decoupled_ppo(inputs), inputs, [-2 * 1.1, -1.2, 0.5 * 0.8 * 2], [-2.2, 0, 0], clipped=2)
+
+
+def test_distillation_by_hand():
+    # The teacher finds the tokens e times, 1 and 1/2 times as likely as the policy does; rewards are not looked at.
+    inputs = inputs_of([(1.0, 9.0), (0.5, -9.0), (2.0, 0.0)])
+    gaps = [1.0, 0.0, -math.log(2)]
+    inputs = inputs._replace(teacher=inputs.logprobs.detach() + double(gaps))
+    slopes = [-1.0, 0.0, 1.28 * math.log(2)]
+    values = [s * float(p) for s, p in zip(slopes, inputs.logprobs, strict=True)]
+    result = distillation(inputs)
+    check(result, inputs, values, slopes, clipped=1)
+    assert float(result.sums["teacher_kl"]) == pytest.approx(-1 + math.log(2))
+
+
 def test_metrics_by_hand_and_over_micro_batches():
     inputs = inputs_of()
     ratios = [r for r, _ in CASES]
-    for name in LOSSES:
-        loss = build_loss(AlgorithmConfig(loss=name, corrections=["tis"]))
+    for name in VARIANTS:
+        loss = loss_of(name, corrections=["tis"])
         sums = loss(inputs).sums
         assert float(sums["ratio"]) == pytest.approx(sum(ratios))
         assert float(sums["kl_k1"]) == pytest.approx(-sum(math.log(r) for r in ratios))
         assert float(sums["kl_k3"]) == pytest.approx(sum(r - 1 - math.log(r) for r in ratios))
         assert float(sums["tis_fraction"]) == 2
         first, second = (
-            loss(TokenInputs(*(array[cut] for array in inputs))._replace(sequences=torch.arange(n))).sums
+            loss(some(inputs, cut, sequences=torch.arange(n))).sums
             for cut, n in ((slice(0, 5), 5), (slice(5, None), 7))
         )
         for key, value in sums.items():
@@ -190,12 +227,22 @@ def random_tokens(seed=0, count=40, sequences=9, spread=0.4):
     advantages = torch.randn(count, dtype=torch.float64, generator=generator)
     order = torch.randperm(count, generator=generator) % sequences
     lags = torch.randint(0, 4, (count,), generator=generator)
-    tokens = Tokens(logp + noise, advantages, order.tolist(), lags.tolist())
+    proximal = logp + spread / 2 * torch.randn(count, dtype=torch.float64, generator=generator)
+    teacher = logp + torch.randn(count, dtype=torch.float64, generator=generator)
+    tokens = Tokens(logp + noise, advantages, order.tolist(), lags.tolist(), proximal, teacher)
     return tokens, logp.requires_grad_()
 
 
 def inputs_from(tokens, logp, **changes):
-    inputs = TokenInputs(logp, tokens.behaviour, tokens.advantages, torch.tensor(tokens.sequences), double(tokens.lags))
+    inputs = TokenInputs(
+        logp,
+        tokens.behaviour,
+        tokens.advantages,
+        torch.tensor(tokens.sequences),
+        double(tokens.lags),
+        proximal=tokens.proximal,
+        teacher=tokens.teacher,
+    )
     return inputs._replace(**changes)
 
 
@@ -206,7 +253,7 @@ SETS = [[], ["tis"], ["icepop"], ["mis"], ["opsm"], ["opsm", "mis", "icepop", "t
 @pytest.mark.parametrize("corrections", SETS, ids="+".join)
 def test_values_and_gradients_against_the_definition(name, corrections):
     tokens, logp = random_tokens(3, spread=0.8)
-    result = build_loss(AlgorithmConfig(loss=name, corrections=corrections))(inputs_from(tokens, logp))
+    result = loss_of(name, corrections=corrections)(inputs_from(tokens, logp))
     free = logp.detach().clone().requires_grad_()
     expected = plain_losses(name, free, logp.detach(), tokens, corrections=corrections)
     torch.testing.assert_close(result.values, expected, rtol=0, atol=1e-10)
@@ -222,7 +269,7 @@ def test_gradient_against_finite_differences(name):
     tokens, logp = random_tokens(4)
     clips = (0.03, 0.05) if name == "gspo" else None
     given = {} if clips is None else {"clip_low": clips[0], "clip_high": clips[1]}
-    found = gradient(build_loss(AlgorithmConfig(loss=name, **given))(inputs_from(tokens, logp)).values, logp)
+    found = gradient(loss_of(name, **given)(inputs_from(tokens, logp)).values, logp)
     held, step = logp.detach(), 1e-6
     for place in range(0, 40, 3):
         shift = torch.zeros_like(held)
@@ -234,28 +281,29 @@ def test_gradient_against_finite_differences(name):
 @EVERY_LOSS
 def test_clipping_and_mixing_are_configured(name):
     tokens, logp = random_tokens(6)
-    given = {"clip_low": 0.04, "clip_high": 0.06, "proximal_mix": 0.25}
-    found = build_loss(AlgorithmConfig(loss=name, **given))(inputs_from(tokens, logp)).values
+    given = {"clip_low": 0.04, "clip_high": 0.06}
+    given |= {"proximal_mix": 0.25} if name != "recomputed" else {}
+    found = loss_of(name, **given)(inputs_from(tokens, logp)).values
     expected = plain_losses(name, logp, logp, tokens, clips=(0.04, 0.06), mix=0.25)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
-@EVERY_LOSS
+@OF_REWARDS
 def test_no_advantage_no_gradient(name):
     tokens, logp = random_tokens(1)
     inputs = inputs_from(tokens, logp, advantages=torch.zeros(40, dtype=torch.float64))
     for corrections in SETS:
-        values = build_loss(AlgorithmConfig(loss=name, corrections=corrections))(inputs).values
+        values = loss_of(name, corrections=corrections)(inputs).values
         assert gradient(values, logp).count_nonzero() == 0
 
 
-@EVERY_LOSS
+@OF_REWARDS
 @pytest.mark.parametrize("corrections", SETS, ids="+".join)
 def test_on_policy_all_are_the_policy_gradient(name, corrections):
     """At pi = mu every ratio is 1, inside every trust region: all losses have the gradient -A, with any correction."""
     tokens, logp = random_tokens(2)
-    values = build_loss(AlgorithmConfig(loss=name, corrections=corrections))(
-        inputs_from(tokens, logp, behaviour=logp.detach())
+    values = loss_of(name, corrections=corrections)(
+        inputs_from(tokens, logp, behaviour=logp.detach(), proximal=logp.detach())
     ).values
     torch.testing.assert_close(gradient(values, logp), -tokens.advantages, rtol=0, atol=1e-12)
 
@@ -263,32 +311,32 @@ def test_on_policy_all_are_the_policy_gradient(name, corrections):
 @EVERY_LOSS
 def test_the_order_of_tokens_and_the_numbers_of_sequences_do_not_matter(name):
     tokens, logp = random_tokens(7)
-    loss = build_loss(AlgorithmConfig(loss=name, corrections=["tis", "icepop", "mis", "opsm"]))
+    loss = loss_of(name, corrections=["tis", "icepop", "mis", "opsm"])
     whole = inputs_from(tokens, logp)
     expected = loss(whole).values
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
-    moved = TokenInputs(*(array[order] for array in whole))._replace(sequences=8 - whole.sequences[order])
+    moved = some(whole, order, sequences=8 - whole.sequences[order])
     torch.testing.assert_close(loss(moved).values, expected[order], rtol=0, atol=1e-12)
     # Whole sequences alone give what they give among others.
     for own in (0, 5):
         mine = whole.sequences == own
-        alone = TokenInputs(*(array[mine] for array in whole))
-        alone = alone._replace(sequences=torch.zeros_like(alone.sequences))
+        alone = some(whole, mine, sequences=torch.zeros(int(mine.sum()), dtype=torch.int64))
         torch.testing.assert_close(loss(alone).values, expected[mine], rtol=0, atol=1e-12)
 
 
 def test_a_hopeless_ratio_stays_finite():
-    for name in LOSSES:
+    for name in VARIANTS:
         for corrections in SETS:
             for behaviour in (-500.0, -1e-3):
                 logp = torch.tensor([-1.0, -400.0], requires_grad=True)
-                inputs = TokenInputs(
-                    logp, torch.full((2,), behaviour), torch.tensor([1.0, -1.0]), torch.tensor([0, 0]), torch.ones(2)
-                )
-                result = build_loss(AlgorithmConfig(loss=name, corrections=corrections))(inputs)
-                assert torch.isfinite(result.values).all()
-                assert torch.isfinite(gradient(result.values, logp)).all()
-                assert all(math.isfinite(float(value)) for value in result.sums.values())
+                mu = torch.full((2,), behaviour)
+                inputs = TokenInputs(logp, mu, torch.tensor([1.0, -1.0]), torch.tensor([0, 0]), torch.ones(2))
+                for other in (-300.0, -1e-3):
+                    every = dict.fromkeys(("proximal", "reference", "teacher"), torch.full((2,), other))
+                    result = loss_of(name, corrections=corrections, kl="k3")(inputs._replace(**every))
+                    assert torch.isfinite(result.values).all()
+                    assert torch.isfinite(gradient(result.values, logp)).all()
+                    assert all(math.isfinite(float(value)) for value in result.sums.values())
 
 
 def test_imitation_is_likelihood():

@@ -10,7 +10,7 @@ import numpy as np
 from headrace.buffer.journal import Journal
 from headrace.config import dump_config, make_config
 from headrace.training.checkpoint import TrainerState, write_checkpoint
-from headrace.types import Float32Array, Group, Int32Array, Prompt, Rollout, Trace, Version
+from headrace.types import Float32Array, Group, Int32Array, Kept, Prompt, Rollout, Trace, Version
 
 MODEL = Path(__file__).parents[3] / "examples" / "quickstart" / "model"
 PROMPT = (1, 6, 7, 2)
@@ -43,7 +43,7 @@ class ConstantWeights:
     def digest(self) -> int:
         return digest_of(self.version)
 
-    def logprobs(self, token_ids: Int32Array, temperature: float) -> Float32Array:
+    def logprobs(self, token_ids: Int32Array, temperature: float, kept: Kept | None = None) -> Float32Array:
         return np.full(len(token_ids) - 1, -1.0 / temperature, np.float32)
 
 

@@ -6,6 +6,7 @@ knows the formulas by heart; what it reads of a batch are its arrays.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +35,30 @@ def sequence_logprobs(model: Any, token_ids: torch.Tensor, temperature: float) -
     return torch.log_softmax(logits / temperature, dim=-1)[torch.arange(len(token_ids) - 1), token_ids[1:]]
 
 
-CLIPS = {"gspo": (3e-4, 4e-4), "cispo": (0.2, 0.28), "dapo": (0.2, 0.28)}
+def token_readings(
+    model: Any, token_ids: torch.Tensor, temperature: float, kept: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of tokens 1..n and the entropies there, each among the tokens kept for it, or among all."""
+    logits = model(input_ids=token_ids[None], use_cache=False).logits[0, :-1] / temperature
+    if not any(kept):
+        whole = torch.log_softmax(logits, dim=-1)
+        return whole[torch.arange(len(whole)), token_ids[1:]], -(whole.exp() * whole).sum(dim=-1)
+    chosen, spread = [], []
+    for row, token, left in zip(logits, token_ids[1:].tolist(), kept[1:], strict=True):
+        logp = torch.log_softmax(row[list(left)] if left else row, dim=-1)
+        chosen.append(logp[left.index(token) if left else token])
+        spread.append(-(logp.exp() * logp).sum())
+    return torch.stack(chosen), torch.stack(spread)
+
+
+def kept_lists(batch: Batch) -> list[list[int]]:
+    if batch.kept is None:
+        return [[] for _ in batch.token_ids]
+    ids = iter(batch.kept.token_ids.tolist())
+    return [[next(ids) for _ in range(count)] for count in batch.kept.counts.tolist()]
+
+
+CLIPS = {"gspo": (3e-4, 4e-4), "cispo": (0.2, 0.28), "dapo": (0.2, 0.28), "distillation": (0.2, 0.28)}
 
 
 def token_loss(
@@ -44,6 +68,7 @@ def token_loss(
     lag: torch.Tensor,
     objective: str,
     algorithm: AlgorithmConfig,
+    others: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """The losses of the trained tokens of one sequence."""
     if objective == "imitation":
@@ -59,7 +84,19 @@ def token_loss(
         kept &= ~((advantage < 0) & ((mu - still).mean() > algorithm.opsm_limit))
     if "tis" in algorithm.corrections:
         rho = torch.clip(rho, max=algorithm.tis_cap)
-    return kept * policy_loss(rho, rho * torch.exp(logp - still), logp, advantage, lag, algorithm)
+    return kept * policy_loss(rho, rho * torch.exp(logp - still), logp, advantage, lag, algorithm, others)
+
+
+def added(logp: torch.Tensor, entropy: torch.Tensor, algorithm: AlgorithmConfig, others: Any) -> torch.Tensor:
+    """What is added to the loss of each token."""
+    total = torch.zeros_like(logp)
+    if algorithm.kl != "none":
+        d = logp - others["reference"]
+        value = {"k1": d.detach() * logp, "k2": 0.5 * d**2, "k3": torch.exp(-d) + d - 1}[algorithm.kl]
+        if algorithm.kl == "k1":
+            value = value - (d * logp).detach() + d.detach()
+        total = total + algorithm.kl_weight * value
+    return total - (algorithm.entropy_weight or 0.0) * entropy
 
 
 def policy_loss(
@@ -69,6 +106,7 @@ def policy_loss(
     advantage: torch.Tensor,
     lag: torch.Tensor,
     algorithm: AlgorithmConfig,
+    others: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """`rho` and `ratio` are the same number; only the second is differentiable."""
     low, high = CLIPS.get(algorithm.loss, (0.2, 0.2))
@@ -80,6 +118,11 @@ def policy_loss(
 
     if algorithm.loss == "cispo":
         return -torch.clip(rho, 0, 1 + high) * advantage * logp
+    if algorithm.loss == "distillation":
+        return -torch.clip(rho, 0, 1 + high) * (others["teacher"] - logp.detach()) * logp
+    if algorithm.loss == "decoupled_ppo" and algorithm.proximal == "recomputed":
+        begun = others["proximal"]
+        return rho * torch.exp(begun - logp.detach()) * ppo(torch.exp(logp - begun))
     if algorithm.loss == "gspo":
         return ppo(rho.log().mean().exp() * ratio / rho)
     if algorithm.loss == "sapo":
@@ -97,21 +140,32 @@ def policy_loss(
     return ppo(ratio)
 
 
-def batch_loss(model: Any, batch: Batch, algorithm: AlgorithmConfig) -> torch.Tensor:
-    """The loss of a whole batch, differentiable."""
+def batch_loss(
+    model: Any, batch: Batch, algorithm: AlgorithmConfig, others: dict[str, Any] | None = None
+) -> torch.Tensor:
+    """The loss of a whole batch, differentiable; `others` are models whose log-probabilities it looks at."""
     total = torch.zeros((), dtype=next(model.parameters()).dtype)
     start = 0
+    kept = kept_lists(batch)
     for length in batch.lengths.tolist():
         here = slice(start + 1, start + length)
         trained = torch.tensor(batch.trained[here])
         if trained.any():
             tokens = torch.tensor(batch.token_ids[start : start + length].astype("int64"))
-            logp = sequence_logprobs(model, tokens, batch.temperature)[trained]
+            mine = kept[start : start + length]
+            logp, entropy = (part[trained] for part in token_readings(model, tokens, batch.temperature, mine))
+            with torch.no_grad():
+                beside = {
+                    name: token_readings(other, tokens, batch.temperature, mine)[0][trained]
+                    for name, other in (others or {}).items()
+                }
             mu, advantage, weight, version = (
                 torch.tensor(array[here])[trained].to(logp)
                 for array in (batch.logprobs, batch.advantages, batch.weights, batch.versions)
             )
-            losses = token_loss(logp, mu, advantage, batch.version - version, batch.objective, algorithm)
+            losses = token_loss(logp, mu, advantage, batch.version - version, batch.objective, algorithm, beside)
+            if batch.objective == "policy":
+                losses = losses + added(logp, entropy, algorithm, beside)
             total = total + (weight * losses).sum()
         start += length
     return total
@@ -133,11 +187,14 @@ def reference_losses(
     *,
     total_steps: int,
     warm_start: WarmStartConfig | None = None,
+    teacher: Any = None,
 ) -> list[float]:
     """Train a plain model on recorded batches, in place; the loss of every step, before its update."""
+    others = {} if teacher is None else {"teacher": teacher}
     losses: list[float] = []
     objective = ""
     policy_steps = 0
+    version: int | None = None
     for batch in batches:
         if batch.objective != objective:
             matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -151,7 +208,11 @@ def reference_losses(
         policy_steps += objective == "policy"
         imitating = objective == "imitation" and warm_start is not None
         rate = warm_start.learning_rate if imitating else rate_of_step(policy_steps, training, total_steps)
-        loss = batch_loss(model, batch, algorithm)
+        if objective == "policy" and policy_steps == 1:
+            others["reference"] = copy.deepcopy(model)
+        if batch.version != version:
+            others["proximal"], version = copy.deepcopy(model), batch.version
+        loss = batch_loss(model, batch, algorithm, others if objective == "policy" else None)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_norm)

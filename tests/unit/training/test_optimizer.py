@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from hypothesis import strategies as st
 
 from headrace.config.schema import TrainingConfig
 from headrace.errors import UserError
+from headrace.training import update_ratio
+from headrace.training.muon import Muon
 from headrace.training.optimizer import Optimizer, learning_rate
+from headrace.training.update_ratio import UpdateRatio
 
 
 def rates(schedule, warmup_steps, total_steps):
@@ -77,7 +81,7 @@ def test_adamw_and_clipping_by_hand():
     for seed in range(4):
         set_gradients(model, seed, scale=1.0 if seed != 2 else 0.01)
         gradients.append({"matrix": model.matrix.grad.clone(), "vector": model.vector.grad.clone()})
-        norm, changed = optimizer.apply(0.02)
+        norm, _, changed, _ = optimizer.apply(0.02)
         assert changed
         total = math.sqrt(sum(float(g.square().sum()) for g in gradients[-1].values()))
         assert norm == pytest.approx(total, rel=1e-6)
@@ -97,7 +101,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison):
     moments = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
     set_gradients(model, 1)
     model.vector.grad[1] = poison
-    norm, changed = optimizer.apply(0.1)
+    norm, finite, changed, ratio = optimizer.apply(0.1)
+    assert not finite
+    assert ratio == 0
     assert not changed
     assert not math.isfinite(norm)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
@@ -121,6 +127,115 @@ def test_restored_moments_continue_bit_for_bit():
         set_gradients(second, seed)
         rest.apply(0.05)
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), second.parameters(), strict=True))
+
+
+def test_the_update_ratio_by_hand():
+    model = Tiny()
+    optimizer = Optimizer(model, TrainingConfig(clip_norm=1e9))
+    for seed in range(3):
+        before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+        set_gradients(model, seed)
+        ratio = optimizer.apply(0.02).update_ratio
+        change = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
+        assert ratio == pytest.approx(float(change.norm() / before.norm()), rel=1e-5)
+
+
+def test_the_update_ratio_of_large_weights_is_close(monkeypatch):
+    monkeypatch.setattr(update_ratio, "SAMPLE", 500)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(100, 113, generator=generator), 5 * torch.randn(40, generator=generator)]
+    looked = UpdateRatio(weights)
+    before = torch.cat([w.flatten().clone() for w in weights])
+    for w in weights:
+        w += 0.1 * torch.randn(w.shape, generator=generator)
+    change = torch.cat([w.flatten() for w in weights]) - before
+    assert looked.after() == pytest.approx(float(change.norm() / before.norm()), rel=0.1)
+
+
+def test_rates_by_name():
+    """The first step of Adam moves every weight by the learning rate: what is left is the factor."""
+    model = Tiny()
+    config = TrainingConfig(learning_rates={"vec": 0.1, "ct": 3.0, "mat": 2.0}, clip_norm=1e9)
+    optimizer = Optimizer(model, config)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    set_gradients(model, 0)
+    optimizer.apply(0.01)
+    for name, factor in (("matrix", 2.0), ("vector", 0.1)):
+        moved = (dict(model.named_parameters())[name].detach() - before[name]).abs()
+        torch.testing.assert_close(moved, torch.full_like(moved, 0.01 * factor), rtol=1e-4, atol=1e-7)
+    with pytest.raises(UserError, match=r"\[training\] learning_rates: no trainable parameter has 'head'"):
+        Optimizer(model, TrainingConfig(learning_rates={"head": 0.1}))
+
+
+class Layered(torch.nn.Module):
+    """An embedding, two hidden matrices and a norm, a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(11, 8)
+        self.wide = torch.nn.Linear(8, 20, bias=False)
+        self.tall = torch.nn.Linear(20, 8)
+        self.norm = torch.nn.LayerNorm(8)
+        self.head = torch.nn.Linear(8, 11, bias=False)
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def test_muon_orthogonalises_hidden_matrices_and_leaves_the_rest_to_adamw():
+    model = Layered()
+    optimizer = Optimizer(model, TrainingConfig(optimizer="muon", weight_decay=0.1, clip_norm=1e9))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    generator = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    assert optimizer.apply(0.01).changed
+    after = {name: p.detach() for name, p in model.named_parameters()}
+    expected = adamw_by_hand(before, [gradients], rate=0.01, decay=0.1, clip=1e9)
+    for name in before:
+        if name not in ("wide.weight", "tall.weight"):
+            torch.testing.assert_close(after[name].double(), expected[name], rtol=0, atol=1e-6)
+            continue
+        # The first step's direction is that of the gradient, with all singular values brought near 1.
+        size = 0.01 * 0.2 * math.sqrt(20)
+        direction = (before[name] * (1 - 0.01 * 0.1) - after[name]) / size
+        u, _, v = torch.linalg.svd(gradients[name], full_matrices=False)
+        aligned = u.T @ direction @ v.T
+        assert float((aligned - torch.diag(aligned.diagonal())).abs().max()) < 0.05
+        assert 0.6 < float(aligned.diagonal().min()) <= float(aligned.diagonal().max()) < 1.3
+    kinds = {key for key in optimizer.tensors() if key.startswith("momentum_buffer/")}
+    assert kinds == {"momentum_buffer/wide.weight", "momentum_buffer/tall.weight"}
+    with pytest.raises(UserError, match=r"momentum_buffer/wide\.weight, which this model and optimizer have not"):
+        Optimizer(model, TrainingConfig()).restore(optimizer.tensors())
+
+
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8), (3, 6, 10)])
+def test_muon_against_torch(shape):
+    """Torch iterates in bfloat16 on any device: equal but for its rounding. A stack is its matrices one by one."""
+    generator = torch.Generator().manual_seed(2)
+    start = torch.randn(shape, generator=generator)
+    ours = torch.nn.Parameter(start.clone())
+    theirs = [torch.nn.Parameter(matrix.clone()) for matrix in start.reshape(-1, *shape[-2:])]
+    mine = Muon([ours], lr=0.1, weight_decay=0.3)
+    reference = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        ours.grad = torch.randn(shape, generator=generator)
+        for p, gradient in zip(theirs, ours.grad.reshape(-1, *shape[-2:]), strict=True):
+            p.grad = gradient.clone()
+        mine.step()
+        reference.step()
+    found = torch.stack([p.detach() for p in theirs]).reshape(shape)
+    assert float((ours.detach() - start).abs().max()) > 0.2
+    torch.testing.assert_close(ours.detach(), found, rtol=0, atol=0.02)
+
+
+def test_eight_bits_without_a_package_are_refused_in_one_line(monkeypatch):
+    for package in ("torchao", "torchao.optim", "bitsandbytes", "bitsandbytes.optim"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=r'^\[training\] optimizer = "adamw_8bit" needs the package torchao'):
+        Optimizer(Tiny(), TrainingConfig(optimizer="adamw_8bit"))
 
 
 def test_moments_of_another_model_are_refused():

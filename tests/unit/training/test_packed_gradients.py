@@ -9,10 +9,11 @@ import torch
 from random_models import FAMILIES, AllDouble, random_batch, twins
 from reference_loop import batch_loss, sequence_logprobs
 
-from headrace.algorithms.losses.base import LOSSES, build_loss
+from headrace.algorithms.losses.base import LOSSES, build_loss, needs
 from headrace.config.schema import AlgorithmConfig
 from headrace.training import attention, logprobs
 from headrace.training.packing import plan, plan_scoring
+from headrace.training.policies import FrozenPolicy
 from headrace.training.step import accumulate
 from headrace.types import NO_VERSION
 
@@ -25,7 +26,7 @@ def all_double():
         yield
 
 
-def gradients_of(model, batch, *, algorithm=CISPO, micro_batch_tokens=10_000, share_prefixes=True):
+def gradients_of(model, batch, *, algorithm=CISPO, micro_batch_tokens=10_000, share_prefixes=True, others=None):
     model.zero_grad()
     result = accumulate(
         model,
@@ -33,13 +34,15 @@ def gradients_of(model, batch, *, algorithm=CISPO, micro_batch_tokens=10_000, sh
         build_loss(algorithm),
         micro_batch_tokens=micro_batch_tokens,
         share_prefixes=share_prefixes,
+        policies={name: FrozenPolicy(other) for name, other in (others or {}).items()},
+        entropy=needs(algorithm).entropy,
     )
     return result, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def reference_gradients(model, batch, algorithm=CISPO):
+def reference_gradients(model, batch, algorithm=CISPO, others=None):
     model.zero_grad()
-    loss = batch_loss(model, batch, algorithm)
+    loss = batch_loss(model, batch, algorithm, others)
     loss.backward()
     return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -118,20 +121,43 @@ def reordered(batch, order):
     return msgspec.structs.replace(batch, lengths=batch.lengths[order], groups=batch.groups[order], **changes)
 
 
+def perturbed(seed, family="llama"):
+    """A policy near the one in training, twice: as `twins` gives it."""
+    pair = twins(family, torch.float64)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in pair[0].parameters():
+            p.add_(0.02 * torch.randn(p.shape, dtype=p.dtype, generator=noise))
+    pair[1].load_state_dict(pair[0].state_dict())
+    return pair
+
+
 @pytest.mark.parametrize("corrections", [[], ["tis", "icepop", "mis", "opsm"]], ids=["alone", "corrected"])
-@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("loss", [*sorted(LOSSES), "recomputed"])
 def test_every_loss_whatever_the_packing(loss, corrections, all_double):
     """Values and gradients of whole steps equal the plain loop's, in any order, cut into rows of any size."""
     packed, plain = twins("llama", torch.float64)
     batch = off_policy(random_batch(7, groups=4), plain)
-    algorithm = AlgorithmConfig(loss=loss, corrections=corrections, mis_high=1.2, icepop_low=0.8, tis_cap=1.3)
-    expected_loss, expected = reference_gradients(plain, batch, algorithm)
-    whole, _ = gradients_of(packed, batch, algorithm=algorithm)
+    given = {"corrections": corrections, "mis_high": 1.2, "icepop_low": 0.8, "tis_cap": 1.3}
+    given |= {"loss": "decoupled_ppo", "proximal": "recomputed"} if loss == "recomputed" else {"loss": loss}
+    algorithm = AlgorithmConfig(**given)
+    asked = needs(algorithm)._asdict()
+    others = {name: perturbed(seed) for seed, name in enumerate(("proximal", "teacher")) if asked[name]}
+    packed_others, plain_others = ({name: pair[side] for name, pair in others.items()} for side in (0, 1))
+    expected_loss, expected = reference_gradients(plain, batch, algorithm, plain_others)
+    whole, _ = gradients_of(packed, batch, algorithm=algorithm, others=packed_others)
     for name in corrections:
         assert 0 < whole.metrics[f"{name}_fraction"] < 1
     order = np.random.default_rng(0).permutation(len(batch.lengths))
     for each, budget, share in [(batch, 10_000, True), (batch, 1, True), (reordered(batch, order), 30, False)]:
-        result, found = gradients_of(packed, each, algorithm=algorithm, micro_batch_tokens=budget, share_prefixes=share)
+        result, found = gradients_of(
+            packed,
+            each,
+            algorithm=algorithm,
+            micro_batch_tokens=budget,
+            share_prefixes=share,
+            others=packed_others,
+        )
         assert (result.micro_batches == 1) == (budget == 10_000)
         assert abs(result.loss - expected_loss) < 1e-10
         assert relative_error(found, expected) < 1e-9

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.channel.codec import decode, encode
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
+from headrace.errors import HeadraceError
 from headrace.models.loading import load_model
 from headrace.observe.spans import SpanRecorder
 from headrace.training.checkpoint import latest, read_state
@@ -101,7 +102,7 @@ def test_reports_say_what_was_done(tmp_path):
         assert report.seconds > 0
         assert not report.skipped
     assert reports[0].metrics["nll"] == pytest.approx(reports[0].loss, rel=1e-5)
-    assert reports[2].metrics.keys() == {"ratio", "clip_fraction", "kl_k1", "kl_k3"}
+    assert reports[2].metrics.keys() == {"ratio", "clip_fraction", "kl_k1", "kl_k3", "update_ratio"}
     assert trainer.steps_done == 7
     assert trainer.policy_steps == 5
     assert {span.name for span in spans.drain()} == {"train", "optimize"}
@@ -124,6 +125,20 @@ def test_two_trainers_agree_to_the_bit(tmp_path, family):
     for batch in batches():
         assert first.step(batch).loss == second.step(batch).loss
     assert_same_weights(first.weights(), second.weights())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_every_optimizer_continues_to_the_bit(tmp_path, optimizer):
+    path = model_dir(tmp_path / "model")
+    training = msgspec.structs.replace(TRAINING, optimizer=optimizer, learning_rates={"embed": 0.5, "q_proj": 2.0})
+    work = batches(warm=0)
+    straight, stopped, resumed = (trainer_of(path, training=training) for _ in range(3))
+    expected = [straight.step(batch).loss for batch in work]
+    for batch in work[:2]:
+        stopped.step(batch)
+    resumed.load(stopped.save(tmp_path / "checkpoints", source=path))
+    assert [resumed.step(batch).loss for batch in work[2:]] == expected[2:]
+    assert_same_weights(resumed.weights(), straight.weights())
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -213,6 +228,27 @@ def test_a_poisoned_batch_is_skipped_and_counted(tmp_path):
     assert report.skipped_steps == 1
     assert math.isfinite(report.loss)
     assert trainer.steps_done == 3
+
+
+def test_too_many_poisoned_batches_in_a_row_end_the_run(tmp_path):
+    training = msgspec.structs.replace(TRAINING, max_skipped=2)
+    trainer = trainer_of(model_dir(tmp_path / "model"), training=training)
+    poisoned, empty = random_batch(2), random_batch(4)
+    poisoned.advantages[poisoned.trained] = np.nan
+    empty.trained[:] = False
+    trainer.step(poisoned)
+    trainer.step(random_batch(3))
+    trainer.step(poisoned)
+    saved = trainer.save(tmp_path / "checkpoints")
+    with pytest.raises(HeadraceError, match=r"the last 2 steps were skipped .*max_skipped = 2"):
+        trainer.step(poisoned)
+    resumed = trainer_of(saved, training=training)
+    resumed.load(saved)
+    with pytest.raises(HeadraceError, match="the last 2 steps"):
+        resumed.step(poisoned)
+    # A batch with nothing to train is skipped too, and says nothing about the gradients.
+    fresh = trainer_of(saved, training=training)
+    assert [fresh.step(batch).skipped for batch in (empty, empty, poisoned, empty)] == [True] * 4
 
 
 def test_a_batch_without_trained_tokens_changes_nothing(tmp_path):

@@ -7,7 +7,7 @@ so those of micro-batches add up too. All tokens of a sequence come in one call,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -18,10 +18,13 @@ MAX_LOG_RATIO = 20.0
 
 
 class TokenInputs(NamedTuple):
-    """What is known of N trained tokens; every array is [N]."""
+    """What is known of N trained tokens; every array is [N]. The last four are there where a loss asks for them.
+
+    Every policy's log-probabilities are at the sampling temperature, among the tokens that sampling kept.
+    """
 
     logprobs: torch.Tensor
-    """Log pi, differentiable: the policy in training, at the sampling temperature."""
+    """Log pi, differentiable: the policy in training."""
     behaviour: torch.Tensor
     """Log mu, as the engine recorded it when it sampled the token."""
     advantages: torch.Tensor
@@ -29,6 +32,14 @@ class TokenInputs(NamedTuple):
     """int64: which sequence a token belongs to, numbered from 0 within the call; never a part of one."""
     lags: torch.Tensor
     """How many versions old the token is, in the dtype of `logprobs`."""
+    proximal: torch.Tensor | None = None
+    """Of the weights that the version in training began with."""
+    reference: torch.Tensor | None = None
+    """Of the weights before the first policy step."""
+    teacher: torch.Tensor | None = None
+    """Of the model to learn from."""
+    entropy: torch.Tensor | None = None
+    """Of pi at the token's position, differentiable if there is a bonus on it."""
 
 
 class TokenLoss(NamedTuple):
@@ -72,6 +83,36 @@ CORRECTIONS: dict[str, Callable[[AlgorithmConfig], Correction]] = {}
 """Every correction by the name that `[algorithm] corrections` gives it."""
 
 
+ADDITIONS: list[Callable[[AlgorithmConfig, Loss], Loss]] = []
+"""What may be added to any loss, whatever its corrections; each gives the loss back as it is where it is off."""
+
+
+class Needs(NamedTuple):
+    """What a configured loss asks the trainer for, beside the policy's log-probabilities."""
+
+    proximal: bool = False
+    reference: bool = False
+    teacher: bool = False
+    entropy: Literal["none", "value", "gradient"] = "none"
+
+
+def needs(config: AlgorithmConfig) -> Needs:
+    """Which of the optional fields of `TokenInputs` must be there."""
+    weight = config.entropy_weight
+    return Needs(
+        proximal=config.loss == "decoupled_ppo" and config.proximal == "recomputed",
+        reference=config.kl != "none",
+        teacher=config.loss == "distillation",
+        entropy="none" if weight is None else "gradient" if weight else "value",
+    )
+
+
+def given(field: torch.Tensor | None) -> torch.Tensor:
+    """An optional field that `needs` has asked for."""
+    assert field is not None
+    return field
+
+
 def register(name: str) -> Callable[[Callable[[AlgorithmConfig], Loss]], Callable[[AlgorithmConfig], Loss]]:
     """Declare that this function builds the loss of this name from the configuration."""
 
@@ -83,10 +124,14 @@ def register(name: str) -> Callable[[Callable[[AlgorithmConfig], Loss]], Callabl
 
 
 def build_loss(config: AlgorithmConfig) -> Loss:
-    """The policy loss that the configuration names, with its corrections."""
+    """The policy loss that the configuration names, with its corrections and what it adds to them."""
     loss = LOSSES[config.loss](config)
     corrections: dict[str, Correction] = {name: CORRECTIONS[name](config) for name in config.corrections}
-    return corrected(loss, corrections) if corrections else loss
+    if corrections:
+        loss = corrected(loss, corrections)
+    for extend in ADDITIONS:
+        loss = extend(config, loss)
+    return loss
 
 
 def corrected(loss: Loss, corrections: Mapping[str, Correction]) -> Loss:

@@ -1,7 +1,8 @@
 """Decoupled PPO: the trust region is around a proximal policy, the importance weight against the sampler.
 
-The proximal policy lies between sampler and policy on the straight line of their log-probabilities, so it costs no
-forward pass of its own. The older a token, the nearer to the policy: stale tokens are not silenced for their age.
+Stale tokens are not silenced for their age. The proximal policy is interpolated, between sampler and policy on the
+straight line of their log-probabilities and the nearer to the policy the older a token, which costs no forward pass;
+or it is recomputed: the weights that the version in training began with.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from functools import partial
 
 import torch
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums, register
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, given, log_ratio, policy_sums, register
 from headrace.algorithms.losses.grpo import clipped_surrogate
 from headrace.config.schema import AlgorithmConfig
 
@@ -20,7 +21,7 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.2
 def decoupled_ppo(
     inputs: TokenInputs, *, clip_low: float = CLIP_LOW, clip_high: float = CLIP_HIGH, proximal_mix: float | None = None
 ) -> TokenLoss:
-    """-sg(prox / mu) min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r = pi / prox.
+    """-sg(prox / mu) min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r = pi / prox, interpolated.
 
     Log prox = sg(mix log mu + (1 - mix) log pi); the mix is 1 / lag unless it is given, and 0 at lag 0.
     """
@@ -36,12 +37,22 @@ def decoupled_ppo(
     return TokenLoss(weight * values, policy_sums(recorded, clipped))
 
 
+def recomputed_decoupled_ppo(
+    inputs: TokenInputs, *, clip_low: float = CLIP_LOW, clip_high: float = CLIP_HIGH
+) -> TokenLoss:
+    """The same with the proximal policy that `inputs` brings."""
+    proximal = given(inputs.proximal)
+    weight = log_ratio(proximal, inputs.behaviour).exp()
+    ratio = log_ratio(inputs.logprobs, proximal).exp()
+    values, clipped = clipped_surrogate(ratio, inputs.advantages, clip_low, clip_high)
+    return TokenLoss(weight * values, policy_sums(log_ratio(inputs.logprobs, inputs.behaviour), clipped))
+
+
 @register("decoupled_ppo")
 def build(config: AlgorithmConfig) -> Loss:
-    """Decoupled PPO with the configuration's clipping and `proximal_mix`."""
-    return partial(
-        decoupled_ppo,
-        clip_low=CLIP_LOW if config.clip_low is None else config.clip_low,
-        clip_high=CLIP_HIGH if config.clip_high is None else config.clip_high,
-        proximal_mix=config.proximal_mix,
-    )
+    """Decoupled PPO with the configuration's clipping and proximal policy."""
+    low = CLIP_LOW if config.clip_low is None else config.clip_low
+    high = CLIP_HIGH if config.clip_high is None else config.clip_high
+    if config.proximal == "recomputed":
+        return partial(recomputed_decoupled_ppo, clip_low=low, clip_high=high)
+    return partial(decoupled_ppo, clip_low=low, clip_high=high, proximal_mix=config.proximal_mix)

@@ -1,0 +1,26 @@
+"""On-policy distillation: the policy's own tokens, judged by a teacher one by one.
+
+A token's advantage is log teacher - log pi, so that on-policy the expected gradient is that of KL(pi || teacher).
+Rewards have no part in it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, given, log_ratio, register
+from headrace.algorithms.losses.cispo import CLIP_HIGH, cispo
+from headrace.config.schema import AlgorithmConfig
+
+
+def distillation(inputs: TokenInputs, *, clip_high: float = CLIP_HIGH) -> TokenLoss:
+    """-sg(min(r, 1 + clip_high) * log(teacher / pi)) * log pi, with r = pi / mu."""
+    gap = log_ratio(given(inputs.teacher), inputs.logprobs.detach())
+    result = cispo(inputs._replace(advantages=gap), clip_high=clip_high)
+    return result._replace(sums=result.sums | {"teacher_kl": -gap.sum()})
+
+
+@register("distillation")
+def build(config: AlgorithmConfig) -> Loss:
+    """Distillation with the configuration's `clip_high`."""
+    return partial(distillation, clip_high=CLIP_HIGH if config.clip_high is None else config.clip_high)

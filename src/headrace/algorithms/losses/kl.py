@@ -1,0 +1,48 @@
+"""The divergence of the policy from a reference, estimated from the sampled tokens and added to any loss.
+
+On-policy the expected gradient of k1 and k2 is that of KL(pi || reference), that of k3 is that of KL(reference || pi).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from headrace.algorithms.losses.base import ADDITIONS, Loss, TokenInputs, TokenLoss, given, log_ratio
+from headrace.config.schema import AlgorithmConfig
+
+
+def divergence(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Literal["k1", "k2", "k3"]) -> torch.Tensor:
+    """With d = log(pi / reference): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, of each token.
+
+    The plain derivative of k1 is that of log pi, whose mean is zero: it would hold nothing back. So k1 has the gradient
+    of the mean that it estimates, d times that of log pi, which is also that of k2.
+    """
+    gap = logprobs - reference
+    if estimator == "k1":
+        still = gap.detach()
+        return still + still * (gap - still)
+    if estimator == "k2":
+        return gap.square() / 2
+    gap = log_ratio(logprobs, reference)
+    return torch.expm1(-gap) + gap
+
+
+def held_to_reference(loss: Loss, estimator: Literal["k1", "k2", "k3"], weight: float) -> Loss:
+    """The loss plus weight x divergence at every trained token, those that corrections leave out included."""
+
+    def whole(inputs: TokenInputs) -> TokenLoss:
+        result = loss(inputs)
+        kl = divergence(inputs.logprobs, given(inputs.reference), estimator)
+        return TokenLoss(result.values + weight * kl, result.sums | {"reference_kl": kl.detach().sum()})
+
+    return whole
+
+
+def extend(config: AlgorithmConfig, loss: Loss) -> Loss:
+    """The loss with the configured divergence, if there is one."""
+    return loss if config.kl == "none" else held_to_reference(loss, config.kl, config.kl_weight)
+
+
+ADDITIONS.append(extend)

@@ -1,0 +1,109 @@
+"""Which optimizer moves which parameter: every trainable parameter belongs to one group of one optimizer.
+
+Matrices decay and vectors (norms, biases) do not. `[training] learning_rates` multiplies a group's rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace.config.schema import TrainingConfig
+from headrace.errors import UserError
+from headrace.training.muon import Muon
+
+ADAMW_STATE = frozenset({"exp_avg", "exp_avg_sq", "step"})
+_BLOCKWISE_STATE = frozenset({"state1", "state2", "qmap1", "qmap2", "absmax1", "absmax2", "step"})
+
+
+@dataclass(frozen=True)
+class Part:
+    """One optimizer, and what its state is made of."""
+
+    optimizer: torch.optim.Optimizer
+    kinds: frozenset[str]
+    """The names of the states that it keeps for a parameter."""
+    numbers: frozenset[str] = frozenset()
+    """Those of them that are plain numbers, not tensors."""
+
+    def set_rate(self, rate: float) -> None:
+        """Step with this learning rate, times the factor of each group."""
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate * group["factor"])
+            else:
+                group["lr"] = rate * group["factor"]
+
+
+def make_parts(model: torch.nn.Module, named: Mapping[str, torch.nn.Parameter], config: TrainingConfig) -> list[Part]:
+    """The optimizers of a model's trainable parameters, or of this rank's parts of them, as the configuration says."""
+    factors = _factors(named, config.learning_rates)
+    if config.optimizer != "muon":
+        make = _adamw if config.optimizer == "adamw" else _adamw_8bit
+        return [make(_groups(named, factors, config), config)] if named else []
+    hidden = hidden_matrices(model)
+    parts = []
+    for mine, make in ((hidden, _muon), (named.keys() - hidden, _adamw)):
+        chosen = {name: p for name, p in named.items() if name in mine}
+        if chosen:
+            parts.append(make(_groups(chosen, factors, config), config))
+    return parts
+
+
+def hidden_matrices(model: torch.nn.Module) -> set[str]:
+    """The trainable matrices, or stacks of them, that are neither an embedding nor the vocabulary projection."""
+    outer = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is not None:
+        outer.add(id(head.weight))
+    return {name for name, p in model.named_parameters() if p.requires_grad and p.ndim in (2, 3) and id(p) not in outer}
+
+
+def _factors(named: Mapping[str, torch.nn.Parameter], patterns: Mapping[str, float]) -> dict[str, float]:
+    for pattern in patterns:
+        if not any(pattern in name for name in named):
+            raise UserError(f"[training] learning_rates: no trainable parameter has {pattern!r} in its name")
+    return {name: next((patterns[pattern] for pattern in patterns if pattern in name), 1.0) for name in named}
+
+
+def _groups(
+    named: Mapping[str, torch.nn.Parameter], factors: Mapping[str, float], config: TrainingConfig
+) -> list[dict[str, Any]]:
+    groups: dict[tuple[bool, float], list[torch.nn.Parameter]] = {}
+    for name, p in named.items():
+        groups.setdefault((p.ndim >= 2, factors[name]), []).append(p)
+    return [
+        {"params": members, "weight_decay": config.weight_decay if decays else 0.0, "factor": factor}
+        for (decays, factor), members in groups.items()
+    ]
+
+
+def _adamw(groups: list[dict[str, Any]], config: TrainingConfig) -> Part:
+    return Part(torch.optim.AdamW(groups, lr=0.0, betas=(config.beta1, config.beta2), fused=True), ADAMW_STATE)
+
+
+def _muon(groups: list[dict[str, Any]], config: TrainingConfig) -> Part:
+    return Part(Muon(groups, lr=0.0), frozenset({"momentum_buffer"}))
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], config: TrainingConfig) -> Part:
+    betas = (config.beta1, config.beta2)
+    on_gpu = all(p.device.type == "cuda" for group in groups for p in group["params"])
+    if on_gpu:
+        try:
+            from bitsandbytes.optim import AdamW8bit as Blockwise
+        except ImportError:
+            pass
+        else:
+            return Part(Blockwise(groups, lr=0.0, betas=betas), _BLOCKWISE_STATE, frozenset({"step"}))
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise UserError(
+            '[training] optimizer = "adamw_8bit" needs the package torchao, or bitsandbytes on a GPU '
+            '(pip install torchao, or take optimizer = "adamw")'
+        ) from error
+    return Part(AdamW8bit(groups, lr=0.0, betas=betas), ADAMW_STATE)
