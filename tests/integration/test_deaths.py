@@ -45,7 +45,7 @@ def ledger(run_dir: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("victim", ["engine-0", "trainer-0"])
 def test_a_dead_worker_ends_the_run_with_its_name(tmp_path: Path, victim: str) -> None:
-    run = start("train", str(QUICKSTART), *settings(tmp_path, "run.versions=500"))
+    run = start("train", str(QUICKSTART), *settings(tmp_path, "run.versions=500", "pipeline.restarts=0"))
     run_dir = tmp_path / "run"
     wait_until_training(run_dir, 2)
     os.kill(worker_pids(run_dir)[victim], signal.SIGKILL)
@@ -63,6 +63,36 @@ def test_a_dead_worker_ends_the_run_with_its_name(tmp_path: Path, victim: str) -
         reasons = {reason for (reason,) in db.execute("SELECT reason FROM groups WHERE state = 'failed'")}
     assert all(f"{victim} died: killed by signal 9" in reason for reason in reasons)
     assert json.loads((run_dir / "summary.json").read_text())["outcome"] == "failed"
+
+
+def deliveries(run_dir: Path, engine: str) -> int:
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        return db.execute("SELECT count(*) FROM deliveries WHERE accepted AND engine = ?", (engine,)).fetchone()[0]
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_killed_engine_comes_back_at_the_current_version_and_nothing_is_lost(tmp_path: Path, engines: int) -> None:
+    more = ["run.versions=500", f"engine.count={engines}", "observe.display=plain"]
+    run = start("train", str(QUICKSTART), *settings(tmp_path, *more))
+    run_dir = tmp_path / "run"
+    wait_until_training(run_dir, 2)
+    os.kill(worker_pids(run_dir)["engine-0"], signal.SIGKILL)
+    deadline, before = time.monotonic() + 120, deliveries(run_dir, "engine-0")
+    while deliveries(run_dir, "engine-0") < before + 2 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    run.send_signal(signal.SIGINT)
+    stdout, stderr = run.communicate(timeout=100)
+    assert run.returncode == 130, stderr
+    assert "engine-0 died: killed by signal 9; it is started again" in stdout
+    assert "engine-0 is back" in stdout
+    assert deliveries(run_dir, "engine-0") >= before + 2
+    found = ledger(run_dir)
+    assert found["failed"] == 0
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        rows = db.execute("SELECT version, accepted FROM deliveries WHERE engine = 'engine-0'").fetchall()
+    accepted = [version for version, was in rows if was]
+    assert accepted == sorted(set(accepted)), "no version is proved twice, none goes back"
+    assert segments_left() == set()
 
 
 def test_a_killed_controller_leaves_no_orphan_and_its_run_goes_on(tmp_path: Path) -> None:

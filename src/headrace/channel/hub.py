@@ -40,6 +40,7 @@ class Hub:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
@@ -92,6 +93,11 @@ class Hub:
         for peer, future in self._waiting.values():
             if peer == death.peer and not future.done():
                 future.set_exception(death)
+
+    def forget(self, peer: str) -> None:
+        """A dead peer's name is free: a new process may take it."""
+        self._dead.pop(peer, None)
+        self._heard.pop(peer, None)
 
     async def close(self) -> None:
         """Stop, and let go of the socket. Idempotent."""

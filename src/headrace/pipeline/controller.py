@@ -9,7 +9,7 @@
     (group)   its episodes: tokens, judgements            engines and reward workers; one task a group
     TRAIN     a batch in the window, a free place at the  a group that completes, a step that ends
               trainer (it holds at most two batches)
-    DELIVER   a published version                         the trainer's announcement
+    DELIVER   a published version; engines that prove it  the trainer's announcement; a loop an engine (`deliveries`)
     EVALUATE  (a task now and then) held-out answers      DELIVER, every `[evaluate] every` versions
 
 Every wait is in the book of `waits`; when nothing moves for `[pipeline] stall_seconds`, the watch loop ends the run
@@ -23,22 +23,21 @@ from collections import deque
 from collections.abc import Sequence
 
 from headrace.algorithms.assemble import assemble
-from headrace.delivery.base import Manifest
-from headrace.errors import DeliveryError, HeadraceError
+from headrace.errors import HeadraceError
+from headrace.pipeline.deliveries import Deliveries
 from headrace.pipeline.episodes import Episodes
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Moment
 from headrace.pipeline.warm_start import warm_start
+from headrace.rollouts.base import AnyEpisode
 from headrace.rollouts.evaluation import evaluate
 from headrace.rollouts.groups import cancel_group, prepare_group, run_group
-from headrace.rollouts.turns import Episode
 from headrace.scoring.shuffle import shuffle_rewards
 from headrace.training.messages import Published
 from headrace.types import Group, Prompt
 
 BATCHES_AT_TRAINER = 2
 """One in training and one at hand, so that the trainer never waits for a message."""
-DELIVERY_ATTEMPTS = 3
 FAILED_IN_A_ROW = 20
 EVALUATION_SHARE = 4
 """Evaluation beside training takes at most one in so many slots of the engines."""
@@ -55,6 +54,15 @@ class Controller:
         self.recorder = parts.recorder
         self.episodes = Episodes(parts)
         self.synchronous = parts.window.depth == 0
+        self.deliveries = Deliveries(
+            parts.pool,
+            parts.trainer,
+            parts.recorder,
+            parts.waits,
+            rolling=self.config.delivery.rolling,
+            patience=self.config.delivery.patience,
+            together=self.synchronous,
+        )
         self.first_version = parts.window.first_version
         self.versions_done = parts.first_step // self.config.delivery.publish_every
         self.last_version = self.first_version + self.config.run.versions - self.versions_done
@@ -63,7 +71,7 @@ class Controller:
         self.stopping = False
         """Set by Ctrl-C: nothing new begins, what is in training is finished."""
         self._published: deque[Published] = deque()
-        self._running: dict[int, list[Episode]] = {}
+        self._running: dict[int, list[AnyEpisode]] = {}
         self._at_trainer = 0
         self._failed_in_a_row = 0
         self._trained_batches = 0
@@ -139,7 +147,7 @@ class Controller:
     def _admitted_all(self) -> bool:
         return self.stopping or self._trained_batches >= self.total_batches
 
-    def _admit(self) -> tuple[Group, list[Episode]]:
+    def _admit(self) -> tuple[Group, list[AnyEpisode]]:
         group = Group(id=self.recorder.next_group_id(), prompt=self.parts.source.draw(), version=self.proved)
         self.window.admit(group.id, group.version)
         episodes = self.episodes.of_group(group)
@@ -147,7 +155,7 @@ class Controller:
         self._running[group.id] = episodes
         return group, episodes
 
-    async def _run_group(self, group: Group, episodes: list[Episode]) -> None:
+    async def _run_group(self, group: Group, episodes: list[AnyEpisode]) -> None:
         if not self.synchronous:
             await prepare_group(episodes)
         group = await run_group(group, episodes)
@@ -260,23 +268,11 @@ class Controller:
         announcement = self._published.popleft()
         manifest = announcement.manifest
         self.recorder.version_published(manifest, announcement.snapshot_seconds)
-        await self._prove(manifest)
-        await self.parts.trainer.acknowledge(manifest.version)
+        await self.deliveries.deliver(manifest)
         self.proved = manifest.version
         self.recorder.version_proved(self.proved)
         self.waits.moved()
         return True
-
-    async def _prove(self, manifest: Manifest) -> None:
-        refusals: Sequence[str] = ()
-        for _ in range(DELIVERY_ATTEMPTS):
-            proofs = await self.parts.pool.load_all(manifest)
-            for proof in proofs:
-                self.recorder.delivered(proof)
-            refusals = [f"{proof.engine}: {proof.reason}" for proof in proofs if not proof.accepted]
-            if not refusals:
-                return
-        raise DeliveryError(f"version {manifest.version} was refused {DELIVERY_ATTEMPTS} times ({'; '.join(refusals)})")
 
     # ---- EVALUATE, SAVE
 
@@ -296,7 +292,7 @@ class Controller:
         else:
             self.recorder.phase = "evaluating"
         version = self.proved
-        slots = self.config.engine.slots * self.config.engine.count
+        slots = self.config.engine.slots * self.config.engine.processes
         started = self.recorder.now()
         evaluation = asyncio.create_task(
             evaluate(

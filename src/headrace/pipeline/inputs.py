@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from headrace.config import Config, DatasetTask, EnvironmentTask, GymTask
-from headrace.config.model_dir import check_model_dir
+from headrace.config import AgentTask, Config, DatasetTask, EnvironmentTask, GymTask
+from headrace.config.model_dir import check_model_dir, check_teacher
 from headrace.errors import ConfigError
+from headrace.gateway.agents import AgentPool
+from headrace.gateway.frames import Setup
+from headrace.gateway.task import AgentTask as Agents
 from headrace.scoring.workers import WorkerJudge
 from headrace.tasks.base import Judge, Task
 from headrace.tasks.chat import ChatFormat
@@ -17,6 +20,7 @@ from headrace.tasks.dataset import check_disjoint, load_prompts, split_heldout
 from headrace.tasks.gym import GymTask as Gym
 from headrace.tasks.reference import import_function
 from headrace.tasks.single_turn import SingleTurnTask
+from headrace.types import Prompt
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,9 @@ def check_inputs(config: Config, judge: Judge | None = None) -> tuple[ReadyTask,
 
 def check_model(config: Config) -> ChatFormat:
     """The model's chat format, if its directory is complete and knows the configured stop tokens."""
-    check_model_dir(Path(config.model.path), config.model.weights, tokenizer=True)
+    model = check_model_dir(Path(config.model.path), config.model.weights, tokenizer=True)
+    if config.algorithm.teacher is not None:
+        check_teacher(Path(config.algorithm.teacher), model)
     chat = ChatFormat.load(config.model.path)
     for token in config.rollouts.stop:
         chat.token_id(token)
@@ -58,6 +64,8 @@ def count_prompts(config: Config) -> tuple[int, int]:
         return config.task.size, config.evaluate.prompts
     if isinstance(config.task, DatasetTask):
         import_function(config.task.reward)
+    if isinstance(config.task, AgentTask) and config.task.agent is not None:
+        import_function(config.task.agent)
     task = check_inputs(config)[0].task
     return len(task.train), len(task.heldout)
 
@@ -71,16 +79,33 @@ def make_task(config: Config, judge: Judge | None = None) -> ReadyTask:
             return _gym(config, gym)
         case EnvironmentTask() as environment:
             return ReadyTask(_environment(config, environment), _nothing)
+        case AgentTask() as agent:
+            task = _agents(config, agent)
+            return ReadyTask(task, task.start)
+
+
+def _prompts(config: Config, task: DatasetTask | AgentTask) -> tuple[list[Prompt], list[Prompt]]:
+    """(training, held-out) from the task's files."""
+    train = load_prompts(task.path, system=task.system)
+    wanted = config.evaluate.prompts
+    if task.heldout_path is None:
+        return split_heldout(train, wanted, task.path)
+    heldout = load_prompts(task.heldout_path, system=task.system)[: wanted or None]
+    check_disjoint(train, heldout, task.path, task.heldout_path)
+    return train, heldout
+
+
+def _agents(config: Config, task: AgentTask) -> Agents:
+    train, heldout = _prompts(config, task)
+    agents = None
+    if task.agent is not None or task.command:
+        setup = Setup(function=task.agent, command=task.command or None)
+        agents = AgentPool(setup, workers=task.workers, concurrency=task.concurrency)
+    return Agents(train, heldout, agents, timeout=task.timeout, demonstration_field=task.demonstration)
 
 
 def _dataset(config: Config, task: DatasetTask, judge: Judge | None) -> ReadyTask:
-    train = load_prompts(task.path, system=task.system)
-    wanted = config.evaluate.prompts
-    if task.heldout_path is not None:
-        heldout = load_prompts(task.heldout_path, system=task.system)[: wanted or None]
-        check_disjoint(train, heldout, task.path, task.heldout_path)
-    else:
-        train, heldout = split_heldout(train, wanted, task.path)
+    train, heldout = _prompts(config, task)
     start = _nothing
     if judge is None:
         workers = WorkerJudge(task.reward, workers=config.scoring.workers, timeout=config.scoring.timeout)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from headrace.buffer.window import Window
 from headrace.config import Config
 from headrace.engines.pool import EnginePool
+from headrace.gateway.base import EpisodeMaker
 from headrace.pipeline.recording import Recorder
 from headrace.pipeline.waits import Waits
 from headrace.rollouts.base import ChatFormat
@@ -28,6 +29,8 @@ class Parts:
     window: Window
     recorder: Recorder
     waits: Waits
+    agents: EpisodeMaker | None = None
+    """What makes episodes where agents take the turns; otherwise they come from the task's environments."""
     first_step: int = 0
     """Optimizer steps that a checkpoint has behind it."""
     resumed: bool = False

@@ -57,9 +57,11 @@ class Session:
             with self._interruptible():
                 await self._supervised(wired)
         except BaseExceptionGroup as failures:
-            raise _first_cause(failures) from None
+            raise first_cause(failures) from None
         finally:
             if wired is not None:
+                if wired.gateway is not None:
+                    await wired.gateway.close()
                 await wired.fleet.stop()
                 await wired.task.task.close()
             clean(self.config.delivery, self.run_dir.path)
@@ -76,8 +78,13 @@ class Session:
             watchers = [guard.create_task(wired.fleet.watch(), name="watch processes")]
             await wired.task.start()
             await wired.fleet.start(self.config.pipeline.start_seconds)
+            # A start may rightly take longer than a stall.
+            wired.waits.moved()
             controller = make_controller(wired, self.run_dir, self.progress)
             self._controller = controller
+            watchers.append(guard.create_task(controller.deliveries.run(), name="deliver"))
+            if wired.gateway is not None:
+                await wired.gateway.start()
             watchers.append(guard.create_task(self._show_loop(controller), name="show"))
             watchers.append(guard.create_task(self._watch_loop(controller), name="watch stalls"))
             await controller.begin()
@@ -123,7 +130,7 @@ class Session:
             loop.remove_signal_handler(signal.SIGTERM)
 
 
-def _first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     """Of several errors of one moment, the one that a person should read: ours first, then the first one."""
     flat: list[BaseException] = []
     pending: list[BaseException] = [failures]

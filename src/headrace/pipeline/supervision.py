@@ -1,14 +1,14 @@
 """The worker processes of a run: started, awaited, listened to, and ended with it.
 
-A process that dies ends the run with its last lines; a run that ends leaves no process behind.
+A process that dies is started again where that is allowed, each time after a longer pause and a limited number of
+times; otherwise it ends the run with its last lines. A run that ends leaves no process behind.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +17,12 @@ from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
 from headrace.errors import ChannelError, DeadlineError, PeerDied, UserError
 from headrace.pipeline.launchers.base import Exit, Launcher, WorkerSpec
+from headrace.pipeline.socket_dir import SocketDir, sweep_socket_dirs
 from headrace.pipeline.worker import EXIT_USER_ERROR
 
 STOP_SECONDS = 10.0
+FIRST_PAUSE = 0.5
+"""Seconds before a process that died is started again; twice as long with every further death of it."""
 EXIT_NEWS_SECONDS = 3.0
 
 
@@ -29,18 +32,25 @@ class Fleet:
     def __init__(self, launcher: Launcher, run_dir: Path, workers: list[tuple[str, int]]) -> None:
         """`workers` are (role, rank) pairs."""
         self._launcher = launcher
-        self._socket_dir = Path(tempfile.mkdtemp(prefix="headrace-"))
-        self.hub = Hub(f"ipc://{self._socket_dir}/hub", self._dispatch, self._silent)
+        sweep_socket_dirs()
+        self._sockets = SocketDir()
+        self.hub = Hub(f"ipc://{self._sockets.path}/hub", self._dispatch, self._silent)
         self._specs = [
             WorkerSpec(role=role, rank=rank, address=self.hub.address, run_dir=str(run_dir)) for role, rank in workers
         ]
         self._ready: dict[str, Ready] = {}
         self._stopping = False
-        self._silenced: asyncio.Queue[PeerDied] = asyncio.Queue()
+        self._start_seconds = 0.0
+        self._silenced: asyncio.Queue[tuple[PeerDied, int]] = asyncio.Queue()
+        self._deaths: Counter[str] = Counter()
+        self.restarts: dict[str, int] = {}
+        """How often each worker may be started again; none that is not named here."""
         self.phases: dict[str, str] = {}
         self.on_beat: Callable[[str, Beat], None] = lambda peer, beat: None
         self.on_message: Callable[[str, Message], None] = lambda peer, message: None
         self.on_death: Callable[[PeerDied], None] = lambda death: None
+        self.on_return: Callable[[str], None] = lambda peer: None
+        """Called when a worker that was started again is ready."""
 
     @property
     def names(self) -> list[str]:
@@ -53,6 +63,7 @@ class Fleet:
 
     async def start(self, deadline: float) -> None:
         """Start every worker and wait until all are ready; `watch` must run meanwhile, to notice one that dies."""
+        self._start_seconds = deadline
         self.hub.start()
         for spec in self._specs:
             await self._launcher.start(spec)
@@ -66,32 +77,59 @@ class Fleet:
     async def watch(self) -> None:
         """Raise `PeerDied` as soon as a worker dies or falls silent (`UserError` where it died of a user's mistake)."""
         async with asyncio.TaskGroup() as watchers:
-            watchers.create_task(self._watch_exits(), name="watch exits")
+            watchers.create_task(self._watch_exits(watchers), name="watch exits")
             watchers.create_task(self._watch_silence(), name="watch silence")
 
-    async def _watch_exits(self) -> None:
+    async def _watch_exits(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             exited = await self._launcher.next_exit()
             if self._stopping:
                 continue
             death = _death(exited)
+            self._ready.pop(death.peer, None)
             self.hub.mark_dead(death)
             self.on_death(death)
             if exited.code == EXIT_USER_ERROR:
                 raise UserError(exited.last_lines.splitlines()[-1] if exited.last_lines else str(death))
-            raise death
+            if self._deaths[death.peer] >= self.restarts.get(death.peer, 0):
+                raise death
+            self._deaths[death.peer] += 1
+            tasks.create_task(self._restart(death), name=f"restart {death.peer}")
+
+    async def _restart(self, death: PeerDied) -> None:
+        await asyncio.sleep(FIRST_PAUSE * 2 ** (self._deaths[death.peer] - 1))
+        if self._stopping:
+            return
+        self.hub.forget(death.peer)
+        deaths = self._deaths[death.peer]
+        await self._launcher.start(next(spec for spec in self._specs if spec.name == death.peer))
+        began = time.monotonic()
+        while death.peer not in self._ready:
+            if self._deaths[death.peer] != deaths or self._stopping:
+                return  # It has died again, and is in other hands.
+            if time.monotonic() - began > self._start_seconds:
+                raise DeadlineError(f"{death.peer}, started again, was not ready within {self._start_seconds:g} s")
+            await asyncio.sleep(0.02)
+        self.on_return(death.peer)
 
     async def _watch_silence(self) -> None:
-        death = await self._silenced.get()
-        # A process that has just ended cannot be reached either: its launcher knows how it ended, and is heard first.
-        await asyncio.sleep(EXIT_NEWS_SECONDS)
-        self.hub.mark_dead(death)
-        self.on_death(death)
-        raise death
+        while True:
+            death, deaths = await self._silenced.get()
+            # A process that has just ended cannot be reached either: its launcher knows how it ended, and is heard
+            # first.
+            await asyncio.sleep(EXIT_NEWS_SECONDS)
+            if self._deaths[death.peer] != deaths:
+                continue
+            if self.restarts.get(death.peer, 0):
+                self._launcher.kill(death.peer)  # Its exit is the news that has it started again.
+                continue
+            self.hub.mark_dead(death)
+            self.on_death(death)
+            raise death
 
     def _silent(self, death: PeerDied) -> None:
         if not self._stopping:
-            self._silenced.put_nowait(death)
+            self._silenced.put_nowait((death, self._deaths[death.peer]))
 
     async def stop(self) -> None:
         """Ask every worker to end, and see to it that it does. Idempotent."""
@@ -104,7 +142,7 @@ class Fleet:
                     continue  # It is gone already, which is what we ask of it.
         await self._launcher.stop(STOP_SECONDS)
         await self.hub.close()
-        shutil.rmtree(self._socket_dir, ignore_errors=True)
+        self._sockets.remove()
 
     def _dispatch(self, peer: str, message: Message) -> None:
         match message:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headrace.buffer.journal import Journal
 from headrace.buffer.window import Window
 from headrace.channel.codec import Message
 from headrace.config import Config
+from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import prepare
 from headrace.engines.messages import Deltas
 from headrace.engines.pool import EnginePool
 from headrace.engines.remote import RemoteEngine
 from headrace.errors import PeerDied
+from headrace.gateway.task import AgentTask
 from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import Progress
@@ -28,10 +32,15 @@ from headrace.pipeline.supervision import Fleet
 from headrace.pipeline.waits import Waits
 from headrace.tasks.chat import ChatFormat
 from headrace.tasks.source import PromptSource
-from headrace.training.messages import Published, Saved
+from headrace.training.messages import RENDEZVOUS, Published, Saved
 from headrace.training.remote import RemoteTrainer
 
+if TYPE_CHECKING:
+    from headrace.gateway.gateway import Gateway
+
 TRAINER = "trainer-0"
+LONGEST_DEFAULT = 4096
+"""The longest sequence of an engine without `[engine] max_length`."""
 
 
 @dataclass
@@ -45,12 +54,15 @@ class Wired:
     engines: dict[str, RemoteEngine]
     trainer: RemoteTrainer
     waits: Waits
+    gateway: Gateway | None = None
 
 
 def wire(config: Config, run_dir: RunDir, task: ReadyTask, chat: ChatFormat) -> Wired:
     """The processes of a run and the lines to them."""
     prepare(config.delivery, run_dir.path)
-    workers = [("trainer", 0), *(("engine", rank) for rank in range(config.engine.count))]
+    (run_dir.path / RENDEZVOUS).unlink(missing_ok=True)
+    trainers = [("trainer", rank) for rank in range(config.training.ranks)]
+    workers = [*trainers, *(("engine", rank) for rank in range(config.engine.processes))]
     fleet = Fleet(LocalLauncher(), run_dir.path, workers)
     stall = config.pipeline.stall_seconds
     engines = {
@@ -58,7 +70,8 @@ def wire(config: Config, run_dir: RunDir, task: ReadyTask, chat: ChatFormat) -> 
         for name in fleet.names
         if name.startswith("engine-")
     }
-    trainer = RemoteTrainer(fleet.hub, TRAINER, deadline=max(stall, config.delivery.deadline))
+    others = [name for name in fleet.names if name.startswith("trainer-") and name != TRAINER]
+    trainer = RemoteTrainer(fleet.hub, TRAINER, deadline=max(stall, config.delivery.deadline), others=others)
     return Wired(config=config, fleet=fleet, task=task, chat=chat, engines=engines, trainer=trainer, waits=Waits())
 
 
@@ -96,16 +109,19 @@ def make_controller(wired: Wired, run_dir: RunDir, progress: Progress) -> Contro
     )
     source = PromptSource(wired.task.task.train, config.run.seed)
     source.seek(before.next_group)
+    pool = EnginePool(list(wired.engines.values()))
+    wired.gateway = make_gateway(wired, pool, run_dir, progress)
     parts = Parts(
         config=config,
         task=wired.task.task,
         chat=wired.chat,
         source=source,
-        pool=EnginePool(list(wired.engines.values())),
+        pool=pool,
         trainer=wired.trainer,
         window=window,
         recorder=recorder,
         waits=wired.waits,
+        agents=wired.gateway if isinstance(wired.task.task, AgentTask) else None,
         first_step=first_step,
         resumed=bool(facts["resumed_from"]),
         parent_version=int(facts["version"]),
@@ -113,6 +129,34 @@ def make_controller(wired: Wired, run_dir: RunDir, progress: Progress) -> Contro
     controller = Controller(parts)
     _connect(wired, controller)
     return controller
+
+
+def make_gateway(wired: Wired, pool: EnginePool, run_dir: RunDir, progress: Progress) -> Gateway | None:
+    """The gateway, where the configuration asks for one."""
+    config, task = wired.config, wired.task.task
+    agents = isinstance(task, AgentTask)
+    if not agents and not config.gateway.serve:
+        return None
+    # Its HTTP library is loaded where it is used only.
+    from headrace.gateway.gateway import KEY_VARIABLE, Gateway
+
+    positions = model_facts(Path(config.model.path), config.model.weights).max_positions or LONGEST_DEFAULT
+    return Gateway(
+        pool,
+        wired.chat,
+        model=Path(config.model.path).name,
+        bind=config.gateway.bind,
+        port=config.gateway.port,
+        key=os.environ.get(KEY_VARIABLE),
+        max_length=min(config.engine.max_length or LONGEST_DEFAULT, positions),
+        max_tokens=config.rollouts.max_tokens,
+        max_turns=config.rollouts.max_turns,
+        stop_token_ids=tuple(wired.chat.token_id(token) for token in config.rollouts.stop),
+        agents=task.agents if isinstance(task, AgentTask) else None,
+        session_seconds=task.timeout if isinstance(task, AgentTask) else config.pipeline.stall_seconds,
+        file=run_dir.path / "gateway.json",
+        note=progress.note,
+    )
 
 
 def _connect(wired: Wired, controller: Controller) -> None:
@@ -130,8 +174,19 @@ def _connect(wired: Wired, controller: Controller) -> None:
 
     def on_death(death: PeerDied) -> None:
         if death.peer in wired.engines:
+            # In this order: the pool then knows that what fails now was lost, and is to be resumed elsewhere.
+            controller.parts.pool.lose(death.peer, death.reason)
             wired.engines[death.peer].lost(str(death))
+            recorder.note(f"{death}; it is started again" if death.peer in wired.fleet.restarts else str(death))
 
+    def on_return(peer: str) -> None:
+        wired.engines[peer].back()
+        controller.parts.pool.take_back(peer)
+        recorder.note(f"{peer} is back")
+        wired.waits.moved()
+
+    wired.fleet.restarts = dict.fromkeys(wired.engines, wired.config.pipeline.restarts)
+    wired.fleet.on_return = on_return
     wired.fleet.on_message = on_message
     wired.fleet.on_beat = recorder.beat
     wired.fleet.on_death = on_death

@@ -48,6 +48,10 @@ def _serve(role: str, desk: Desk, config: Config) -> None:
     threads = config.engine.threads if role == "engine" else config.training.threads
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[variable] = str(threads)
+    if role == "engine" and config.engine.kind == "vllm":
+        from headrace.engines.vllm.worker import serve as serve_vllm
+
+        return serve_vllm(desk, config)
     import torch
 
     torch.set_num_threads(threads)
@@ -56,7 +60,7 @@ def _serve(role: str, desk: Desk, config: Config) -> None:
         from headrace.engines.worker import serve
     else:
         from headrace.training.worker import serve
-    serve(desk, config)
+    return serve(desk, config)
 
 
 def _die_with_parent() -> None:

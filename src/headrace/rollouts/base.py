@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from headrace.types import Int32Array
+from headrace.types import Int32Array, Prompt, Rollout
 
 
 class ChatFormat(Protocol):
@@ -42,6 +42,35 @@ class ChatFormat(Protocol):
 
     def decode(self, token_ids: Int32Array) -> str:
         """The text of these tokens, for judges and people."""
+        ...
+
+
+class AnyEpisode(Protocol):
+    """One rollout in the making, used once: `prepare`, then `run`; whoever takes the turns (see `turns.Episode`)."""
+
+    id: str
+    index: int
+    prompt: Prompt
+
+    @property
+    def answer(self) -> str:
+        """All that follows the opening, as text for people to read."""
+        ...
+
+    async def prepare(self) -> None:
+        """What may take any time and submits nothing. Idempotent."""
+        ...
+
+    async def run(self) -> Rollout:
+        """Take turns until the episode ends, however it ends."""
+        ...
+
+    async def cancel(self, reason: str) -> None:
+        """End it now: `run` returns what there is."""
+        ...
+
+    async def discard(self) -> None:
+        """Close an episode that will not be run (any more). Idempotent."""
         ...
 
 

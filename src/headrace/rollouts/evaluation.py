@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from headrace.rollouts.turns import Episode
+from headrace.rollouts.base import AnyEpisode
 from headrace.types import Prompt, Rollout
 
 SHOWN = 8
@@ -49,7 +49,7 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
 
 async def evaluate(
     prompts: Sequence[Prompt],
-    make_episode: Callable[[Prompt, int], Episode],
+    make_episode: Callable[[Prompt, int], AnyEpisode],
     *,
     samples: int = 1,
     concurrency: int = 64,
@@ -105,7 +105,7 @@ def pass_at_k(n: int, right: int, k: int) -> float:
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
-async def _complete(episode: Episode) -> Rollout:
+async def _complete(episode: AnyEpisode) -> Rollout:
     try:
         await episode.prepare()
         return await episode.run()
@@ -117,7 +117,7 @@ def _reward(rollout: Rollout) -> float:
     return 0.0 if rollout.ending == "failed" or rollout.reward is None else rollout.reward
 
 
-def _answer(prompt: Prompt, episode: Episode, rollout: Rollout) -> Answer:
+def _answer(prompt: Prompt, episode: AnyEpisode, rollout: Rollout) -> Answer:
     question = prompt.text if prompt.text is not None else (prompt.messages or [{}])[-1].get("content", "")
     answer = rollout.reason if rollout.ending == "failed" else episode.answer
     return Answer(prompt=prompt.id, question=question, answer=answer, reward=_reward(rollout))

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from headrace.rollouts.turns import Episode
+from headrace.rollouts.base import AnyEpisode
 from headrace.types import Group
 
 
-async def prepare_group(episodes: Sequence[Episode]) -> None:
+async def prepare_group(episodes: Sequence[AnyEpisode]) -> None:
     """Prepare all episodes at the same time; after an error or a cancellation none of them is left open."""
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -26,7 +26,7 @@ async def prepare_group(episodes: Sequence[Episode]) -> None:
         raise
 
 
-async def run_group(group: Group, episodes: Sequence[Episode]) -> Group:
+async def run_group(group: Group, episodes: Sequence[AnyEpisode]) -> Group:
     """The group with the rollouts of these prepared episodes, sorted by index.
 
     `cancel_group` ends it early with what there is. Cancelling the task that runs it aborts the requests too, but
@@ -41,14 +41,14 @@ async def run_group(group: Group, episodes: Sequence[Episode]) -> Group:
     return msgspec.structs.replace(group, rollouts=[task.result() for task in running])
 
 
-async def cancel_group(episodes: Sequence[Episode], reason: str) -> None:
+async def cancel_group(episodes: Sequence[AnyEpisode], reason: str) -> None:
     """End these episodes now: `run_group` then returns their rollouts, aborted, with their partial tokens."""
     async with asyncio.TaskGroup() as tasks:
         for episode in episodes:
             tasks.create_task(episode.cancel(reason), name=f"cancel {episode.id}")
 
 
-async def discard_group(episodes: Sequence[Episode]) -> None:
+async def discard_group(episodes: Sequence[AnyEpisode]) -> None:
     """Close episodes that will not be run (any more). Idempotent."""
     for episode in episodes:
         await episode.discard()

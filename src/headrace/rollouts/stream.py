@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.errors import ChannelError
-from headrace.types import Float32Array, Int32Array, Trace
+from headrace.types import Float32Array, Int32Array, Kept, Trace
 
 
 class TokenStream:
@@ -28,11 +28,17 @@ class TokenStream:
         """Tokens that nobody sampled."""
         self._append(Trace.of_context(np.array(token_ids, np.int32)))
 
-    def append_sampled(self, token_ids: Int32Array, logprobs: Float32Array, versions: Int32Array) -> None:
+    def append_sampled(
+        self, token_ids: Int32Array, logprobs: Float32Array, versions: Int32Array, kept: Kept | None = None
+    ) -> None:
         """Tokens that the policy sampled, with the engine's records. Copied: they may be views of a wire's frame."""
         n = len(token_ids)
         if not n == len(logprobs) == len(versions):
             raise ChannelError(f"{n} tokens came with {len(logprobs)} log-probabilities and {len(versions)} versions")
+        if kept is not None:
+            if len(kept.counts) != n or kept.counts.sum() != len(kept.token_ids):
+                raise ChannelError(f"{n} tokens came with kept sets for {len(kept.counts)}, or torn ones")
+            kept = Kept(counts=np.array(kept.counts, np.int32), token_ids=np.array(kept.token_ids, np.int32))
         self.sampled += n
         self._append(
             Trace(
@@ -40,6 +46,7 @@ class TokenStream:
                 trained=np.ones(n, np.bool_),
                 logprobs=np.array(logprobs, np.float32),
                 versions=np.array(versions, np.int32),
+                kept=kept,
             )
         )
 
@@ -52,6 +59,7 @@ class TokenStream:
                 trained=np.concatenate([part.trained for part in parts]),
                 logprobs=np.concatenate([part.logprobs for part in parts]),
                 versions=np.concatenate([part.versions for part in parts]),
+                kept=Kept.joined([(len(part), part.kept) for part in parts]),
             )
             self._parts = []
         return self._joined

@@ -196,7 +196,7 @@ class Episode:
         try:
             async with closing_deltas(self._engine.generate(request)) as deltas:
                 async for delta in deltas:
-                    self._stream.append_sampled(delta.token_ids, delta.logprobs, delta.versions)
+                    self._stream.append_sampled(delta.token_ids, delta.logprobs, delta.versions, delta.kept)
                     if delta.finish == "failed":
                         raise Failure(f"{self._engine.name}: {first_line(delta.error) or 'failed without a reason'}")
                     if delta.finish is not None:

@@ -12,6 +12,7 @@ import numpy as np
 from headrace.buffer.journal import Journal, open_readonly
 from headrace.buffer.window import Window
 from headrace.config import Config, make_config
+from headrace.delivery.base import Manifest
 from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.pool import EnginePool
@@ -21,6 +22,7 @@ from headrace.observe.progress import NoProgress
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Recorder
+from headrace.pipeline.session import first_cause
 from headrace.pipeline.waits import Waits
 from headrace.tasks.base import EnvironmentStep
 from headrace.tasks.source import PromptSource
@@ -95,6 +97,7 @@ class FakeTrainer:
         self.on_batch: Callable[[], None] = lambda: None
         self.batches: list[Batch] = []
         self.acknowledged: list[int] = []
+        self.resent: list[int] = []
         self.saved: list[int] = []
         self._turn = asyncio.Lock()
 
@@ -117,6 +120,10 @@ class FakeTrainer:
         asyncio.get_running_loop().call_later(
             self._seconds / 2, lambda: self.published(Published(manifest=manifest, snapshot_seconds=0.0))
         )
+
+    async def resend(self, manifest: Manifest) -> Manifest:
+        self.resent.append(manifest.version)
+        return manifest
 
     async def acknowledge(self, version: int) -> None:
         self.acknowledged.append(version)
@@ -179,10 +186,14 @@ class FakeRun:
     async def run(self) -> None:
         """The phases in order, with a deadline."""
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(30), asyncio.TaskGroup() as guard:
+                deliveries = guard.create_task(self.controller.deliveries.run())
                 await self.controller.begin()
                 await self.controller.train()
                 await self.controller.finish()
+                deliveries.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_cause(failures) from None
         finally:
             for engine in self.engines:
                 self.generated[engine.name] = (await engine.stats()).generated_tokens

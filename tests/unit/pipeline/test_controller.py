@@ -67,19 +67,14 @@ async def test_a_run_whose_groups_all_fail_ends(tmp_path: Path) -> None:
         raise RuntimeError("the judge is on holiday")
 
     run = FakeRun(tmp_path, judge=judge)
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(HeadraceError, match=r"groups all failed.*the judge is on holiday"):
         await run.run()
-    errors = caught.value.subgroup(HeadraceError)
-    assert errors is not None
-    assert "groups all failed" in str(errors.exceptions[0])
-    assert "the judge is on holiday" in str(errors.exceptions[0])
 
 
 async def test_a_refused_version_ends_the_run_and_is_never_served(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, engine={"loads": {3: "reject"}})
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(DeliveryError, match="version 3 was refused 3 times"):
         await run.run()
-    assert caught.value.subgroup(DeliveryError) is not None
     assert run.controller.proved == 2
     refused = run.journal("SELECT version FROM deliveries WHERE NOT accepted")
     assert [row["version"] for row in refused] == [3, 3, 3]
@@ -122,6 +117,7 @@ async def test_stop_finishes_what_is_in_training_and_drops_the_rest(tmp_path: Pa
 
 async def test_a_stalled_run_says_who_waits_for_whom(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
+    deliveries = asyncio.create_task(run.controller.deliveries.run())
     await run.controller.begin()
     await run.engines[0].pause()
     training = asyncio.create_task(run.controller.train())
@@ -134,7 +130,8 @@ async def test_a_stalled_run_says_who_waits_for_whom(tmp_path: Path) -> None:
     assert "group 0, in flight since version 0" in line
     assert "deliver waits for trainer-0 to publish version 1" in line
     training.cancel()
-    await asyncio.gather(training, return_exceptions=True)
+    deliveries.cancel()
+    await asyncio.gather(training, deliveries, return_exceptions=True)
     await run.engines[0].close()
     run.recorder.abandon("test over")
     run.recorder.close("failed")

@@ -40,6 +40,10 @@ class Launcher(Protocol):
         """Wait for the next worker that ends; whoever calls this owns the wait."""
         ...
 
+    def kill(self, name: str) -> None:
+        """End this worker at once, if it still runs; `next_exit` tells when it is gone."""
+        ...
+
     async def stop(self, grace: float) -> None:
         """End every worker: those that do not end by themselves within `grace` seconds are killed. Idempotent."""
         ...

@@ -46,14 +46,19 @@ class LocalLauncher:
         """See `Launcher.next_exit`."""
         return await self._exits.get()
 
+    def kill(self, name: str) -> None:
+        """See `Launcher.kill`."""
+        process = self._processes[name]
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
     async def stop(self, grace: float) -> None:
         """See `Launcher.stop`."""
         if self._watchers:
             await asyncio.wait(self._watchers, timeout=grace)
-        for process in self._processes.values():
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+        for name in self._processes:
+            self.kill(name)
         if self._watchers:
             await asyncio.wait(self._watchers, timeout=5.0)
         self._watchers = []

@@ -1,0 +1,53 @@
+"""Directories of a controller's sockets: each lasts as long as its owner, or until the next run on this host begins.
+
+An owner holds a lock on its directory, which ends with the process however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PREFIX = "headrace-sockets-"
+
+
+class SocketDir:
+    """A new directory of this process, from now until `remove`."""
+
+    def __init__(self) -> None:
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if self.path.exists():
+                return
+            os.close(self._lock)  # Another run swept it before it was locked.
+
+    def remove(self) -> None:
+        """Leave nothing. Idempotent."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def sweep_socket_dirs() -> list[str]:
+    """Remove this user's directories whose owner is dead, and return their names."""
+    swept = []
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # gone meanwhile, or another user's
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)
+            swept.append(path.name)
+        except OSError:  # its owner lives, or is another user
+            continue
+        finally:
+            os.close(lock)
+    return swept
