@@ -1,0 +1,203 @@
+"""kill -9 at every step of a delivery: who is left serves one whole version, and the next one is delivered.
+
+Every step on every transport; the kind changes from case to case so that each also meets each step and each transport.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from delivery_parts import BUCKET_BYTES, KINDS, Publishing, Serving
+from delivery_zygote import Child
+
+from headrace.channel.codec import decode
+from headrace.delivery import receiver
+from headrace.delivery.base import Manifest, Proof
+from headrace.delivery.transports import WITHOUT_GPU, file, tcp_source
+from headrace.delivery.transports.files import sweep_directory
+from headrace.delivery.transports.nccl_source import NcclSource
+from headrace.delivery.transports.segments import segment_directories, sweep
+from headrace.delivery.transports.shm import ShmSource
+
+pytestmark = pytest.mark.slow
+
+RUN_ID = f"deaths-{os.getpid()}"
+ENGINE_STEPS = ("mid-fetch", "after stage", "mid-swap", "before acknowledge")
+TRAINER_STEPS = ("before write", "mid-write", "before announce", "after announce", "mid-fetch", "before acknowledge")
+
+Fork = Callable[..., Child]
+
+
+def cases(steps: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    return [
+        (transport, step, KINDS[(row + column) % 3])
+        for row, transport in enumerate(WITHOUT_GPU)
+        for column, step in enumerate(steps)
+    ]
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Any]:
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("delivery_zygote.py"))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    yield process
+    process.communicate(timeout=30)
+
+
+@pytest.fixture
+def fork(zygote: Any, tmp_path: Path) -> Iterator[Fork]:
+    context: zmq.Context[Any] = zmq.Context()
+    made: list[Child] = []
+
+    def make(*arguments: str) -> Child:
+        made.append(Child(zygote, context, Path(tempfile.mkdtemp(dir=tmp_path)), *arguments))
+        return made[-1]
+
+    yield make
+    for child in made:
+        child.close()
+    context.term()
+
+
+@pytest.fixture(autouse=True)
+def small_buckets_and_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = receiver.source
+    monkeypatch.setattr(tcp_source, "BUCKET_BYTES", BUCKET_BYTES)
+    monkeypatch.setattr(
+        receiver, "source", lambda name, **o: NcclSource(patience=2.0) if name == "nccl" else real(name, **o)
+    )
+
+
+def leftovers(directory: Path) -> list[str]:
+    segments = [path.name for place in segment_directories() for path in place.glob(f"headrace-{RUN_ID}-*")]
+    return segments + [path.name for path in directory.glob("*")]
+
+
+@pytest.mark.parametrize(("transport", "step", "kind"), cases(ENGINE_STEPS))
+def test_an_engine_killed_in_a_delivery(fork: Fork, tmp_path: Path, transport: str, step: str, kind: str) -> None:
+    directory = tmp_path / "weights"
+    trainer = Publishing(transport, kind, RUN_ID, directory)
+    try:
+        victim = fork("engine", transport, kind)
+        assert victim.loaded(trainer.publish(1))[0].accepted
+        trainer.acknowledge(1)
+        second = trainer.publish(2)
+        assert second.kind == kind
+        victim.tell(f"load|{step}", second)
+        victim.await_death()
+
+        # Another takes its place: it gets the current version, whole, before it serves anything.
+        engine = fork("engine", transport, kind)
+        proof, holds = engine.loaded(second)
+        if kind == "delta":
+            assert proof.needs_full and "unproved weights" not in proof.reason
+            proof, holds = engine.loaded(trainer.publisher.resend(second).result(30))
+        elif transport == "nccl" and not proof.accepted:
+            # The broadcast that the victim was in may still be failing.
+            proof, holds = engine.loaded(second)
+        assert proof.accepted and holds, proof.reason
+        trainer.acknowledge(2)
+        third = trainer.publish(3)
+        assert third.kind == kind
+        proof, holds = engine.loaded(third)
+        assert proof.accepted and holds and proof.live_digest == third.digest, proof.reason
+        engine.tell("check")
+        served = json.loads(engine.hear()[0])
+        assert set(served) <= {2, 3} and 3 in served
+    finally:
+        trainer.close()
+    assert leftovers(directory) == []
+
+
+@pytest.mark.parametrize(("transport", "step", "kind"), cases(TRAINER_STEPS))
+def test_a_trainer_killed_in_a_delivery(
+    fork: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, step: str, kind: str
+) -> None:
+    directory = tmp_path / "weights"
+    engine = Serving(kind)
+    try:
+        engine.submit("r", 4000)
+        victim = fork("trainer", transport, kind, RUN_ID, str(directory))
+        assert engine.load(victim.published(1)).accepted
+        victim.tell("acknowledge|1")
+        proof = killed_at(step, victim, engine, transport, monkeypatch)
+        version = 2 if proof is not None and proof.accepted else 1
+        assert proof is None or not proof.quarantined
+        assert engine.holds(version), "all of one version"
+        engine.go_on(version)
+
+        # The next start: what is left goes, and versions go on with the next free id.
+        sweep()
+        sweep_directory(directory)
+        assert leftovers(directory) == []
+        trainer = fork("trainer", transport, kind, RUN_ID, str(directory))
+        for version in (3, 4):
+            manifest = trainer.published(version)
+            assert manifest.kind == ("full" if kind == "delta" and version == 3 else kind)
+            proof = engine.load(manifest)
+            assert proof.accepted and engine.holds(version), proof.reason
+            trainer.tell(f"acknowledge|{version}")
+            engine.go_on(version)
+        engine.loop.abort().result(30)
+        engine.check_answers()
+        trainer.tell("close")
+        trainer.hear()
+    finally:
+        engine.stop()
+    assert leftovers(directory) == []
+
+
+def killed_at(
+    step: str, victim: Child, engine: Serving, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> Proof | None:
+    """What the engine said to version 2, if it heard of it."""
+    if step in ("before write", "mid-write", "before announce"):
+        victim.tell(f"publish|2|{step}")
+        victim.await_death()
+        return None
+    if step == "mid-fetch" and transport in ("tcp", "nccl"):
+        victim.tell("publish|2|mid-fetch")
+        return refused(engine.load(decode(Manifest, victim.hear())))
+    manifest = victim.published(2)
+    if step == "mid-fetch":
+        kill_while_read(victim, transport, monkeypatch)
+        proof = engine.load(manifest)
+        victim.await_death(0)
+        return proof
+    if step == "after announce":
+        victim.kill()
+        proof = engine.load(manifest)
+        return refused(proof) if transport in ("tcp", "nccl") else proof
+    proof = engine.load(manifest)
+    assert proof.accepted
+    victim.kill()
+    return proof
+
+
+def refused(proof: Proof) -> Proof:
+    assert not proof.accepted and not proof.quarantined
+    return proof
+
+
+def kill_while_read(victim: Child, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of `shm` and `file` outlive their writer: it dies while the engine is half through."""
+    if transport == "shm":
+        verify = ShmSource.verify
+        monkeypatch.setattr(ShmSource, "verify", lambda *a: (victim.kill(), verify(*a)))
+    else:
+        read = file._read_all
+        monkeypatch.setattr(file, "_read_all", lambda *a: (victim.kill(), read(*a)))
