@@ -1,25 +1,26 @@
 """A stream of weights into a decoding engine: published, staged and proved as in a run, swapped between two steps.
 
 Two sets of weights take turns, so far apart that a token tagged with the wrong version has a log-probability that its
-version cannot have given. Publishing and staging run in a thread of their own; only the swap stops decoding.
+version cannot have given. Publishing runs in a process of its own, staging in a thread; only the swap stops decoding.
 """
 
 from __future__ import annotations
 
 import queue
+import tempfile
 import threading
 import time
-import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from headrace.bench.engine_rescore import row_logprobs
-from headrace.delivery.publisher import Publisher
+from headrace.bench.publishing import Begin, Done, PublisherProcess, Weights, save_sets
 from headrace.delivery.receiver import Staged
-from headrace.delivery.transports import sender
 from headrace.engines.base import Sampling
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import DeliveryError, HeadraceError
@@ -32,21 +33,21 @@ CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 _CHANGE = 0.2
 """How far the second set is from the first, relative to each weight."""
 
-Weights = dict[str, torch.Tensor]
-
 
 @torch.inference_mode()
 def two_sets(model: Any, seed: int) -> tuple[Weights, Weights]:
     """The model's weights and a changed set, both in host memory, as a trainer beside the engine would hold them."""
-    draw = torch.Generator().manual_seed(seed)
-    first = {name: tensor.to("cpu", copy=True) for name, tensor in named_weights(model).items()}
-    second = {
-        name: (tensor * (1 + _CHANGE * torch.randn(tensor.shape, generator=draw)).to(tensor.dtype))
-        if tensor.is_floating_point()
-        else tensor.clone()
-        for name, tensor in first.items()
-    }
-    return first, second
+    draw = torch.Generator(model.device).manual_seed(seed)
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        noise = torch.randn(tensor.shape, generator=draw, device=tensor.device)
+        return tensor * (1 + _CHANGE * noise).to(tensor.dtype)
+
+    live = named_weights(model)
+    first = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
+    return first, {name: changed(tensor).to("cpu", copy=True) for name, tensor in live.items()}
 
 
 @torch.inference_mode()
@@ -77,13 +78,9 @@ class SwapStream:
     def __init__(self, core: EngineCore, twin: Any, sets: tuple[Weights, Weights], *, every: float, dtype: str) -> None:
         self.swaps: list[Swap] = []
         self._core = core
-        self._sets = sets
         self._every = every
-        self._canary = canary_tokens(int(twin.get_input_embeddings().weight.shape[0]))
-        self._expected = [_score(twin, weights, self._canary) for weights in reversed(sets)][::-1]
-        self._publisher = Publisher(
-            sender("shm", f"bench-{uuid.uuid4().hex[:8]}"), dtype, CANARY_TOLERANCE[dtype], self._canary
-        )
+        self._publisher = _start_publisher(twin, sets, dtype)
+        self._orders = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._ready: queue.Queue[Staged | BaseException] = queue.Queue()
         self._swapped = threading.Event()
         self._stop = threading.Event()
@@ -103,6 +100,7 @@ class SwapStream:
         self._stop.set()
         self._swapped.set()
         self._thread.join(DEADLINE)
+        self._orders.shutdown(wait=True)
         self._publisher.close()
         if self._thread.is_alive():
             raise HeadraceError(f"staging did not end within {DEADLINE:g} s")
@@ -144,24 +142,41 @@ class SwapStream:
         try:
             publishing = self._publish(version)
             while not self._stop.is_set():
-                manifest = publishing.result(DEADLINE)
+                manifest = publishing.result(DEADLINE).manifest
+                assert manifest is not None
                 self._swapped.clear()
                 self._ready.put(self._core.stage(manifest))
                 # A trainer is at its next version while an engine serves this one.
                 publishing = self._publish(version + 1)
                 if not self._stop.is_set() and not self._swapped.wait(DEADLINE):
                     raise HeadraceError(f"version {version} was staged and not swapped for {DEADLINE:g} s")
-                self._publisher.acknowledged(version)
+                self._orders.submit(self._publisher.acknowledged, version)
                 version += 1
         except (HeadraceError, OSError, RuntimeError) as error:
             # Raised where the run is driven, not lost with this thread.
             self._ready.put(error)
 
-    def _publish(self, version: int) -> Any:
-        which = version % 2
-        return self._publisher.publish(
-            version, version - 1, version, self._sets[which], lambda _: self._expected[which]
+    def _publish(self, version: int) -> Future[Done]:
+        return self._orders.submit(self._publisher.publish, version)
+
+
+def _start_publisher(twin: Any, sets: tuple[Weights, Weights], dtype: str) -> PublisherProcess:
+    canary = canary_tokens(int(twin.get_input_embeddings().weight.shape[0]))
+    # The first set last: it is what the twin holds afterwards.
+    expected = [_score(twin, weights, canary) for weights in reversed(sets)][::-1]
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as directory:
+        begin = Begin(
+            files=save_sets(Path(directory), sets),
+            dtype=dtype,
+            # As `auto` chooses for a trainer beside its engine.
+            transport="cuda_ipc" if twin.device.type == "cuda" else "shm",
+            device=str(twin.device),
+            tolerance=CANARY_TOLERANCE[dtype],
+            canary=canary,
+            logprobs=expected,
         )
+        # It has loaded the files when it answers.
+        return PublisherProcess(begin, DEADLINE)
 
 
 def canary_tokens(vocabulary: int) -> Int32Array:

@@ -15,7 +15,8 @@ from transformers import DynamicCache
 
 from headrace.bench.engine_drive import Answer
 from headrace.bench.engine_rescore import logprobs_of
-from headrace.bench.engine_swaps import Weights, install
+from headrace.bench.engine_swaps import install
+from headrace.bench.publishing import Weights
 from headrace.engines.base import Sampling
 from headrace.models.head import float32_head
 from headrace.types import Float32Array, Int32Array

@@ -15,6 +15,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(help="Measure, side by side, in one call.", no_args_is_help=True)
     group.command("loop")(loop)
     group.command("engine")(engine)
+    group.command("delivery")(delivery)
     app.add_typer(group, name="bench")
 
 
@@ -88,6 +89,47 @@ def engine(
     from headrace.bench.engine_table import table
 
     found = bench_engine(options, lambda line: typer.echo(line, err=True))
+    typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(table(found)))
+
+
+def delivery(
+    model_shape: Annotated[str, typer.Option(help="A named shape, or a Hugging Face directory.")] = "smollm2-135m",
+    transport: Annotated[list[str] | None, typer.Option(help="How weights travel. May be repeated.")] = None,
+    send: Annotated[list[str] | None, typer.Option(help="full, delta or adapter. May be repeated.")] = None,
+    engines: Annotated[int, typer.Option(help="Engine processes.")] = 1,
+    versions: Annotated[int, typer.Option(help="Versions that are measured, after two others.")] = 5,
+    changed: Annotated[float, typer.Option(help="Share of words in which a version differs from the last.")] = 0.01,
+    per_parameter: Annotated[bool, typer.Option("--per-parameter", help="nccl: also tensor by tensor.")] = False,
+    decode: Annotated[int, typer.Option(help="Sequences that every engine decodes meanwhile.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16; by default the second on a GPU.")] = "",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int, typer.Option(help="Compute threads of each process.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the weights and of what changes.", min=0)] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Delivery of weights: publish to acknowledged, beside plain copies of the same bytes."""
+    from headrace.bench.delivery_options import DeliveryBench, check_options
+
+    options = DeliveryBench(
+        model=model_shape,
+        transports=tuple(transport or ["shm"]),
+        sends=tuple(send or ["full"]),
+        engines=engines,
+        versions=versions,
+        changed=changed,
+        per_parameter=per_parameter,
+        decode=decode,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        seed=seed,
+    )
+    # Before torch is loaded: a mistake is answered at once.
+    check_options(options)
+    from headrace.bench.delivery import bench_delivery
+    from headrace.bench.delivery_table import table
+
+    found = bench_delivery(options, lambda line: typer.echo(line, err=True))
     typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(table(found)))
 
 

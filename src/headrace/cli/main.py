@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from headrace.cli import audit, bench, check, doctor, generate, ledger, report, rollouts, train
+from headrace.cli import audit, bench, check, doctor, export, gateway, generate, ledger, report, rollouts, train
 from headrace.errors import HeadraceError, PeerDied, UserError
 
 app = typer.Typer(
@@ -21,12 +21,14 @@ app = typer.Typer(
 )
 train.register(app)
 check.register(app)
+gateway.register(app)
 generate.register(app)
 bench.register(app)
 report.register(app)
 ledger.register(app)
 rollouts.register(app)
 audit.register(app)
+export.register(app)
 doctor.register(app)
 
 

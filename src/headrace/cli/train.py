@@ -31,7 +31,7 @@ def train(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
 
     loaded = load_config(config, settings or [])
     progress = make_progress(loaded.observe.display, Console(stderr=as_json), title=loaded.run.name)
-    _end(start_run(loaded, progress), as_json)
+    end(start_run(loaded, progress), as_json)
 
 
 def resume(run_dir: RunPath, settings: Settings = None, as_json: AsJson = False) -> None:
@@ -41,10 +41,11 @@ def resume(run_dir: RunPath, settings: Settings = None, as_json: AsJson = False)
     from headrace.observe.progress import make_progress
     from headrace.pipeline.launch import resume_run
 
-    _end(resume_run(run_dir, make_progress("auto", Console(stderr=as_json)), settings or []), as_json)
+    end(resume_run(run_dir, make_progress("auto", Console(stderr=as_json)), settings or []), as_json)
 
 
-def _end(outcome: Outcome, as_json: bool) -> None:
+def end(outcome: Outcome, as_json: bool) -> None:
+    """Say how a run ended, and end accordingly."""
     from headrace.observe.summary import describe
 
     typer.echo(json.dumps(outcome.summary, indent=2) if as_json else describe(outcome.summary))

@@ -1,0 +1,242 @@
+"""`headrace bench delivery`: what a new version of the weights costs, by transport and by what is sent.
+
+A trainer's place and each engine's are processes of their own, as in a run, and the real publisher and receivers work
+there: every measured version was proved on every engine, or there is no figure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import platform
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from headrace.bench.delivery_engine import Enter, Entered, Take, Taken
+from headrace.bench.delivery_options import RANK, DeliveryBench, Row, check_options, rows
+from headrace.bench.delivery_plain import copy_seconds, digest_seconds, snapshot_seconds, socket_seconds
+from headrace.bench.delivery_sets import Sets, check_model_name, load, make_sets
+from headrace.bench.engine_swaps import CANARY_TOLERANCE
+from headrace.bench.publishing import Begin, Done, PublisherProcess, save_sets
+from headrace.bench.side import Side
+from headrace.delivery.base import Kind, Manifest
+from headrace.errors import DeliveryError, UserError
+
+Say = Callable[[str], None]
+
+DEADLINE = 600.0
+WARM_UP = 2
+"""Versions that are not measured: there are two places to write a version to."""
+
+
+@dataclass(frozen=True)
+class _Delivered:
+    """One measured version."""
+
+    done: Done
+    manifest: Manifest
+    taken: list[Taken]
+
+
+def bench_delivery(options: DeliveryBench, say: Say) -> dict[str, Any]:
+    """Measure and return all figures; `say` gets a line before each part."""
+    check_options(options)
+    check_model_name(options.model)
+    device = _device(options.device)
+    todo = rows(options, device)
+    dtype = options.dtype or ("bfloat16" if device == "cuda" else "float32")
+    before = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    try:
+        found = _head(options, device, dtype)
+        for kind in dict.fromkeys(row.send for row in todo):
+            bench = _Bench(options, device, dtype, kind, say)
+            found["proof"][kind] = bench.proof
+            with bench.entered():
+                found["rows"] += [bench.row(row) for row in todo if row.send == kind]
+        return found
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Bench:
+    """The two sets of one kind, and a measurement for every transport that is to carry them."""
+
+    def __init__(self, options: DeliveryBench, device: str, dtype: str, kind: Kind, say: Say) -> None:
+        self._options = options
+        self._device = device
+        self._dtype = dtype
+        self._say = say
+        say(f"making two sets of weights ({kind}) of {options.model} in {dtype}")
+        self._sets: Sets = make_sets(options, load(options.model, dtype, device, options.seed), dtype, kind)
+        gc.collect()
+        first = self._sets.weights[0]
+        self._snapshot = snapshot_seconds(first, device)
+        seconds = digest_seconds(first, device)
+        self.proof = {
+            "bytes": sum(tensor.nbytes for tensor in first.values()),
+            "tensors": len(first),
+            "digest_seconds": seconds,
+            "copy_seconds": self._snapshot,
+            "digest_over_copy": seconds / self._snapshot,
+        }
+        self._adapter = kind == "adapter"
+        self._files: list[str] = []
+        self._directory = Path()
+        self._engines: list[Side] = []
+        self._step = 0.0
+        self._version = 0
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Engines wait for weights, and the sets lie on disk for publishers to load, no longer in this process."""
+        with contextlib.ExitStack() as stack:
+            made = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-"))
+            self._directory = Path(made)
+            self._files = save_sets(self._directory, self._sets.weights)
+            self._sets = Sets(({}, {}), self._sets.logprobs, self._sets.canary, self._sets.base_digest)
+            self._say(f"starting {self._options.engines} engine(s)")
+            for number in range(self._options.engines):
+                engine = Side("headrace.bench.delivery_engine", environment=_environment(number + 1))
+                stack.callback(engine.close)
+                engine.tell(self._enter(number))
+                self._engines.append(engine)
+            self._step = max(engine.answer(Entered, DEADLINE).step_seconds for engine in self._engines)
+            yield
+
+    def row(self, row: Row) -> dict[str, Any]:
+        """All figures of one row."""
+        options = self._options
+        self._say(f"{row}: {options.versions} versions to {options.engines} engine(s)")
+        with contextlib.closing(PublisherProcess(self._begin(row), DEADLINE, _environment(0))) as publisher:
+            delivered = [self._deliver(publisher) for _ in range(WARM_UP + options.versions)][WARM_UP:]
+        return _figures(row, delivered, self._snapshot, self._device, self._step)
+
+    def _deliver(self, publisher: PublisherProcess) -> _Delivered:
+        self._version += 1
+        done = publisher.publish(self._version)
+        assert done.manifest is not None
+        for engine in self._engines:
+            engine.tell(Take(manifest=done.manifest))
+        taken = [engine.answer(Taken, DEADLINE) for engine in self._engines]
+        for each in taken:
+            if not each.proof.accepted:
+                proof = each.proof
+                raise DeliveryError(f"version {proof.version} was not accepted by {proof.engine}: {proof.reason}")
+        publisher.acknowledged(self._version)
+        return _Delivered(done, done.manifest, taken)
+
+    def _begin(self, row: Row) -> Begin:
+        return Begin(
+            files=self._files,
+            dtype=self._dtype,
+            transport=row.transport,
+            tolerance=CANARY_TOLERANCE[self._dtype],
+            canary=self._sets.canary,
+            logprobs=self._sets.logprobs,
+            device=self._device,
+            send=row.send,
+            base_digest=self._sets.base_digest,
+            per_parameter=row.per_parameter,
+            receivers=self._options.engines,
+            directory=str(self._directory / "weights"),
+            threads=self._options.threads,
+        )
+
+    def _enter(self, number: int) -> Enter:
+        options = self._options
+        return Enter(
+            name=f"engine-{number}",
+            model=options.model,
+            dtype=self._dtype,
+            device=self._device,
+            seed=options.seed,
+            threads=options.threads,
+            adapter=self._adapter,
+            decode=options.decode,
+        )
+
+
+def _figures(row: Row, delivered: list[_Delivered], snapshot: float, device: str, step: float) -> dict[str, Any]:
+    """The figures of a row; what engines say is that of the slowest one of a version."""
+    wire = statistics.median(_wire_bytes(one.manifest) for one in delivered)
+    whole = sum(entry.nbytes for entry in delivered[0].manifest.entries)
+    seconds = _spread([max(taken.proved_at for taken in one.taken) - one.done.began for one in delivered])
+    fetch = _slowest(delivered, "fetch_seconds")
+    lost = _spread([one.done.lost_seconds for one in delivered])
+    copy = copy_seconds(int(wire), device)
+    found: dict[str, Any] = {
+        **msgspec.to_builtins(row),
+        "sent": sorted({one.manifest.kind for one in delivered}),
+        "bytes_on_the_wire": wire,
+        "bytes_of_weights": whole,
+        "wire_over_weights": wire / whole,
+        "acknowledged_seconds": seconds,
+        "trainer_lost_seconds": lost,
+        "trainer_lost_over_copy": lost["median"] / snapshot,
+        "ready_seconds": _spread([one.done.ready_seconds for one in delivered]),
+        "fetch_seconds": fetch,
+        "stage_seconds": _slowest(delivered, "stage_seconds"),
+        "swap_seconds": _slowest(delivered, "swap_seconds"),
+        "canary_seconds": _slowest(delivered, "canary_seconds"),
+        "gb_per_second": wire / seconds["median"] / 1e9,
+        "copy_gb_per_second": wire / copy / 1e9,
+        "ratio_to_copy": copy / seconds["median"],
+    }
+    if row.transport == "tcp":
+        bare = socket_seconds(int(wire))
+        found |= {"socket_gb_per_second": wire / bare / 1e9, "ratio_to_socket": bare / seconds["median"]}
+        found["fetch_ratio_to_socket"] = bare / fetch["median"]
+    if step:
+        first = [max(taken.first_token_at for taken in one.taken) - one.done.began for one in delivered]
+        found |= {"step_seconds": step, "first_token_seconds": _spread(first)}
+        found["first_token_beyond_a_step_seconds"] = found["first_token_seconds"]["median"] - step
+    return found
+
+
+def _wire_bytes(manifest: Manifest) -> int:
+    """What lies at the location, gaps included."""
+    return max(entry.offset + entry.nbytes for entry in manifest.payload or manifest.entries)
+
+
+def _slowest(delivered: list[_Delivered], name: str) -> dict[str, float]:
+    return _spread([max(float(getattr(taken, name)) for taken in one.taken) for one in delivered])
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _environment(number: int) -> dict[str, str]:
+    """NCCL takes two processes on one GPU only if it believes them on two hosts; then it needs an interface."""
+    return {"NCCL_HOSTID": f"bench-{number}", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def _head(options: DeliveryBench, device: str, dtype: str) -> dict[str, Any]:
+    return {
+        "bench": "delivery",
+        "model": options.model,
+        "device": device,
+        "device_name": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "cpu",
+        "dtype": dtype,
+        "threads": options.threads,
+        "engines": options.engines,
+        "adapter_rank": RANK,
+        "torch": torch.__version__,
+        "arguments": msgspec.to_builtins(options),
+        "proof": {},
+        "rows": [],
+    }
+
+
+def _device(asked: str) -> str:
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch finds no GPU here")
+    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

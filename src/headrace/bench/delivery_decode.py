@@ -1,0 +1,129 @@
+"""An engine that decodes while weights arrive: staging runs beside its steps, only the swap stands between two of them.
+
+Sequences that end are replaced, so the batch is always full, and a delivery is never measured on an idle engine.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from headrace.bench.delivery_engine import Enter, Taken
+from headrace.bench.delivery_sets import load, served_adapter
+from headrace.config.schema import EngineConfig
+from headrace.delivery.base import Manifest, Proof
+from headrace.delivery.receiver import Staged
+from headrace.engines.base import Request, Sampling
+from headrace.engines.embedded.core import EngineCore
+from headrace.errors import DeliveryError, HeadraceError
+
+PROMPT = 16
+LONGEST = 512
+"""Tokens of a sequence."""
+DEADLINE = 300.0
+_STEPS = 16
+"""That a step's own time is taken from, after as many others."""
+
+
+class DecodingEngine:
+    """A full batch that never ends. See `delivery_engine.Engine`."""
+
+    def __init__(self, enter: Enter) -> None:
+        model = load(enter.model, enter.dtype, enter.device, enter.seed)
+        adapter, base = served_adapter(model) if enter.adapter else (None, None)
+        positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", LONGEST))
+        self._longest = min(LONGEST, positions)
+        # A compiled layer takes minutes to make and changes nothing about a swap.
+        config = EngineConfig(
+            kv="keep",
+            slots=enter.decode,
+            cache_tokens=(enter.decode + 1) * (self._longest + 64),
+            compile=False,
+        )
+        self._core = EngineCore(
+            model, config, name=enter.name, max_length=self._longest, version=0, adapter=adapter, base_digest=base
+        )
+        self._draw = np.random.default_rng(enter.seed)
+        self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self._submitted = 0
+        self._staging = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
+        self._submit(enter.decode)
+        self.step_seconds = self._warm()
+
+    def take(self, manifest: Manifest) -> Taken:
+        """Stage beside the steps, install between two, go on until it is proved and has drawn a token."""
+        staged = self._staged(self._staging.submit(self._core.stage, manifest))
+        self._core.timings.longest_gap_seconds = 0.0
+        began = time.monotonic()
+        self._core.install(staged)
+        stood_still = time.monotonic() - began
+        proof, proved_at, first_token_at = self._proved(manifest.version)
+        return Taken(
+            proof=proof,
+            fetch_seconds=staged.fetch_seconds,
+            stage_seconds=staged.seconds,
+            # The host stands still for the whole of it where host and device are one.
+            swap_seconds=self._core.timings.longest_gap_seconds or stood_still,
+            canary_seconds=0.0,
+            proved_at=proved_at,
+            first_token_at=first_token_at,
+        )
+
+    def turn(self) -> None:
+        """One step."""
+        for delta in self._core.step():
+            if delta.finish == "failed":
+                raise HeadraceError(f"the engine failed: {delta.error}")
+            if delta.finish is not None:
+                self._submit(1)
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._staging.shutdown(wait=True, cancel_futures=True)
+        self._core.close()
+
+    def _staged(self, staging: Future[Staged]) -> Staged:
+        deadline = time.monotonic() + DEADLINE
+        while not staging.done():
+            self.turn()
+            if time.monotonic() > deadline:
+                raise DeliveryError(f"staging did not end within {DEADLINE:g} s")
+        return staging.result()
+
+    def _proved(self, version: int) -> tuple[Proof, float, float]:
+        deadline = time.monotonic() + DEADLINE
+        proof, proved_at, first_token_at = None, 0.0, 0.0
+        while proof is None or not first_token_at:
+            if proof is None and (proof := self._core.proof(wait=False)) is not None:
+                proved_at = time.monotonic()
+                if not proof.accepted:
+                    break
+            self.turn()
+            if not first_token_at and self._core.drawn_version >= version:
+                first_token_at = time.monotonic()
+            if time.monotonic() > deadline:
+                raise DeliveryError(f"version {version} was not proved within {DEADLINE:g} s")
+        return proof, proved_at, first_token_at
+
+    def _submit(self, count: int) -> None:
+        requests = []
+        for _ in range(count):
+            prompt = self._draw.integers(0, self._vocabulary, PROMPT).astype(np.int32)
+            sampling = Sampling(max_tokens=self._longest - PROMPT, seed=self._submitted)
+            requests.append(Request(id=f"row-{self._submitted}", token_ids=prompt, sampling=sampling))
+            self._submitted += 1
+        self._core.submit(requests)
+
+    def _warm(self) -> float:
+        """Seconds of a decode step."""
+        while not self._core.stats().generated_tokens:
+            self.turn()
+        for _ in range(_STEPS):
+            self.turn()
+        tokens, rows, began = self._core.stats().generated_tokens, self._core.stats().running, time.monotonic()
+        while (drawn := self._core.stats().generated_tokens - tokens) < _STEPS * rows:
+            self.turn()
+        # Counted in tokens: on a GPU the host plans several steps at a time.
+        return (time.monotonic() - began) * rows / drawn

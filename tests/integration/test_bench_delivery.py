@@ -1,0 +1,136 @@
+"""`headrace bench delivery` on a tiny model: real processes, whose figures must fit together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import headrace
+from tiny_models import make_model
+
+from headrace.bench.delivery import bench_delivery
+from headrace.bench.delivery_options import RANK, DeliveryBench, Row, check_options, rows
+from headrace.bench.delivery_sets import flip_words
+from headrace.bench.delivery_table import table
+from headrace.errors import UserError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    make_model("llama").save_pretrained(directory)
+    return directory
+
+
+def bench(model: Path, **changes: Any) -> dict[str, Any]:
+    said: list[str] = []
+    found = bench_delivery(DeliveryBench(model=str(model), **{"versions": 3, "device": "cpu", **changes}), said.append)
+    assert said and all("\n" not in line for line in said)
+    assert all(len(line) < 200 for line in table(found))
+    return json.loads(json.dumps(found, allow_nan=False))  # type: ignore[no-any-return]
+
+
+def check(row: dict[str, Any]) -> None:
+    """The parts of a delivery follow each other, and are no longer than the whole."""
+    median = {name: value["median"] for name, value in row.items() if isinstance(value, dict)}
+    for value in (value for value in row.values() if isinstance(value, dict)):
+        assert 0 <= value["min"] <= value["median"] <= value["max"]
+    assert 0 < median["trainer_lost_seconds"] <= median["ready_seconds"]
+    assert 0 <= median["fetch_seconds"] < median["stage_seconds"]
+    whole = row["acknowledged_seconds"]
+    assert whole["max"] > max(row["ready_seconds"]["min"], row["stage_seconds"]["min"], row["swap_seconds"]["min"])
+    assert whole["min"] > row["ready_seconds"]["min"] + row["stage_seconds"]["min"]
+    assert row["gb_per_second"] == pytest.approx(row["bytes_on_the_wire"] / whole["median"] / 1e9)
+    assert row["ratio_to_copy"] == pytest.approx(row["gb_per_second"] / row["copy_gb_per_second"])
+
+
+def test_the_command_delivers_to_two_engines(model_dir: Path) -> None:
+    done = headrace(
+        *("bench", "delivery", "--model-shape", str(model_dir), "--engines", "2", "--versions", "2", "--json"),
+        *("--device", "cpu", "--dtype", "bfloat16"),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["threads"], found["engines"], found["dtype"]) == (1, 2, "bfloat16")
+    (row,), proof = found["rows"], found["proof"]["full"]
+    check(row)
+    assert (row["transport"], row["sent"]) == ("shm", ["full"]) and row["canary_seconds"]["min"] > 0
+    parameters = sum(p.numel() for p in make_model("llama").parameters())
+    assert row["bytes_of_weights"] == proof["bytes"] == 2 * parameters
+    assert row["bytes_of_weights"] <= row["bytes_on_the_wire"] < 1.02 * row["bytes_of_weights"]
+    assert proof["digest_over_copy"] == pytest.approx(proof["digest_seconds"] / proof["copy_seconds"])
+
+
+def test_deltas_are_really_sent_by_socket_and_by_broadcast(model_dir: Path) -> None:
+    found = bench(model_dir, transports=("tcp", "nccl"), sends=("delta",), changed=0.02, per_parameter=True)
+    tcp, packed, single = found["rows"]
+    for row in (tcp, packed, single):
+        check(row)
+        assert row["sent"] == ["delta"] and row["wire_over_weights"] < 0.1
+    assert not packed["per_parameter"] and single["per_parameter"]
+    assert tcp["ratio_to_socket"] == pytest.approx(tcp["gb_per_second"] / tcp["socket_gb_per_second"])
+    assert tcp["fetch_ratio_to_socket"] > tcp["ratio_to_socket"] and "ratio_to_socket" not in packed
+
+
+def test_adapters_arrive_while_an_engine_decodes(model_dir: Path) -> None:
+    row = bench(model_dir, sends=("adapter",), decode=3)["rows"][0]
+    check(row)
+    linear = [m for n, m in make_model("llama").named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
+    own = 4 * RANK * sum(m.in_features + m.out_features for m in linear)
+    assert row["sent"] == ["adapter"] and row["bytes_of_weights"] == own
+    assert own <= row["bytes_on_the_wire"] <= 1.02 * own
+    assert row["step_seconds"] > 0 and row["swap_seconds"]["min"] > 0
+    first = row["first_token_seconds"]
+    assert first["min"] > row["ready_seconds"]["min"] + row["stage_seconds"]["min"] + row["swap_seconds"]["min"]
+    assert row["first_token_beyond_a_step_seconds"] == pytest.approx(first["median"] - row["step_seconds"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_versions_differ_in_the_share_of_words_that_was_asked_for(dtype: torch.dtype) -> None:
+    tensor = torch.randn(100, 50).to(dtype)
+    changed = flip_words(tensor, 0.03, torch.Generator().manual_seed(0))
+    assert int((changed != tensor).sum()) == 150
+    assert torch.allclose(changed.float(), tensor.float(), rtol=2**-6 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_rows_are_transports_by_kinds() -> None:
+    options = DeliveryBench(model="m", transports=("nccl", "shm"), sends=("delta", "full"), per_parameter=True)
+    assert rows(options, "cpu") == [
+        Row(transport="nccl", send="full"),
+        Row(transport="nccl", send="full", per_parameter=True),
+        Row(transport="nccl", send="delta"),
+        Row(transport="nccl", send="delta", per_parameter=True),
+        Row(transport="shm", send="full"),
+        Row(transport="shm", send="delta"),
+    ]
+    with pytest.raises(UserError, match="--transport cuda_ipc: needs --device cuda"):
+        rows(DeliveryBench(model="m", transports=("cuda_ipc",)), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"engines": 0}, "--engines 0: must be at least 1"),
+        ({"transports": ("smoke",)}, "--transport smoke: one of shm, file"),
+        ({"sends": ("half",)}, "--send half: one of full, delta, adapter"),
+        ({"changed": 1.5}, "--changed 1.5: a share"),
+        ({"dtype": "int8"}, "--dtype int8"),
+        ({"per_parameter": True}, "--per-parameter is for --transport nccl"),
+    ],
+)
+def test_a_mistake_is_one_line(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_options(DeliveryBench(model="m", **changes))
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_name_that_is_no_model_ends_the_command_with_one_line() -> None:
+    done = headrace("bench", "delivery", "--model-shape", "gpt-5")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("headrace: --model-shape gpt-5: neither a model directory nor a shape")
+    assert done.stderr.count("\n") == 1
