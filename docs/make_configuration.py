@@ -56,9 +56,10 @@ versions = 50
 
 What no single key can say is checked too: `max_lag` may not be below `depth`, `advantage = "rloo"` and
 `"maxrl"` need at least two answers in a group, a loss that does not clip takes no `clip_low` and `clip_high`,
-`overlong_buffer` may not be above `max_tokens`, `cache_tokens` must hold one answer with its prompt, and
-`[evaluate] every` needs held-out prompts. How `depth` and `max_lag` bound the age of what is trained is in
-[staleness](staleness.md); the formulas behind `[algorithm]` are in [losses](losses.md).
+`overlong_buffer` may not be above `max_tokens`, `cache_tokens` must hold one answer with its prompt, stacked experts
+take no `[lora] dropout`, and `[evaluate] every` needs held-out prompts. How `depth` and `max_lag` bound the age of what
+is trained is in [staleness](staleness.md); the formulas behind `[algorithm]` are in [losses](losses.md), adapters in
+[lora](lora.md).
 """
 
 
@@ -82,6 +83,8 @@ def sections() -> Iterator[tuple[str, type[msgspec.Struct]]]:
     for field in msgspec.structs.fields(schema.Config):
         shape = kinds.type_info(field.type)
         for kind in shape.types if isinstance(shape, kinds.UnionType) else (shape,):
+            if isinstance(kind, kinds.NoneType):
+                continue
             assert isinstance(kind, kinds.StructType)
             yield field.name, kind.cls
 

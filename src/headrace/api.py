@@ -77,14 +77,20 @@ class Run:
 
     @property
     def model_dir(self) -> Path:
-        """The newest checkpoint: a directory for `from_pretrained`."""
+        """The newest checkpoint: a directory for `from_pretrained`, of peft's too where an adapter was trained."""
         from headrace.buffer.reader import open_readonly
+        from headrace.training.checkpoint import is_sharded
 
         with open_readonly(self.path / "journal.db") as journal:
             checkpoint = journal.meta().get("checkpoint")
         if checkpoint is None:
             raise UserError(f"{self.path} has no checkpoint yet")
-        return Path(checkpoint["path"])
+        path = Path(checkpoint["path"])
+        if is_sharded(path):
+            from headrace.training.sharded_checkpoint import consolidate
+
+            consolidate(path)
+        return path
 
     def rollouts(self, where: str = "TRUE") -> Iterator[Rollout]:
         """Every recorded rollout with its tokens; `where` is an SQL condition on the table `rollouts`."""

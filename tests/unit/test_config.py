@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import Config, dump_config, load_config, make_config, with_settings
+from headrace.config import AgentTask, Config, dump_config, load_config, make_config, with_settings
 from headrace.errors import ConfigError
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "gym", "name": "spell_backward"}}
@@ -15,33 +15,43 @@ KEYS = {
     "model": {"path", "weights", "dtype"},
     "engine": {
         "kind", "count", "threads", "slots", "block_size", "cache_tokens", "max_length", "prefill_chunk", "interrupt",
-        "kv", "device", "graphs", "compile",
+        "kv", "device", "graphs", "compile", "python", "urls", "port", "arguments",
     },
-    "rollouts": {"group_size", "max_tokens", "max_turns", "temperature", "stop"},
+    "rollouts": {"group_size", "max_tokens", "max_turns", "temperature", "stop", "top_k", "top_p", "min_p"},
     "scoring": {"workers", "timeout", "shuffle"},
     "buffer": {"depth", "max_lag", "groups"},
     "algorithm": {
         "advantage", "loss", "clip_low", "clip_high", "sapo_tau_positive", "sapo_tau_negative", "dppo_delta",
-        "proximal_mix", "corrections", "tis_cap", "icepop_low", "icepop_high", "mis_ratio", "mis_low", "mis_high",
+        "proximal_mix", "proximal", "teacher", "kl", "kl_weight", "entropy_weight",
+        "corrections", "tis_cap", "icepop_low", "icepop_high", "mis_ratio", "mis_low", "mis_high",
         "opsm_limit", "overlong_buffer", "overlong_penalty", "length_penalty", "normalize",
     },
     "training": {
         "threads", "learning_rate", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "clip_norm",
-        "micro_batch_tokens", "share_prefixes", "checkpoint_every", "keep_checkpoints",
+        "micro_batch_tokens", "share_prefixes", "checkpoint_every", "keep_checkpoints", "learning_rates", "optimizer",
+        "max_skipped", "ranks", "tensor_parallel", "compute_dtype", "activation_checkpointing", "offload",
     },
+    "lora": {"rank", "alpha", "dropout", "targets", "modules", "serve"},
     "warm_start": {"steps", "batch", "learning_rate"},
     "delivery": {
-        "transport", "directory", "keep_files", "bind", "publish_every", "canary_tokens", "canary_tolerance",
-        "deadline",
+        "transport", "directory", "keep_files", "bind", "send", "dtype", "rolling", "patience", "publish_every",
+        "canary_tokens", "canary_tolerance", "deadline",
     },
     "evaluate": {"every", "prompts", "during", "samples", "temperature"},
-    "pipeline": {"launcher", "stall_seconds", "start_seconds"},
+    "gateway": {"serve", "bind", "port"},
+    "pipeline": {"launcher", "stall_seconds", "start_seconds", "restarts"},
     "observe": {"display", "timeline", "keep_rollouts"},
 }  # fmt: skip
 
 
+AGENT_KEYS = {
+    "path", "agent", "command", "heldout_path", "system", "demonstration", "workers", "concurrency", "timeout",
+}  # fmt: skip
+
+
 def test_keys_are_pinned() -> None:
-    config = make_config(MINIMAL)
+    config = make_config({**MINIMAL, "lora": {}})
+    assert set(AgentTask.__struct_fields__) == AGENT_KEYS
     found = {name: set(getattr(config, name).__struct_fields__) for name in Config.__struct_fields__ if name != "task"}
     assert found == KEYS
 
@@ -56,16 +66,25 @@ def test_keys_are_pinned() -> None:
         (
             "algorithm.loss=ppo",
             "[algorithm] loss: invalid enum value 'ppo' "
-            "(one of: cispo, grpo, dapo, gspo, sapo, dppo_tv, topr, decoupled_ppo)",
+            "(one of: cispo, grpo, dapo, gspo, sapo, dppo_tv, topr, decoupled_ppo, distillation)",
         ),
         (
             'algorithm.corrections=["tsi"]',
             "[algorithm] corrections.0: invalid enum value 'tsi' (one of: tis, icepop, mis, opsm)",
         ),
         ("algorithm.corrections=tis", "[algorithm] corrections: expected `array`, got `str`"),
-        ("task.kind=bandit", "[task] kind: invalid value 'bandit' (one of: dataset, gym, environment)"),
+        ("task.kind=bandit", "[task] kind: invalid value 'bandit' (one of: dataset, gym, environment, agent)"),
         ("training.learning_rate=0", "[training] learning_rate: expected `float` > 0.0"),
+        ("rollouts.top_p=0", "[rollouts] top_p: expected `float` > 0.0"),
+        ("rollouts.top_k=2000", "[rollouts] top_k: expected `int` <= 1024"),
+        ("training.learning_rates.embed=0", "[training] learning_rates: expected `float` > 0.0"),
+        ("training.learning_rates=0.1", "[training] learning_rates: expected `object`, got `float`"),
         ("rollouts.stop=[1]", "[rollouts] stop.0: expected `str`, got `int`"),
+        ("lora.rank=0", "[lora] rank: expected `int` >= 1"),
+        ("lora.dropout=1.0", "[lora] dropout: expected `float` < 1.0"),
+        ("lora.targets=[]", "[lora] targets: expected `array` of length >= 1"),
+        ("lora.ranks=4", "[lora] unknown key 'ranks' (did you mean 'rank'?)"),
+        ("lora.serve=both", "[lora] serve: invalid enum value 'both' (one of: merged, unmerged)"),
         ("depth=3", "--set depth=3: expected section.key=value, such as --set buffer.depth=2"),
         ("buffer.depth.x=3", "[buffer] depth: expected `int`, got `object`"),
     ],
@@ -96,14 +115,43 @@ def test_values_that_cannot_go_together() -> None:
         make_config(MINIMAL, ["algorithm.icepop_low=6.0"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] overlong_buffer: 65 is above \[rollouts\] max_tokens 64"):
         make_config(MINIMAL, ["rollouts.max_tokens=64", "algorithm.overlong_buffer=65"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] proximal_mix: a proximal policy that is recomputed"):
+        make_config(MINIMAL, ["algorithm.proximal=recomputed", "algorithm.proximal_mix=0.5"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] teacher: loss 'distillation' needs the directory"):
+        make_config(MINIMAL, ["algorithm.loss=distillation"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] teacher: only loss 'distillation' learns from one"):
+        make_config(MINIMAL, ["algorithm.teacher=elsewhere"])
+    with pytest.raises(ConfigError, match=r"\[algorithm\] corrections: 'opsm' goes by rewards"):
+        make_config(MINIMAL, ["algorithm.loss=distillation", "algorithm.teacher=t", 'algorithm.corrections=["opsm"]'])
     with pytest.raises(ConfigError, match=r"\[engine\] cache_tokens"):
         make_config(MINIMAL, ["engine.cache_tokens=64"])
+    with pytest.raises(ConfigError, match=r"\[lora\] targets: a name is empty"):
+        make_config(MINIMAL, ['lora.targets=["q_proj", ""]'])
+    with pytest.raises(ConfigError, match=r"\[lora\] modules: lm_head is one of targets too"):
+        make_config(MINIMAL, ['lora.targets=["lm_head"]', 'lora.modules=["lm_head"]'])
+    with pytest.raises(ConfigError, match=r"\[lora\] dropout: stacked experts take none"):
+        make_config(MINIMAL, ['lora.targets=["mlp.experts.down_proj"]', "lora.dropout=0.1"])
     with pytest.raises(ConfigError, match=r"\[delivery\] bind: 'here' is not an IP address"):
         make_config(MINIMAL, ["delivery.bind=here"])
     with pytest.raises(ConfigError, match=r"\[delivery\] bind: 0.0.0.0 is every interface"):
         make_config(MINIMAL, ["delivery.bind=0.0.0.0"])
+    with pytest.raises(ConfigError, match=r"\[gateway\] bind: 0.0.0.0 is every interface; .* that agents can reach"):
+        make_config(MINIMAL, ["gateway.bind=0.0.0.0"])
+    with pytest.raises(ConfigError, match=r"\[task\] command: give an agent or a command, not both"):
+        make_config({**MINIMAL, "task": {"kind": "agent", "path": "p", "agent": "a:b", "command": ["c"]}})
     with pytest.raises(ConfigError, match=r"\[evaluate\] every"):
         make_config(MINIMAL, ["evaluate.every=5"])
+    with pytest.raises(ConfigError, match=r"\[training\] tensor_parallel: 2 does not divide ranks = 3"):
+        make_config(MINIMAL, ["training.ranks=3", "training.tensor_parallel=2"])
+    with pytest.raises(ConfigError, match=r'\[engine\] urls: only engine kind "vllm" has it'):
+        make_config(MINIMAL, ['engine.urls=["http://127.0.0.1:8000"]'])
+    with pytest.raises(ConfigError, match=r'\[engine\] python: engine kind "vllm" needs'):
+        make_config(MINIMAL, ["engine.kind=vllm"])
+    with pytest.raises(ConfigError, match=r'\[engine\] kv: "keep" is not for vLLM'):
+        make_config(MINIMAL, ["engine.kind=vllm", "engine.python=python3", "engine.kv=keep"])
+    assert (
+        make_config(MINIMAL, ["engine.kind=vllm", "engine.python=python3", "engine.interrupt=drain"]).engine.count == 1
+    )
 
 
 def test_resolved_configuration_loads_as_itself(tmp_path: Path) -> None:
@@ -112,6 +160,16 @@ def test_resolved_configuration_loads_as_itself(tmp_path: Path) -> None:
     file.write_text(dump_config(config))
     assert load_config(file) == config
     assert with_settings(config, ["buffer.depth=0"]).buffer.depth == 0
+
+
+def test_an_adapter_is_trained_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    assert make_config(MINIMAL).lora is None
+    config = with_settings(make_config(MINIMAL), ["lora.rank=4"])
+    assert config.lora is not None
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (4, 32.0, ["all-linear"])
+    file = tmp_path / "config.toml"
+    file.write_text(dump_config(config))
+    assert load_config(file) == config
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from headrace.config.load import dump_config, load_config, make_config, with_settings
 from headrace.config.schema import (
+    AgentTask,
     AlgorithmConfig,
     BufferConfig,
     Config,
@@ -10,6 +11,7 @@ from headrace.config.schema import (
     EngineConfig,
     EnvironmentTask,
     EvaluateConfig,
+    GatewayConfig,
     GymTask,
     ModelConfig,
     ObserveConfig,
@@ -22,6 +24,7 @@ from headrace.config.schema import (
 )
 
 __all__ = [
+    "AgentTask",
     "AlgorithmConfig",
     "BufferConfig",
     "Config",
@@ -30,6 +33,7 @@ __all__ = [
     "EngineConfig",
     "EnvironmentTask",
     "EvaluateConfig",
+    "GatewayConfig",
     "GymTask",
     "ModelConfig",
     "ObserveConfig",

@@ -28,9 +28,11 @@ def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
     rollouts, engine = config.rollouts, config.engine
     answers = config.buffer.groups * rollouts.group_size * config.delivery.publish_every
     tokens = max(1.0, rollouts.max_tokens * FRACTION_OF_MAX)
-    generation = _generation(config, facts, answers, tokens) / engine.count
+    generation = _generation(config, facts, answers, tokens) / engine.processes
     prompts = PROMPT_TOKENS / (rollouts.group_size if config.training.share_prefixes else 1)
     training = _training(config, facts, answers * (tokens + prompts))
+    # The weights; unless only an adapter has them, their gradients and their moments too.
+    trained = 4 if config.lora is not None else 16
     served = facts.parameters * BYTES[config.model.dtype]
     longest = min(engine.max_length or 4096, facts.max_positions or 4096)
     cache = engine.cache_tokens or engine.slots * min(longest, PROMPT_TOKENS + rollouts.max_tokens)
@@ -38,7 +40,7 @@ def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
         "architecture": facts.architecture,
         "parameters": facts.parameters,
         "memory_bytes": {
-            "trainer": facts.parameters * 16 + config.training.micro_batch_tokens * facts.vocabulary * 8,
+            "trainer": facts.parameters * trained + config.training.micro_batch_tokens * facts.vocabulary * 8,
             "engine": 2 * served + cache * facts.kv_bytes_per_token * BYTES[config.model.dtype] // 4,
             "shared": 2 * served,
         },

@@ -6,6 +6,7 @@ import difflib
 import ipaddress
 import re
 import tomllib
+import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,7 +15,15 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from headrace.config.schema import AlgorithmConfig, Config, RolloutsConfig, Section
+from headrace.config.schema import (
+    AgentTask,
+    AlgorithmConfig,
+    Config,
+    EngineConfig,
+    LoraConfig,
+    RolloutsConfig,
+    Section,
+)
 from headrace.errors import ConfigError
 
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
@@ -49,7 +58,7 @@ def make_config(raw: Mapping[str, Any], settings: Iterable[str] = ()) -> Config:
 
 def with_settings(config: Config, settings: Iterable[str]) -> Config:
     """The same configuration with `section.key=value` settings applied."""
-    return make_config(msgspec.to_builtins(config), settings)
+    return make_config(_without_none(msgspec.to_builtins(config)), settings)
 
 
 def dump_config(config: Config) -> str:
@@ -93,7 +102,7 @@ def _explain(message: str) -> str:
         return f"{where} unknown {noun} {unknown['key']!r} ({hint})".strip()
     if missing := _MISSING.search(what):
         return f"{where} {missing['key']} is required" if parts else f"section [{missing['key']}] is required"
-    key = ".".join(part.removesuffix("]") for part in parts[1:] if part != "...]")
+    key = ".".join(part.removesuffix("]") for part in parts[1:] if part.strip(".]"))
     detail = what[0].lower() + what[1:]
     if allowed := _allowed_values(section, parts):
         detail += f" (one of: {', '.join(allowed)})"
@@ -104,14 +113,17 @@ def _known_keys(parts: list[str]) -> list[str]:
     if not parts:
         return list(typing.get_type_hints(Config))
     hint = typing.get_type_hints(Config)[parts[0]]
-    return sorted({key for kind in typing.get_args(hint) or (hint,) for key in typing.get_type_hints(kind)})
+    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not types.NoneType]
+    return sorted({key for kind in kinds for key in typing.get_type_hints(kind)})
 
 
 def _section_type(parts: list[str]) -> type[Section] | None:
     if not parts:
         return Config
     hint = typing.get_type_hints(Config).get(parts[0])
-    return hint if isinstance(hint, type) and issubclass(hint, Section) else None
+    # A section that may be absent is a union of one kind; the kinds of a task are several.
+    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not types.NoneType]
+    return kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], Section) else None
 
 
 def _allowed_values(section: type[Section] | None, parts: list[str]) -> list[str]:
@@ -129,6 +141,9 @@ def _allowed_values(section: type[Section] | None, parts: list[str]) -> list[str
 def _check_together(config: Config) -> None:
     """What no single key can say."""
     _check_algorithm(config.algorithm, config.rollouts)
+    _check_engine(config.engine)
+    if config.engine.kind == "vllm":
+        _check_for_vllm(config)
     buffer, rollouts = config.buffer, config.rollouts
     if buffer.max_lag is not None and buffer.max_lag < buffer.depth:
         raise ConfigError(
@@ -141,7 +156,21 @@ def _check_together(config: Config) -> None:
             f"[engine] cache_tokens: {config.engine.cache_tokens} cannot hold one answer of "
             f"[rollouts] max_tokens = {longest} with its prompt"
         )
-    _check_bind(config.delivery.bind)
+    if config.lora is not None:
+        _check_lora(config.lora)
+    _check_bind("delivery", config.delivery.bind)
+    _check_bind("gateway", config.gateway.bind)
+    if isinstance(config.task, AgentTask) and config.task.agent is not None and config.task.command:
+        raise ConfigError("[task] command: give an agent or a command, not both")
+    if isinstance(config.task, AgentTask) and config.rollouts.truncates:
+        raise ConfigError("[rollouts] top_k, top_p, min_p: agents' answers are drawn without truncation")
+    training = config.training
+    if training.ranks % training.tensor_parallel:
+        raise ConfigError(
+            f"[training] tensor_parallel: {training.tensor_parallel} does not divide ranks = {training.ranks}"
+        )
+    if training.ranks > 1 or training.offload:
+        _check_ranks(config)
     if config.evaluate.every and not config.evaluate.prompts:
         raise ConfigError("[evaluate] every: needs prompts > 0")
 
@@ -150,6 +179,14 @@ def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> No
     advantage, loss = algorithm.advantage, algorithm.loss
     if advantage in ("rloo", "maxrl") and rollouts.group_size < 2:
         raise ConfigError(f"[rollouts] group_size: advantage {advantage!r} compares answers and needs at least 2")
+    if algorithm.proximal == "recomputed" and algorithm.proximal_mix is not None:
+        raise ConfigError("[algorithm] proximal_mix: a proximal policy that is recomputed has no mix (remove one)")
+    if loss == "distillation" and algorithm.teacher is None:
+        raise ConfigError("[algorithm] teacher: loss 'distillation' needs the directory of a model to learn from")
+    if loss == "distillation" and "opsm" in algorithm.corrections:
+        raise ConfigError("[algorithm] corrections: 'opsm' goes by rewards, which loss 'distillation' does not")
+    if loss != "distillation" and algorithm.teacher is not None:
+        raise ConfigError("[algorithm] teacher: only loss 'distillation' learns from one")
     for key in ("clip_low", "clip_high"):
         if loss in ("sapo", "dppo_tv", "topr") and getattr(algorithm, key) is not None:
             raise ConfigError(f"[algorithm] {key}: loss {loss!r} does not clip ratios")
@@ -162,13 +199,73 @@ def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> No
         raise ConfigError(f"[algorithm] overlong_buffer: {buffer} is above [rollouts] max_tokens {longest}")
 
 
-def _check_bind(bind: str) -> None:
+def _check_ranks(config: Config) -> None:
+    """What is built for one rank so far is refused on several, in one line each."""
+    algorithm = config.algorithm
+    wanted = {
+        "[lora]": config.lora is not None,
+        f'[training] optimizer = "{config.training.optimizer}"': config.training.optimizer != "adamw",
+        '[delivery] send = "delta"': config.delivery.send == "delta",
+        '[delivery] transport = "nccl"': config.delivery.transport == "nccl",
+        "[algorithm] kl, teacher or a recomputed proximal policy": algorithm.kl != "none"
+        or algorithm.teacher is not None
+        or algorithm.proximal == "recomputed",
+    }
+    for what, used in wanted.items():
+        if used:
+            raise ConfigError(f"[training] ranks: {what} needs one rank without offload")
+
+
+def _check_lora(lora: LoraConfig) -> None:
+    for key in ("targets", "modules"):
+        if not all(name.strip(".") for name in getattr(lora, key)):
+            raise ConfigError(f"[lora] {key}: a name is empty; name the ends of modules, such as q_proj")
+    if both := sorted(set(lora.targets) & set(lora.modules)):
+        raise ConfigError(f"[lora] modules: {both[0]} is one of targets too; a module is adapted or trained in full")
+    if lora.dropout and any(target.rpartition(".")[0].endswith("experts") for target in lora.targets):
+        raise ConfigError("[lora] dropout: stacked experts take none; set dropout = 0 or leave them out of targets")
+
+
+def _check_engine(engine: EngineConfig) -> None:
+    if engine.kind == "embedded":
+        for key in ("python", "urls", "port", "arguments"):
+            if getattr(engine, key):
+                raise ConfigError(f'[engine] {key}: only engine kind "vllm" has it')
+        return
+    if engine.kv == "keep":
+        raise ConfigError(
+            '[engine] kv: "keep" is not for vLLM: a sequence kept over a swap would go on before the new weights are '
+            'proved; use "recompute"'
+        )
+    if not engine.python and not engine.urls:
+        raise ConfigError(
+            '[engine] python: engine kind "vllm" needs the interpreter of an environment with vLLM '
+            "(`make vllm` creates .venv-vllm/bin/python), or [engine] urls"
+        )
+
+
+def _check_for_vllm(config: Config) -> None:
+    """What its servers cannot take so far, in one line each."""
+    wanted = {
+        "[lora]": config.lora is not None,
+        '[delivery] send = "delta"': config.delivery.send == "delta",
+        "[training] ranks above 1": config.training.ranks > 1,
+        f'[delivery] transport = "{config.delivery.transport}"': config.delivery.transport in ("cuda_ipc", "nccl"),
+        "[rollouts] top_k, top_p or min_p": config.rollouts.truncates,
+    }
+    for what, used in wanted.items():
+        if used:
+            raise ConfigError(f'[engine] kind = "vllm" does not go together with {what}')
+
+
+def _check_bind(section: str, bind: str) -> None:
     try:
         address = ipaddress.ip_address(bind)
     except ValueError as error:
-        raise ConfigError(f"[delivery] bind: {bind!r} is not an IP address, such as 127.0.0.1") from error
+        raise ConfigError(f"[{section}] bind: {bind!r} is not an IP address, such as 127.0.0.1") from error
     if address.is_unspecified:
-        raise ConfigError(f"[delivery] bind: {bind} is every interface; name the one address that engines can reach")
+        peers = "engines" if section == "delivery" else "agents"
+        raise ConfigError(f"[{section}] bind: {bind} is every interface; name the one address that {peers} can reach")
 
 
 def _without_none(value: Any) -> Any:

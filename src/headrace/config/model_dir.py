@@ -25,24 +25,35 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     max_positions: int
 
 
-def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False) -> dict[str, Any]:
-    """The directory's config, or a one-line `ModelError` saying what is missing."""
+def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False, key: str = "[model] path") -> dict[str, Any]:
+    """The directory's config, or a one-line `ModelError` saying what is missing; `key` is who named it."""
     if not path.is_dir():
-        raise ModelError(f"[model] path: {path} is not a directory")
+        raise ModelError(f"{key}: {path} is not a directory")
     file = path / "config.json"
     if not file.is_file():
-        raise ModelError(f"[model] path: {path} has no config.json")
+        raise ModelError(f"{key}: {path} has no config.json")
     try:
         config = json.loads(file.read_text())
     except ValueError as error:
-        raise ModelError(f"[model] path: {file} is not JSON: {error}") from error
+        raise ModelError(f"{key}: {file} is not JSON: {error}") from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise ModelError(f"[model] path: {file} has no model_type")
+        raise ModelError(f"{key}: {file} has no model_type")
     if weights == "load" and not any(path.glob("*.safetensors")):
-        raise ModelError(f'[model] path: {path} has no *.safetensors weights (or set [model] weights = "random")')
+        raise ModelError(f'{key}: {path} has no *.safetensors weights (or set [model] weights = "random")')
     if tokenizer and not (path / "tokenizer.json").is_file():
-        raise ModelError(f"[model] path: {path} has no tokenizer.json")
+        raise ModelError(f"{key}: {path} has no tokenizer.json")
     return config
+
+
+def check_teacher(path: Path, model: dict[str, Any]) -> None:
+    """A teacher scores the model's own tokens: its directory is complete and its vocabulary as large."""
+    key = "[algorithm] teacher"
+    theirs, ours = (
+        config.get("text_config", config).get("vocab_size")
+        for config in (check_model_dir(path, "load", key=key), model)
+    )
+    if theirs != ours:
+        raise ModelError(f"{key}: {path} has a vocabulary of {theirs} tokens, the model one of {ours}")
 
 
 def model_facts(path: Path, weights: str) -> ModelFacts:

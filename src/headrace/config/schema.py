@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+Share = Annotated[float, Meta(gt=0, le=1)]
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -41,8 +42,8 @@ class ModelConfig(Section, frozen=True):
     """A directory with `config.json`, a tokenizer and, unless `weights = "random"`, safetensors weights."""
     weights: Literal["load", "random"] = "load"
     """From the directory, or drawn at random from `[run] seed` with `config.json` alone."""
-    dtype: Literal["float32"] = "float32"
-    """The dtype that engines serve in and weights are published in."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype that engines serve in; the trainer's own weights are float32."""
 
 
 class DatasetTask(Section, frozen=True, tag_field="kind", tag="dataset"):
@@ -86,16 +87,39 @@ class EnvironmentTask(Section, frozen=True, tag_field="kind", tag="environment")
     """Arguments of the factory."""
 
 
-TaskConfig = DatasetTask | GymTask | EnvironmentTask
+class AgentTask(Section, frozen=True, tag_field="kind", tag="agent"):
+    """[task] kind = "agent": agents that speak OpenAI's API work on prompts, through the gateway of the run."""
+
+    path: str
+    """Each line: `{"prompt": text or messages, ...}`; the other fields reach the agent too."""
+    agent: str | None = None
+    """`module:function`, or `path/to/file.py:function`; its reward is what it returns, or posts."""
+    command: list[str] = []
+    """Instead of `agent`: a program to start for every rollout; without either, agents come from outside."""
+    heldout_path: str | None = None
+    """A second file for evaluation; otherwise `[evaluate] prompts` lines are split off by a hash of their ids."""
+    system: str | None = None
+    """A system message before every prompt that is given as text."""
+    demonstration: str | None = "answer"
+    """The field that holds a right answer, for a supervised warm start."""
+    workers: Positive = 1
+    """Processes in which agents run."""
+    concurrency: Positive = 32
+    """Agents that run at the same time in each of them, in threads."""
+    timeout: PositiveFloat = 120.0
+    """Seconds from an agent's beginning in which it must have its reward; without one its rollout fails."""
+
+
+TaskConfig = DatasetTask | GymTask | EnvironmentTask | AgentTask
 
 
 class EngineConfig(Section, frozen=True):
     """[engine]: the inference pool."""
 
-    kind: Literal["embedded"] = "embedded"
-    """What serves the model."""
+    kind: Literal["embedded", "vllm"] = "embedded"
+    """What serves the model: Headrace's own engine, or vLLM servers."""
     count: Positive = 1
-    """Engine processes."""
+    """Engine processes (vLLM: servers to start)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; "auto" takes a GPU if there is one."""
     graphs: bool = True
@@ -114,10 +138,24 @@ class EngineConfig(Section, frozen=True):
     """Longest sequence, its prompt included; 0 takes the model's own limit, at most 4096."""
     prefill_chunk: NonNegative = 0
     """Prompt tokens computed in one step beside the decoding sequences; 0 takes 512 on a CPU and 16384 on a GPU."""
-    interrupt: Literal["never", "abort"] = "never"
-    """When new weights arrive: running sequences go on under them, or end and are resumed by prefix."""
+    interrupt: Literal["never", "abort", "drain", "block"] = "never"
+    """When new weights arrive: running sequences go on under them; end and are resumed by prefix; end by themselves
+    first, and no other begins; or all that were asked for end first."""
     kv: Literal["keep", "recompute"] = "recompute"
     """When new weights arrive: keep the KV of running sequences, or compute it again under the new weights."""
+    python: str = ""
+    """vLLM: the interpreter of the environment that it lives in (`make vllm` creates `.venv-vllm/bin/python`)."""
+    urls: list[str] = []
+    """vLLM: servers that already run, instead of starting `count`; their key is taken from `VLLM_API_KEY`."""
+    port: NonNegative = 0
+    """vLLM: the first server's port on loopback, the others follow; 0 takes free ones."""
+    arguments: list[str] = []
+    """vLLM: further arguments of every server that is started."""
+
+    @property
+    def processes(self) -> int:
+        """How many engine processes a run has."""
+        return len(self.urls) or self.count
 
 
 class RolloutsConfig(Section, frozen=True):
@@ -131,8 +169,20 @@ class RolloutsConfig(Section, frozen=True):
     """Turns of the policy in one rollout."""
     temperature: PositiveFloat = 1.0
     """Of sampling; the loss takes its log-probabilities at the same one."""
+    top_k: Annotated[int, Meta(ge=0, le=1024)] = 0
+    """Draw among this many of the likeliest tokens; 0 among all. With any of `top_k`, `top_p` and `min_p` the tokens
+    left to draw from (at most the 1024 likeliest) are recorded, and the loss normalises over them."""
+    top_p: Share = 1.0
+    """Draw among the likeliest tokens that together have this probability."""
+    min_p: Fraction = 0.0
+    """Leave out tokens less likely than this share of the likeliest one."""
     stop: list[str] = []
     """Tokens that end a turn, beside the model's own end tokens."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
 
 
 class ScoringConfig(Section, frozen=True):
@@ -163,21 +213,34 @@ class AlgorithmConfig(Section, frozen=True):
     advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"] = "grpo"
     """`(R - mean) / std` of the group, `R - mean`, `R - mean of the others`, `(R - mean) / mean`, or
     `(R - mean) / std` of the whole step."""
-    loss: Literal["cispo", "grpo", "dapo", "gspo", "sapo", "dppo_tv", "topr", "decoupled_ppo"] = "cispo"
+    loss: Literal["cispo", "grpo", "dapo", "gspo", "sapo", "dppo_tv", "topr", "decoupled_ppo", "distillation"] = "cispo"
     """What becomes of importance ratios and advantages; `docs/losses.md` has the formulas."""
     clip_low: NonNegativeFloat | None = None
     """The ratio is clipped below at 1 - clip_low; by default where the loss has it: 0.2, for gspo 0.0003."""
     clip_high: NonNegativeFloat | None = None
-    """The ratio is clipped above at 1 + clip_high; by default 0.28 for cispo and dapo, 0.2 for grpo and decoupled_ppo,
-    0.0004 for gspo."""
+    """The ratio is clipped above at 1 + clip_high; by default 0.28 for cispo, dapo and distillation, 0.2 for grpo and
+    decoupled_ppo, 0.0004 for gspo."""
     sapo_tau_positive: PositiveFloat = 1.0
     """How fast the gate of sapo closes where the advantage is positive."""
     sapo_tau_negative: PositiveFloat = 1.05
     """How fast the gate of sapo closes where the advantage is not positive."""
     dppo_delta: NonNegativeFloat = 0.2
     """How far a token's probability may move before dppo_tv silences it."""
+    proximal: Literal["interpolated", "recomputed"] = "interpolated"
+    """The proximal policy of decoupled_ppo: between sampler and policy, or the weights that the version in training
+    began with, which takes a copy of them and one more forward pass."""
     proximal_mix: Fraction | None = None
-    """The sampler's share in the proximal policy of decoupled_ppo; by default 1 / lag of the token, and 0 at lag 0."""
+    """The sampler's share in the interpolated proximal policy of decoupled_ppo; by default 1 / lag of the token, and 0
+    at lag 0."""
+    teacher: str | None = None
+    """distillation: the directory of the model to learn from, whose vocabulary must be the model's own."""
+    kl: Literal["none", "k1", "k2", "k3"] = "none"
+    """An estimate of the divergence from the reference policy, the weights before the first policy step, is added to
+    the loss; it takes a copy of them and one more forward pass."""
+    kl_weight: NonNegativeFloat = 1e-3
+    """Of `kl`."""
+    entropy_weight: NonNegativeFloat | None = None
+    """Of the entropy bonus at trained tokens; 0 only measures the entropy, and by default it is not computed."""
     corrections: list[Literal["tis", "icepop", "mis", "opsm"]] = []
     """What is done about tokens on which policy and sampler disagree, whatever the loss; any of them together."""
     tis_cap: PositiveFloat = 2.0
@@ -207,10 +270,25 @@ class AlgorithmConfig(Section, frozen=True):
 class TrainingConfig(Section, frozen=True):
     """[training]: from batches to new weights."""
 
+    ranks: Positive = 1
+    """Trainer processes that share the model, its optimizer and the work of a step."""
+    tensor_parallel: Positive = 1
+    """Ranks that work on one row of tokens together, each with a slice of every matrix; divides `ranks`."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the passes; master weights, optimizer and the reduction of gradients stay in float32."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each layer and compute the rest again in the backward pass: less memory, more time."""
+    offload: bool = False
+    """GPU: weights, gradients and optimizer lie in host memory and visit the device layer by layer."""
     threads: Positive = 1
-    """Compute threads of the trainer process (CPU)."""
+    """Compute threads of each trainer process (CPU)."""
     learning_rate: PositiveFloat = 1e-6
-    """Of AdamW, at its peak."""
+    """At its peak."""
+    learning_rates: dict[str, PositiveFloat] = {}
+    """Factors on the learning rate by part of a parameter's name, such as `{embed = 0.1}`; the first that fits."""
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """AdamW; with states in 8 bits (bitsandbytes or torchao must be installed); or Muon for the matrices of hidden
+    layers, at AdamW's learning rates, and AdamW for all else."""
     warmup_steps: NonNegative = 0
     """Optimizer steps in which the learning rate rises from 0."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -223,6 +301,8 @@ class TrainingConfig(Section, frozen=True):
     """Of AdamW."""
     clip_norm: PositiveFloat = 1.0
     """Largest global norm of a step's gradient."""
+    max_skipped: Positive = 10
+    """Steps in a row whose gradients are not finite, and which are skipped for it, before the run ends."""
     micro_batch_tokens: Positive = 8192
     """Tokens that one forward and backward pass holds."""
     share_prefixes: bool = True
@@ -231,6 +311,24 @@ class TrainingConfig(Section, frozen=True):
     """Versions between checkpoints; 0 writes only the last one."""
     keep_checkpoints: Positive = 2
     """How many of the newest checkpoints stay on disk."""
+
+
+class LoraConfig(Section, frozen=True):
+    """[lora]: train a low-rank adapter instead of the weights; without this section all weights are trained."""
+
+    rank: Positive = 16
+    """Of the adapter's matrices."""
+    alpha: PositiveFloat = 32.0
+    """The adapter's product is multiplied by alpha / rank."""
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Of the adapter's inputs, in training passes only; stacked experts take none."""
+    targets: Annotated[list[str], Meta(min_length=1)] = field(default_factory=lambda: ["all-linear"])
+    """Ends of names of linear layers ("q_proj") or stacked experts ("experts.down_proj"); "all-linear" is every linear
+    layer but the vocabulary projection."""
+    modules: list[str] = []
+    """Ends of names of modules that are trained in full, and delivered so, beside the adapter ("norm")."""
+    serve: Literal["merged", "unmerged"] = "merged"
+    """How engines apply the adapter: added to their weights at every swap, or computed beside them in every pass."""
 
 
 class WarmStartConfig(Section, frozen=True):
@@ -247,21 +345,31 @@ class WarmStartConfig(Section, frozen=True):
 class DeliveryConfig(Section, frozen=True):
     """[delivery]: from new weights to the engines."""
 
-    transport: Literal["auto", "shm", "file", "tcp"] = "auto"
-    """How weights travel: shared memory of one host, files in a directory, sockets, or the best of them, which is
-    said."""
+    transport: Literal["auto", "shm", "file", "tcp", "cuda_ipc", "nccl"] = "auto"
+    """How weights travel: shared memory of one host, files in a directory, sockets, memory that the GPUs of one host
+    share, a broadcast, or the best of them, which is said."""
     directory: str | None = None
-    """`file`: a directory that trainer and engines share; by default `weights/` in the run directory."""
+    """`file`: a directory that trainer and engines share, a path or a URL such as `s3://bucket/folder` for fsspec; by
+    default `weights/` in the run directory."""
     keep_files: Positive = 2
     """`file`: how many of the newest versions stay; one that is not acknowledged always does."""
     bind: str = "127.0.0.1"
     """`tcp`: the address of this host that the trainer listens on; beyond loopback, encrypted with keys of the run."""
+    send: Literal["full", "delta"] = "full"
+    """What travels: all weights, or losslessly what has changed, where that is smaller. With [lora], the adapter."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """The dtype that weights travel in; by default the one that engines serve in."""
+    rolling: bool = False
+    """One engine after the other takes a new version, so that the others serve meanwhile; otherwise all at once."""
+    patience: NonNegativeFloat = 10.0
+    """Seconds that a version waits for slower engines once the first has proved it; they get no new group meanwhile."""
     publish_every: Positive = 1
     """Optimizer steps that make one version."""
     canary_tokens: Positive = 16
     """Length of the fixed sequence that trainer and engine must score alike."""
-    canary_tolerance: PositiveFloat = 1e-3
-    """Largest difference between trainer and engine on the canary's log-probabilities."""
+    canary_tolerance: PositiveFloat | None = None
+    """Largest difference between trainer and engine on the canary's log-probabilities; by default four times that of
+    the first version, at least 1e-3."""
     deadline: PositiveFloat = 120.0
     """Seconds in which an engine must prove a version."""
 
@@ -281,6 +389,17 @@ class EvaluateConfig(Section, frozen=True):
     """0 is greedy."""
 
 
+class GatewayConfig(Section, frozen=True):
+    """[gateway]: the OpenAI-compatible server in front of the engines; always there where the task is an agent."""
+
+    serve: bool = False
+    """Serve in every other run too."""
+    bind: str = "127.0.0.1"
+    """The address of this host that it listens on. A key is needed everywhere; beyond loopback it is not encrypted."""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """0 takes a free one, which is said."""
+
+
 class PipelineConfig(Section, frozen=True):
     """[pipeline]: processes and deadlines."""
 
@@ -290,6 +409,8 @@ class PipelineConfig(Section, frozen=True):
     """Seconds without any progress after which the run ends with a report of who waits for whom."""
     start_seconds: PositiveFloat = 300.0
     """Seconds in which every process must be ready."""
+    restarts: NonNegative = 3
+    """How often an engine process that dies is started again; with more deaths the run ends."""
 
 
 class ObserveConfig(Section, frozen=True):
@@ -315,8 +436,10 @@ class Config(Section, frozen=True):
     buffer: BufferConfig = BufferConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
+    lora: LoraConfig | None = None
     warm_start: WarmStartConfig = WarmStartConfig()
     delivery: DeliveryConfig = DeliveryConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    gateway: GatewayConfig = GatewayConfig()
     pipeline: PipelineConfig = PipelineConfig()
     observe: ObserveConfig = ObserveConfig()
