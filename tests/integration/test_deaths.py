@@ -91,8 +91,9 @@ def test_a_killed_engine_comes_back_at_the_current_version_and_nothing_is_lost(t
     with sqlite3.connect(run_dir / "journal.db") as db:
         rows = db.execute("SELECT version, accepted FROM deliveries WHERE engine = 'engine-0'").fetchall()
     accepted = [version for version, was in rows if was]
-    # A process that takes the place of another proves the current version again.
     assert accepted == sorted(accepted), "no version goes back"
+    # The process that takes the place of another may have to prove the version that it had: that one alone.
+    assert len(accepted) - len(set(accepted)) <= 1, "no process proves a version twice"
     assert segments_left() == set()
 
 

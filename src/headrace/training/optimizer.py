@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from headrace.config.schema import TrainingConfig
+from headrace.delivery.shards import held_region
 from headrace.errors import UserError
 from headrace.training.optimizer_parts import Part, make_parts
 from headrace.training.ranks import Ranks
@@ -90,7 +91,12 @@ class Optimizer:
         ranks = self._ranks
         if ranks is None:
             return UpdateRatio(self._named.values())
-        return UpdateRatio(self._parameters.values(), lambda whole: copies(whole, ranks), ranks.sum_over_all)
+        return UpdateRatio(
+            self._parameters.values(),
+            lambda whole: held_region(whole).start,
+            lambda whole: copies(whole, ranks),
+            ranks.sum_over_all,
+        )
 
     def _take_gradients(self) -> None:
         for name, whole in self._parameters.items():

@@ -1,6 +1,7 @@
-"""How far a step moves the weights: |change| / |weights|, from evenly spaced elements of every parameter.
+"""How far a step moves the weights: |change| / |weights|, from evenly spaced slices of every parameter.
 
-A copy of all weights would be needed to have it exactly; up to `SAMPLE` elements of a parameter it is exact.
+A copy of all weights would be needed to have it exactly; up to `SAMPLE` elements of a parameter it is exact. Which
+elements are looked at follows from the whole parameter, so the ratio is the same however it is cut into shards.
 """
 
 from __future__ import annotations
@@ -22,16 +23,24 @@ class UpdateRatio:
     def __init__(
         self,
         parameters: Iterable[torch.Tensor],
+        starts: Callable[[torch.Tensor], Sequence[int]] = lambda parameter: [0] * parameter.ndim,
         copies: Callable[[torch.Tensor], int] = lambda parameter: 1,
         summed: Callable[[Sequence[float]], Sequence[float]] = lambda values: values,
     ) -> None:
-        """`copies` tells how many ranks hold the same part of a parameter, `summed` adds up numbers of all ranks."""
+        """`starts` tells where this rank's part of a parameter begins, `copies` how many ranks hold that same part.
+
+        `summed` adds up numbers of all ranks.
+        """
         self._summed = summed
         self._views, self._scales = [], []
         for parameter in parameters:
-            flat = _local(parameter).reshape(-1)
-            self._views.append(flat[:: max(1, flat.numel() // SAMPLE)])
-            self._scales.append(flat.numel() / max(1, self._views[-1].numel()) / copies(parameter))
+            strides = _strides(parameter.shape)
+            slices = (
+                slice(-start % stride, None, stride) for start, stride in zip(starts(parameter), strides, strict=True)
+            )
+            self._views.append(_local(parameter)[tuple(slices)])
+            seen = math.prod(-(-size // stride) for size, stride in zip(parameter.shape, strides, strict=True))
+            self._scales.append(parameter.numel() / max(1, seen) / copies(parameter))
         self._before = [view.clone() for view in self._views]
 
     @torch.no_grad()
@@ -46,6 +55,15 @@ class UpdateRatio:
     def _square(self, tensors: list[torch.Tensor]) -> float:
         squares = torch.stack([norm.square() for norm in torch._foreach_norm(tensors)])
         return float((squares * squares.new_tensor(self._scales)).sum())
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Steps along each dimension that leave about `SAMPLE` elements, from the first dimension on."""
+    strides, left = [], math.prod(shape) // SAMPLE
+    for size in shape:
+        strides.append(max(1, min(size, left)))
+        left //= strides[-1]
+    return strides
 
 
 def _local(parameter: Any) -> torch.Tensor:

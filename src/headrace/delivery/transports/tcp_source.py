@@ -67,7 +67,7 @@ class _Line:
         try:
             self._socket.send(msgspec.msgpack.encode(ask), flags=zmq.NOBLOCK)
         except zmq.Again as error:
-            raise DeliveryError(f"nothing can be sent to {self.endpoint}") from error
+            raise DeliveryError(f"the server at {self.endpoint} is gone: nothing can be sent to it") from error
 
     def receive(self, patience: float) -> tuple[Answer, Any] | None:
         """The next answer and its bytes, or None when the connection broke. Raises when nothing comes in time."""
