@@ -106,7 +106,7 @@ class SwapStream:
             raise HeadraceError(f"staging did not end within {DEADLINE:g} s")
 
     def tick(self) -> None:
-        """Swap, if it is time, weights are staged, and no prompt is half computed: it would be of two versions.
+        """Swap, if weights are staged and no prompt is half computed: it would be of two versions.
 
         Decoding goes on while a swap is proved.
         """
@@ -114,7 +114,7 @@ class SwapStream:
             self._prove(self._unproved)
             return
         before, self._prefilled = self._prefilled, self._core.stats().prefilled_tokens
-        if time.perf_counter() < self._due or self._ready.empty() or self._prefilled != before:
+        if self._ready.empty() or self._prefilled != before:
             return
         staged = self._ready.get_nowait()
         if isinstance(staged, BaseException):
@@ -145,6 +145,8 @@ class SwapStream:
                 manifest = publishing.result(DEADLINE).manifest
                 assert manifest is not None
                 self._swapped.clear()
+                # Not before: an engine that has staged weights is in a hurry to install them.
+                self._stop.wait(max(0.0, self._due - time.perf_counter()))
                 self._ready.put(self._core.stage(manifest))
                 # A trainer is at its next version while an engine serves this one.
                 publishing = self._publish(version + 1)

@@ -23,14 +23,11 @@ from headrace.engines.embedded.runner import Sampled, Scoring, Timings
 from headrace.engines.embedded.scheduler import Scheduler
 from headrace.engines.embedded.sequence import Sequence
 from headrace.engines.embedded.setup import MakeRunner, make_runner
-from headrace.errors import UserError
+from headrace.errors import DeliveryError, UserError
 from headrace.models.loading import named_weights
 from headrace.models.lora import Adapter
 from headrace.observe.spans import SpanRecorder
-from headrace.types import NO_VERSION, Float32Array, Int32Array
-
-FLUSH_SECONDS = 0.2
-"""Tokens of a running sequence are held back no longer than this (and one step)."""
+from headrace.types import NO_VERSION, Float32Array, Int32Array, held_back_seconds
 
 
 @dataclass
@@ -70,6 +67,8 @@ class EngineCore:
         self.spans = spans
         self._clock = clock
         self._keep_kv = config.kv == "keep"
+        self._swaps_soon = config.interrupt in ("never", "abort")
+        """Staged weights are installed at once, and wait only for what is under way."""
         self._runner, self._pool = make_runner(model, config, max_length)
         self._scheduler = Scheduler(
             self._pool,
@@ -211,10 +210,15 @@ class EngineCore:
 
     def stage(self, manifest: Manifest) -> Staged:
         """Fetch and check weights beside the live ones; raises `DeliveryError`. May run in another thread."""
-        return self._receiver.stage(manifest)
+        try:
+            return self._receiver.stage(manifest, self._hurry)
+        except DeliveryError:
+            self._runner.hurry(False)
+            raise
 
     def install(self, staged: Staged) -> None:
         """Make staged weights the live ones, between two steps; `proof` tells later whether they are right."""
+        self._runner.hurry(False)
         with self._span("swap"), self._runner.active():
             if not self._keep_kv or self._unproved is not None:
                 self._ready += self._settle()
@@ -268,6 +272,9 @@ class EngineCore:
     def close(self) -> None:
         """Let go of what deliveries hold. Idempotent."""
         self._receiver.close()
+
+    def _hurry(self) -> None:
+        self._runner.hurry(self._swaps_soon)
 
     def _started(self) -> set[str]:
         return {s.id for s in self._scheduler.running} | {s.id for s in self._sequences.values() if s.sampled}
@@ -361,12 +368,12 @@ class EngineCore:
     def _flush_due(self) -> list[Delta]:
         if self._unproved is not None:
             return []
-        now = self._clock()
+        now, patience = self._clock(), held_back_seconds(len(self._sequences))
         due = []
         for sequence in self._sequences.values():
             if not sequence.unsent:
                 continue
-            if sequence.flushed_at is None or now - sequence.flushed_at >= FLUSH_SECONDS:
+            if sequence.flushed_at is None or now - sequence.flushed_at >= patience:
                 sequence.flushed_at = now
                 due.append(sequence.delta())
         return due

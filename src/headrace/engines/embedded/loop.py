@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from headrace.channel.turns import EngineTurns
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Staged
 from headrace.engines.base import Delta, EngineStats, Interrupt, Request, failed_delta
@@ -25,11 +26,23 @@ _WAKE_SECONDS = 1.0
 """A sleeping loop looks around this often; commands wake it at once."""
 
 
+_TURN_SECONDS = 1e-3
+"""How often an engine looks whether the trainer has given the GPU back."""
+
+
 class EngineLoop:
     """Runs a core in the thread that calls `run`. All other methods may be called from any thread."""
 
-    def __init__(self, core: EngineCore, emit: Callable[[list[Delta]], None], interrupt: Interrupt = "never") -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        emit: Callable[[list[Delta]], None],
+        interrupt: Interrupt = "never",
+        turns: EngineTurns | None = None,
+    ) -> None:
+        """`turns` are those on a GPU that a trainer shares: steps are made in the engine's turn only."""
         self._core = core
+        self._turns = turns
         self._emit = emit
         self._interrupt = interrupt
         self._changed = threading.Condition()
@@ -98,7 +111,8 @@ class EngineLoop:
                 self._swap_at_rest()
                 self._report_proof()
                 if self._core.has_work and not self._paused and not self._stopping:
-                    self._deliver(self._core.step())
+                    if self._our_turn():
+                        self._deliver(self._core.step())
                 else:
                     self._sleep()
         except BaseException as error:
@@ -115,8 +129,25 @@ class EngineLoop:
                 command = self._commands.popleft()
             command()
 
+    def _our_turn(self) -> bool:
+        """Whether to step now; after a short wait if not, so that commands are obeyed meanwhile."""
+        turns = self._turns
+        if turns is None:
+            return True
+        if turns.wanted:
+            # Nothing of ours may be under way on the GPU when the trainer has it.
+            self._deliver(self._core.flush())
+            turns.give()
+        if turns.take():
+            return True
+        with self._wait_span(), self._changed:
+            self._changed.wait_for(lambda: self._commands or self._stopping, timeout=_TURN_SECONDS)
+        return False
+
     def _sleep(self) -> None:
         self._deliver(self._core.flush())
+        if self._turns is not None:
+            self._turns.give()
         with self._wait_span(), self._changed:
             self._changed.wait_for(lambda: self._commands or self._stopping, timeout=_WAKE_SECONDS)
 
@@ -249,6 +280,8 @@ class EngineLoop:
             futures, self._futures = self._futures, set()
             self._commands.clear()
         self._stager.shutdown(wait=True, cancel_futures=True)
+        if self._turns is not None:
+            self._turns.close()
         try:
             self._deliver(self._last_deltas())
             self._core.close()

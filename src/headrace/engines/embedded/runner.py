@@ -72,14 +72,21 @@ class Scoring(Protocol):
 class Runner(Protocol):
     """Runs one model. All calls come from one thread, under `active()`."""
 
-    ahead: int
-    """Tokens that a plan's blocks must cover beyond those known or under way."""
     prefill_chunk: int
     """Prompt tokens that it likes to compute in one pass."""
     timings: Timings
 
+    @property
+    def ahead(self) -> int:
+        """Tokens that a plan's blocks must cover beyond those known or under way."""
+        ...
+
     def active(self) -> AbstractContextManager[Any]:
         """Where this runner's work, and the copying of weights, takes place."""
+        ...
+
+    def hurry(self, on: bool) -> None:
+        """Have as little under way as can be: something is about to wait for its end. From any thread."""
         ...
 
     @property
@@ -129,6 +136,9 @@ class HostRunner:
     def active(self) -> AbstractContextManager[Any]:
         """See `Runner.active`."""
         return nullcontext()
+
+    def hurry(self, on: bool) -> None:
+        """Nothing to do: nothing is ever under way."""
 
     @torch.inference_mode()
     def run(self, plan: Plan, version: int) -> list[Sampled]:

@@ -77,7 +77,7 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tup
     if parameter.device.type == "cuda":
         weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         block_bytes = bytes_per_block(shapes, config.block_size, parameter.dtype)
-        affordable = affordable_blocks(block_bytes, weight_bytes, parameter.device)
+        affordable = affordable_blocks(block_bytes, weight_bytes, parameter.device, config.memory_fraction)
         if config.cache_tokens and blocks > affordable:
             raise UserError(
                 f"[engine] cache_tokens = {config.cache_tokens} do not fit:"

@@ -57,10 +57,15 @@ def bytes_per_block(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype
     return block_size * dtype.itemsize * sum(heads * (key + value) for heads, key, value in shapes)
 
 
-def affordable_blocks(block_bytes: int, weight_bytes: int, device: torch.device) -> int:
-    """How many blocks the device has room for beside a second copy of the weights and the margin."""
+def affordable_blocks(block_bytes: int, weight_bytes: int, device: torch.device, fraction: float | None = None) -> int:
+    """How many blocks the device has room for beside a second copy of the weights and the margin.
+
+    With `fraction`, the cache and all that this process holds stay within that share of the device's memory.
+    """
     free, total = torch.cuda.mem_get_info(device)
-    room = free - weight_bytes - int(MARGIN * total)
+    if fraction is not None:
+        free = min(free, int(fraction * total) - torch.cuda.memory_reserved(device))
+    room = free - weight_bytes - int(MARGIN * total * (fraction or 1.0))
     if room < block_bytes:
         raise UserError(
             f"no memory is left for a KV cache on {torch.cuda.get_device_name(device)}: {free / 2**30:.1f} GiB are"

@@ -19,6 +19,7 @@ import torch
 from headrace.engines.embedded.device.context import PrefillContext
 from headrace.engines.embedded.device.graphs import StepGraphs
 from headrace.engines.embedded.device.memory import DeviceCache
+from headrace.engines.embedded.device.pace import STEPS, Pace
 from headrace.engines.embedded.device.state import DeviceState
 from headrace.engines.embedded.device.step import DecodeStep, Variant, variant_of
 from headrace.engines.embedded.device.transfer import Arriving, Mark
@@ -30,10 +31,6 @@ from headrace.models.attention import attending
 from headrace.models.experts import RoutingRecorder, RoutingShape, recording
 from headrace.types import Int32Array
 
-STEPS = 8
-"""Decode steps of one launch: the host works that many behind, and an ended row idles for as many at most."""
-LAUNCHES = 2
-"""Launches that may be under way when the host waits for the first of them."""
 SKIPS = 4
 """Passes over prompts alone, one after the other, while a batch fills up; then whoever decodes has its turn."""
 
@@ -44,6 +41,8 @@ class _Launch:
 
     entries: list[Sequence]
     steps: int
+    decodes: bool
+    """Whether it is decode steps alone."""
     after: Mark | None
     """Where the launch before it ended, if it was still under way."""
     begun: Mark
@@ -66,7 +65,6 @@ class DeviceRunner:
         capture: bool,
         routing: RoutingShape | None = None,
     ) -> None:
-        self.ahead = STEPS
         self.prefill_chunk = 16384
         self.timings = Timings()
         self._model = model
@@ -86,6 +84,18 @@ class DeviceRunner:
         self._variants: dict[int, Variant] = {}
         self._launches: deque[_Launch] = deque()
         self._skipped = 0
+        self._pace = Pace()
+        self._answered: float | None = None
+        """When the device's last answer was read, if more are under way."""
+
+    @property
+    def ahead(self) -> int:
+        """See `Runner.ahead`."""
+        return self._pace.steps
+
+    def hurry(self, on: bool) -> None:
+        """See `Runner.hurry`."""
+        self._pace.hurried = on
 
     def active(self) -> AbstractContextManager[Any]:
         """The engine's own stream: graphs cannot be captured on the default one."""
@@ -204,7 +214,7 @@ class DeviceRunner:
         variant = self._variant(sequences)
         self._state.cursor.zero_()
         self._step.draw(logits, rows, positions, variant)
-        self._launched(sequences, 1, variant, begun)
+        self._launched(sequences, 1, variant, begun, decodes=False)
         self._begin_decoding(sequences)
 
     def _decode(self) -> None:
@@ -212,7 +222,7 @@ class DeviceRunner:
         entries = [s for s, left in limits if left > 0]
         if not entries:
             return
-        steps = min(STEPS, max(left for _, left in limits))
+        steps = min(self._pace.steps, max(left for _, left in limits))
         bucket, variant = self._graphs.bucket(len(entries)), self._variant(entries)
         self._graphs.prepare(bucket, variant)
         begun = Mark(self._state.device)
@@ -220,13 +230,13 @@ class DeviceRunner:
         self._state.cursor.zero_()
         for _ in range(steps):
             self._graphs.step(bucket, variant)
-        self._launched(entries, steps, variant, begun)
+        self._launched(entries, steps, variant, begun, decodes=True)
 
     def _variant(self, sequences: Seq[Sequence]) -> Variant:
         found = {self._variants[s.row] for s in sequences if s.row is not None}
         return "recorded" if "recorded" in found else "filtered" if "filtered" in found else "plain"
 
-    def _launched(self, entries: list[Sequence], steps: int, variant: Variant, begun: Mark) -> None:
+    def _launched(self, entries: list[Sequence], steps: int, variant: Variant, begun: Mark, *, decodes: bool) -> None:
         for sequence in entries:
             sequence.in_flight += steps
         count, step = len(entries), self._step
@@ -239,6 +249,7 @@ class DeviceRunner:
             _Launch(
                 entries,
                 steps,
+                decodes,
                 self._launches[-1].records.mark if self._launches else None,
                 begun,
                 Arriving(self._state.ring[:steps, :, :count]),
@@ -251,16 +262,24 @@ class DeviceRunner:
     def _collect(self, *, idle: bool) -> list[Sampled]:
         """Results that are there; the oldest too if too many are not, or if there is nothing else to do."""
         sampled: list[Sampled] = []
-        while self._launches and (len(self._launches) > LAUNCHES or idle or self._launches[0].records.ready()):
+        while self._launches and (
+            len(self._launches) > self._pace.launches or idle or self._launches[0].records.ready()
+        ):
             sampled += self._read(self._launches.popleft())
             idle = False
         return sampled
 
     def _read(self, launch: _Launch) -> list[Sampled]:
+        if self._answered is not None:
+            self._pace.turned(time.perf_counter() - self._answered)
         records = launch.records.numpy()
         started = time.perf_counter()
+        self._answered = started if self._launches else None
+        seconds = launch.records.mark.seconds_since(launch.begun)
+        if launch.decodes:
+            self._pace.stepped(seconds / launch.steps)
         self.timings.steps += launch.steps
-        self.timings.device_seconds += launch.records.mark.seconds_since(launch.begun)
+        self.timings.device_seconds += seconds
         if launch.after is not None:
             gap = launch.begun.seconds_since(launch.after)
             self.timings.longest_gap_seconds = max(self.timings.longest_gap_seconds, gap)
