@@ -21,6 +21,7 @@ from headrace.delivery import transports
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.digest import digest_as
 from headrace.delivery.publisher import Publisher
+from headrace.delivery.receiver import Receiver
 from headrace.delivery.transports.base import Sender
 from headrace.delivery.transports.nccl import NcclSender
 from headrace.engines.base import Delta, Request, Sampling
@@ -131,10 +132,10 @@ def kept_logprobs(kind: str, prompt: np.ndarray, tokens: np.ndarray, versions: n
     return table.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
-def make_sender(transport: str, run_id: str, directory: Path) -> Sender:
+def make_sender(transport: str, run_id: str, directory: Path, receivers: int = 1) -> Sender:
     if transport == "nccl":
         return NcclSender(bucket_bytes=BUCKET_BYTES, patience=5.0)
-    return transports.sender(transport, run_id, directory=directory)
+    return transports.sender(transport, run_id, directory=directory, receivers=receivers)
 
 
 def base_digest() -> int:
@@ -144,9 +145,9 @@ def base_digest() -> int:
 class Publishing:
     """The trainer's end of one transport, for one kind."""
 
-    def __init__(self, transport: str, kind: str, run_id: str, directory: Path) -> None:
+    def __init__(self, transport: str, kind: str, run_id: str, directory: Path, receivers: int = 1) -> None:
         self.kind = kind
-        self.sender = make_sender(transport, run_id, directory)
+        self.sender = make_sender(transport, run_id, directory, receivers)
         self.publisher = Publisher(
             self.sender,
             str(dtype_of_kind(kind)).removeprefix("torch."),
@@ -171,6 +172,34 @@ class Publishing:
 
     def close(self) -> None:
         self.publisher.close()
+
+
+class Holding:
+    """An engine that holds weights and decodes nothing: many of them cost little."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        self.kind = kind
+        model = tiny()
+        weights = attach(model, LORA, "merged").weights() if kind == "adapter" else named_weights(model)
+        self.live = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self.receiver = Receiver(self.live, name, base_digest=base_digest() if kind == "adapter" else None)
+
+    def load(self, manifest: Manifest) -> Proof:
+        staged = self.receiver.stage(manifest)
+        return self.receiver.swap(staged, lambda ids: whole_logprobs(self.kind, manifest.version, ids))
+
+    def holds(self, version: int) -> bool:
+        return same_bits(self.live, served(self.kind, version))
+
+    def stop(self) -> None:
+        self.receiver.close()
+
+
+def same_bits(live: Weights, wanted: Weights) -> bool:
+    assert wanted.keys() == live.keys()
+    return all(
+        torch.equal(tensor.float().view(torch.int32), wanted[name].view(torch.int32)) for name, tensor in live.items()
+    )
 
 
 class Serving:
@@ -230,12 +259,7 @@ class Serving:
 
     def holds(self, version: int) -> bool:
         """Whether the live weights are exactly this version's."""
-        wanted = served(self.kind, version)
-        assert wanted.keys() == self.live.keys()
-        return all(
-            torch.equal(live.float().view(torch.int32), wanted[name].view(torch.int32))
-            for name, live in self.live.items()
-        )
+        return same_bits(self.live, served(self.kind, version))
 
     def check_answers(self) -> None:
         """Every token has the log-probability that plain code gives it under the version of its tag."""

@@ -28,6 +28,7 @@ from headrace.delivery.transports import file, files, nccl_sessions, nccl_source
 from headrace.delivery.transports.base import Sender
 from headrace.delivery.transports.shm import ShmSource
 from headrace.delivery.transports.tcp import TcpSender
+from headrace.delivery.transports.tcp_relay import Relay
 from headrace.delivery.transports.tcp_source import TcpSource
 
 
@@ -83,6 +84,9 @@ def arm_engine(step: str, transport: str) -> None:
             TcpSource._store = after(TcpSource._store)  # type: ignore[method-assign]
         case "mid-fetch", "nccl":
             nccl_source.pieces = one_piece
+        case "mid-relay", "tcp":
+            # Who asks for the fifth bucket has got the first: four are asked for at a time.
+            Relay._answer = after(Relay._answer, 5)  # type: ignore[method-assign]
         case "after stage", _:
             Receiver.stage = after(Receiver.stage)  # type: ignore[method-assign]
         case "mid-swap", _:
@@ -101,7 +105,10 @@ def arm_trainer(step: str, sender: Sender) -> None:
             files._write_all = after(files._write_all, 2)  # the header, and the first tensor
         case "mid-write", name:
             module: Any = {"shm": shm, "tcp": tcp, "nccl": nccl_sessions}[name]
-            module.pack = half_packed(module.pack)
+            if name == "shm":
+                module.copy_all = half_copied(module.copy_all)
+            else:
+                module.pack = half_packed(module.pack)
         case "mid-fetch", "tcp":
             assert isinstance(sender, TcpSender)
             sender._answer = after(sender._answer, 2)  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import zmq
-from delivery_parts import BUCKET_BYTES, KINDS, Publishing, Serving
+from delivery_parts import BUCKET_BYTES, KINDS, Holding, Publishing, Serving
 from delivery_zygote import Child
 
 from headrace.channel.codec import decode
@@ -27,6 +27,7 @@ from headrace.delivery.transports.files import sweep_directory
 from headrace.delivery.transports.nccl_source import NcclSource
 from headrace.delivery.transports.segments import segment_directories, sweep
 from headrace.delivery.transports.shm import ShmSource
+from headrace.delivery.transports.tcp import TcpSender
 
 pytestmark = pytest.mark.slow
 
@@ -159,6 +160,27 @@ def test_a_trainer_killed_in_a_delivery(
     finally:
         engine.stop()
     assert leftovers(directory) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_killed_while_it_hands_weights_on(fork: Fork, tmp_path: Path, kind: str) -> None:
+    trainer = Publishing("tcp", kind, RUN_ID, tmp_path, receivers=7)
+    others = [Holding(kind, "second"), Holding(kind, "third")]
+    try:
+        victim = fork("engine", "tcp", kind)
+        manifest = trainer.publish(1)
+        victim.tell("load|mid-relay", manifest)
+        assert victim.hear()[1] == b"bit for bit"
+        for engine in others:
+            assert engine.load(manifest).accepted and engine.holds(1)
+        victim.await_death()
+        assert isinstance(trainer.sender, TcpSender)
+        copies = trainer.sender.sent_bytes / max(entry.offset + entry.nbytes for entry in manifest.entries)
+        assert 2 < copies < 3, "the third had some of it from the victim"
+    finally:
+        for engine in others:
+            engine.stop()
+        trainer.close()
 
 
 def killed_at(

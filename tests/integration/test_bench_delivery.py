@@ -64,6 +64,7 @@ def test_the_command_delivers_to_two_engines(model_dir: Path) -> None:
     assert row["bytes_of_weights"] == proof["bytes"] == 2 * parameters
     assert row["bytes_of_weights"] <= row["bytes_on_the_wire"] < 1.02 * row["bytes_of_weights"]
     assert proof["digest_over_copy"] == pytest.approx(proof["digest_seconds"] / proof["copy_seconds"])
+    assert min(proof["copy_seconds"], proof["all_cores_digest_seconds"], row["trainer_lost_over_copy"]) > 0
 
 
 def test_deltas_are_really_sent_by_socket_and_by_broadcast(model_dir: Path) -> None:

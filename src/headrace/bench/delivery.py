@@ -21,7 +21,7 @@ import torch
 
 from headrace.bench.delivery_engine import Enter, Entered, Take, Taken
 from headrace.bench.delivery_options import RANK, DeliveryBench, Row, check_options, rows
-from headrace.bench.delivery_plain import copy_seconds, digest_seconds, snapshot_seconds, socket_seconds
+from headrace.bench.delivery_plain import copy_seconds, proof_seconds, socket_seconds
 from headrace.bench.delivery_sets import Sets, check_model_name, load, make_sets
 from headrace.bench.engine_swaps import CANARY_TOLERANCE
 from headrace.bench.publishing import Begin, Done, PublisherProcess, save_sets
@@ -43,6 +43,10 @@ class _Delivered:
     done: Done
     manifest: Manifest
     taken: list[Taken]
+    copy_seconds: float
+    """Of a plain copy of what was sent, just after."""
+    socket_seconds: float
+    """Through a bare loopback socket, where that is compared."""
 
 
 def bench_delivery(options: DeliveryBench, say: Say) -> dict[str, Any]:
@@ -78,14 +82,10 @@ class _Bench:
         self._sets: Sets = make_sets(options, load(options.model, dtype, device, options.seed), dtype, kind)
         gc.collect()
         first = self._sets.weights[0]
-        self._snapshot = snapshot_seconds(first, device)
-        seconds = digest_seconds(first, device)
         self.proof = {
             "bytes": sum(tensor.nbytes for tensor in first.values()),
             "tensors": len(first),
-            "digest_seconds": seconds,
-            "copy_seconds": self._snapshot,
-            "digest_over_copy": seconds / self._snapshot,
+            **proof_seconds(first, device),
         }
         self._adapter = kind == "adapter"
         self._files: list[str] = []
@@ -116,10 +116,10 @@ class _Bench:
         options = self._options
         self._say(f"{row}: {options.versions} versions to {options.engines} engine(s)")
         with contextlib.closing(PublisherProcess(self._begin(row), DEADLINE, _environment(0))) as publisher:
-            delivered = [self._deliver(publisher) for _ in range(WARM_UP + options.versions)][WARM_UP:]
-        return _figures(row, delivered, self._snapshot, self._device, self._step)
+            delivered = [self._deliver(publisher, row) for _ in range(WARM_UP + options.versions)][WARM_UP:]
+        return _figures(row, delivered, self._step)
 
-    def _deliver(self, publisher: PublisherProcess) -> _Delivered:
+    def _deliver(self, publisher: PublisherProcess, row: Row) -> _Delivered:
         self._version += 1
         done = publisher.publish(self._version)
         assert done.manifest is not None
@@ -131,7 +131,10 @@ class _Bench:
                 proof = each.proof
                 raise DeliveryError(f"version {proof.version} was not accepted by {proof.engine}: {proof.reason}")
         publisher.acknowledged(self._version)
-        return _Delivered(done, done.manifest, taken)
+        # One after each version: a machine that is busy with other work is so for both.
+        wire = _wire_bytes(done.manifest)
+        bare = socket_seconds(wire, repeats=1) if row.transport == "tcp" else 0.0
+        return _Delivered(done, done.manifest, taken, copy_seconds(wire, self._device, repeats=1), bare)
 
     def _begin(self, row: Row) -> Begin:
         return Begin(
@@ -148,6 +151,7 @@ class _Bench:
             receivers=self._options.engines,
             directory=str(self._directory / "weights"),
             threads=self._options.threads,
+            compare=True,
         )
 
     def _enter(self, number: int) -> Enter:
@@ -164,14 +168,14 @@ class _Bench:
         )
 
 
-def _figures(row: Row, delivered: list[_Delivered], snapshot: float, device: str, step: float) -> dict[str, Any]:
+def _figures(row: Row, delivered: list[_Delivered], step: float) -> dict[str, Any]:
     """The figures of a row; what engines say is that of the slowest one of a version."""
     wire = statistics.median(_wire_bytes(one.manifest) for one in delivered)
     whole = sum(entry.nbytes for entry in delivered[0].manifest.entries)
     seconds = _spread([max(taken.proved_at for taken in one.taken) - one.done.began for one in delivered])
     fetch = _slowest(delivered, "fetch_seconds")
     lost = _spread([one.done.lost_seconds for one in delivered])
-    copy = copy_seconds(int(wire), device)
+    copy = statistics.median(one.copy_seconds for one in delivered)
     found: dict[str, Any] = {
         **msgspec.to_builtins(row),
         "sent": sorted({one.manifest.kind for one in delivered}),
@@ -180,7 +184,7 @@ def _figures(row: Row, delivered: list[_Delivered], snapshot: float, device: str
         "wire_over_weights": wire / whole,
         "acknowledged_seconds": seconds,
         "trainer_lost_seconds": lost,
-        "trainer_lost_over_copy": lost["median"] / snapshot,
+        "trainer_lost_over_copy": statistics.median(one.done.lost_seconds / one.done.copy_seconds for one in delivered),
         "ready_seconds": _spread([one.done.ready_seconds for one in delivered]),
         "fetch_seconds": fetch,
         "stage_seconds": _slowest(delivered, "stage_seconds"),
@@ -191,7 +195,7 @@ def _figures(row: Row, delivered: list[_Delivered], snapshot: float, device: str
         "ratio_to_copy": copy / seconds["median"],
     }
     if row.transport == "tcp":
-        bare = socket_seconds(int(wire))
+        bare = statistics.median(one.socket_seconds for one in delivered)
         found |= {"socket_gb_per_second": wire / bare / 1e9, "ratio_to_socket": bare / seconds["median"]}
         found["fetch_ratio_to_socket"] = bare / fetch["median"]
     if step:

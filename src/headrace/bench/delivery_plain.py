@@ -36,33 +36,50 @@ def median_seconds(work: Callable[[], object], device: str = "cpu", repeats: int
     return statistics.median(times[1:])
 
 
-def copy_seconds(nbytes: int, device: str) -> float:
+def copy_seconds(nbytes: int, device: str, repeats: int = REPEATS) -> float:
     """To copy so many bytes once, in one piece."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return median_seconds(lambda: target.copy_(source), device)
+    return median_seconds(lambda: target.copy_(source), device, repeats)
 
 
-def snapshot_seconds(weights: Mapping[str, torch.Tensor], device: str) -> float:
-    """To copy these weights tensor by tensor: the least that a trainer can lose to a publish."""
+class Snapshot:
+    """A plain copy of weights, tensor by tensor: the least that a trainer can lose to a publish."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], device: str) -> None:
+        self._device = device
+        self._targets = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+
+    def seconds(self, weights: Mapping[str, torch.Tensor], repeats: int = 1) -> float:
+        """To copy weights of these shapes."""
+        return median_seconds(lambda: copy_all(self._targets, weights), self._device, repeats)
+
+
+def proof_seconds(weights: Mapping[str, torch.Tensor], device: str) -> dict[str, float]:
+    """A digest of these weights where they lie, by as many threads as a copy of them, and the copy.
+
+    On the host a digest may use more cores than that: how long it then takes, by how many, is there too.
+    """
     placed = {name: tensor.to(device) for name, tensor in weights.items()}
-    targets = {name: torch.zeros_like(tensor) for name, tensor in placed.items()}
-    return median_seconds(lambda: copy_all(targets, placed), device)
-
-
-def digest_seconds(weights: Mapping[str, torch.Tensor], device: str) -> float:
-    """Of these weights where they lie, as a receiver takes it."""
-    placed = {name: tensor.to(device) for name, tensor in weights.items()}
+    plain = Snapshot(placed, device)
+    works: dict[str, Callable[[], float]] = {"copy_seconds": lambda: plain.seconds(placed)}
     if device == "cpu":
-        return median_seconds(lambda: digest(placed.items()))
-    # Late: only where there is a GPU is there a need for Triton.
-    from headrace.delivery.digest_kernel import DeviceDigest
+        alike = torch.get_num_threads()
+        works["digest_seconds"] = lambda: median_seconds(lambda: digest(placed.items(), alike), repeats=1)
+        works["all_cores_digest_seconds"] = lambda: median_seconds(lambda: digest(placed.items()), repeats=1)
+    else:
+        # Late: only where there is a GPU is there a need for Triton.
+        from headrace.delivery.digest_kernel import DeviceDigest
 
-    prepared = DeviceDigest(placed)
-    return median_seconds(lambda: prepared.value(prepared.launch()), device)
+        prepared = DeviceDigest(placed)
+        works["digest_seconds"] = lambda: median_seconds(lambda: prepared.value(prepared.launch()), device, 1)
+    # In turns: what else runs on the machine meets all of them.
+    found = [{name: work() for name, work in works.items()} for _ in range(REPEATS)]
+    medians = {name: statistics.median(one[name] for one in found) for name in works}
+    return {**medians, "digest_over_copy": medians["digest_seconds"] / medians["copy_seconds"]}
 
 
-def socket_seconds(nbytes: int) -> float:
+def socket_seconds(nbytes: int, repeats: int = REPEATS) -> float:
     """To pass so many bytes through a loopback socket, in buckets like those of the tcp transport."""
     data, target = np.ones(nbytes, np.uint8).data, np.zeros(nbytes, np.uint8).data
     with contextlib.ExitStack() as stack:
@@ -70,7 +87,7 @@ def socket_seconds(nbytes: int) -> float:
         sending = stack.enter_context(socket.create_connection(server.getsockname(), timeout=SOCKET_SECONDS))
         receiving = stack.enter_context(server.accept()[0])
         receiving.settimeout(SOCKET_SECONDS)
-        return median_seconds(lambda: _pass(sending, receiving, data, target))
+        return median_seconds(lambda: _pass(sending, receiving, data, target), repeats=repeats)
 
 
 def _pass(sending: socket.socket, receiving: socket.socket, data: memoryview, target: memoryview) -> None:

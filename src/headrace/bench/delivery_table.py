@@ -25,7 +25,7 @@ def table(found: dict[str, Any]) -> list[str]:
     for kind, proof in found["proof"].items():
         lines.append(
             f"digest of {kind}: {_ms(proof['digest_seconds'])} ms for {proof['tensors']} tensors, "
-            f"{proof['digest_over_copy']:.2f}x a copy"
+            f"{proof['digest_over_copy']:.2f}x a copy by as many threads{_on_all_cores(proof)}"
         )
     for row in found["rows"]:
         lines += [f"{_name(row)}: {text}" for text in _remarks(row)]
@@ -57,6 +57,12 @@ def _remarks(row: dict[str, Any]) -> list[str]:
             f"{_ms(row['first_token_beyond_a_step_seconds'])} ms beyond one step of {_ms(row['step_seconds'])} ms"
         )
     return found
+
+
+def _on_all_cores(proof: dict[str, Any]) -> str:
+    return (
+        f"; {_ms(proof['all_cores_digest_seconds'])} ms as it is taken" if "all_cores_digest_seconds" in proof else ""
+    )
 
 
 def _name(row: dict[str, Any]) -> str:

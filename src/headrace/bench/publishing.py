@@ -15,6 +15,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
+from headrace.bench.delivery_plain import Snapshot
 from headrace.bench.side import Line, Side
 from headrace.delivery.base import Kind, Manifest
 from headrace.delivery.publisher import Publisher
@@ -47,6 +48,8 @@ class Begin(msgspec.Struct, kw_only=True):
     """Of the `file` transport."""
     threads: int = 0
     """Of torch; 0 leaves it its own."""
+    compare: bool = False
+    """Make a plain copy before each publish, to compare with."""
 
 
 class Order(msgspec.Struct, kw_only=True):
@@ -66,6 +69,8 @@ class Done(msgspec.Struct, kw_only=True):
     """Until the version could be fetched."""
     snapshot_seconds: float = 0.0
     """Of those lost, for the copy."""
+    copy_seconds: float = 0.0
+    """Of a plain copy of the same tensors in this process, just before."""
     began: float = 0.0
     """When, by the monotonic clock that the processes of a host share."""
 
@@ -116,21 +121,24 @@ def serve(line: Line) -> None:
     publisher = Publisher(
         way, begin.dtype, begin.tolerance, begin.canary, send=begin.send, base_digest=begin.base_digest
     )
+    plain = Snapshot(sets[0], begin.device) if begin.compare else None
     line.send(Done())
     try:
         while True:
-            line.send(_obey(publisher, line.receive(Order, _IDLE_SECONDS), begin, sets))
+            line.send(_obey(publisher, line.receive(Order, _IDLE_SECONDS), begin, sets, plain))
     except EOFError:
         return
     finally:
         publisher.close()
 
 
-def _obey(publisher: Publisher, order: Order, begin: Begin, sets: list[Weights]) -> Done:
+def _obey(publisher: Publisher, order: Order, begin: Begin, sets: list[Weights], plain: Snapshot | None) -> Done:
     if order.acknowledged >= 0:
         publisher.acknowledged(order.acknowledged)
         return Done()
-    version, which, started = order.publish, order.publish % len(sets), time.monotonic()
+    version, which = order.publish, order.publish % len(sets)
+    copy = plain.seconds(sets[which]) if plain else 0.0
+    started = time.monotonic()
     future = publisher.publish(version, version - 1, version, sets[which], lambda _: begin.logprobs[which])
     lost = time.monotonic() - started
     manifest = future.result()
@@ -139,6 +147,7 @@ def _obey(publisher: Publisher, order: Order, begin: Begin, sets: list[Weights])
         lost_seconds=lost,
         ready_seconds=time.monotonic() - started,
         snapshot_seconds=publisher.last_snapshot_seconds,
+        copy_seconds=copy,
         began=started,
     )
 

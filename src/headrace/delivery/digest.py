@@ -49,7 +49,8 @@ BLOCK = 1 << 13
 HEAD = 1 << 11
 """Words at a tensor's beginning whose upper halves count twice: all of most norms and biases."""
 MASK = (1 << 64) - 1
-THREADS = min(2, os.cpu_count() or 1)
+MOST_THREADS = 4
+"""A few read as fast as the memory of most hosts gives; more would only take cores from decoding and training."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
@@ -65,7 +66,8 @@ _BAND = 16 * BLOCK
 def digest(weights: Iterable[tuple[str, torch.Tensor]], threads: int | None = None) -> int:
     """The digest of whole tensors, in any order: an unsigned 64-bit number.
 
-    `threads` is for those in host memory; without it, as many as torch has in this process, up to `THREADS`.
+    `threads` is for those in host memory; without it, one for every core that this process may use, up to
+    `MOST_THREADS`: it is a moment of work, on which an engine's next token or a version's announcement waits.
     """
     total = 0
     on_host: list[tuple[str, torch.Tensor]] = []
@@ -78,10 +80,14 @@ def digest(weights: Iterable[tuple[str, torch.Tensor]], threads: int | None = No
 
         total += DeviceDigest.value(DeviceDigest(pairs).launch())
     lengths = [count_sums(tensor.nbytes) for _, tensor in on_host]
-    threads = threads or min(THREADS, torch.get_num_threads())
-    sums = _whole_sums([tensor for _, tensor in on_host], lengths, threads)
+    sums = _whole_sums([tensor for _, tensor in on_host], lengths, threads or min(MOST_THREADS, cores()))
     keys = [name_key(name, dtype_name(tensor.dtype)) for name, tensor in on_host]
     return (total + _fold(keys, lengths, sums)) & MASK
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def digest_as(weights: Mapping[str, torch.Tensor], dtype: str) -> int:
@@ -173,7 +179,7 @@ _Piece = tuple[int, Sums, int]
 
 
 def _whole_sums(tensors: Sequence[torch.Tensor], lengths: Sequence[int], threads: int) -> Sums:
-    """The sums of all, one after another; the threads share the words evenly, whatever tensor they are of."""
+    """The sums of all, one after another; the threads share the words, whatever tensor they are of."""
     sums = np.zeros(sum(lengths), np.int32)
     starts = itertools.accumulate(lengths, initial=0)
     words = [(start, _borrowed(tensor)) for start, tensor in zip(starts, tensors, strict=False)]
@@ -181,14 +187,13 @@ def _whole_sums(tensors: Sequence[torch.Tensor], lengths: Sequence[int], threads
     if threads == 1 or total < _WORTH_THREADS:
         _add_pieces(sums, ((start, each, 0) for start, each in words))
         return sums
-    shares: list[list[_Piece]] = [[] for _ in range(threads)]
-    done = 0
-    for start, each in words:
-        for first in range(0, len(each), _SPAN):
-            shares[done * threads // total].append((start, each[first : first + _SPAN], first))
-            done += min(_SPAN, len(each) - first)
+    pieces: list[_Piece] = [
+        (start, each[first : first + _SPAN], first) for start, each in words for first in range(0, len(each), _SPAN)
+    ]
+    # One iterator for all: a thread whose core is busy with other work takes fewer.
+    shared = itertools.repeat(iter(pieces), threads)
     with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
-        list(pool.map(functools.partial(_add_pieces, sums), shares))
+        list(pool.map(functools.partial(_add_pieces, sums), shared))
     return sums
 
 

@@ -26,7 +26,7 @@ from headrace.delivery.parts import fetch_parts
 from headrace.delivery.plan import Plan, copy_all, dtype_name, dtype_of, make_plan, pack, plan_digest, unpack
 from headrace.delivery.regions import whole
 from headrace.delivery.transports import source
-from headrace.delivery.transports.base import Source
+from headrace.delivery.transports.base import Relaying, Source
 from headrace.errors import DeliveryError, WrongBase
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
@@ -107,10 +107,11 @@ class Receiver:
         """The live weights are not those of any proved version."""
         return self._quarantined
 
-    def stage(self, manifest: Manifest) -> Staged:
+    def stage(self, manifest: Manifest, on_arrival: Callable[[], None] = lambda: None) -> Staged:
         """Fetch and prove a version beside the live one. A version staged earlier and not swapped is gone then.
 
-        Raises `DeliveryError` with the reason; the live weights and `version` are as before.
+        `on_arrival` is called when all of it is here, and only its digest is still to be taken. Raises `DeliveryError`
+        with the reason; the live weights and `version` are as before.
         """
         beside = self._gpu.staging() if self._gpu else nullcontext()
         with self._alone("stage", manifest.version), torch.no_grad(), beside:
@@ -119,21 +120,13 @@ class Receiver:
             self._check_order(manifest.version)
             self._check_base(manifest)
             plan = self._agreed_plan(manifest)
-            shared = False
-            if manifest.kind == "delta":
-                weights = self._patched(manifest, plan)
-            else:
-                weights, shared = self._fetched(manifest, plan)
-            fetched = time.monotonic()
-            found = self._gpu.digest_staged(plan, weights) if self._gpu else digest(weights.items())
-            if found != manifest.digest:
-                raise DeliveryError(
-                    f"version {manifest.version} arrived wrong: its digest is {found:016x}, not {manifest.digest:016x}"
-                )
+            weights, shared, fetched = self._arrived(manifest, plan, on_arrival)
             self._check_casts(weights)
             if self._gpu:
                 self._gpu.prepare_live(plan, self._live)
-            self._staged = Staged(manifest, weights, found, time.monotonic() - started, fetched - started, shared)
+            seconds = time.monotonic() - started
+            self._staged = Staged(manifest, weights, manifest.digest, seconds, fetched - started, shared)
+            self._share(manifest)
             return self._staged
 
     def install(self, staged: Staged) -> Installed:
@@ -259,6 +252,39 @@ class Receiver:
         if manifest.kind == "delta" and (self._quarantined or self._proved != manifest.base):
             held = "unproved weights" if self._quarantined else f"version {self._proved}"
             raise WrongBase(f"version {version} is a change to version {manifest.base}, but this engine has {held}")
+
+    def _arrived(
+        self, manifest: Manifest, plan: Plan, on_arrival: Callable[[], None]
+    ) -> tuple[Mapping[str, torch.Tensor], bool, float]:
+        """Weights with the manifest's digest, whether they are the trainer's memory, and when they were here."""
+        try:
+            return self._digested(manifest, plan, on_arrival)
+        except DeliveryError:
+            opened = self._source(manifest.transport)
+            if not isinstance(opened, Relaying) or not opened.relayed:
+                raise
+        # Another engine handed it on, and wrong: now it comes from the trainer.
+        return self._digested(manifest, plan, on_arrival)
+
+    def _digested(
+        self, manifest: Manifest, plan: Plan, on_arrival: Callable[[], None]
+    ) -> tuple[Mapping[str, torch.Tensor], bool, float]:
+        weights, shared = (
+            (self._patched(manifest, plan), False) if manifest.kind == "delta" else self._fetched(manifest, plan)
+        )
+        fetched = time.monotonic()
+        on_arrival()
+        found = self._gpu.digest_staged(plan, weights) if self._gpu else digest(weights.items())
+        if found != manifest.digest:
+            raise DeliveryError(
+                f"version {manifest.version} arrived wrong: its digest is {found:016x}, not {manifest.digest:016x}"
+            )
+        return weights, shared, fetched
+
+    def _share(self, manifest: Manifest) -> None:
+        opened = self._source(manifest.transport)
+        if isinstance(opened, Relaying) and not manifest.parts:
+            opened.share(manifest.location, manifest.version)
 
     def _source(self, transport: str) -> Source:
         if transport not in self._sources:

@@ -56,10 +56,11 @@ def make_sender(
     trainer: str = "cpu",
     engines: str = "cpu",
     receivers: int = 1,
+    relays: bool = True,
 ) -> Sender:
     """The end of the run's transport of this rank of the trainer, to this number of `receivers`.
 
-    The devices are those of `choose`.
+    The devices are those of `choose`. `relays`: an engine that has what this sender sends may hand it on to others.
     """
     return transports.sender(
         choose(config, trainer=trainer, engines=engines).transport,
@@ -71,6 +72,7 @@ def make_sender(
         keys=run_dir / KEYS,
         device=trainer,
         receivers=receivers,
+        relays=relays,
     )
 
 

@@ -1,7 +1,8 @@
 import hashlib
 import itertools
 import math
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -9,7 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.delivery.digest import BLOCK, HEAD, Sums, block_sums, digest, digest_of_sums, region_block_sums, table
+from headrace.delivery import digest as digest_module
+from headrace.delivery.digest import (
+    BLOCK,
+    HEAD,
+    MOST_THREADS,
+    Sums,
+    block_sums,
+    digest,
+    digest_of_sums,
+    region_block_sums,
+    table,
+)
 
 DTYPES = [
     torch.float32,
@@ -141,18 +153,38 @@ def test_sums_of_several_tensors_make_one_digest():
 def test_threads_share_the_words_and_change_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headrace.delivery.digest._WORTH_THREADS", 0)
     monkeypatch.setattr("headrace.delivery.digest._SPAN", 2 * BLOCK)
-    used = []
-
-    class Pool(ThreadPoolExecutor):
-        def map(self, work, shares):
-            used.append([sum(len(words) for _, words, _ in share) for share in shares])
-            return super().map(work, shares)
-
-    monkeypatch.setattr("headrace.delivery.digest.ThreadPoolExecutor", Pool)
     weights = {"large": random_tensor(31 * BLOCK + 5, torch.float32), "small": random_tensor(9, torch.bfloat16, 1)}
-    assert digest(weights.items(), threads=3) == digest(weights.items(), threads=1)
-    assert len(used) == 1
-    assert max(used[0]) - min(used[0]) <= 4 * BLOCK
+    alone = digest(weights.items(), threads=1)
+    real, together = digest_module._add_pieces, threading.Barrier(3, timeout=30)
+    taken: list[list[int]] = []
+
+    def watched(sums: Sums, pieces: Iterable[tuple[int, Sums, int]]) -> None:
+        mine: list[int] = []
+
+        def noted() -> Iterator[tuple[int, Sums, int]]:
+            for piece in pieces:
+                if not mine:
+                    together.wait()  # every thread has some
+                mine.append(len(piece[1]))
+                yield piece
+
+        real(sums, noted())
+        taken.append(mine)
+
+    monkeypatch.setattr(digest_module, "_add_pieces", watched)
+    assert digest(weights.items(), threads=3) == alone
+    assert len(taken) == 3 and all(taken)
+    assert sum(map(sum, taken)) == 31 * BLOCK + 5 + 5, "each word once"
+
+
+def test_a_digest_takes_the_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+    monkeypatch.setattr(digest_module, "_whole_sums", lambda tensors, lengths, threads: asked.append(threads))
+    monkeypatch.setattr(digest_module, "_fold", lambda *_: 0)
+    for allowed in ({3}, {0, 5}, set(range(64))):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, allowed=allowed: allowed)
+        digest([])
+    assert asked == [1, 2, MOST_THREADS]
 
 
 @settings(deadline=None)

@@ -29,14 +29,16 @@ def sender(
     keys: Path | None = None,
     device: str = "cpu",
     receivers: int = 1,
+    relays: bool = True,
     per_parameter: bool = False,
 ) -> Sender:
     """The trainer's end of the transport of this name.
 
     `run_id` marks what `shm` leaves on the machine; `directory` (a path, or a URL for fsspec), `keep` and `owner` (the
     run, as other hosts know it) are those of `file`, `bind` and `keys` (the file with the keys of the run) of `tcp`,
-    `device` (where the trainer's weights are) of `cuda_ipc` and `nccl`, `receivers` (how many engines) of `nccl`, which
-    sends buckets of the packed bytes or, `per_parameter`, tensor by tensor.
+    `device` (where the trainer's weights are) of `cuda_ipc` and `nccl`, `receivers` (how many engines) of `tcp`, which
+    lets many hand a version on unless `relays` is off, and of `nccl`, which sends buckets of the packed bytes or,
+    `per_parameter`, tensor by tensor.
     """
     if name == "shm":
         from headrace.delivery.transports.shm import ShmSender
@@ -51,7 +53,7 @@ def sender(
     if name == "tcp":
         from headrace.delivery.transports.tcp import TcpSender
 
-        return TcpSender(bind=bind, keys=keys)
+        return TcpSender(bind=bind, keys=keys, receivers=receivers if relays else 1)
     if name == "cuda_ipc":
         from headrace.delivery.transports.cuda_ipc import CudaIpcSender
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -83,4 +83,18 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Let go of every location. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Relaying(Protocol):
+    """A source through which engines may have a version from each other, none of which is trusted."""
+
+    @property
+    def relayed(self) -> bool:
+        """Whether what `open` gave last came from another engine and is unproved: `open` again asks the trainer."""
+        ...
+
+    def share(self, location: str, version: int) -> None:
+        """What `open` gave last was proved: others may have it from here until the next `open`."""
         ...

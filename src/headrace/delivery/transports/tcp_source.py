@@ -1,26 +1,28 @@
 """Weights over TCP, an engine's end: buckets are asked for a few at a time and land where they are used.
 
 Every wait has a deadline. A connection that breaks is made again and only the missing buckets are asked for again, also
-by a later `open` of the same version; a server that is gone is an error within about a second.
+by a later `open` of the same version; a server that is gone is an error within about a second. Where there are many
+engines, one may get its buckets from another: then whatever goes wrong there ends with the trainer's own bytes.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+import uuid
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from headrace.delivery.base import Entry
 from headrace.delivery.plan import Views
-from headrace.delivery.transports.keys import read_keys
+from headrace.delivery.transports.tcp_line import Line
+from headrace.delivery.transports.tcp_relay import Relay
 from headrace.delivery.transports.tcp_wire import BUCKET_BYTES, Answer, Ask, Location, parse_location
 from headrace.errors import DeliveryError
 
@@ -28,68 +30,17 @@ WINDOW = 4
 """Buckets asked for and not yet here: enough that the line never waits for a question."""
 RESUMES = 6
 """Broken connections and refused attempts in a row after which the server is taken for dead."""
-RECONNECT_MS = 100
-_BROKEN = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+RELAY_PATIENCE = 3.0
+"""The longest wait for one bucket from another engine: the trainer has it too."""
+PARENT_SECONDS = 120.0
+"""The longest wait for another engine to have the version; then it comes from the trainer."""
+_ASK_AGAIN = 0.02
+_SIGN_OF_LIFE = 1.0
+"""How often an engine that fetches from another one tells the trainer that it still does."""
 
+logger = logging.getLogger(__name__)
 
-class _Line:
-    """A connection to one server. `receive` never waits beyond its deadline."""
-
-    def __init__(self, context: zmq.Context[Any], location: Location, keys: Path | None) -> None:
-        self.endpoint = location.endpoint
-        self.encrypted = location.encrypted
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self._socket.setsockopt(zmq.IPV6, location.host.startswith("["))
-        try:
-            if location.encrypted:
-                run_keys = read_keys(keys)
-                self._socket.setsockopt(zmq.CURVE_SERVERKEY, run_keys.server_public.encode())
-                self._socket.setsockopt(zmq.CURVE_PUBLICKEY, run_keys.client_public.encode())
-                self._socket.setsockopt(zmq.CURVE_SECRETKEY, run_keys.client_secret.encode())
-        except DeliveryError:
-            self._socket.close()
-            raise
-        self._monitor = self._socket.get_monitor_socket(_BROKEN)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        self._socket.connect(self.endpoint)
-
-    def send(self, ask: Ask) -> None:
-        try:
-            self._socket.send(msgspec.msgpack.encode(ask), flags=zmq.NOBLOCK)
-        except zmq.Again as error:
-            raise DeliveryError(f"the server at {self.endpoint} is gone: nothing can be sent to it") from error
-
-    def receive(self, patience: float) -> tuple[Answer, Any] | None:
-        """The next answer and its bytes, or None when the connection broke. Raises when nothing comes in time."""
-        ready = dict(self._poller.poll(round(patience * 1000)))
-        if self._socket in ready:
-            header, *payload = self._socket.recv_multipart(copy=False)
-            return msgspec.msgpack.decode(header.buffer, type=Answer), payload[0].buffer if payload else b""
-        if self._monitor in ready:
-            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                raise DeliveryError(f"the server at {self.endpoint} does not accept the keys of this run")
-            return None
-        raise DeliveryError(f"the server at {self.endpoint} said nothing for {patience:.3g} s")
-
-    def forget_the_past(self) -> None:
-        """Connections that broke while nobody asked for anything say nothing about the next fetch."""
-        while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
-
-    def close(self) -> None:
-        self._socket.disable_monitor()
-        self._monitor.close()
-        self._socket.close()
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class _Fetch:
@@ -99,29 +50,41 @@ class _Fetch:
         self.key = (location, version, nbytes)
         self.sequence: int | None = None
         self.missing = deque(range(0, nbytes, BUCKET_BYTES))
+        self.relay = ""
+        """Where some of it came from, if not from the trainer."""
 
 
 class TcpSource:
-    """An engine's end: one connection, one buffer of its own."""
+    """An engine's end: one connection, one buffer of its own, and a relay once it is asked to hand versions on."""
 
     private = True
 
     def __init__(self, *, keys: Path | None = None, patience: float = 10.0) -> None:
-        """`patience` is the longest wait for one bucket, in seconds."""
+        """`patience` is the longest wait for one bucket of the trainer's, in seconds."""
         self._keys = keys
         self._patience = patience
+        self._name = uuid.uuid4().hex
         self._context: zmq.Context[Any] | None = None
-        self._line: _Line | None = None
+        self._line: Line | None = None
         self._buffer: torch.Tensor | None = None
         self._views: Views | None = None
         self._fetch: _Fetch | None = None
-        self._complete: tuple[str, int, int] | None = None
+        self._complete: _Fetch | None = None
+        self._suspect: _Fetch | None = None
+        self._relay: Relay | None = None
         self._ticket = 0
 
+    @property
+    def relayed(self) -> bool:
+        """Whether what `open` gave last came from another engine and is not yet proved."""
+        return self._suspect is not None
+
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-        """Fetch the version; see `Source.open`."""
+        """Fetch the version; see `Source.open`. One that was relayed and not proved is fetched from the trainer."""
         nbytes = max(entry.offset + entry.nbytes for entry in entries)
-        self._complete = None
+        if self._relay is not None:
+            self._relay.withdraw()
+        suspect, self._complete, self._suspect = self._suspect, None, None
         # What an attempt that failed has left here is used; what one that succeeded has is not: it may have been wrong.
         if self._fetch is None or self._fetch.key != (location, version, nbytes):
             self._fetch = _Fetch(location, version, nbytes)
@@ -130,60 +93,116 @@ class TcpSource:
                 self._views = Views(self._buffer)
         assert self._buffer is not None
         assert self._views is not None
+        distrusted = suspect.relay if suspect is not None and suspect.key == self._fetch.key else ""
         try:
-            self._bring(self._fetch, self._buffer.numpy())
+            self._bring(self._fetch, self._buffer.numpy(), distrusted)
         except _Refused:
             self._fetch = None
             raise
-        assert self._fetch.sequence is not None
-        self._complete = (location, version, self._fetch.sequence)
-        self._fetch = None
+        self._complete, self._fetch = self._fetch, None
+        self._suspect = self._complete if self._complete.relay else None
         return self._views.of(entries)
 
     def verify(self, location: str, version: int) -> None:
-        """Ask whether the version is still there and no write came between."""
-        if self._complete is None or self._complete[:2] != (location, version):
+        """Ask the trainer whether the version is still there and no write came between."""
+        if self._complete is None or self._complete.key[:2] != (location, version):
             raise DeliveryError(f"version {version} was not fetched from {location}")
-        line = self._connected(parse_location(location))
-        place = parse_location(location).place
-        for _ in range(RESUMES):
-            self._ticket += 1
-            line.send(Ask(self._ticket, place, version, 0, 0))
-            answer = self._awaited(line)
-            if answer is not None:
-                if answer[0].sequence != self._complete[2]:
-                    raise DeliveryError(f"{location} was written again while version {version} was fetched")
-                return
-        raise DeliveryError(f"the server at {line.endpoint} is gone")
+        parsed = parse_location(location)
+        answer = self._told(self._connected(parsed), Ask(0, parsed.place, version, 0, 0))
+        if answer.sequence != self._complete.sequence:
+            raise DeliveryError(f"{location} was written again while version {version} was fetched")
+
+    def share(self, location: str, version: int) -> None:
+        """What `open` gave last was proved: where the trainer wants a tree, others may have it from here."""
+        done, parsed = self._complete, parse_location(location)
+        self._suspect = None
+        if done is None or done.key[:2] != (location, version) or not parsed.tree:
+            return
+        assert self._buffer is not None
+        assert done.sequence is not None
+        try:
+            self._relay = self._relay or Relay(parsed, self._keys)
+            self._relay.serve(version, done.sequence, self._buffer[: done.key[2]])
+            # Nobody waits for the answer: an offer that is lost is one that nobody takes.
+            self._connected(parsed).send(self._ask_whom(parsed, version, offer=self._relay.location))
+        except DeliveryError as error:
+            logger.warning("version %d is not handed on to other engines: %s", version, error)
 
     def close(self) -> None:
-        """Let go of the connection and the memory."""
+        """Let go of the connection, the relay and the memory."""
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
         self._disconnect()
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
-        self._buffer = self._views = self._fetch = self._complete = None
+        self._buffer = self._views = self._fetch = self._complete = self._suspect = None
 
-    def _bring(self, fetch: _Fetch, buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        location, version, nbytes = fetch.key
+    def _bring(self, fetch: _Fetch, buffer: Bytes, distrusted: str) -> None:
+        """All missing buckets, from whom the trainer says; from the trainer itself if that one is not to be had."""
+        location, version, _ = fetch.key
         parsed = parse_location(location)
         line = self._connected(parsed)
+        if not parsed.tree:
+            self._pull(fetch, buffer, line, parsed, self._patience)
+            return
+        if distrusted:
+            logger.warning("version %d was wrong as %s sent it: it is fetched from the trainer", version, distrusted)
+        parent = self._parent(fetch, line, parsed, distrusted)
+        if parent and not distrusted:
+            try:
+                self._pull_from_relay(fetch, buffer, parent)
+            except DeliveryError as error:
+                logger.warning("version %d does not come from its relay, but from the trainer: %s", version, error)
+                self._parent(fetch, line, parsed, parent)
+        self._pull(fetch, buffer, line, parsed, self._patience)
+
+    def _parent(self, fetch: _Fetch, line: Line, parsed: Location, lost: str) -> str:
+        """Who is to be asked for the buckets; the trainer, whose answer this is, vouches for `sequence`."""
+        deadline = time.monotonic() + PARENT_SECONDS
+        while True:
+            answer = self._told(line, self._ask_whom(parsed, fetch.key[1], lost=lost))
+            self._check(fetch, answer)
+            if not answer.wait or time.monotonic() > deadline:
+                return answer.parent
+            time.sleep(_ASK_AGAIN)
+
+    def _pull_from_relay(self, fetch: _Fetch, buffer: Bytes, parent: str) -> None:
+        trainer, relay = parse_location(fetch.key[0]), parse_location(parent)
+        if relay.encrypted != trainer.encrypted:
+            raise DeliveryError(f"{parent} is not encrypted as the trainer is")
+        assert self._context is not None
+        line = Line(self._context, relay, self._keys)
+        fetch.relay = parent
+        try:
+            self._pull(fetch, buffer, line, relay, RELAY_PATIENCE)
+        finally:
+            line.close()
+
+    def _pull(self, fetch: _Fetch, buffer: Bytes, line: Line, server: Location, patience: float) -> None:
+        _, version, nbytes = fetch.key
         asked: set[int] = set()
         broken = 0
         self._ticket += 1
+        told = time.monotonic()
         while fetch.missing:
             for start in fetch.missing:
                 if len(asked) >= WINDOW:
                     break
                 if start not in asked:
-                    line.send(Ask(self._ticket, parsed.place, version, start, min(nbytes, start + BUCKET_BYTES)))
+                    line.send(Ask(self._ticket, server.place, version, start, min(nbytes, start + BUCKET_BYTES)))
                     asked.add(start)
-            answer = self._awaited(line)
+            if time.monotonic() - told > _SIGN_OF_LIFE:
+                told = time.monotonic()
+                self._say_alive(fetch)
+            answer = self._awaited(line, patience)
             if answer is None:
                 broken += 1
                 if broken > RESUMES:
-                    self._disconnect()
-                    raise DeliveryError(f"the server at {parsed.endpoint} is gone")
+                    if line is self._line:
+                        self._disconnect()
+                    raise DeliveryError(f"the server at {server.endpoint} is gone")
                 asked.clear()
                 self._ticket += 1
                 continue
@@ -191,17 +210,46 @@ class TcpSource:
             self._store(fetch, *answer, buffer)
             asked.discard(answer[0].start)
 
-    def _awaited(self, line: _Line) -> tuple[Answer, Any] | None:
+    def _say_alive(self, fetch: _Fetch) -> None:
+        """Others may wait for what is fetched here."""
+        parsed = parse_location(fetch.key[0])
+        if parsed.tree and self._line is not None:
+            self._line.send(self._ask_whom(parsed, fetch.key[1]))
+
+    def _ask_whom(self, parsed: Location, version: int, *, offer: str = "", lost: str = "") -> Ask:
+        return Ask(0, parsed.place, version, 0, 0, self._name, offer, lost)
+
+    def _told(self, line: Line, ask: Ask) -> Answer:
+        """The trainer's answer to a question without bytes."""
+        for _ in range(RESUMES):
+            self._ticket += 1
+            line.send(Ask(self._ticket, ask.place, ask.version, 0, 0, ask.engine, ask.offer, ask.lost))
+            answer = self._awaited(line, self._patience)
+            if answer is not None:
+                return answer[0]
+        self._disconnect()
+        raise DeliveryError(f"the server at {line.endpoint} is gone")
+
+    def _awaited(self, line: Line, patience: float) -> tuple[Answer, Any] | None:
         """The next answer to what was asked last, not to what was given up before."""
-        deadline = time.monotonic() + self._patience
-        while True:
-            received = line.receive(max(0.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + patience
+        while (left := deadline - time.monotonic()) > 0:
+            received = line.receive(left)
             if received is None or received[0].ticket == self._ticket:
                 if received is not None and received[0].refusal:
                     raise _Refused(f"the server at {line.endpoint} refused: {received[0].refusal}")
                 return received
+        raise DeliveryError(f"the server at {line.endpoint} said nothing of use for {patience:.3g} s")
 
-    def _store(self, fetch: _Fetch, answer: Answer, payload: Any, buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+    def _store(self, fetch: _Fetch, answer: Answer, payload: Any, buffer: Bytes) -> None:
+        self._check(fetch, answer)
+        stop = min(fetch.key[2], answer.start + BUCKET_BYTES)
+        if answer.stop != stop or len(payload) != stop - answer.start or answer.start not in fetch.missing:
+            raise _Refused(f"{fetch.key[0]} sent {len(payload)} bytes that were not asked for")
+        buffer[answer.start : answer.stop] = np.frombuffer(payload, np.uint8)
+        fetch.missing.remove(answer.start)
+
+    def _check(self, fetch: _Fetch, answer: Answer) -> None:
         location, version, nbytes = fetch.key
         if fetch.sequence is None:
             fetch.sequence = answer.sequence
@@ -209,12 +257,8 @@ class TcpSource:
             raise _Refused(f"{location} was written again while version {version} was fetched")
         if answer.nbytes != nbytes:
             raise _Refused(f"version {version} at {location} has {answer.nbytes} bytes, not {nbytes}")
-        if len(payload) != answer.stop - answer.start or answer.start not in fetch.missing:
-            raise _Refused(f"{location} sent {len(payload)} bytes that were not asked for")
-        buffer[answer.start : answer.stop] = np.frombuffer(payload, np.uint8)
-        fetch.missing.remove(answer.start)
 
-    def _connected(self, location: Location) -> _Line:
+    def _connected(self, location: Location) -> Line:
         if self._line is not None and (self._line.endpoint, self._line.encrypted) != (
             location.endpoint,
             location.encrypted,
@@ -222,7 +266,7 @@ class TcpSource:
             self._disconnect()
         if self._line is None:
             self._context = self._context or zmq.Context()
-            self._line = _Line(self._context, location, self._keys)
+            self._line = Line(self._context, location, self._keys)
         self._line.forget_the_past()
         return self._line
 

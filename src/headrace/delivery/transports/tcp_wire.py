@@ -1,7 +1,7 @@
 """What the two ends of the `tcp` transport say to each other: byte ranges of one version, or a refusal.
 
-A request names everything that it depends on, so the server keeps no state for its clients: one that dies or asks again
-changes nothing for the others. No torch here.
+A request for bytes names everything that it depends on, so a server keeps no state for it: a client that dies or asks
+again changes nothing for the others. No torch here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.errors import DeliveryError
 BUCKET_BYTES = 4 << 20
 """The bytes that one message carries. On loopback 4 and 8 MiB are alike and 1 MiB is a third slower."""
 LARGEST_BUCKET = 64 << 20
-_LOCATION = re.compile(r"(tcp|curve)://(\[[0-9a-fA-F:.]+\]|[0-9.]+):(\d+)/(\d+)")
+_LOCATION = re.compile(r"(tcp|curve)://(\[[0-9a-fA-F:.]+\]|[0-9.]+):(\d+)/(\d+)(/tree)?")
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
@@ -28,6 +28,12 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     version: int
     start: int
     stop: int
+    engine: str = ""
+    """In a tree: who asks. Together with no bytes: from whom should I fetch?"""
+    offer: str = ""
+    """In a tree: where this engine serves the version to others now."""
+    lost: str = ""
+    """In a tree: an offer that did not hold what it promised."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -41,6 +47,10 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
     """Of the whole version."""
     refusal: str = ""
+    parent: str = ""
+    """In a tree: the location to fetch from; empty: this server."""
+    wait: bool = False
+    """In a tree: others fetch now, and will serve; ask again."""
 
 
 class Location(msgspec.Struct, frozen=True):
@@ -50,6 +60,8 @@ class Location(msgspec.Struct, frozen=True):
     host: str
     port: int
     place: int
+    tree: bool = False
+    """Ask the server whom to fetch from: others that have the version serve it too."""
 
     @property
     def endpoint(self) -> str:
@@ -57,7 +69,8 @@ class Location(msgspec.Struct, frozen=True):
         return f"tcp://{self.host}:{self.port}"
 
     def __str__(self) -> str:
-        return f"{'curve' if self.encrypted else 'tcp'}://{self.host}:{self.port}/{self.place}"
+        scheme, tree = "curve" if self.encrypted else "tcp", "/tree" if self.tree else ""
+        return f"{scheme}://{self.host}:{self.port}/{self.place}{tree}"
 
 
 def parse_location(text: str) -> Location:
@@ -65,7 +78,7 @@ def parse_location(text: str) -> Location:
     match = _LOCATION.fullmatch(text)
     if match is None:
         raise DeliveryError(f"{text!r} is not a location of the tcp transport")
-    location = Location(match[1] == "curve", match[2], int(match[3]), int(match[4]))
+    location = Location(match[1] == "curve", match[2], int(match[3]), int(match[4]), match[5] is not None)
     if not location.encrypted and not is_loopback(location.host.strip("[]")):
         raise DeliveryError(f"{text} is beyond this host and not encrypted")
     return location

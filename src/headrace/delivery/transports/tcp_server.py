@@ -1,0 +1,153 @@
+"""A socket that serves byte ranges of versions: the trainer's, and that of every engine that hands weights on.
+
+Nothing listens beyond this host without the keys of the run: there, every byte is encrypted and every client known.
+Nothing that a client sends ends the thread that answers.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from headrace.delivery.transports.keys import RunKeys
+from headrace.delivery.transports.tcp_wire import LARGEST_BUCKET, Answer, Ask, Location
+
+_POLL_MS = 100
+_ZAP_DOMAIN = "headrace"
+
+Respond = Callable[[list[bytes]], list[Any]]
+"""From the frames of a request to those of its answer."""
+
+
+class Held(msgspec.Struct):
+    """One place of a server: its bytes, and what they are."""
+
+    buffer: torch.Tensor
+    version: int = -1
+    sequence: int = 0
+    whole: bool = False
+
+
+def nothing_held() -> Held:
+    """A place that was never written."""
+    return Held(torch.empty(0, dtype=torch.uint8))
+
+
+class Server:
+    """Answers from the moment it is made until it is closed, in a thread of its own."""
+
+    def __init__(self, bind: str, keys: RunKeys | None, respond: Respond) -> None:
+        """`bind` is an address of this host. Raises `zmq.ZMQError` when nothing can listen there."""
+        self._respond = respond
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._context = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        self._encrypted = keys is not None
+        six = ipaddress.ip_address(bind).version == 6
+        self._host = f"[{bind}]" if six else bind
+        try:
+            self._socket = self._listen(keys, six)
+        except zmq.ZMQError:
+            self._end_context()
+            raise
+        self._port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._thread = threading.Thread(target=self._serve, name="weights", daemon=True)
+        self._thread.start()
+
+    def location(self, place: int, *, tree: bool = False) -> Location:
+        """What clients call this place of the server."""
+        return Location(self._encrypted, self._host, self._port, place, tree)
+
+    def close(self) -> None:
+        """Stop answering, and let go of the port. Idempotent."""
+        self._closing.set()
+        self._thread.join()
+        with self._lock:
+            if not self._context.closed:
+                self._end_context()
+
+    def _listen(self, keys: RunKeys | None, six: bool) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, six)
+        if keys is not None:
+            self._authenticator = _authenticator(self._context, keys)
+            socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN.encode())
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
+        try:
+            socket.bind(f"tcp://{self._host}:*")
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        return socket
+
+    def _end_context(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.destroy(linger=0)
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing.is_set():
+                if self._socket.poll(_POLL_MS):
+                    identity, *frames = self._socket.recv_multipart()
+                    self._socket.send_multipart([identity, *self._respond(frames)], copy=False)
+        finally:
+            self._socket.close()
+
+
+def decode_ask(frames: list[bytes]) -> Ask | None:
+    """What a client asks for; None for nonsense."""
+    try:
+        return msgspec.msgpack.decode(frames[0], type=Ask)
+    except (IndexError, msgspec.DecodeError):
+        return None
+
+
+def refuse(ask: Ask | None, refusal: str) -> list[Any]:
+    """The frames of an answer without bytes."""
+    if ask is None:
+        return [msgspec.msgpack.encode(Answer(-1, 0, 0, 0, 0, refusal))]
+    return [msgspec.msgpack.encode(Answer(ask.ticket, ask.start, ask.stop, 0, 0, refusal))]
+
+
+def refusal_of(held: Held | None, ask: Ask) -> str:
+    """Why what is asked for cannot be had from this place; empty when it can."""
+    if held is None:
+        return f"there is no place {ask.place}"
+    if held.version != ask.version:
+        return f"place {ask.place} holds version {held.version}, not {ask.version}: it was used again"
+    if not held.whole:
+        return f"version {ask.version} was released, or is not written to its end"
+    if not 0 <= ask.start <= ask.stop <= len(held.buffer):
+        return f"version {ask.version} has {len(held.buffer)} bytes, not {ask.stop}"
+    if ask.stop - ask.start > LARGEST_BUCKET:
+        return f"a bucket has at most {LARGEST_BUCKET} bytes"
+    return ""
+
+
+class _OnlyTheRun:
+    """Tells the authenticator which clients may connect."""
+
+    def __init__(self, public: str) -> None:
+        self._public = public.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+def _authenticator(context: zmq.Context[Any], keys: RunKeys) -> ThreadAuthenticator:
+    """It must run before the socket is bound: without it, ZeroMQ takes every client that knows the public key."""
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(domain=_ZAP_DOMAIN, credentials_provider=_OnlyTheRun(keys.client_public))
+    return authenticator
