@@ -2,16 +2,18 @@
 
 The engine's context reads and writes a paged KV cache; the trainer's attends within packed sequences. Model code is
 Hugging Face's in both. No mask is ever built by the model: the context alone decides who sees whom. Under
-`torch.compile` the call is one operation that the compiler does not look into.
+`torch.compile` the call is one operation that the compiler does not look into, forward or backward.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
+from weakref import WeakValueDictionary
 
 import torch
 from transformers import AttentionInterface
@@ -47,6 +49,34 @@ class AttentionContext(Protocol):
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The attention output, [1, T, H, Dv]."""
         ...
+
+
+class TrainedContext(AttentionContext, Protocol):
+    """One whose attention can be differentiated without autograd; it must outlive the backward pass."""
+
+    ticket: int
+    """From `keep_for_backward`."""
+
+    def attend_saving(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """The attention output, [1, T, H, Dv], and the log-sum-exp of each query's scores, float32 [H, T]."""
+        ...
+
+    def attend_backward(
+        self, call: AttentionCall, output: torch.Tensor, lse: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The gradients of queries, keys and values, [1, T, H or K, D], and of the sinks, if there are any."""
+        ...
+
+
+_tickets = itertools.count(1)
+_kept: WeakValueDictionary[int, TrainedContext] = WeakValueDictionary()
+
+
+def keep_for_backward(context: TrainedContext) -> int:
+    """A number by which a compiled backward pass, in a thread of its own, finds the context of its forward pass."""
+    ticket = next(_tickets)
+    _kept[ticket] = context
+    return ticket
 
 
 _context: ContextVar[AttentionContext | None] = ContextVar("headrace_attention", default=None)
@@ -95,6 +125,8 @@ def _attention(
     layer = getattr(module, "layer_idx")  # noqa: B009 - not declared on nn.Module
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
     if torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+            return _trained(query, key, value, sinks, layer, scale, window or 0, float(softcap or 0.0))[0], None
         return _opaque(query, key, value, sinks, layer, scale, window or 0, float(softcap or 0.0)), None
     return _in_context(query, key, value, sinks, int(layer), scale, window or 0, float(softcap or 0.0)), None
 
@@ -109,8 +141,21 @@ def _in_context(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    context = current_context()
-    call = AttentionCall(
+    # In the layout that the compiler was promised.
+    return current_context().attend(_call(query, key, value, sinks, layer, scaling, window, softcap)).contiguous()
+
+
+def _call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> AttentionCall:
+    return AttentionCall(
         layer=layer,
         query=query,
         key=key,
@@ -120,8 +165,6 @@ def _in_context(
         softcap=softcap or None,
         sinks=sinks,
     )
-    # In the layout that the compiler was promised.
-    return context.attend(call).contiguous()
 
 
 # To the compiler attention is one opaque operation: the context is found when it runs, not when it is compiled.
@@ -141,5 +184,102 @@ def _shape_of_attention(
 ) -> torch.Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
+
+@torch.library.custom_op("headrace::attend_trained", mutates_args=())
+def _trained(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output, the log-sum-exps, and the number of the context, which the backward pass needs."""
+    context = cast(TrainedContext, current_context())
+    output, lse = context.attend_saving(_call(query, key, value, sinks, layer, scaling, window, softcap))
+    return output.contiguous(), lse.contiguous(), torch.tensor(context.ticket)
+
+
+@_trained.register_fake
+def _(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+    lse = query.new_empty(query.shape[1], query.shape[2], dtype=_lse_dtype(query))
+    return output, lse, torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _lse_dtype(query: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(query.dtype, torch.float32)
+
+
+@torch.library.custom_op("headrace::attend_trained_backward", mutates_args=())
+def _trained_backward(
+    ticket: torch.Tensor,
+    gradient: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    context = _kept.get(int(ticket))
+    if context is None:
+        raise RuntimeError("the attention context of a row was dropped before its backward pass")
+    call = _call(query, key, value, sinks, layer, scaling, window, softcap)
+    *found, of_sinks = context.attend_backward(call, output, lse, gradient)
+    dq, dk, dv = (part.contiguous() for part in found)
+    return dq, dk, dv, query.new_empty(0) if of_sinks is None else of_sinks
+
+
+@_trained_backward.register_fake
+def _(
+    ticket: torch.Tensor,
+    gradient: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = (x.new_empty(1, x.shape[2], x.shape[1], x.shape[3]) for x in (query, key, value))
+    return dq, dk, dv, query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    query, key, value, sinks, *settings = inputs
+    ctx.save_for_backward(query, key, value, sinks, *output)
+    ctx.settings = settings
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    query, key, value, sinks, output, lse, ticket = ctx.saved_tensors
+    *found, of_sinks = _trained_backward(
+        ticket, gradient.contiguous(), output, lse, query, key, value, sinks, *ctx.settings
+    )
+    dq, dk, dv = (part.transpose(1, 2) for part in found)
+    return dq, dk, dv, None if sinks is None else of_sinks, None, None, None, None
+
+
+_trained.register_autograd(_differentiate, setup_context=_save)
 
 AttentionInterface.register(ATTENTION, _attention)

@@ -1,7 +1,8 @@
 """Attention within packed rows: a token sees its own sequence up to itself, shared prefix included, and nothing else.
 
 The prefix's keys and values are computed once and receive the gradients of every sequence that reads them. What is to
-be attended together and who sees whom is worked out once for a row, not in every layer.
+be attended together and who sees whom is worked out once for a row, not in every layer. On a GPU, in 16 bits, kernels
+for sequences of many lengths do it (`flash`); the blocks here are the exact path for everything else.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from headrace.models.attention import AttentionCall
+from headrace.models.attention import AttentionCall, keep_for_backward
+from headrace.training.attention_blocks import attend_block, attend_block_backward
+from headrace.training.flash import FlashAttention, Kernels, RowRanges, attend_row, attend_row_backward
 from headrace.training.packing import MicroBatch, Segment
 
 JOINED_TOKENS = 64
@@ -32,7 +35,12 @@ class _Block:
 class PackedAttention:
     """The attention context of one row. Keep it until the backward pass is over."""
 
-    def __init__(self, row: MicroBatch) -> None:
+    def __init__(self, row: MicroBatch, kernels: Kernels | None = None) -> None:
+        """`kernels` take the place of the GPU's, wherever the row is."""
+        self.ticket = keep_for_backward(self)
+        self._row = row
+        self._kernels = kernels or Kernels()
+        self._ranges: RowRanges | None = None
         self._segments = row.segments
         self._positions = torch.from_numpy(row.position_ids)
         self._blocks = list(_blocks(row.segments))
@@ -43,19 +51,86 @@ class PackedAttention:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The attention output, [1, T, H, Dv]."""
+        ranges = self._kernel_ranges(call)
+        if ranges is None:
+            return self._attend_blocks(call)
+        output: torch.Tensor = FlashAttention.apply(  # type: ignore[no-untyped-call]
+            *_flat(call), ranges, call.scaling, call.window, self._kernels
+        )
+        return output[None]
+
+    def attend_saving(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TrainedContext.attend_saving`."""
+        ranges = self._kernel_ranges(call)
+        if ranges is not None:
+            output, lse = attend_row(*_flat(call), ranges, call.scaling, call.window, self._kernels)
+            return output[None], lse
+        outputs, sums = [], []
+        for block, query, key, value in self._cut(call):
+            mask = self._mask(block, call.window, call.query.device)
+            output, lse = attend_block(query, key, value, mask, call)
+            outputs.append(output.transpose(1, 2))
+            sums.append(lse)
+        return torch.cat(outputs, dim=1), torch.cat(sums, dim=1)
+
+    def attend_backward(
+        self, call: AttentionCall, output: torch.Tensor, lse: torch.Tensor, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """See `TrainedContext.attend_backward`."""
+        ranges = self._kernel_ranges(call)
+        if ranges is not None:
+            dq, dk, dv = attend_row_backward(
+                gradient[0], *_flat(call), output[0], lse, ranges, call.scaling, call.window, self._kernels
+            )
+            return dq[None], dk[None], dv[None], None
+        grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (call.query, call.key, call.value)]
+        sinks = None if call.sinks is None else torch.zeros_like(call.sinks, dtype=lse.dtype)
+        start = 0
+        for (block, query, key, value), length in zip(self._cut(call), self._lengths, strict=True):
+            mine = slice(start, start + length)
+            mask = self._mask(block, call.window, call.query.device)
+            of_output = gradient[:, mine].transpose(1, 2)
+            found = attend_block_backward(query, key, value, mask, call, lse[:, mine], of_output)
+            grads[0][:, :, mine] += found.query
+            prefix = 0 if block.prefix is None else self._segments[block.prefix].length
+            for grad, part in zip(grads[1:], (found.key, found.value), strict=True):
+                grad[:, :, mine] += part[:, :, prefix:]
+                if block.prefix is not None:
+                    before = self._segments[block.prefix]
+                    grad[:, :, before.start : before.end] += part[:, :, :prefix]
+            if sinks is not None and found.sinks is not None:
+                sinks += found.sinks
+            start += length
+        dq, dk, dv = (grad.to(call.query.dtype).transpose(1, 2) for grad in grads)
+        return dq, dk, dv, None if sinks is None or call.sinks is None else sinks.to(call.sinks.dtype)
+
+    def _kernel_ranges(self, call: AttentionCall) -> RowRanges | None:
+        """The row as kernels take it; None where they do not."""
+        if call.softcap is not None or call.sinks is not None or not self._kernels.take(call.query, call.value):
+            return None
+        if self._ranges is None:
+            self._ranges = RowRanges(self._row, call.query.device)
+        return self._ranges if self._ranges.takes(call.window) else None
+
+    def _attend_blocks(self, call: AttentionCall) -> torch.Tensor:
+        outputs = []
+        for block, query, key, value in self._cut(call):
+            mask = self._mask(block, call.window, call.query.device)
+            outputs.append(_attend(query, key, value, mask, call).transpose(1, 2))
+        return torch.cat(outputs, dim=1)
+
+    def _cut(self, call: AttentionCall) -> Iterator[tuple[_Block, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Each block with its queries, and its keys and values, those of its prefix first."""
         queries = torch.split(call.query, self._lengths, dim=2)
         keys = torch.split(call.key, self._lengths, dim=2)
         values = torch.split(call.value, self._lengths, dim=2)
-        outputs = []
         for i, block in enumerate(self._blocks):
             key, value = keys[i], values[i]
             if block.prefix is not None:
                 parent = self._block_of[block.prefix]
                 key = torch.cat([keys[parent], key], dim=2)
                 value = torch.cat([values[parent], value], dim=2)
-            mask = self._mask(block, call.window, call.query.device)
-            outputs.append(_attend(queries[i], key, value, mask, call).transpose(1, 2))
-        return torch.cat(outputs, dim=1)
+            yield block, queries[i], key, value
 
     def _mask(self, block: _Block, window: int | None, device: torch.device) -> torch.Tensor | None:
         """Who sees whom, [queries, keys]; None where that is exactly "all before it"."""
@@ -143,27 +218,14 @@ def _attend(
             scale=call.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-    return _explicit(query, key, value, mask, call)
+    return attend_block(query, key, value, mask, call)[0]
 
 
-def _explicit(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: AttentionCall
-) -> torch.Tensor:
-    """Attention by its definition, for what the fused kernels do not have: capped scores and sinks."""
-    heads, n = query.shape[1:3]
-    kv_heads = key.shape[1]
-    grouped = query.reshape(1, kv_heads, heads // kv_heads, n, query.shape[-1])
-    scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2)) * call.scaling
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    if mask is None:
-        mask = torch.ones(n, n, dtype=torch.bool, device=scores.device).tril()
-    scores = scores.masked_fill(~mask, float("-inf")).to(torch.promote_types(scores.dtype, torch.float32))
-    if call.sinks is not None:
-        sinks = call.sinks.to(scores.dtype).reshape(1, kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        # A sink takes its share of the attention and gives nothing.
-        probabilities = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        probabilities = scores.softmax(dim=-1)
-    output = torch.matmul(probabilities.to(value.dtype), value.unsqueeze(2))
-    return output.reshape(1, heads, n, -1)
+def _flat(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values as [T, heads, D], each head in one piece."""
+    q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+    return _dense(q), _dense(k), _dense(v)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -115,6 +115,27 @@ def latest(directory: Path) -> Path | None:
     return max(_complete(directory), key=_steps, default=None)
 
 
+def torn(directory: Path) -> list[str]:
+    """Names of checkpoints that are not complete: something else than a run has damaged them."""
+    if not directory.is_dir():
+        return []
+    named = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(path.name for path in named if _record(path) is None)
+
+
+def set_aside(directory: Path, last_step: int) -> list[str]:
+    """Delete checkpoints with more policy steps than these; their names. Only the one writer may call this.
+
+    A run that was killed may not have written down its last steps: nobody knows what such a checkpoint was trained on.
+    """
+    ahead = [path for path in _complete(directory) if read_state(path).policy_steps > last_step]
+    for checkpoint in ahead:
+        doomed = directory / f"{_PARTIAL}ahead-{checkpoint.name}"
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed)
+    return [path.name for path in ahead]
+
+
 def by_name(directory: Path) -> dict[str, Path]:
     """The complete checkpoints by name, oldest first; by their number of steps too (`step-42` for `step-00000042`)."""
     paths = sorted(_complete(directory), key=_steps)

@@ -1,13 +1,15 @@
 """Log-probabilities where they are trained, and nowhere else.
 
 The model's own head code makes the logits (some models cap or scale them), and they never exist for more than
-`CHUNK_ELEMENTS` at a time, forward or backward: memory does not grow with tokens x vocabulary.
+`CHUNK_ELEMENTS` at a time, forward or backward: memory does not grow with tokens x vocabulary. On a GPU, a head that is
+a matrix and nothing else is computed by `head`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,13 +17,18 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace.models.attention import attending
 from headrace.training.attention import PackedAttention
+from headrace.training.compiled import arithmetic_of
+from headrace.training.head import Reading, read_head
 from headrace.training.packing import Index, MicroBatch
 from headrace.training.reading import EntropyOf, Readings, Wanted, read
 from headrace.training.sharding import input_device
+from headrace.training.transfer import upload
 from headrace.types import Kept
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits held at once (256 MiB in float32); a row with more is computed in pieces, and again in its backward pass."""
+DEVICE_CHUNKS = 4
+"""A GPU holds so many times as much: small pieces would leave it idle."""
 
 
 def row_logprobs(model: Any, row: MicroBatch, *, temperature: float = 1.0, kept: Kept | None = None) -> torch.Tensor:
@@ -30,29 +37,68 @@ def row_logprobs(model: Any, row: MicroBatch, *, temperature: float = 1.0, kept:
 
 
 def read_row(
-    model: Any, row: MicroBatch, *, temperature: float = 1.0, kept: Kept | None = None, entropy: EntropyOf = "none"
+    model: Any,
+    row: MicroBatch,
+    *,
+    temperature: float = 1.0,
+    kept: Kept | None = None,
+    entropy: EntropyOf = "none",
+    attention: PackedAttention | None = None,
+    chunk_elements: int | None = None,
 ) -> Readings:
-    """The same, with the entropy where it is asked for. `kept` has a set for each target, or an empty one."""
+    """The same, with the entropy where it is asked for. `kept` has a set for each target, or an empty one.
+
+    Compiled layers need `attention`, the row's, in their backward pass too: the caller keeps it until then.
+    """
     device = input_device(model)
     # Answers to one prompt share the position that predicts their first token: its logits are made once.
     places, inverse = np.unique(row.predictors, return_inverse=True)
-    at = torch.from_numpy(places).to(device)
+    at = upload(places, device)
     inputs = {
-        "input_ids": torch.from_numpy(row.token_ids)[None].to(device),
-        "position_ids": torch.from_numpy(row.position_ids)[None].to(device),
+        "input_ids": upload(row.token_ids, device)[None],
+        "position_ids": upload(row.position_ids, device)[None],
         "use_cache": False,
     }
-    size = max(1, CHUNK_ELEMENTS // int(model.get_output_embeddings().weight.shape[0]))
+    vocabulary = int(model.get_output_embeddings().weight.shape[0])
+    size = max(1, (chunk_elements or CHUNK_ELEMENTS) // vocabulary)
 
     def computed() -> Readings:
+        if device.type == "cuda" and kept is None and entropy == "none" and has_plain_head(model):
+            return by_matrix(size * DEVICE_CHUNKS)
         if len(places) <= size:
             logits = model.forward(**inputs, logits_to_keep=at).logits[0]
             return read(logits, Wanted.of(np.arange(len(inverse)), inverse, row, kept, device), temperature, entropy)
         hidden = model.base_model(**inputs).last_hidden_state[0, at]
         return _in_chunks(model, hidden, list(_chunks(inverse, size, row, kept, device)), size, temperature, entropy)
 
-    with attending(PackedAttention(row)):
+    def by_matrix(size: int) -> Readings:
+        hidden = model.base_model(**inputs).last_hidden_state[0].index_select(0, at)
+        reading = Reading.of(row, inverse, size, device)
+        weight = model.get_output_embeddings().weight
+        return Readings(read_head(hidden, weight, reading, temperature, arithmetic_of(model)))
+
+    with attending(attention or PackedAttention(row)):
         return _called(model, computed)
+
+
+_plain_heads: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def has_plain_head(model: Any) -> bool:
+    """Whether the logits are a product of hidden states and one whole matrix, and nothing is done to them after it."""
+    if model not in _plain_heads:
+        head = model.get_output_embeddings()
+        # By exact type: what wraps a layer, or spreads a weight over ranks, is a class of its own.
+        kinds = type(head), type(getattr(head, "bias", None)), type(getattr(head, "weight", None))
+        plain = kinds == (torch.nn.Linear, type(None), torch.nn.Parameter)
+        _plain_heads[model] = plain and _is_product(model, head.weight)
+    return _plain_heads[model]
+
+
+@torch.no_grad()
+def _is_product(model: Any, weight: torch.Tensor) -> bool:
+    probe = torch.linspace(-1, 1, 2 * weight.shape[1], device=weight.device).reshape(2, -1).to(weight.dtype)
+    return torch.equal(_head(model, probe), torch.nn.functional.linear(probe[None], weight)[0])
 
 
 def _called(model: Any, function: Callable[[], Readings]) -> Readings:

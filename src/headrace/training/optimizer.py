@@ -1,7 +1,7 @@
 """A step of the optimizer, the schedule, and the rule that a gradient which is not finite changes nothing.
 
 The learning rate is a pure function of the step and every state is kept in checkpoints, so that a resumed run goes on
-exactly where it stood.
+exactly where it stood. Fused AdamW on a GPU decides there whether a gradient is finite: the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from headrace.training.optimizer_parts import Part, make_parts
 from headrace.training.ranks import Ranks
 from headrace.training.sharding import copies, global_norm, local_part, local_tensor
 from headrace.training.update_ratio import UpdateRatio
+
+CLIP_EPSILON = 1e-6
+"""As torch has it where it clips."""
 
 Schedule = Literal["constant", "cosine", "linear"]
 
@@ -49,15 +52,41 @@ class Applied(NamedTuple):
     """|change of the weights| / |weights|, see `update_ratio`."""
 
 
+class Pending(NamedTuple):
+    """A step that the device may still be doing."""
+
+    norm: torch.Tensor
+    ratio: torch.Tensor | None
+    """None where no step was made."""
+
+    def read(self) -> Applied:
+        """What it has done, once it is done."""
+        norm = float(self.norm)
+        finite = math.isfinite(norm)
+        changed = finite and self.ratio is not None
+        return Applied(norm, finite, changed, float(self.ratio) if changed and self.ratio is not None else 0.0)
+
+
 class Optimizer:
     """The optimizers of a model's trainable parameters as one, stepped with a given learning rate.
 
     Of a sharded model it steps this rank's part, by this rank's part of the moments: AdamW knows no neighbours.
     """
 
-    def __init__(self, model: torch.nn.Module, config: TrainingConfig, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: TrainingConfig,
+        ranks: Ranks | None = None,
+        masters: Mapping[str, torch.nn.Parameter] | None = None,
+    ) -> None:
+        """`masters` are the trainable parameters, where the model has only copies of them."""
         self._ranks = ranks
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = (
+            dict(masters)
+            if masters is not None
+            else {name: p for name, p in model.named_parameters() if p.requires_grad}
+        )
         self._named = {name: local_part(p) for name, p in self._parameters.items()}
         self._clip_norm = config.clip_norm
         self._parts = make_parts(model, self._named, config)
@@ -70,22 +99,46 @@ class Optimizer:
 
         A norm that is not finite leaves weights and moments as they are.
         """
+        return self.begin(rate).read()
+
+    def begin(self, rate: float) -> Pending:
+        """As `apply`; on a GPU it is only enqueued."""
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         norm = global_norm(gradients, self._ranks)
         self._take_gradients()
-        finite = bool(torch.isfinite(norm))
-        changed = finite and bool(gradients)
-        ratio = 0.0
-        if changed:
-            torch.nn.utils.clip_grads_with_norm_(self._named.values(), self._clip_norm, norm)
+        ratio = None
+        if gradients and (self._on_device or bool(torch.isfinite(norm))):
+            if not self._on_device:
+                torch.nn.utils.clip_grads_with_norm_(self._named.values(), self._clip_norm, norm)
             before = self._watched()
             for part in self._parts:
                 part.set_rate(rate)
-                part.optimizer.step()
+                if self._on_device:
+                    self._step_on_device(part.optimizer, norm)
+                else:
+                    part.optimizer.step()
             ratio = before.after()
         for p in (*self._named.values(), *self._parameters.values()):
             p.grad = None
-        return Applied(float(norm), finite, changed, ratio)
+        return Pending(norm, ratio)
+
+    @property
+    def _on_device(self) -> bool:
+        """Whether the optimizers can leave a step out by themselves."""
+        return self._ranks is None and all(
+            isinstance(part.optimizer, torch.optim.AdamW)
+            and all(p.device.type == "cuda" for group in part.optimizer.param_groups for p in group["params"])
+            for part in self._parts
+        )
+
+    def _step_on_device(self, optimizer: Any, norm: torch.Tensor) -> None:
+        # What fused AdamW has for loss scaling: gradients are divided by the one, and the other leaves the step out.
+        optimizer.grad_scale = ((norm + CLIP_EPSILON) / self._clip_norm).clamp(min=1.0).float()
+        optimizer.found_inf = (~torch.isfinite(norm)).float()
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
 
     def _watched(self) -> UpdateRatio:
         ranks = self._ranks
@@ -95,7 +148,7 @@ class Optimizer:
             self._parameters.values(),
             lambda whole: held_region(whole).start,
             lambda whole: copies(whole, ranks),
-            ranks.sum_over_all,
+            lambda values: values.new_tensor(ranks.sum_over_all(values.tolist())),
         )
 
     def _take_gradients(self) -> None:

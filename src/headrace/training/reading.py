@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from headrace.training.packing import Index, MicroBatch
+from headrace.training.transfer import upload
 from headrace.types import Kept
 
 EntropyOf = Literal["none", "value", "gradient"]
@@ -54,7 +55,7 @@ class Wanted:
         """These targets of a row, found at these rows of the chunk; `kept` has a set for each target of the row."""
 
         def moved(array: Any) -> torch.Tensor:
-            return torch.from_numpy(np.asarray(array, np.int64)).to(device)
+            return upload(np.asarray(array, np.int64), device)
 
         mine = None if kept is None else kept.at(targets)
         tokens = moved(row.targets[targets])

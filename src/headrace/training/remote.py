@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
 from headrace.delivery.base import Manifest
+from headrace.errors import PeerDied
 from headrace.training.messages import Acknowledged, Publish, Resend, Resent, Save, Saved, Train, Trained
 from headrace.training.report import StepReport
 from headrace.types import Batch
@@ -49,7 +51,9 @@ class RemoteTrainer:
 
     async def acknowledge(self, version: int) -> None:
         """See `TrainerHandle.acknowledge`."""
-        await self._tell(Acknowledged(version=version))
+        # The places of a trainer that died went with it.
+        with suppress(PeerDied):
+            await self._tell(Acknowledged(version=version))
 
     async def save(self, version: int) -> Path:
         """See `TrainerHandle.save`."""

@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from headrace.config.schema import TrainingConfig
 from headrace.errors import ModelError, UserError
+from headrace.training.compiled import compile_model
+from headrace.training.devices import compute_dtype
 from headrace.training.ranks import Ranks
 from headrace.training.recompute import recompute_layers
 from headrace.training.tensor_parallel import split_matrices
@@ -30,7 +32,11 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
 
 def prepare_model(model: Any, training: TrainingConfig, ranks: Ranks | None = None) -> Any:
     """Make this model, which every rank holds whole, ready to be trained as configured, in place."""
+    device = next(model.parameters()).device if ranks is None else ranks.device
+    if training.compile and device.type == "cuda":
+        compile_model(model, decoder_layers(model))
     if training.activation_checkpointing:
+        # Around what is compiled, so that what runs again is compiled too.
         recompute_layers(decoder_layers(model))
     if ranks is not None:
         _shard(model, ranks, training)
@@ -43,7 +49,7 @@ def _shard(model: Any, ranks: Ranks, training: TrainingConfig) -> None:
     layers = decoder_layers(model)
     if ranks.tensor_ranks > 1:
         split_matrices(model, layers, ranks.mesh["tensor"])
-    half = training.compute_dtype == "bfloat16"
+    half = compute_dtype(training, ranks.device) == "bfloat16"
     precision = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
     )

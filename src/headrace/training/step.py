@@ -1,6 +1,7 @@
 """Forward and backward over a whole batch: afterwards the gradients are those of `sum(weights * token_loss)`.
 
-How the batch is cut into rows, and over how many ranks, changes memory and speed, never the gradient.
+How the batch is cut into rows, and over how many ranks, changes memory and speed, never the gradient. Nothing here
+waits for the device: what a step has to tell is read from it once, at the end.
 """
 
 from __future__ import annotations
@@ -8,30 +9,58 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from headrace.algorithms.losses.base import Loss, TokenInputs
 from headrace.observe.spans import SpanRecorder
+from headrace.training.attention import PackedAttention
+from headrace.training.half import HalfWeights
 from headrace.training.logprobs import read_row
 from headrace.training.packing import MicroBatch, passes, plan
 from headrace.training.policies import FrozenPolicy
 from headrace.training.ranks import Ranks
 from headrace.training.reading import EntropyOf
 from headrace.training.sharding import input_device, reduce_gradients
+from headrace.training.transfer import upload
 from headrace.types import Batch
 
+LOSS = "loss"
 
-@dataclass(frozen=True)
+
+@dataclass
 class Gradients:
-    """What accumulating left to tell, beside the gradients on the parameters."""
+    """What accumulating left to tell, beside the gradients on the parameters. Its figures wait for the device."""
 
-    loss: float
-    metrics: dict[str, float]
-    """Means over the batch's trained tokens."""
+    sums: dict[str, torch.Tensor]
+    """Of the batch, in float64: its loss, under `LOSS`, and the metrics' sums over trained tokens."""
+    trained_tokens: int
     tokens: int
     micro_batches: int
+    ranks: Ranks | None = None
+
+    @cached_property
+    def figures(self) -> dict[str, float]:
+        """The sums, of all ranks; they are read together."""
+        if not self.sums:
+            return {LOSS: 0.0}
+        values = torch.stack(list(self.sums.values())).tolist()
+        if self.ranks:
+            values = self.ranks.sum_over_data(values)
+        return dict(zip(self.sums, values, strict=True))
+
+    @property
+    def loss(self) -> float:
+        """The batch's loss."""
+        return self.figures[LOSS]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over the batch's trained tokens."""
+        count = max(self.trained_tokens, 1)
+        return {name: value / count for name, value in self.figures.items() if name != LOSS}
 
 
 def accumulate(
@@ -44,39 +73,39 @@ def accumulate(
     policies: Mapping[str, FrozenPolicy] | None = None,
     entropy: EntropyOf = "none",
     ranks: Ranks | None = None,
-    compute_dtype: torch.dtype | None = None,
+    half: HalfWeights | None = None,
+    chunk_elements: int | None = None,
     spans: SpanRecorder | None = None,
 ) -> Gradients:
     """Add the batch's gradients to the model's parameters; what is told is of all ranks, and the same on all.
 
     `policies` are those that the loss wants to see the tokens scored by, by their names in `TokenInputs`: all of them
-    before the first gradient. `compute_dtype` is that of a pass's matrix products, where it is not the weights' and no
-    sharding sees to it.
+    before the first gradient. `half` are the model's weights, where the passes have a narrower copy of them: its
+    masters get the gradients. `chunk_elements` is how many logits are held at once.
     """
     rank, shares = (ranks.data, ranks.data_ranks) if ranks else (0, 1)
     rows = plan(batch, micro_batch_tokens=micro_batch_tokens, share_prefixes=share_prefixes, ranks=shares)
     mine = passes(rows, rank, shares) if ranks else [(row, True) for row in rows]
-    with spans.span("score") if spans and policies else nullcontext(), deterministic():
+    ordered = deterministic if input_device(model).type == "cpu" else nullcontext
+    with spans.span("score") if spans and policies else nullcontext(), ordered():
         scores = {name: policy.logprobs([row for row, _ in mine], batch) for name, policy in (policies or {}).items()}
-    total = 0.0
-    sums: dict[str, float] = {}
+    sums: dict[str, torch.Tensor] = {}
     for number, (row, counts) in enumerate(mine):
         reduce_gradients(model, number + 1 == len(mine))
         others = {name: found[number] for name, found in scores.items()}
-        with spans.span("train") if spans else nullcontext(), deterministic():
-            row_loss, row_sums = _backward(model, batch, row, loss, others, entropy, compute_dtype, share=float(counts))
-        total += row_loss * counts
-        for name, value in row_sums.items():
-            sums[name] = sums.get(name, 0.0) + value * counts
-    if ranks:
-        total, *values = ranks.sum_over_data([total, *sums.values()])
-        sums = dict(zip(sums, values, strict=True))
-    count = max(batch.trained_tokens, 1)
+        with spans.span("train") if spans else nullcontext(), ordered():
+            found = _backward(model, batch, row, loss, others, entropy, chunk_elements, share=float(counts))
+        if half is not None:
+            half.collect()
+        for name, value in found.items():
+            value = value.detach().double() * counts
+            sums[name] = sums[name] + value if name in sums else value
     return Gradients(
-        loss=total,
-        metrics={name: value / count for name, value in sums.items()},
+        sums=sums,
+        trained_tokens=batch.trained_tokens,
         tokens=sum(len(row) for row in rows),
         micro_batches=len(rows),
+        ranks=ranks,
     )
 
 
@@ -87,31 +116,42 @@ def _backward(
     loss: Loss,
     others: Mapping[str, torch.Tensor],
     entropy: EntropyOf,
-    compute_dtype: torch.dtype | None,
+    chunk_elements: int | None,
     *,
     share: float,
-) -> tuple[float, dict[str, float]]:
+) -> dict[str, torch.Tensor]:
+    """Of a row, the loss and its metrics' sums."""
     kept = None if batch.kept is None else batch.kept.at(row.sources)
-    with torch.autocast(input_device(model).type, compute_dtype) if compute_dtype else nullcontext():
-        readings = read_row(model, row, temperature=batch.temperature, kept=kept, entropy=entropy)
+    attention = PackedAttention(row)
+    readings = read_row(
+        model,
+        row,
+        temperature=batch.temperature,
+        kept=kept,
+        entropy=entropy,
+        attention=attention,
+        chunk_elements=chunk_elements,
+    )
     logprobs = readings.logprobs
 
     def gathered(values: Any) -> torch.Tensor:
-        return torch.from_numpy(values[row.sources]).to(logprobs)
+        return upload(values[row.sources], logprobs.device, logprobs.dtype)
 
     inputs = TokenInputs(
         logprobs=logprobs,
         behaviour=gathered(batch.logprobs),
         advantages=gathered(batch.advantages),
-        sequences=torch.from_numpy(row.sequences).to(logprobs.device),
-        lags=gathered(batch.version - batch.versions),
+        sequences=upload(row.sequences, logprobs.device),
+        lags=gathered(batch.token_lags()),
         entropy=readings.entropy,
         **{name: scored.to(logprobs) for name, scored in others.items()},
     )
     result = loss(inputs)
     total = (gathered(batch.weights) * result.values).sum()
     (total * share).backward()  # type: ignore[no-untyped-call]
-    return float(total.detach()), {name: float(value) for name, value in result.sums.items()}
+    # Until here: what was compiled looks for it in its backward pass.
+    del attention
+    return {LOSS: total, **result.sums}
 
 
 @contextmanager

@@ -28,6 +28,9 @@ from headrace.errors import HeadraceError, UserError
 from headrace.models.loading import load_model, named_weights
 from headrace.observe.spans import SpanRecorder
 from headrace.training.checkpoint import TrainerState, copy_companions, is_sharded, read_state, write_checkpoint
+from headrace.training.compiled import compiled_layers, uncompiled
+from headrace.training.devices import compute_dtype
+from headrace.training.half import HalfWeights
 from headrace.training.logprobs import row_logprobs
 from headrace.training.lora import ADAPTER_FILE, TrainedAdapter
 from headrace.training.optimizer import Optimizer, learning_rate
@@ -44,8 +47,9 @@ from headrace.training.sharded_checkpoint import (
     read_shards,
     write_model_files,
 )
-from headrace.training.sharding import reshard
+from headrace.training.sharding import input_device, reshard
 from headrace.training.step import accumulate
+from headrace.training.warm_up import warm_up_batches
 from headrace.types import NO_VERSION, Batch, Float32Array, Int32Array
 
 OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"
@@ -71,12 +75,20 @@ class Trainer:
         ranks: Ranks | None = None,
         spans: SpanRecorder | None = None,
         adapter: TrainedAdapter | None = None,
+        chunk_elements: int | None = None,
+        correct_above: int | None = None,
     ) -> None:
+        """`chunk_elements` is how many logits are held at once, where that is not left to the trainer."""
         self.model = model.eval()
+        self._chunk_elements = chunk_elements
+        half = compute_dtype(training, input_device(model)) == "bfloat16"
+        # Several ranks hold 16-bit weights only while they gather them: their sharding sees to it.
+        self._half = HalfWeights(model) if half and ranks is None else None
+        self._warm = compiled_layers(model) is None
         self._adapter = adapter
         self._ranks = ranks
         self._shards = ShardWriter(ranks) if ranks else None
-        self._policy_loss = build_loss(algorithm)
+        self._policy_loss = build_loss(algorithm, correct_above)
         self._needs = needs(algorithm)
         self._policies = Policies(
             self.model, self._needs, teacher=teacher, switched_off=adapter.disabled if adapter is not None else None
@@ -100,12 +112,12 @@ class Trainer:
 
     def step(self, batch: Batch) -> StepReport:
         """One optimizer step. The first batch of another objective than the last one's starts a fresh optimizer."""
+        self.warm_up()
         started = time.monotonic()
         policy = batch.objective == "policy"
         optimizer = self._optimizer
         if optimizer is None or batch.objective != self._state.objective:
-            optimizer = self._optimizer = Optimizer(self.model, self._training, self._ranks)
-        half = self._training.compute_dtype == "bfloat16"
+            optimizer = self._optimizer = self._new_optimizer()
         with self._adapter.dropout(self._state.steps_done) if self._adapter else nullcontext():
             gradients = accumulate(
                 self.model,
@@ -116,12 +128,17 @@ class Trainer:
                 policies=self._policies.of(batch) if policy else None,
                 entropy=self._needs.entropy if policy else "none",
                 ranks=self._ranks,
-                compute_dtype=torch.bfloat16 if half and self._ranks is None else None,
+                half=self._half,
+                chunk_elements=self._chunk_elements,
                 spans=self._spans,
             )
         rate = self._rate(batch)
         with self._spans.span("optimize") if self._spans else nullcontext():
-            applied = optimizer.apply(rate)
+            pending = optimizer.begin(rate)
+            if self._half is not None:
+                self._half.refresh()
+            # The one wait for the device in a step.
+            applied = pending.read()
         changed = applied.changed
         self._state = TrainerState(
             steps_done=self._state.steps_done + 1,
@@ -148,11 +165,33 @@ class Trainer:
             metrics=gradients.metrics | {"update_ratio": applied.update_ratio},
         )
 
+    def warm_up(self) -> None:
+        """Compile what is to be compiled, by two small passes whose gradients are dropped. Idempotent."""
+        layers = compiled_layers(self.model)
+        if self._warm or layers is None:
+            return
+        self._warm = True
+        try:
+            for batch in warm_up_batches(int(self.model.get_output_embeddings().weight.shape[0])):
+                accumulate(
+                    self.model,
+                    batch,
+                    imitation,
+                    micro_batch_tokens=self._training.micro_batch_tokens,
+                    share_prefixes=self._training.share_prefixes,
+                    ranks=self._ranks,
+                    chunk_elements=self._chunk_elements,
+                )
+        except layers.failure as error:
+            layers.give_up(error)
+        finally:
+            self.model.zero_grad(set_to_none=True)
+
     def score(self, token_ids: Int32Array) -> Float32Array:
         """Log-probabilities of tokens 1..n given their prefix, untempered ([n - 1])."""
         if len(token_ids) < 2:
             return np.zeros(0, np.float32)
-        with torch.no_grad():
+        with torch.no_grad(), uncompiled(self.model):
             logprobs = row_logprobs(self.model, plan_scoring(token_ids)).float().cpu().numpy()
         reshard(self.model)
         return logprobs
@@ -166,7 +205,10 @@ class Trainer:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What is trained, by canonical name, all weights or the adapter's: not copies, the next step changes them."""
-        return named_weights(self.model) if self._adapter is None else self._adapter.weights()
+        if self._adapter is not None:
+            return self._adapter.weights()
+        masters = {} if self._half is None else {name: p.detach() for name, p in self._half.masters.items()}
+        return named_weights(self.model) | masters
 
     def save(self, directory: str | Path, *, version: int = NO_VERSION, source: str | Path | None = None) -> Path:
         """Write a checkpoint `step-XXXXXXXX` below this directory; its path, once it is whole.
@@ -193,10 +235,11 @@ class Trainer:
             return self._shards.save(Path(directory), state, tensors, fill)
 
         def write(path: Path) -> None:
-            if self._adapter is None:
-                self.model.save_pretrained(path)
-            else:
-                self._adapter.save(path)
+            with self._half.whole() if self._half else nullcontext():
+                if self._adapter is None:
+                    self.model.save_pretrained(path)
+                else:
+                    self._adapter.save(path)
             # What the source has beside config and weights; the model's own generation config gives way to it.
             copy_companions(companions, path)
             tensors = self._optimizer.tensors() if self._optimizer else {}
@@ -220,7 +263,7 @@ class Trainer:
         if state.policy_steps:
             reference = checkpoint / REFERENCE_FILE
             self._policies.hold_reference(load_file(reference) if reference.is_file() else None)
-        optimizer = Optimizer(self.model, self._training, self._ranks) if state.objective else None
+        optimizer = self._new_optimizer() if state.objective else None
         if is_sharded(checkpoint):
             read_shards(checkpoint, {WEIGHTS + name: tensor for name, tensor in self.weights().items()}, self._ranks)
             if optimizer:
@@ -229,6 +272,8 @@ class Trainer:
             self._load_whole(checkpoint)
             if optimizer:
                 optimizer.restore(self._own_part(load_file(checkpoint / OPTIMIZER_FILE)))
+        if self._half is not None:
+            self._half.refresh()
         self._optimizer = optimizer
         self._state = state
 
@@ -237,14 +282,19 @@ class Trainer:
         if self._shards is not None:
             self._shards.close()
 
+    def _new_optimizer(self) -> Optimizer:
+        return Optimizer(self.model, self._training, self._ranks, self._half.masters if self._half else None)
+
     def _load_whole(self, checkpoint: Path) -> None:
         if self._adapter is not None:
-            self._adapter.load(checkpoint)
+            with self._half.whole() if self._half else nullcontext():
+                self._adapter.load(checkpoint)
             return
         if (checkpoint / ADAPTER_FILE).is_file():
             raise UserError(f"{checkpoint} holds an adapter only: it is of a run with [lora]")
-        saved = load_model(checkpoint, dtype=str(next(self.model.parameters()).dtype).removeprefix("torch."))
-        _take(named_weights(saved), self.weights())
+        weights = self.weights()
+        saved = load_model(checkpoint, dtype=str(next(iter(weights.values())).dtype).removeprefix("torch."))
+        _take(named_weights(saved), weights)
 
     def _optimizer_shards(self) -> dict[str, torch.Tensor]:
         parameters = dict(self.model.named_parameters())

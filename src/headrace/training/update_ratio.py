@@ -7,11 +7,13 @@ elements are looked at follows from the whole parameter, so the ratio is the sam
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+
+from headrace.training.transfer import upload
 
 SAMPLE = 1 << 14
 
@@ -25,7 +27,7 @@ class UpdateRatio:
         parameters: Iterable[torch.Tensor],
         starts: Callable[[torch.Tensor], Sequence[int]] = lambda parameter: [0] * parameter.ndim,
         copies: Callable[[torch.Tensor], int] = lambda parameter: 1,
-        summed: Callable[[Sequence[float]], Sequence[float]] = lambda values: values,
+        summed: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
     ) -> None:
         """`starts` tells where this rank's part of a parameter begins, `copies` how many ranks hold that same part.
 
@@ -44,17 +46,17 @@ class UpdateRatio:
         self._before = [view.clone() for view in self._views]
 
     @torch.no_grad()
-    def after(self) -> float:
-        """The ratio of what the step has changed."""
+    def after(self) -> torch.Tensor:
+        """The ratio of what the step has changed, where the weights are."""
         if not self._views:
-            return 0.0
+            return torch.zeros(())
         changes = [view - before for view, before in zip(self._views, self._before, strict=True)]
-        moved, whole = self._summed([self._square(tensors) for tensors in (changes, self._before)])
-        return math.sqrt(moved / max(whole, sys.float_info.min))
+        moved, whole = self._summed(torch.stack([self._square(tensors) for tensors in (changes, self._before)]))
+        return torch.sqrt(moved / whole.clamp(min=torch.finfo(whole.dtype).tiny))
 
-    def _square(self, tensors: list[torch.Tensor]) -> float:
+    def _square(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         squares = torch.stack([norm.square() for norm in torch._foreach_norm(tensors)])
-        return float((squares * squares.new_tensor(self._scales)).sum())
+        return (squares * upload(np.array(self._scales), squares.device, squares.dtype)).sum()
 
 
 def _strides(shape: Sequence[int]) -> list[int]:

@@ -10,27 +10,35 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from safetensors import SafetensorError
 
 from headrace.channel.beats import Stop
 from headrace.channel.desk import Desk
 from headrace.channel.spoke import Incoming
+from headrace.channel.turns import FILE as TURNS
+from headrace.channel.turns import TrainerTurns
 from headrace.config import Config
 from headrace.delivery.base import Manifest
 from headrace.delivery.digest import digest_as
 from headrace.delivery.plan import dtype_of
 from headrace.delivery.publisher import Publisher
-from headrace.delivery.setup import make_sender
+from headrace.delivery.setup import choose, make_sender
 from headrace.delivery.sharded_publisher import ShardedPublisher
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, UserError
 from headrace.models.loading import load_model, named_weights
 from headrace.models.rounding import rounded
-from headrace.training.checkpoint import latest, prune, read_state
+from headrace.observe.spans import SpanRecorder
+from headrace.training.checkpoint import latest, prune, read_state, set_aside, torn
+from headrace.training.devices import choose_device
 from headrace.training.lora import TrainedAdapter, keep_base
 from headrace.training.messages import (
     RENDEZVOUS,
@@ -50,43 +58,51 @@ from headrace.training.trainer import Trainer
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 T = TypeVar("T")
+FIRST_RANK = "trainer-0"
+UNWRITABLE = (OSError, SafetensorError)
+"""What writing a checkpoint raises where the disk will not have it."""
 
 
-def serve(desk: Desk, config: Config) -> None:
-    """Load the model or the newest checkpoint, and train until told to stop."""
-    TrainerRole(desk, config).run()
+def serve(desk: Desk, config: Config, last_step: int | None = None) -> None:
+    """Load the model or the newest checkpoint, up to `last_step` if that is given, and train until told to stop."""
+    TrainerRole(desk, config, last_step).run()
 
 
 class TrainerRole:
     """A trainer, its publisher, and the queue of what the controller asks."""
 
-    def __init__(self, desk: Desk, config: Config) -> None:
+    def __init__(self, desk: Desk, config: Config, last_step: int | None = None) -> None:
         desk.phase = "loading"
         self.desk = desk
         self.config = config
         self.checkpoints = desk.run_dir / "checkpoints"
+        self.first = desk.name == FIRST_RANK
+        """Whether this rank speaks for the trainer."""
         with desk.spans.span("load"):
-            # Master weights are float32 whatever the serving dtype: small updates would vanish in bfloat16.
-            model = load_model(config.model.path, weights=config.model.weights, dtype="float32", seed=config.run.seed)
-            self.base_digest = digest_as(named_weights(model), config.model.dtype) if config.lora is not None else 0
-            self.ranks = join_ranks(desk, config)
-            self.trainer = Trainer(
-                prepare_model(model, config.training, self.ranks),
-                config.algorithm,
-                config.training,
-                total_steps=config.run.versions * config.delivery.publish_every,
-                warm_start=config.warm_start,
-                teacher=_teacher(config, model),
-                ranks=self.ranks,
-                spans=desk.spans,
-                adapter=self._adapter(model),
-            )
+            if last_step is not None and self.first:
+                # Before the ranks meet: all of them then find the same newest checkpoint.
+                set_aside(self.checkpoints, last_step)
+            built = build_trainer(config, self.checkpoints, desk.spans, lambda device: join_ranks(desk, config, device))
+            self.trainer, self.ranks, self.base_digest = built.trainer, built.ranks, built.base_digest
+            device = self.device = built.device
+            self.torn = torn(self.checkpoints)
             self.resumed_from = latest(self.checkpoints)
             if self.resumed_from is not None:
                 self.trainer.load(self.resumed_from)
-        self.publisher = make_publisher(desk, config, self.ranks, model.config.vocab_size, self.base_digest)
-        self.first = self.ranks is None or self.ranks.rank == 0
-        """Whether this rank speaks for the trainer."""
+        self.publisher = make_publisher(
+            desk,
+            config,
+            self.ranks,
+            self.trainer.model.config.vocab_size,
+            self.base_digest,
+            device=device,
+        )
+        self.choice = choose(config.delivery, trainer=device, engines=engine_device(config))
+        shared = device == "cuda" and self.ranks is None and engine_device(config) == "cuda"
+        self.turns = TrainerTurns(desk.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
+        desk.phase = "compiling"
+        with desk.spans.span("compile"):
+            self.trainer.warm_up()
         self.failure: BaseException | None = None
         """Why a version was not announced: none is after it."""
         self.work: queue.Queue[Incoming | BaseException] = queue.Queue()
@@ -98,7 +114,11 @@ class TrainerRole:
             policy_steps=self.trainer.policy_steps,
             resumed_from=str(self.resumed_from or ""),
             version=NO_VERSION if self.resumed_from is None else read_state(self.resumed_from).version,
+            torn=", ".join(self.torn),
             parameters=sum(weight.numel() for weight in self.trainer.weights().values()),
+            device=self.device,
+            transport=self.choice.transport,
+            transport_why=self.choice.why,
         )
         try:
             while not isinstance((incoming := self._next()).message, Stop):
@@ -107,17 +127,11 @@ class TrainerRole:
             self.desk.phase = "stopping"
             self.publisher.close()
             self.trainer.close()
+            if self.turns is not None:
+                self.turns.close()
         # In good order only: a rank that failed must not wait for others before it says why.
         if self.ranks is not None:
             self.ranks.leave()
-
-    def _adapter(self, model: Any) -> TrainedAdapter | None:
-        config, base = self.config, Path(self.config.model.path)
-        if config.lora is None:
-            return None
-        if config.model.weights == "random":
-            base = keep_base(model, self.checkpoints, base)
-        return TrainedAdapter(model, config.lora, base=base, seed=config.run.seed)
 
     def _pass_messages(self) -> None:
         while True:
@@ -149,11 +163,13 @@ class TrainerRole:
     def _handle(self, incoming: Incoming) -> None:
         match incoming.message:
             case Train(batch=batch, publish=publish, parent=parent, save=save):
-                self.desk.phase = "stepping"
-                report = self.trainer.step(batch)
+                with self._turn():
+                    self.desk.phase = "stepping"
+                    report = self.trainer.step(batch)
                 if self.first:
                     self.desk.spoke.reply(incoming, Trained(report=report))
                 if publish is not None:
+                    # Not in the trainer's turn: it may wait for engines, which prove a version by steps of their own.
                     self._publish(publish, parent)
                 if save and publish is not None:
                     self._save(publish, self.desk.spoke.send)
@@ -164,30 +180,63 @@ class TrainerRole:
             case other:
                 raise HeadraceError(f"the trainer was sent a {type(other).__name__}")
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """On a GPU that engines share, until the trainer has done its step."""
+        if self.turns is None:
+            yield
+            return
+        with ExitStack() as stack:
+            self.desk.phase = "waiting for the GPU"
+            with self.desk.spans.span("turn", busy=False):
+                stack.enter_context(self.turns.held(self.config.pipeline.stall_seconds))
+            yield
+
     def _save(self, version: int, tell: Callable[[Saved], None]) -> None:
         self.desk.phase = "saving"
         with self.desk.spans.span("checkpoint"):
-            future = self.trainer.begin_save(self.checkpoints, version=version, source=Path(self.config.model.path))
+            try:
+                future = self.trainer.begin_save(self.checkpoints, version=version, source=Path(self.config.model.path))
+            except UNWRITABLE as error:
+                raise self._unwritable(error) from error
 
         def announce(path: Path) -> None:
-            prune(self.checkpoints, self.config.training.keep_checkpoints)
+            try:
+                prune(self.checkpoints, self.config.training.keep_checkpoints)
+            except UNWRITABLE as error:
+                self._fail(self._unwritable(error))
+                return
             tell(Saved(version=version, path=str(path)))
 
-        self._when_done(future, announce)
+        self._when_done(future, announce, self._unwritable)
 
-    def _when_done(self, future: Future[T], announce: Callable[[T], None]) -> None:
+    def _unwritable(self, error: BaseException) -> BaseException:
+        """A disk that is full, or not ours, is the user's to know; anything else is as it is."""
+        if not isinstance(error, UNWRITABLE):
+            return error
+        return UserError(f"{self.checkpoints} cannot be written: {error}; older checkpoints are whole")
+
+    def _when_done(
+        self,
+        future: Future[T],
+        announce: Callable[[T], None],
+        explain: Callable[[BaseException], BaseException] = lambda error: error,
+    ) -> None:
         """Announce what a background thread made; the first rank's to do."""
 
         def done(future: Future[T]) -> None:
             error = future.exception()
             if error is not None:
-                # In a callback an exception would be lost, and everybody would wait for what never comes.
-                self.failure = self.failure or error
-                self.work.put(error)
+                self._fail(explain(error))
             elif self.failure is None and self.first:
                 announce(future.result())
 
         future.add_done_callback(done)
+
+    def _fail(self, error: BaseException) -> None:
+        # In a callback an exception would be lost, and everybody would wait for what never comes.
+        self.failure = self.failure or error
+        self.work.put(error)
 
     def _resend(self, incoming: Incoming, manifest: Manifest) -> None:
         def answer(done: Future[Manifest]) -> None:
@@ -221,7 +270,13 @@ class TrainerRole:
         self._when_done(future, announce)
 
 
-def join_ranks(desk: Desk, config: Config) -> Ranks | None:
+def engine_device(config: Config) -> str:
+    """Where the run's engines are, on this host."""
+    on_gpu = config.engine.device == "cuda" or (config.engine.device == "auto" and torch.cuda.is_available())
+    return "cuda" if on_gpu else "cpu"
+
+
+def join_ranks(desk: Desk, config: Config, device: str = "cpu") -> Ranks | None:
     """This process's place among the trainer's ranks; None where it is the only one."""
     training, pipeline = config.training, config.pipeline
     if training.ranks == 1 and not training.offload:
@@ -232,19 +287,27 @@ def join_ranks(desk: Desk, config: Config) -> Ranks | None:
         int(desk.name.removeprefix("trainer-")),
         training.ranks,
         tensor_parallel=training.tensor_parallel,
-        device="cpu",
+        device=device,
         timeout=max(pipeline.start_seconds, pipeline.stall_seconds, config.delivery.deadline),
     )
 
 
 def make_publisher(
-    desk: Desk, config: Config, ranks: Ranks | None, vocabulary: int, base_digest: int
+    desk: Desk, config: Config, ranks: Ranks | None, vocabulary: int, base_digest: int, *, device: str = "cpu"
 ) -> Publisher | ShardedPublisher:
     """The end of delivery that is this process's: of the whole model, or of this rank's part."""
     canary = canary_sequence(vocabulary, config.delivery.canary_tokens)
     tolerance, deadline = config.delivery.canary_tolerance, config.delivery.deadline
     rank = ranks.rank if ranks else 0
-    sender = make_sender(config.delivery, desk.run_dir, rank, receivers=config.engine.count)
+    sender = make_sender(
+        config.delivery,
+        desk.run_dir,
+        rank,
+        trainer=device if ranks is None else str(ranks.device),
+        engines=engine_device(config),
+        receivers=config.engine.count,
+        relays=ranks is None,  # an engine keeps the whole, not the parts that it came in
+    )
     if ranks:
         return ShardedPublisher(
             sender, ranks.publishing, ranks.coordinate, published_dtype(config), tolerance, canary, deadline=deadline
@@ -258,6 +321,64 @@ def make_publisher(
         base_digest=base_digest,
         deadline=deadline,
     )
+
+
+@dataclass(frozen=True)
+class Built:
+    """A trainer at its first weights."""
+
+    trainer: Trainer
+    device: str
+    ranks: Ranks | None
+    base_digest: int
+    """Of the base model, with [lora]; else 0."""
+
+
+def build_trainer(
+    config: Config,
+    checkpoints: Path,
+    spans: SpanRecorder | None = None,
+    meet: Callable[[str], Ranks | None] = lambda device: None,
+) -> Built:
+    """The trainer that a configuration describes, before its first step.
+
+    `meet` is given the device and gives this process's place among the ranks, once the model is loaded; without it the
+    trainer is the only one.
+    """
+    device = choose_device(config.training.device)
+    # Master weights are float32 whatever the serving dtype: small updates would vanish in bfloat16.
+    model = load_model(
+        config.model.path,
+        weights=config.model.weights,
+        dtype="float32",
+        seed=config.run.seed,
+        # Ranks shard what they hold on the host: none of them has room for the whole model on its GPU.
+        device="cpu" if config.training.offload or config.training.ranks > 1 else device,
+    )
+    base_digest = digest_as(named_weights(model), config.model.dtype) if config.lora is not None else 0
+    ranks = meet(device)
+    trainer = Trainer(
+        prepare_model(model, config.training, ranks),
+        config.algorithm,
+        config.training,
+        total_steps=config.run.versions * config.delivery.publish_every,
+        warm_start=config.warm_start,
+        teacher=_teacher(config, model),
+        ranks=ranks,
+        spans=spans,
+        adapter=_adapter(config, model, checkpoints),
+        correct_above=config.buffer.correct_above,
+    )
+    return Built(trainer, device, ranks, base_digest)
+
+
+def _adapter(config: Config, model: Any, checkpoints: Path) -> TrainedAdapter | None:
+    base = Path(config.model.path)
+    if config.lora is None:
+        return None
+    if config.model.weights == "random":
+        base = keep_base(model, checkpoints, base)
+    return TrainedAdapter(model, config.lora, base=base, seed=config.run.seed)
 
 
 def published_dtype(config: Config) -> str:

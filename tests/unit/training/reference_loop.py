@@ -116,6 +116,8 @@ def policy_loss(
     def ppo(x: torch.Tensor) -> torch.Tensor:
         return -torch.min(x * advantage, torch.clip(x, 1 - low, 1 + high) * advantage)
 
+    if algorithm.loss == "reinforce":
+        return -advantage * logp
     if algorithm.loss == "cispo":
         return -torch.clip(rho, 0, 1 + high) * advantage * logp
     if algorithm.loss == "distillation":

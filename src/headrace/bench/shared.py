@@ -1,0 +1,140 @@
+"""`headrace bench loop MODEL`: engine and trainer on one device, synchronous and asynchronous, in one call.
+
+Every run is the real one, delivery with proof included. Beside them, generation alone is measured with the same answer
+lengths and as many answers in flight, and training alone in the synchronous run, where nothing else runs while a step
+does. If nothing overlaps, no schedule can consume more than 1 / (1/generation + 1/training) tokens a second.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from headrace.bench.shared_work import SharedBench, check_options, run_config, steady_rate
+from headrace.bench.workload import write_tokenizer
+from headrace.errors import HeadraceError, UserError
+from headrace.models.shapes import SHAPES, build_shape
+from headrace.observe.progress import NoProgress
+from headrace.observe.records import open_journal, policy_steps
+from headrace.pipeline.launch import start_run
+from headrace.training.devices import choose_device
+
+Say = Callable[[str], None]
+
+ALONE_SECONDS = 600.0
+ROUNDS = 4
+"""Answers of the engine alone, in units of those in flight: its batch is full most of the time."""
+_SAMPLE_SECONDS = 0.25
+
+
+def bench_shared(options: SharedBench, say: Say) -> dict[str, Any]:
+    """Measure and return all figures; `say` gets a line before each part."""
+    check_options(options)
+    cuda = choose_device(options.device) == "cuda"
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        directory = Path(scratch)
+        model, weights = _model(options, directory, say, cuda=cuda)
+
+        def measure(depth: int) -> dict[str, Any]:
+            say(f"depth {depth}: {options.versions} versions of {options.in_flight} answers")
+            return _run(run_config(options, directory, model, weights, depth, cuda=cuda), depth, cuda=cuda)
+
+        synchronous = measure(0)
+        asynchronous = measure(options.depth)
+        say("generation alone")
+        generation = _generation(options, model, weights, cuda=cuda)
+    training = synchronous["tokens"] / synchronous["training_seconds"]
+    bound = 1 / (1 / generation + 1 / training)
+    return {
+        "bench": "loop",
+        "model": options.model,
+        "device": "cuda" if cuda else "cpu",
+        "device_name": torch.cuda.get_device_name() if cuda else "cpu",
+        "torch": torch.__version__,
+        "arguments": msgspec.to_builtins(options),
+        "synchronous": synchronous,
+        "asynchronous": asynchronous,
+        "ratio": asynchronous["tokens_per_second"] / synchronous["tokens_per_second"],
+        "generation_alone": generation,
+        "training_alone": training,
+        "bound_without_overlap": bound,
+        "of_the_bound": asynchronous["tokens_per_second"] / bound,
+    }
+
+
+def _model(options: SharedBench, directory: Path, say: Say, *, cuda: bool) -> tuple[Path, str]:
+    """A model directory with a tokenizer, and whether its weights are to be loaded or drawn."""
+    given = Path(options.model)
+    if given.is_dir():
+        return given, "load" if any(given.glob("*.safetensors")) else "random"
+    if options.model not in SHAPES:
+        raise UserError(f"{options.model} is neither a model directory nor a shape (one of {', '.join(SHAPES)})")
+    say(f"writing a random {options.model}")
+    path = directory / "model"
+    model = build_shape(options.model, "bfloat16" if cuda else "float32", "cuda" if cuda else "cpu", options.seed)
+    model.save_pretrained(path)
+    del model
+    if cuda:
+        torch.cuda.empty_cache()
+    write_tokenizer(path)
+    return path, "load"
+
+
+def _run(config: Any, depth: int, *, cuda: bool) -> dict[str, Any]:
+    with _watched_memory(cuda=cuda) as memory:
+        outcome = start_run(config, NoProgress())
+    with open_journal(outcome.run_dir.path) as journal:
+        steps = [dict(step) for step in policy_steps(journal)]
+    names = ("trainer_idle_fraction", "engine_idle_fraction", "lag_mean", "lag_max", "train_seconds")
+    return (
+        steady_rate(steps, depth)
+        | {name: outcome.summary[name] for name in names}
+        | {"tokens_per_second_with_ends": outcome.summary["tokens_per_second"], "peak_memory_bytes": memory[0] or None}
+    )
+
+
+@contextmanager
+def _watched_memory(*, cuda: bool) -> Iterator[list[int]]:
+    """The most of the GPU's memory, of all processes, that was in use at some moment of the body."""
+    peak = [0]
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_SAMPLE_SECONDS):
+            free, total = torch.cuda.mem_get_info()
+            peak[0] = max(peak[0], total - free)
+
+    thread = threading.Thread(target=watch, name="memory", daemon=True)
+    if cuda:
+        thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        if cuda:
+            thread.join()
+
+
+def _generation(options: SharedBench, model: Path, weights: str, *, cuda: bool) -> float:
+    """Tokens a second of the engine alone, in a process of its own."""
+    kind, _, rest = options.lengths.partition(":")
+    command = [sys.executable, "-m", "headrace", "bench", "engine", str(model), "--json", "--rescore", "0"]
+    command += ["--batch", str(options.in_flight), "--requests", str(ROUNDS * options.in_flight)]
+    command += ["--prompt", str(options.prompt), "--device", "cuda" if cuda else "cpu", "--seed", str(options.seed)]
+    command += ["--generate", rest] if kind == "equal" else ["--lengths", options.lengths]
+    command += ["--random-weights"] if weights == "random" else []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=ALONE_SECONDS, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise HeadraceError(f"the engine alone could not be measured: {last}")
+    return float(json.loads(done.stdout)["tokens_per_second"])

@@ -1,0 +1,37 @@
+"""The figures of the loop benchmark of one model as lines for a reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """One aligned line a figure."""
+    options = found["arguments"]
+    rows = [
+        ("model", f"{found['model']}, {found['device_name']}, torch {found['torch']}"),
+        ("work", f"{options['in_flight']} answers in flight and a version, lengths {options['lengths']}"),
+        ("synchronous", _run(found["synchronous"])),
+        (f"asynchronous, depth {options['depth']}", _run(found["asynchronous"])),
+        ("asynchronous over synchronous", f"{found['ratio']:.2f}x"),
+        ("generation alone", f"{found['generation_alone']:,.0f} tokens/s"),
+        ("training alone", f"{found['training_alone']:,.0f} tokens/s"),
+        ("one after the other", f"{found['bound_without_overlap']:,.0f} tokens/s at best"),
+        ("of that", f"{found['of_the_bound']:.2f}"),
+    ]
+    width = max(len(name) for name, _ in rows) + 2
+    return [f"{name:<{width}}{text}" for name, text in rows]
+
+
+def _run(run: dict[str, Any]) -> str:
+    memory = run["peak_memory_bytes"]
+    return (
+        f"{run['tokens_per_second']:,.0f} tokens/s   idle: trainer {_share(run['trainer_idle_fraction'])}, engine "
+        f"{_share(run['engine_idle_fraction'])}   lag {run['lag_mean']:.2f} (max {run['lag_max']})"
+        + ("" if memory is None else f"   {memory / 2**30:.1f} GiB")
+    )
+
+
+def _share(fraction: float | None) -> str:
+    """A run that is over before its processes have said what they did has none."""
+    return "unknown" if fraction is None else f"{fraction:.2f}"

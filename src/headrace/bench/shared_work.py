@@ -1,0 +1,97 @@
+"""What the loop benchmark of one model asks for, checked before torch is loaded, and the runs' configurations.
+
+Answers have forced lengths, so that every run does the same work whatever its weights say.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.bench.lengths import longest_of, make_lengths
+from headrace.errors import UserError
+
+WARM_VERSIONS = 2
+"""Versions at the beginning of a run that are not counted: kernels are loaded, steps captured, the pipeline filled."""
+
+
+class SharedBench(msgspec.Struct, frozen=True, kw_only=True):
+    """The options of `headrace bench loop MODEL`, as they were given."""
+
+    model: str
+    versions: int = 10
+    in_flight: int = 256
+    lengths: str = "lognormal:256:2048"
+    prompt: int = 64
+    group_size: int = 8
+    depth: int = 2
+    micro_batch_tokens: int = 16384
+    one_gpu: str = "turns"
+    device: str = "auto"
+    seed: int = 0
+
+
+def check_options(options: SharedBench) -> None:
+    """Raise a one-line `UserError` for the first option that makes no sense."""
+    make_lengths(options.lengths, 1, 0)
+    for name in ("in_flight", "prompt", "group_size", "micro_batch_tokens"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
+    if options.in_flight % options.group_size:
+        raise UserError(f"--in-flight {options.in_flight}: not a multiple of --group-size {options.group_size}")
+    least = WARM_VERSIONS + options.depth + 1
+    if options.versions < least:
+        raise UserError(f"--versions {options.versions}: at least {least} at depth {options.depth}")
+    if options.one_gpu not in ("turns", "slices", "mps"):
+        raise UserError(f"--one-gpu {options.one_gpu}: turns, slices or mps")
+    if options.device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {options.device}: auto, cpu or cuda")
+
+
+def run_config(options: SharedBench, directory: Path, model: Path, weights: str, depth: int, *, cuda: bool) -> Any:
+    """The configuration of one measured run: a version trains as many answers as are in flight."""
+    from headrace.config import make_config
+
+    device = "cuda" if cuda else "cpu"
+    longest = options.prompt + longest_of(options.lengths)
+    return make_config(
+        {
+            "run": {
+                "name": f"depth-{depth}",
+                "directory": str(directory),
+                "versions": options.versions,
+                "seed": options.seed,
+            },
+            "model": {"path": str(model), "weights": weights, "dtype": "bfloat16" if cuda else "float32"},
+            "task": {
+                "kind": "environment",
+                "factory": "headrace.bench.workload:LengthsTask",
+                "config": {"length": options.prompt, "lengths": options.lengths},
+            },
+            "engine": {"slots": options.in_flight, "max_length": longest + 16, "kv": "keep", "device": device},
+            "rollouts": {"group_size": options.group_size, "max_tokens": longest_of(options.lengths)},
+            "buffer": {"groups": options.in_flight // options.group_size, "depth": depth},
+            "training": {"device": device, "micro_batch_tokens": options.micro_batch_tokens, "learning_rate": 1e-6},
+            "pipeline": {"one_gpu": options.one_gpu if cuda else "turns", "stall_seconds": 300.0},
+            "observe": {"display": "none", "keep_rollouts": False, "timeline": False},
+        }
+    )
+
+
+def steady_rate(steps: list[dict[str, Any]], depth: int) -> dict[str, float]:
+    """Consumed tokens a second, from the end of the warm versions to where the end of the run begins to show.
+
+    The last `depth` versions of a run are trained while nothing more is generated: they would count too well.
+    """
+    counted = steps[WARM_VERSIONS : len(steps) - depth]
+    seconds = counted[-1]["ended"] - steps[WARM_VERSIONS - 1]["ended"]
+    tokens = sum(step["trained_tokens"] for step in counted)
+    return {
+        "tokens_per_second": tokens / seconds,
+        "seconds": seconds,
+        "tokens": tokens,
+        "versions": len(counted),
+        "training_seconds": sum(step["seconds"] for step in counted),
+    }

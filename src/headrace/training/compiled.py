@@ -1,0 +1,83 @@
+"""Decoder layers compiled for training: one compilation for all layers of a kind and all lengths of rows.
+
+Attention is one operation that the compiler does not look into; what is fused is the rest. A compilation that fails is
+said in one line, and the layers run as they are from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from headrace.training.head import PLAIN, Arithmetic, compiled_arithmetic
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "headrace_compiled"
+
+
+class CompiledLayers:
+    """Runs layers compiled, or as they are."""
+
+    def __init__(self, layers: Iterable[torch.nn.Module], *, backend: str | Callable[..., Any] = "inductor") -> None:
+        self.on = True
+        self.arithmetic = compiled_arithmetic() if backend == "inductor" else PLAIN
+        # Loaded here: it takes a second, and most processes compile nothing.
+        import torch._dynamo
+
+        self.failure: type[Exception] = torch._dynamo.exc.TorchDynamoException
+        """What a compilation that fails raises."""
+        # Layers differ in their index only: taken as a variable, one graph serves them all.
+        torch._dynamo.config.allow_unspec_int_on_nn_module = True
+        for layer in layers:
+            layer.forward = self._switched(layer.forward, backend)
+
+    def _switched(self, forward: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
+        compiled = torch.compile(forward, dynamic=True, fullgraph=True, backend=backend)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return (compiled if self.on else forward)(*args, **kwargs)
+
+        return run
+
+    def give_up(self, error: BaseException) -> None:
+        """Say why, and run the layers as they are."""
+        logger.warning("layers are trained uncompiled: %s", (str(error).strip().splitlines() or ["no reason given"])[0])
+        self.on = False
+
+
+def compile_model(
+    model: Any, layers: Iterable[torch.nn.Module], *, backend: str | Callable[..., Any] = "inductor"
+) -> None:
+    """Compile these layers of a model in place, when they are first used."""
+    model.__dict__[_ATTRIBUTE] = CompiledLayers(layers, backend=backend)
+
+
+def compiled_layers(model: Any) -> CompiledLayers | None:
+    """What `compile_model` made of this model, if it did."""
+    found: CompiledLayers | None = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
+    return found
+
+
+def arithmetic_of(model: Any) -> Arithmetic:
+    """How logits are read: compiled where the layers are."""
+    layers = compiled_layers(model)
+    return layers.arithmetic if layers is not None and layers.on else PLAIN
+
+
+@contextmanager
+def uncompiled(model: Any) -> Iterator[None]:
+    """Inside, the layers run as they are: for a few short passes, of which none is worth a compilation."""
+    layers = compiled_layers(model)
+    before = layers is not None and layers.on
+    if layers is not None:
+        layers.on = False
+    try:
+        yield
+    finally:
+        if layers is not None:
+            layers.on = before

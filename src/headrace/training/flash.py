@@ -1,0 +1,225 @@
+"""Attention of a packed row by variable-length kernels, also where sequences share a prefix: exact, without a mask.
+
+Every segment attends to itself causally. What continues a shared prefix attends to that as well, wholly, in a second
+call; the two results are joined by their log-sum-exps. A kernel's backward pass needs only the joined output and the
+joined log-sum-exp to give its own share of the gradients, so those add up to the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from headrace.training.packing import MicroBatch
+from headrace.training.transfer import upload
+
+LARGEST_HEAD = 256
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Ranges(NamedTuple):
+    """Which queries see which keys: stretch i of the queries sees stretch i of the keys."""
+
+    queries: torch.Tensor  # int32 [n + 1], where stretches begin, and the end
+    keys: torch.Tensor
+    longest_query: int
+    longest_key: int
+    causal: bool
+
+
+class Kernels:
+    """The kernels that torch has for CUDA. Queries [T, H, D], keys and values [T', K, D], log-sum-exps [H, T]."""
+
+    def take(self, query: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether they compute on tensors like these."""
+        size = query.shape[-1]
+        fits = size == value.shape[-1] and size % 8 == 0 and size <= LARGEST_HEAD
+        return fits and query.is_cuda and query.dtype in _HALF
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: Ranges, scale: float, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and the log-sum-exp of every query's scores."""
+        output, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q,
+            k,
+            v,
+            ranges.queries,
+            ranges.keys,
+            ranges.longest_query,
+            ranges.longest_key,
+            0.0,
+            ranges.causal,
+            False,
+            scale=scale,
+            **_sides(window),
+        )
+        return output, lse
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+        ranges: Ranges,
+        scale: float,
+        window: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradients of queries, keys and values."""
+        # What would hold the state of dropout, which there is none of.
+        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
+            gradient,
+            q,
+            k,
+            v,
+            output,
+            lse,
+            ranges.queries,
+            ranges.keys,
+            ranges.longest_query,
+            ranges.longest_key,
+            0.0,
+            ranges.causal,
+            state,
+            unused,
+            scale=scale,
+            **_sides(window),
+        )
+        return found
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    # The kernels count the tokens before a query without itself.
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+
+
+class RowRanges:
+    """The stretches of one row, planned once for all layers."""
+
+    def __init__(self, row: MicroBatch, device: torch.device) -> None:
+        own = [s.length for s in row.segments if s.length]
+        self.own = _ranges(own, own, device, causal=True)
+        self.longest = int(row.position_ids.max()) + 1
+        """The longest sequence, its prefix included."""
+        families: dict[int, list[int]] = {}
+        for i, segment in enumerate(row.segments):
+            if segment.prefix is not None and segment.length:
+                families.setdefault(segment.prefix, []).append(i)
+        self.shared: Ranges | None = None
+        if families:
+            prefixes = [row.segments[prefix] for prefix in families]
+            # What continues a prefix lies in one piece.
+            spans = [(row.segments[members[0]].start, row.segments[members[-1]].end) for members in families.values()]
+            self.continuing = _places(spans, device)
+            self.prefixes = _places([(p.start, p.end) for p in prefixes], device)
+            self.shared = _ranges([b - a for a, b in spans], [p.length for p in prefixes], device, causal=False)
+
+    def takes(self, window: int | None) -> bool:
+        """Whether this window can be told to kernels: not one that may end within a shared prefix."""
+        return window is None or self.shared is None or window >= self.longest
+
+
+def _ranges(queries: Sequence[int], keys: Sequence[int], device: torch.device, *, causal: bool) -> Ranges:
+    def borders(lengths: Sequence[int]) -> torch.Tensor:
+        return upload(np.cumsum([0, *lengths], dtype=np.int32), device)
+
+    return Ranges(borders(queries), borders(keys), max(queries), max(keys), causal)
+
+
+def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    return upload(np.concatenate([np.arange(start, end) for start, end in spans]), device)
+
+
+def attend_row(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    row: RowRanges,
+    scale: float,
+    window: int | None,
+    kernels: Kernels,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output [T, H, D] and the log-sum-exps [H, T] of a row."""
+    output, lse = kernels.forward(q, k, v, row.own, scale, _within(window, row))
+    if row.shared is None:
+        return output, lse
+    at, before = row.continuing, row.prefixes
+    other, other_lse = kernels.forward(q[at], k[before], v[before], row.shared, scale, None)
+    own_lse = lse[:, at]
+    joined = torch.logaddexp(own_lse, other_lse)
+
+    def share(part: torch.Tensor, part_lse: torch.Tensor) -> torch.Tensor:
+        return part * (part_lse - joined).exp().t()[..., None]
+
+    output.index_copy_(0, at, (share(output[at], own_lse) + share(other, other_lse)).to(output.dtype))
+    lse.index_copy_(1, at, joined)
+    return output, lse
+
+
+def attend_row_backward(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    row: RowRanges,
+    scale: float,
+    window: int | None,
+    kernels: Kernels,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of `attend_row`'s output with respect to q, k and v."""
+    dq, dk, dv = kernels.backward(gradient, q, k, v, output, lse, row.own, scale, _within(window, row))
+    if row.shared is not None:
+        at, before = row.continuing, row.prefixes
+        more = kernels.backward(
+            gradient[at],
+            q[at],
+            k[before],
+            v[before],
+            output[at],
+            lse[:, at].contiguous(),
+            row.shared,
+            scale,
+            None,
+        )
+        for whole, part, places in zip((dq, dk, dv), more, (at, before, before), strict=True):
+            whole.index_add_(0, places, part)
+    return dq, dk, dv
+
+
+def _within(window: int | None, row: RowRanges) -> int | None:
+    return None if window is None or window >= row.longest else window
+
+
+class FlashAttention(torch.autograd.Function):
+    """`attend_row` as an operation that autograd knows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        row: RowRanges,
+        scale: float,
+        window: int | None,
+        kernels: Kernels,
+    ) -> torch.Tensor:
+        """The output, [T, H, D]."""
+        output, lse = attend_row(q, k, v, row, scale, window, kernels)
+        ctx.save_for_backward(q, k, v, output, lse)
+        ctx.arguments = row, scale, window, kernels
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of q, k and v."""
+        return (*attend_row_backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.arguments), None, None, None, None)

@@ -1,0 +1,161 @@
+"""Training on a GPU: the same losses and gradients as on the CPU, by every way that attention and logits may go."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "training"))
+
+from random_models import FAMILIES, model_dir, random_batch
+
+from headrace.algorithms.losses.imitation import imitation
+from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
+from headrace.models.attention import AttentionCall
+from headrace.models.loading import load_model
+from headrace.training.attention import PackedAttention
+from headrace.training.compiled import compiled_layers
+from headrace.training.packing import plan
+from headrace.training.sharding import prepare_model
+from headrace.training.step import accumulate
+from headrace.training.trainer import Trainer
+from headrace.training.warm_up import warm_up_batches
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+TRAINING = TrainingConfig(learning_rate=1e-3, micro_batch_tokens=48, compile=False)
+
+
+def gradients(model, batch, **changes):
+    model.zero_grad()
+    found = accumulate(model, batch, imitation, micro_batch_tokens=10_000, share_prefixes=True, **changes)
+    return found.loss, {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def trainer_of(path, device, **changes):
+    training = msgspec.structs.replace(TRAINING, **changes)
+    model = prepare_model(load_model(path, device=device), training)
+    return Trainer(model, AlgorithmConfig(), training, total_steps=9, warm_start=WarmStartConfig())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_equals_the_cpu(tmp_path, family):
+    path = model_dir(tmp_path / "model", family)
+    batch = random_batch(1)
+    expected, wanted = gradients(load_model(path), batch)
+    found, grads = gradients(load_model(path, device="cuda"), batch)
+    assert found == pytest.approx(expected, abs=1e-4)
+    norm = max(float(g.abs().max()) for g in wanted.values())
+    for name, gradient in wanted.items():
+        assert float((grads[name] - gradient).abs().max()) < 1e-4 * max(norm, 1.0), name
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bfloat16_is_close_and_reduces_the_loss(tmp_path, compiled):
+    path = model_dir(tmp_path / "model", "qwen3")
+    torch._dynamo.reset()
+    expected = trainer_of(path, "cpu").step(imitation_batch(1))
+    trainer = trainer_of(path, "cuda", compile=compiled)
+    reports = [trainer.step(imitation_batch(step)) for step in range(1, 9)]
+    assert reports[0].loss == pytest.approx(expected.loss, abs=0.05)
+    assert reports[0].grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
+    assert reports[-1].loss < reports[0].loss - 0.1
+    layers = compiled_layers(trainer.model)
+    assert (layers is not None and layers.on) == compiled
+    assert trainer.model.dtype == torch.bfloat16
+    for name, master in trainer.weights().items():
+        assert master.dtype == torch.float32
+        half = dict(trainer.model.named_parameters())[name]
+        assert torch.equal(half, master.to(torch.bfloat16)), name
+
+
+def imitation_batch(step):
+    # The same sequences in every step: a few steps learn them.
+    return msgspec.structs.replace(random_batch(1), step=step, objective="imitation")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_and_uncompiled_agree_in_float32(tmp_path, checkpointing):
+    path = model_dir(tmp_path / "model", "llama")
+    torch._dynamo.reset()
+    plain = trainer_of(path, "cuda", compute_dtype="float32")
+    fast = trainer_of(path, "cuda", compute_dtype="float32", compile=True, activation_checkpointing=checkpointing)
+    for step in range(1, 4):
+        one, other = (trainer.step(random_batch(step, step=step)) for trainer in (plain, fast))
+        assert one.loss == pytest.approx(other.loss, abs=1e-4)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-3)
+    layers = compiled_layers(fast.model)
+    assert layers is not None and layers.on
+
+
+def test_kernels_with_shared_prefixes_are_exact():
+    batch = random_batch(5)
+    row = max(plan(batch, micro_batch_tokens=10_000, share_prefixes=True), key=len)
+    assert any(segment.prefix is not None for segment in row.segments)
+    torch.manual_seed(0)
+    shape = [(1, heads, len(row), 64) for heads in (4, 2, 2)]
+    exact = [torch.randn(*size, dtype=torch.bfloat16, device="cuda") for size in shape]
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        tensors = [x.to(dtype).requires_grad_() for x in exact]
+        q, k, v = tensors
+        call = AttentionCall(layer=0, query=q, key=k, value=v, scaling=0.125, window=None, softcap=None, sinks=None)
+        context = PackedAttention(row)
+        assert (context._kernel_ranges(call) is not None) == (dtype == torch.bfloat16)
+        output = context.attend(call)
+        torch.manual_seed(1)
+        gradient = torch.randn(output.shape, device="cuda").to(torch.bfloat16).to(dtype)
+        found = torch.autograd.grad(output, tensors, gradient)
+        results.append([output.double(), *(g.double() for g in found)])
+        with torch.no_grad():
+            saved, lse = context.attend_saving(call)
+            again = context.attend_backward(call, saved, lse, gradient)
+        for one, other in zip(again[:3], found, strict=True):
+            torch.testing.assert_close(one.transpose(1, 2).double(), other.double(), rtol=0.02, atol=0.02)
+    for one, other in zip(*results, strict=True):
+        assert float((one - other).abs().max()) < 0.03 * max(1.0, float(other.abs().max()))
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path):
+    trainer = trainer_of(model_dir(tmp_path / "model"), "cuda")
+    trainer.step(random_batch(1, step=1))
+    before = {name: tensor.clone() for name, tensor in trainer.weights().items()}
+    poisoned = random_batch(2, step=2)
+    poisoned.weights[np.flatnonzero(poisoned.trained)[0]] = np.nan
+    report = trainer.step(poisoned)
+    assert report.skipped
+    for name, tensor in trainer.weights().items():
+        assert torch.equal(tensor, before[name]), name
+    assert not trainer.step(random_batch(3, step=3)).skipped
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in trainer.weights().items())
+
+
+def test_a_checkpoint_goes_on_alike(tmp_path):
+    path = model_dir(tmp_path / "model")
+    trainer = trainer_of(path, "cuda")
+    for step in (1, 2):
+        trainer.step(random_batch(step, step=step))
+    saved = trainer.save(tmp_path / "checkpoints", source=path)
+    again = trainer_of(path, "cuda")
+    again.load(saved)
+    for name, tensor in trainer.weights().items():
+        assert torch.equal(tensor, again.weights()[name]), name
+    one, other = (t.step(random_batch(3, step=3)) for t in (trainer, again))
+    assert one.loss == pytest.approx(other.loss, abs=1e-3)
+
+
+def test_a_step_does_not_wait_for_the_device(tmp_path):
+    trainer = trainer_of(model_dir(tmp_path / "model"), "cuda")
+    batch = next(iter(warm_up_batches(61)))
+    for _ in range(2):
+        accumulate(trainer.model, batch, imitation, micro_batch_tokens=64, share_prefixes=True, half=trainer._half)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        accumulate(trainer.model, batch, imitation, micro_batch_tokens=64, share_prefixes=True, half=trainer._half)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,58 @@
+"""`headrace bench loop MODEL` on a tiny model and the CPU: real runs whose figures must fit together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headrace.bench.shared import bench_shared
+from headrace.bench.shared_table import table
+from headrace.bench.shared_work import SharedBench, check_options, steady_rate
+from headrace.bench.workload import write_model
+from headrace.errors import UserError
+
+
+def test_both_modes_do_the_same_work(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    options = SharedBench(
+        model=str(tmp_path / "model"),
+        versions=4,
+        in_flight=4,
+        group_size=2,
+        lengths="lognormal:5:12",
+        prompt=6,
+        depth=1,
+        micro_batch_tokens=64,
+        device="cpu",
+    )
+    said: list[str] = []
+    found = json.loads(json.dumps(bench_shared(options, said.append), allow_nan=False))
+    assert [line.partition(":")[0] for line in said] == ["depth 0", "depth 1", "generation alone"]
+    synchronous, asynchronous = found["synchronous"], found["asynchronous"]
+    assert synchronous["versions"] == 2 and asynchronous["versions"] == 1
+    assert synchronous["lag_max"] == 0
+    assert found["ratio"] == pytest.approx(asynchronous["tokens_per_second"] / synchronous["tokens_per_second"])
+    bound = 1 / (1 / found["generation_alone"] + 1 / found["training_alone"])
+    assert found["bound_without_overlap"] == pytest.approx(bound)
+    assert all(len(line) < 200 for line in table(found))
+
+
+def test_the_rate_leaves_out_both_ends() -> None:
+    ended = [10.0, 12.0, 13.0, 15.0, 15.5]
+    steps = [{"ended": at, "trained_tokens": 100 * i, "seconds": 0.5} for i, at in enumerate(ended)]
+    assert steady_rate(steps, 0)["tokens_per_second"] == pytest.approx((200 + 300 + 400) / 3.5)
+    assert steady_rate(steps, 1)["tokens_per_second"] == pytest.approx((200 + 300) / 3.0)
+    assert steady_rate(steps, 1)["training_seconds"] == 1.0
+
+
+def test_mistakes_are_one_line() -> None:
+    for changes, line in (
+        ({"in_flight": 12}, "--in-flight 12: not a multiple of --group-size 8"),
+        ({"versions": 4}, "--versions 4: at least 5 at depth 2"),
+        ({"lengths": "equal:0"}, "--lengths equal:0: must be equal:N or lognormal:MEAN:CUT"),
+        ({"one_gpu": "both"}, "--one-gpu both: turns, slices or mps"),
+    ):
+        with pytest.raises(UserError, match=line):
+            check_options(SharedBench(model="x", **changes))  # type: ignore[arg-type]
