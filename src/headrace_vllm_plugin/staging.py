@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,14 +17,18 @@ from headrace.delivery.plan import plan_digest, unpack
 from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Source
 from headrace.errors import DeliveryError
+from headrace_vllm_plugin.adapter import Pristine
 from headrace_vllm_plugin.wire import Order, Staged
 
 
 class Staging:
     """Holds at most one version. `begin` starts a fetch, `state` says how it stands, `take` hands the tensors out."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pristine: Callable[[], Pristine] | None = None) -> None:
+        """`pristine` are the weights that adapters are added to, opened when the first adapter comes."""
         self._device = device
+        self._open_pristine = pristine
+        self._pristine: Pristine | None = None
         self._sources: dict[str, Source] = {}
         self._buffer: torch.Tensor | None = None
         self._weights: dict[str, torch.Tensor] = {}
@@ -32,7 +37,7 @@ class Staging:
 
     def begin(self, order: Order) -> None:
         """Fetch this version; one staged earlier and not taken is gone then."""
-        if self._thread is not None and self._thread.is_alive():
+        if not self._state.done:
             raise DeliveryError(f"cannot stage version {order.version}: version {self._state.version} is under way")
         self._weights = {}
         self._state = Staged(version=order.version)
@@ -56,7 +61,7 @@ class Staging:
             opened.close()
         self._sources.clear()
         self._weights = {}
-        self._buffer = None
+        self._buffer = self._pristine = None
 
     def _fetch(self, order: Order) -> None:
         started = time.monotonic()
@@ -69,11 +74,25 @@ class Staging:
                 raise DeliveryError(
                     f"version {order.version} arrived wrong: its digest is {state.digest:016x}, not {order.digest:016x}"
                 )
-            self._weights = weights
+            with torch.no_grad():
+                self._weights = self._merged(order, weights) if order.scaling is not None else weights
         except (DeliveryError, OSError, RuntimeError, ValueError) as error:
             state.error = " ".join(str(error).split()) or type(error).__name__
         state.seconds = time.monotonic() - started
         self._state = state
+
+    def _merged(self, order: Order, adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        assert order.scaling is not None
+        if self._pristine is None:
+            if self._open_pristine is None:
+                raise DeliveryError(f"version {order.version} is an adapter, and this worker has nothing to add it to")
+            self._pristine = self._open_pristine()
+        if self._pristine.digest() != order.base_digest:
+            raise DeliveryError(
+                f"version {order.version} is an adapter to weights with digest {order.base_digest:016x}, but this "
+                f"server's model has {self._pristine.digest():016x}"
+            )
+        return self._pristine.with_adapter(adapter, order.scaling)
 
     def _fetched(self, order: Order) -> dict[str, torch.Tensor]:
         if plan_digest(order.entries) != order.plan_digest:

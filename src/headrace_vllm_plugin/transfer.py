@@ -6,6 +6,7 @@ Names are Hugging Face's; how vLLM fuses, shards or packs them is left to vLLM.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from headrace.errors import DeliveryError
+from headrace_vllm_plugin.adapter import Pristine
 from headrace_vllm_plugin.live import compare
 from headrace_vllm_plugin.staging import Staging
 from headrace_vllm_plugin.wire import Live
@@ -42,7 +44,7 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.staging = Staging(device)
+        self.staging = Staging(device, self._pristine)
         self.loaded: dict[str, torch.Tensor] = {}
         self.missing: list[str] = []
 
@@ -63,10 +65,16 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
         self.loaded = self.staging.take(update_info.version)
         found = self.model.load_weights(self.loaded.items())
         expected = {name for name, _ in self.model.named_parameters()}
-        if getattr(self.model_config.hf_config, "tie_word_embeddings", False):
+        if self._tied():
             # No checkpoint has it then: vLLM takes the embedding's.
             expected.discard("lm_head.weight")
         self.missing = sorted(expected - set(found)) if found else []
+
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
+
+    def _pristine(self) -> Pristine:
+        return Pristine(Path(self.model_config.model), self.model_config.dtype, tied=self._tied())
 
     def finish_weight_update(self) -> None:
         """Let vLLM pack what it packs."""

@@ -8,7 +8,7 @@ from headrace.delivery.base import Entry
 
 BACKEND = "headrace"
 """The name of the weight-transfer engine."""
-PROTOCOL = 1
+PROTOCOL = 2
 """Counts changes of what is said here; both sides must have the same."""
 
 
@@ -45,6 +45,10 @@ class Order(msgspec.Struct, kw_only=True):
     digest: int
     keys: str = ""
     """The file with the keys of the run, for transports that encrypt."""
+    scaling: float | None = None
+    """An adapter: what its product is multiplied by."""
+    base_digest: int = 0
+    """An adapter: of the weights that it is added to."""
 
 
 class Accepted(msgspec.Struct, kw_only=True):

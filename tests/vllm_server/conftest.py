@@ -25,7 +25,7 @@ __all__ = ["fresh", "setting", "subject"]
 
 PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON", ".venv-vllm/bin/python")
 KEY = "key of the tests"
-START_SECONDS = 480.0
+START_SECONDS = 600.0
 
 
 def engine_config(**changes: object) -> EngineConfig:
@@ -45,7 +45,10 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
-    plan = ServerPlan(model=tiny_model_dir, config=engine_config(), log=log, key=KEY, max_length=MAX_LENGTH)
+    yield from served(ServerPlan(model=tiny_model_dir, config=engine_config(), log=log, key=KEY, max_length=MAX_LENGTH))
+
+
+def served(plan: ServerPlan) -> Iterator[VllmServer]:
     server = VllmServer(plan)
     server.start()
     try:

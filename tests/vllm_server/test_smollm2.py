@@ -13,7 +13,7 @@ import torch
 from engine_subjects import TinyTrainer
 from test_engine import Completion, Stream, ask
 
-from conftest import KEY, PYTHON, START_SECONDS
+from conftest import KEY, PYTHON, served
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest
 from headrace.engines.base import Request
@@ -32,13 +32,7 @@ PROMPT = [504, 3575, 282, 253, 1165, 3365, 2152, 1165, 282, 260, 905, 28] * 4
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     log = tmp_path_factory.mktemp("smollm2") / "vllm.log"
-    server = VllmServer(ServerPlan(model=MODEL, config=CONFIG, log=log, key=KEY, max_length=MAX_LENGTH))
-    server.start()
-    try:
-        asyncio.run(server.ready(START_SECONDS))
-        yield server
-    finally:
-        asyncio.run(server.stop())
+    yield from served(ServerPlan(model=MODEL, config=CONFIG, log=log, key=KEY, max_length=MAX_LENGTH))
 
 
 @pytest.fixture(autouse=True)

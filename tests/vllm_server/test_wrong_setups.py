@@ -61,26 +61,30 @@ async def start(tmp_path: Path, model: Path, *arguments: str) -> VllmServer:
     return server
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (("--logprobs-mode", "raw_logprobs"), "start it with --logprobs-mode processed_logprobs"),
-        (("--worker-extension-cls", ""), "runs without Headrace's plugin: start it with --worker-extension-cls"),
-    ],
-)
-async def test_a_server_that_would_answer_wrongly(
-    tmp_path: Path, tiny_model_dir: Path, arguments: tuple[str, ...], line: str
-) -> None:
-    server = await start(tmp_path, tiny_model_dir, *arguments)
-    try:
-        assert line in await refused(attach(server.url, tiny_model_dir))
-        family = members(server.pid)
-        assert len(family) >= 2
-        os.kill(server.pid, signal.SIGKILL)
-        await asyncio.to_thread(wait_until_gone, server.pid, family)
-        assert "the vLLM server ended (killed by signal 9)" in await refused(server.ready(10))
-    finally:
-        await server.stop()
+WRONGLY = {
+    ("--logprobs-mode", "raw_logprobs"): "start it with --logprobs-mode processed_logprobs",
+    ("--worker-extension-cls", ""): "runs without Headrace's plugin: start it with --worker-extension-cls",
+}
+
+
+async def test_servers_that_would_answer_wrongly(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Both at once, because a start takes its time."""
+
+    async def refuses(number: int, arguments: tuple[str, ...], line: str) -> None:
+        server = await start(tmp_path / str(number), tiny_model_dir, *arguments)
+        try:
+            assert line in await refused(attach(server.url, tiny_model_dir))
+            family = members(server.pid)
+            assert len(family) >= 2
+            os.kill(server.pid, signal.SIGKILL)
+            await asyncio.to_thread(wait_until_gone, server.pid, family)
+            assert "the vLLM server ended (killed by signal 9)" in await refused(server.ready(10))
+        finally:
+            await server.stop()
+
+    async with asyncio.TaskGroup() as both:
+        for number, (arguments, line) in enumerate(WRONGLY.items()):
+            both.create_task(refuses(number, arguments, line))
 
 
 def wait_until_gone(group: int, family: set[int]) -> None:
@@ -104,14 +108,15 @@ def members(group: int) -> set[int]:
     return found
 
 
-async def test_a_server_that_dies_while_it_starts(tmp_path: Path) -> None:
+async def test_servers_that_die_while_they_start(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "model", head_dim=32, hidden=64)
-    assert "unrecognized arguments: --no-such-flag" in await refused(
-        start(tmp_path, tmp_path / "model", "--no-such-flag")
+    unknown, long = await asyncio.gather(
+        refused(start(tmp_path / "a", tmp_path / "model", "--no-such-flag")),
+        refused(start(tmp_path / "b", tmp_path / "model", "--max-model-len", "999999")),
     )
-    line = await refused(start(tmp_path, tmp_path / "model", "--max-model-len", "999999"))
-    assert "the vLLM server ended (exit code 1)" in line and str(tmp_path / "v.log") in line
-    assert "max_model_len (999999)" in line
+    assert "unrecognized arguments: --no-such-flag" in unknown
+    assert "the vLLM server ended (exit code 1)" in long and str(tmp_path / "b" / "v.log") in long
+    assert "max_model_len (999999)" in long
 
 
 async def test_a_port_that_is_taken(tmp_path: Path, tiny_model_dir: Path) -> None:

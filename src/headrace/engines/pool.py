@@ -68,6 +68,11 @@ class EnginePool:
         """The engines that are not away."""
         return [engine for engine in self.engines if engine.name not in self._away]
 
+    @property
+    def running(self) -> dict[str, int]:
+        """How many requests each engine that is here has."""
+        return {engine.name: self._running[engine.name] for engine in self.present}
+
     def lose(self, name: str, reason: str) -> None:
         """An engine is gone: its requests end, and it gets no other before it is back and has proved its weights."""
         self._away[name] = reason

@@ -7,6 +7,7 @@ that one message.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from headrace.engines.messages import (
     Submit,
 )
 from headrace.engines.streams import DeltaStreams
-from headrace.errors import ChannelError
+from headrace.errors import PeerDied
 from headrace.types import Float32Array, Int32Array
 
 M = TypeVar("M", bound=Message)
@@ -67,7 +68,8 @@ class RemoteEngine:
         self._streams.flush()
         # What was submitted before must be there before: an abort that overtakes its request does nothing.
         await asyncio.gather(*self._sending)
-        await self._hub.send(self.name, Abort(ids=None if ids is None else list(ids)))
+        with contextlib.suppress(PeerDied):  # Nothing runs there.
+            await self._hub.send(self.name, Abort(ids=None if ids is None else list(ids)))
 
     async def pause(self) -> None:
         """See `Engine.pause`."""
@@ -109,7 +111,7 @@ class RemoteEngine:
         task.add_done_callback(self._sending.discard)
 
     async def _sent(self, sending: Coroutine[Any, Any, None]) -> None:
-        try:
+        # `lost` is the news of a death, and comes when others know of it too: what fails before that could not be
+        # resumed elsewhere.
+        with contextlib.suppress(PeerDied):
             await sending
-        except ChannelError as error:
-            self.lost(str(error))

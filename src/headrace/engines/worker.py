@@ -9,12 +9,20 @@ from __future__ import annotations
 import gc
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
+
+import msgspec
+import torch
 
 from headrace.channel.beats import Stop
 from headrace.channel.desk import Desk
 from headrace.channel.spoke import Incoming
+from headrace.channel.turns import FILE as TURNS
+from headrace.channel.turns import EngineTurns
 from headrace.config import Config
+from headrace.config.memory import engine_share
+from headrace.config.model_dir import model_facts
 from headrace.config.schema import LoraConfig
 from headrace.delivery.digest import digest_as
 from headrace.delivery.transports.keys import KEYS
@@ -36,7 +44,7 @@ from headrace.engines.messages import (
     Stats,
     Submit,
 )
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, UserError
 from headrace.models.loading import load_model, named_weights
 from headrace.models.lora import LoraSpec, attach
 from headrace.models.selfcheck import check_model
@@ -55,16 +63,38 @@ def lora_spec(lora: LoraConfig) -> LoraSpec:
     return LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), modules=tuple(lora.modules))
 
 
+def trains_on_gpu(config: Config) -> bool:
+    """Whether the run's trainer is on a GPU of this host too."""
+    return config.training.device == "cuda" or (config.training.device == "auto" and torch.cuda.is_available())
+
+
+def left_by_trainer(config: Config) -> float:
+    """The share of the GPU's memory that each engine may take beside the trainer; a `UserError` where it is none."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    share = engine_share(config, model_facts(Path(config.model.path), config.model.weights), total)
+    if share <= 0:
+        raise UserError(
+            f"trainer and engine do not fit on one GPU of {total / 2**30:.0f} GiB: the trainer alone is estimated to"
+            " need that (lower [training] micro_batch_tokens, set activation_checkpointing, or give memory_fraction)"
+        )
+    return share
+
+
 def serve(desk: Desk, config: Config) -> None:
     """Load the model, check it, and serve until told to stop."""
     desk.phase = "loading"
+    device = choose_device(config.engine.device)
+    engine = config.engine
+    shared = device == "cuda" and trains_on_gpu(config)
+    if shared and engine.memory_fraction is None:
+        engine = msgspec.structs.replace(engine, memory_fraction=left_by_trainer(config))
     with desk.spans.span("load"):
         model = load_model(
             config.model.path,
             weights=config.model.weights,
             dtype=config.model.dtype,
             seed=config.run.seed,
-            device=choose_device(config.engine.device),
+            device=device,
         )
         base_digest = digest_as(named_weights(model), config.model.dtype) if config.lora is not None else None
         adapter = attach(model, lora_spec(config.lora), config.lora.serve) if config.lora is not None else None
@@ -72,7 +102,7 @@ def serve(desk: Desk, config: Config) -> None:
     desk.phase = "preparing"
     core = EngineCore(
         model,
-        config.engine,
+        engine,
         name=desk.name,
         max_length=longest_sequence(config.engine.max_length, model),
         adapter=adapter,
@@ -85,7 +115,8 @@ def serve(desk: Desk, config: Config) -> None:
         desk.count_generated(sum(len(delta.token_ids) for delta in deltas))
         desk.spoke.send(Deltas(deltas=deltas))
 
-    loop = EngineLoop(core, emit, interrupt=config.engine.interrupt)
+    turns = EngineTurns(desk.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
+    loop = EngineLoop(core, emit, interrupt=engine.interrupt, turns=turns)
     # What is loaded stays: a collector that looks through all of it again and again would stop the engine each time.
     gc.collect()
     gc.freeze()

@@ -1,6 +1,7 @@
 """Wrong servers and wrong starts: each is one line that says what to change."""
 
 import socket
+import threading
 from pathlib import Path
 
 import msgspec
@@ -90,6 +91,9 @@ def test_the_key_is_not_on_the_command_line(tmp_path: Path, monkeypatch: pytest.
     assert command[command.index("--load-format") + 1] == "dummy", "random weights are not in the directory"
     env = environment(here)
     assert (env["VLLM_API_KEY"], env["OMP_NUM_THREADS"]) == ("secret", "3") and "PYTHONPATH" not in env
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind", "every server of a fleet would be bound to the same cores"
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "2-4")
+    assert environment(here)["VLLM_CPU_OMP_THREADS_BIND"] == "2-4"
 
 
 def test_the_cache_holds_every_slot_at_its_longest(tmp_path: Path) -> None:
@@ -105,6 +109,10 @@ def test_interpreters_and_ports(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=rf"\[engine\] port: {port} on 127\.0\.0\.1 is taken"):
             choose_port(port)
+        # A server that was killed may hold its port a little longer.
+        timer = threading.Timer(0.2, taken.close)
+        timer.start()
+        assert choose_port(port, patience=10.0) == port
     assert choose_port() > 0
 
 

@@ -7,12 +7,18 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from headrace.config.schema import LoraConfig
 from headrace.delivery.base import Manifest
-from headrace.delivery.digest import digest
+from headrace.delivery.digest import digest, digest_as
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
 from headrace.errors import DeliveryError
+from headrace.models.loading import named_weights
+from headrace.training.lora import TrainedAdapter
+from headrace_vllm_plugin.adapter import Pristine
 from headrace_vllm_plugin.guard import Guard
 from headrace_vllm_plugin.live import compare
 from headrace_vllm_plugin.staging import Staging
@@ -122,6 +128,55 @@ def test_what_is_staged_is_what_was_published(tmp_path: Path, transport: str) ->
     finally:
         staging.close()
         publisher.close()
+
+
+def test_an_adapter_is_added_to_the_weights_of_the_directory_as_peft_does(tmp_path: Path) -> None:
+    """Twice in a row: the second is not added to what the first left. Another base is refused."""
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    base = digest_as(named_weights(model), "float32")
+    lora = LoraConfig(rank=4, alpha=6.0, modules=["model.norm"])
+    adapter = TrainedAdapter(model, lora, base=tmp_path / "model")
+    publisher = Publisher(
+        sender("shm", "plugin-lora"), "float32", 1e-3, np.arange(4, dtype=np.int32), send="adapter", base_digest=base
+    )
+    staging = Staging(torch.device("cpu"), lambda: Pristine(tmp_path / "model", torch.float32, tied=True))
+    try:
+        for version in (1, 2):
+            for tensor in adapter.weights().values():
+                tensor.normal_(std=0.3)
+            manifest = publisher.publish(
+                version, version - 1, 1, adapter.weights(), lambda ids: np.zeros(len(ids) - 1, np.float32)
+            ).result(timeout=10)
+            publisher.acknowledged(version)
+            staging.begin(order_of(manifest, scaling=lora.scaling))
+            assert (wait(staging).error, staging.state().digest) == ("", manifest.digest)
+            taken = staging.take(version)
+        staging.begin(order_of(manifest, scaling=lora.scaling, base_digest=base ^ 1))
+        assert f"to weights with digest {base ^ 1:016x}, but this server's model has {base:016x}" in wait(staging).error
+        merged = adapter._peft.merge_and_unload()
+        expected = named_weights(merged)
+        assert taken.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(taken[name], tensor, atol=1e-6, rtol=1e-6)
+    finally:
+        staging.close()
+        publisher.close()
+
+
+def test_an_adapter_of_what_the_model_has_not_is_refused(tmp_path: Path) -> None:
+    save_file({"layer.weight": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    pristine = Pristine(tmp_path, torch.float32)
+    adapter = {"experts.lora_A.weight": torch.ones(1, 3), "experts.lora_B.weight": torch.ones(2, 1)}
+    with pytest.raises(DeliveryError, match=r"changes experts\.weight, which this server's model does not have"):
+        pristine.with_adapter(adapter, 1.0)
+    with pytest.raises(DeliveryError, match="holds no safetensors"):
+        Pristine(tmp_path / "nowhere", torch.float32)
 
 
 async def call(guard: Guard, path: str, header: bytes | None, kind: str = "http") -> list[object]:

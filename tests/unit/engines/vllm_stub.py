@@ -1,9 +1,15 @@
-"""A server that speaks vLLM's protocol over a real socket and computes nothing: token n of a sequence is n mod 50."""
+"""A server that speaks vLLM's protocol over a real socket and computes nothing: token n of a sequence is n mod 50.
+
+As a process of its own, `python vllm_stub.py PORT SECONDS_A_TOKEN`; SIGUSR1 makes it draw no more tokens while it
+answers everything else.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import sys
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -25,6 +31,10 @@ class Stub:
         self.version = "default"
         self.paused = False
         self.step_seconds = 0.002
+        self.stuck = False
+        """Answers, and draws no tokens."""
+        self.under_way = 0
+        """Streams that have sent a token and not their last."""
         self.running: dict[str, asyncio.Event] = {}
         self.calls: list[str] = []
         self.prompts: list[list[int]] = []
@@ -72,6 +82,8 @@ class Stub:
                 if request_id in self.running:
                     self.running[request_id].set()
             _reply(writer, {})
+        elif name == "/prompts":
+            _reply(writer, {"prompts": self.prompts, "under_way": self.under_way})
         elif name == "/collective_rpc":
             _reply(writer, {"results": [self.rpc(body["method"], body["kwargs"])]})
         else:
@@ -119,7 +131,8 @@ class Stub:
                 if sent == limit:
                     return
                 finish = "abort" if aborted.is_set() else None
-                tokens = [] if finish or self.paused else [(len(body["token_ids"]) + sent) % 50]
+                tokens = [] if finish or self.paused or self.stuck else [(len(body["token_ids"]) + sent) % 50]
+                self.under_way += bool(tokens) and not sent
                 sent += len(tokens)
                 if sent == body["sampling_params"]["max_tokens"]:
                     finish = "length"
@@ -130,6 +143,7 @@ class Stub:
             _chunk(writer, b"data: [DONE]\n\n")
             writer.write(b"0\r\n\r\n")
         finally:
+            self.under_way -= bool(sent)
             del self.running[request_id]
 
 
@@ -154,11 +168,23 @@ def _reply(writer: asyncio.StreamWriter, answer: Any, status: int = 200) -> None
 
 
 @asynccontextmanager
-async def serving(stub: Stub) -> AsyncIterator[Stub]:
-    server = await asyncio.start_server(stub.handle, "127.0.0.1", 0)
+async def serving(stub: Stub, port: int = 0) -> AsyncIterator[Stub]:
+    server = await asyncio.start_server(stub.handle, "127.0.0.1", port)
     async with server:
         stub.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         yield stub
         for task in list(stub.handling):
             task.cancel()
         await asyncio.gather(*stub.handling, return_exceptions=True)
+
+
+async def main(port: int, step_seconds: float) -> None:
+    stub = Stub()
+    stub.step_seconds = step_seconds
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, setattr, stub, "stuck", True)
+    async with serving(stub, port):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), float(sys.argv[2])))

@@ -130,8 +130,8 @@ class VllmClient:
         """What each worker is and can do."""
         return await self._rpc("headrace_hello", Facts)
 
-    async def stage(self, manifest: Manifest, keys: str) -> str:
-        """Begin to fetch a version in every worker; why it cannot be, or nothing."""
+    async def stage(self, manifest: Manifest, keys: str, scaling: float | None = None) -> str:
+        """Begin to fetch a version in every worker, an adapter's with its `scaling`; why it cannot be, or nothing."""
         order = Order(
             version=manifest.version,
             transport=manifest.transport,
@@ -140,6 +140,8 @@ class VllmClient:
             plan_digest=manifest.plan_digest,
             digest=manifest.digest,
             keys=keys,
+            scaling=scaling,
+            base_digest=manifest.base_digest,
         )
         answers = await self._rpc("headrace_stage", Accepted, order=msgspec.json.encode(order).decode())
         return next((answer.error for answer in answers if answer.error), "")

@@ -24,9 +24,10 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Delta, EngineStats, Interrupt, Request
 from headrace.engines.vllm.client import Piece, VllmClient
 from headrace.engines.vllm.delivery import Delivery
+from headrace.engines.vllm.pulse import Pulse
 from headrace.engines.vllm.sampling import refusal, sampling_params
 from headrace.engines.vllm.sequence import Cut, Sequence
-from headrace.errors import ChannelError, DeadlineError, HttpError
+from headrace.errors import ChannelError, DeadlineError, HttpError, PeerDied
 from headrace.observe.spans import SpanRecorder
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 from headrace_vllm_plugin.wire import Facts
@@ -55,8 +56,15 @@ class VllmCore:
         deadline: float = 120.0,
         keys: str = "",
         spans: SpanRecorder | None = None,
+        pulse: Pulse | None = None,
+        scaling: float | None = None,
     ) -> None:
+        """`pulse`: of a server whose loss is someone else's news; no request fails because of it then.
+
+        `scaling`: of the adapters that are delivered; None where all weights are.
+        """
         self.name = name
+        self._pulse = pulse
         self._client = client
         self._facts = facts
         self.emit: Callable[[list[Delta]], None] = lambda deltas: None
@@ -64,7 +72,7 @@ class VllmCore:
         self._max_length = max_length
         self._interrupt = interrupt
         self._deadline = deadline
-        self._delivery = Delivery(client, name, deadline=deadline, keys=keys)
+        self._delivery = Delivery(client, name, deadline=deadline, keys=keys, scaling=scaling)
         self._spans = spans
         self._decoding: ExitStack | None = None
         self._salt = secrets.token_hex(16)
@@ -188,6 +196,12 @@ class VllmCore:
         await self._end(running, 0.0)
         self._flush()
 
+    async def abandon(self) -> None:
+        """The server is lost: hand out what was drawn, and not a word more. Requests go on from it elsewhere."""
+        self._flush()
+        self.emit = lambda deltas: None
+        await self.close("the server is lost")
+
     # What runs
 
     def _pump(self) -> None:
@@ -230,9 +244,9 @@ class VllmCore:
                 raise
             ended = sequence.finished
         except HttpError as error:
-            ended = self._broken(sequence, str(error), retry=error.status >= 500)
+            ended = await self._broken(sequence, str(error), retry=error.status >= 500)
         except ChannelError as error:
-            ended = self._broken(sequence, str(error), retry=True)
+            ended = await self._broken(sequence, str(error), retry=True)
         finally:
             del self._running[sequence.request.id]
         if not ended:
@@ -264,15 +278,23 @@ class VllmCore:
             await stream.aclose()  # type: ignore[attr-defined]
         return sequence.finished
 
-    def _broken(self, sequence: Sequence, reason: str, *, retry: bool) -> bool:
+    async def _broken(self, sequence: Sequence, reason: str, *, retry: bool) -> bool:
         """A stream failed: go on by prefix, or end the request; whether it has ended."""
         if sequence.finished:
             return True
         sequence.failures += 1
-        if sequence.cut or (retry and sequence.failures <= RETRIES):
+        if sequence.cut or (retry and (sequence.failures <= RETRIES or await self._lost())):
             return False
         self._hand_out(sequence.ended("failed", f"request {sequence.request.id}: {reason}"))
         return True
+
+    async def _lost(self) -> bool:
+        try:
+            if self._pulse is not None:
+                await self._pulse.check()
+        except PeerDied:
+            return True
+        return False
 
     def _put_back(self, sequence: Sequence) -> None:
         if self._closed:

@@ -22,8 +22,12 @@ POLL_SECONDS = 0.02
 class Delivery:
     """One server's weights. `stage` may run beside requests; during `swap` nothing else runs there."""
 
-    def __init__(self, client: VllmClient, engine: str, *, deadline: float, keys: str = "") -> None:
+    def __init__(
+        self, client: VllmClient, engine: str, *, deadline: float, keys: str = "", scaling: float | None = None
+    ) -> None:
+        """`scaling` of the adapters that are delivered; None where all weights are."""
         self._client = client
+        self._scaling = scaling
         self._engine = engine
         self._deadline = deadline
         self._keys = keys
@@ -48,8 +52,10 @@ class Delivery:
         version = manifest.version
         if version <= self._proved:
             return self.rejected(version, f"version {version} is out of order: version {self._proved} is live")
-        if manifest.kind != "full" or manifest.parts:
-            return self.rejected(version, f"version {version} is not all weights in one place, which vLLM needs")
+        wanted = "full" if self._scaling is None else "adapter"
+        if manifest.kind != wanted or manifest.parts:
+            held = "in several places" if manifest.parts else f"of kind {manifest.kind}, not {wanted}"
+            return self.rejected(version, f"version {version} is {held}, which this engine does not take")
         if self._plan not in (None, manifest.plan_digest):
             return self.rejected(version, f"version {version} has other names or shapes than version {self._proved}")
         try:
@@ -97,7 +103,7 @@ class Delivery:
 
     async def _fetch(self, manifest: Manifest) -> str:
         """Until every worker has the version; why one has not, or nothing."""
-        if reason := await self._client.stage(manifest, self._keys):
+        if reason := await self._client.stage(manifest, self._keys, self._scaling):
             return reason
         while True:
             workers = await self._client.staged()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config.model_dir import model_facts
-from headrace.config.schema import EngineConfig
+from headrace.config.schema import EngineConfig, LoraConfig
 from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Delta, EngineStats, Request
 from headrace.engines.streams import DeltaStreams
@@ -41,8 +41,12 @@ class VllmEngine:
         weights: str = "load",
         dtype: str = "float32",
         deadline: float = 120.0,
+        lora: LoraConfig | None = None,
     ) -> VllmEngine:
-        """Drive the server at this URL, after its examination; `model` is the directory that it must be serving."""
+        """Drive the server at this URL, after its examination; `model` is the directory that it must be serving.
+
+        With `lora`, adapters of that kind are what is delivered.
+        """
         client = VllmClient(url, key, deadline=deadline)
         vocabulary = model_facts(Path(model), weights).vocabulary
         facts = await examine(client, vocabulary=vocabulary, dtype=dtype, max_length=max_length)
@@ -54,6 +58,7 @@ class VllmEngine:
             max_length=max_length,
             interrupt=config.interrupt,
             deadline=deadline,
+            scaling=None if lora is None else lora.scaling,
         )
         return cls(core)
 

@@ -31,9 +31,11 @@ MODEL_NAME = "policy"
 POLL_SECONDS = 0.25
 STOP_SECONDS = 5.0
 """Less than a run gives its processes to end."""
+PORT_SECONDS = 3.0
 CPU_BLOCK = 32
 """vLLM's attention on a CPU takes multiples of this many tokens in a block."""
 PR_SET_PDEATHSIG = 1
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[[^\]]*\] )?")
 _ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit)\b.*: \S|error: \S|^Value error, \S")
@@ -72,7 +74,8 @@ class VllmServer:
     def __init__(self, plan: ServerPlan) -> None:
         self._plan = plan
         self._python = check_interpreter(plan.config.python)
-        self.port = choose_port(plan.config.port + plan.rank if plan.config.port else 0)
+        # A server that this one replaces may be in its last moments.
+        self.port = choose_port(plan.config.port + plan.rank if plan.config.port else 0, PORT_SECONDS)
         self.url = f"http://{HOST}:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -80,6 +83,8 @@ class VllmServer:
         """Start the process; its output goes to the log."""
         plan = self._plan
         plan.log.parent.mkdir(parents=True, exist_ok=True)
+        if plan.log.is_file():  # Of the server that this one replaces.
+            plan.log.replace(plan.log.with_suffix(".before.log"))
         with plan.log.open("wb") as output:
             self._process = subprocess.Popen(
                 arguments(plan, str(self._python), self.port),
@@ -142,6 +147,7 @@ def arguments(plan: ServerPlan, python: str, port: int) -> list[str]:
     command += ["--max-num-seqs", str(config.slots), "--enable-scale-out", "--enable-prompt-tokens-details"]
     command += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", TRANSFER]
     command += ["--worker-extension-cls", EXTENSION, "--middleware", "headrace_vllm_plugin.guard.Guard"]
+    command += ["--disable-uvicorn-access-log"]
     if plan.weights == "random":
         command += ["--load-format", "dummy"]
     if on_cpu(config):
@@ -186,20 +192,26 @@ def environment(plan: ServerPlan) -> dict[str, str]:
     theirs = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     if on_cpu(plan.config):
         ours["OMP_NUM_THREADS"] = str(plan.config.threads)
+        # By itself it would bind every server of a fleet to the same cores, and take as many threads as there are.
+        ours[BINDING] = os.environ.get(BINDING, "nobind")
     return {**theirs, **ours}
 
 
-def choose_port(wanted: int = 0) -> int:
-    """A free port of loopback; the wanted one, or a one-line error that it is taken."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, wanted))
-        except OSError as error:
-            raise UserError(
-                f"[engine] port: {wanted} on {HOST} is taken ({error.strerror}); 0 takes free ones"
-            ) from error
-        return int(probe.getsockname()[1])
+def choose_port(wanted: int = 0, patience: float = 0.0) -> int:
+    """A free port of loopback; the wanted one, or a one-line error that it is taken, after `patience` seconds."""
+    began = time.monotonic()
+    while True:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, wanted))
+                return int(probe.getsockname()[1])
+            except OSError as error:
+                if time.monotonic() - began >= patience:
+                    raise UserError(
+                        f"[engine] port: {wanted} on {HOST} is taken ({error.strerror}); 0 takes free ones"
+                    ) from error
+        time.sleep(POLL_SECONDS)
 
 
 def last_word(log: Path) -> str:

@@ -1,6 +1,7 @@
 """The engine role of a worker process, with a vLLM server behind it: messages on one side, a `VllmCore` on the other.
 
-The server lives and dies with this process; a server that dies ends it, in one line. No torch here.
+The server lives and dies with this process. A server that is lost ends it with one line and without a word to its
+requests: whoever watches over this process starts it again, and what it had goes on elsewhere. No torch here.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ from headrace.engines.messages import (
 from headrace.engines.vllm.checks import KEY_VARIABLE, check_hosts, examine
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.core import VllmCore
+from headrace.engines.vllm.pulse import Pulse, until_there
 from headrace.engines.vllm.server import ServerPlan, VllmServer
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, PeerDied
 from headrace_vllm_plugin.wire import Facts
 
 LONGEST_DEFAULT = 4096
-WATCH_SECONDS = 0.5
+IDLE_SECONDS = 0.2
 
 
 def serve(desk: Desk, config: Config) -> None:
@@ -68,12 +70,18 @@ async def _serve(desk: Desk, config: Config) -> None:
                 server.start()
                 await server.ready(config.pipeline.start_seconds, lambda stage: setattr(desk, "phase", stage))
             url = server.url
-        desk.phase = "examining vLLM"
         client = VllmClient(url, key, deadline=config.pipeline.stall_seconds)
+        if server is None:
+            desk.phase = f"waiting for {url}"
+            # It was there once, and will be back; before a run has begun, what is not there is a mistake.
+            begun = (desk.run_dir / "journal.db").is_file()
+            await until_there(client, config.pipeline.start_seconds if begun else 0.0)
+        desk.phase = "examining vLLM"
         facts = await examine(client, vocabulary=model.vocabulary, dtype=config.model.dtype, max_length=max_length)
-        core = _core(desk, config, client, facts, max_length)
+        pulse = Pulse(client, server)
+        core = _core(desk, config, client, facts, max_length, pulse)
         desk.ready(parameters=model.parameters)
-        await _pass_messages(desk, core, server)
+        await _pass_messages(desk, core, pulse)
     finally:
         if server is not None:
             await server.stop()
@@ -94,7 +102,7 @@ def _server(desk: Desk, config: Config, rank: int, key: str, max_length: int) ->
     return VllmServer(plan)
 
 
-def _core(desk: Desk, config: Config, client: VllmClient, facts: Facts, max_length: int) -> VllmCore:
+def _core(desk: Desk, config: Config, client: VllmClient, facts: Facts, max_length: int, pulse: Pulse) -> VllmCore:
     def emit(deltas: list[Delta]) -> None:
         desk.count_generated(sum(len(delta.token_ids) for delta in deltas))
         desk.spoke.send(Deltas(deltas=deltas))
@@ -109,13 +117,18 @@ def _core(desk: Desk, config: Config, client: VllmClient, facts: Facts, max_leng
         deadline=config.delivery.deadline,
         keys=str((desk.run_dir / KEYS).absolute()),
         spans=desk.spans,
+        pulse=pulse,
+        scaling=None if config.lora is None else config.lora.scaling,
     )
     core.emit = emit
     return core
 
 
-async def _pass_messages(desk: Desk, core: VllmCore, server: VllmServer | None) -> None:
-    """Until `Stop`: what takes time gets a task of its own, so that no message waits for another's answer."""
+async def _pass_messages(desk: Desk, core: VllmCore, pulse: Pulse) -> None:
+    """Until `Stop`: what takes time gets a task of its own, so that no message waits for another's answer.
+
+    Raises `PeerDied` as soon as the server is lost.
+    """
     loop = asyncio.get_running_loop()
     inbox: asyncio.Queue[Incoming] = asyncio.Queue()
     stopping = threading.Event()
@@ -135,14 +148,15 @@ async def _pass_messages(desk: Desk, core: VllmCore, server: VllmServer | None) 
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
+    watching = asyncio.create_task(pulse.watch(), name="watch the server")
     try:
         while True:
+            if watching.done():
+                watching.result()
             try:
-                async with asyncio.timeout(WATCH_SECONDS):
+                async with asyncio.timeout(IDLE_SECONDS):
                     incoming = await inbox.get()
             except TimeoutError:
-                if server is not None:
-                    server.check()
                 continue
             match incoming.message:
                 case Submit(requests=requests):
@@ -153,18 +167,33 @@ async def _pass_messages(desk: Desk, core: VllmCore, server: VllmServer | None) 
                     desk.phase = "stopping"
                     break
                 case _:
-                    spawn(_answer(desk, incoming, core))
+                    spawn(_answer(desk, incoming, core, pulse))
+    except PeerDied:
+        await core.abandon()
+        raise
     finally:
         stopping.set()
+        watching.cancel()
         await core.close(f"{desk.name} was stopped")
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _answer(desk: Desk, incoming: Incoming, core: VllmCore) -> None:
+async def _answer(desk: Desk, incoming: Incoming, core: VllmCore, pulse: Pulse) -> None:
+    reply: Message | None = None
+    failure = ""
     try:
-        desk.spoke.reply(incoming, await _reply(incoming.message, core))
+        reply = await _reply(incoming.message, core)
     except HeadraceError as error:
-        desk.spoke.fail(incoming, f"{type(error).__name__}: {error}")
+        failure = f"{type(error).__name__}: {error}"
+    if failure or (isinstance(reply, Proved) and not reply.proof.accepted):
+        try:
+            await pulse.check()
+        except PeerDied:
+            return  # The end of this process is the answer: what failed did so for want of a server.
+    if reply is not None:
+        desk.spoke.reply(incoming, reply)
+    else:
+        desk.spoke.fail(incoming, failure)
 
 
 async def _reply(message: Message, core: VllmCore) -> Message:

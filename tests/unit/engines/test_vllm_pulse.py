@@ -1,0 +1,119 @@
+"""When a server counts as lost, and that its requests are then not failed but left to whoever has them next."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from vllm_stub import FACTS, Stub, serving
+
+from headrace.delivery.base import Canary, Manifest
+from headrace.engines.base import Delta, Request, Sampling
+from headrace.engines.vllm import core as core_module
+from headrace.engines.vllm import pulse as pulse_module
+from headrace.engines.vllm.client import VllmClient
+from headrace.engines.vllm.core import VllmCore
+from headrace.engines.vllm.pulse import Pulse, until_there
+from headrace.errors import PeerDied, UserError
+
+SECONDS = 20.0
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse_module, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(pulse_module, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(core_module, "BACKOFF_SECONDS", 0.001)
+
+
+async def test_lost_is_what_refuses_connections_or_calls_itself_broken() -> None:
+    async with serving(Stub()) as stub:
+        client = VllmClient(stub.url)
+        pulse = Pulse(client)
+        await pulse.check()
+        stub.statuses["/health"] = (401, {"error": "a key"})
+        await pulse.check()  # It is there, whatever it thinks of us.
+        stub.statuses["/health"] = (503, {"error": "its engine is dead"})
+        with pytest.raises(PeerDied, match=r"vLLM died: .* answered 503: its engine is dead"):
+            await pulse.check()
+        del stub.statuses["/health"]
+        await pulse.check()
+    with pytest.raises(PeerDied, match="cannot be reached"):
+        await asyncio.wait_for(pulse.watch(), SECONDS)
+
+
+async def test_one_bad_answer_alone_is_not_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(Stub()) as stub:
+        stub.statuses["/health"] = (500, {"error": "once"})
+
+        async def recover(seconds: float) -> None:
+            del stub.statuses["/health"]
+
+        monkeypatch.setattr(pulse_module.asyncio, "sleep", recover)
+        await Pulse(VllmClient(stub.url)).check()
+        assert "/health" not in stub.statuses
+
+
+async def test_a_process_that_has_ended_is_lost_before_anyone_asks() -> None:
+    class Ended:
+        def check(self) -> None:
+            raise UserError("the vLLM server ended (killed by signal 9): no word (vllm.log)")
+
+    with pytest.raises(PeerDied, match="vLLM died: the vLLM server ended \\(killed by signal 9\\)"):
+        await Pulse(VllmClient("http://127.0.0.1:1"), Ended()).check()
+
+
+async def test_a_process_that_ends_meanwhile_says_why() -> None:
+    class Ending:
+        asked = 0
+
+        def check(self) -> None:
+            self.asked += 1
+            if self.asked > 1:
+                raise UserError("the vLLM server ended (killed by signal 9): no word (vllm.log)")
+
+    with pytest.raises(PeerDied, match="vLLM died: the vLLM server ended \\(killed by signal 9\\)"):
+        await Pulse(VllmClient("http://127.0.0.1:1"), Ending()).check()
+
+
+async def test_a_server_that_others_start_is_waited_for() -> None:
+    async with serving(Stub()) as stub:
+        port = int(stub.url.rpartition(":")[2])
+    client = VllmClient(stub.url)
+    with pytest.raises(UserError, match=r"cannot be reached: .* \(waited for 0.05 s\)"):
+        await until_there(client, 0.05)
+    with pytest.raises(UserError, match=r"cannot be reached: [^(]*\([^(]*\)$"):
+        await until_there(client, 0.0)
+    waiting = asyncio.create_task(until_there(client, SECONDS))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    async with serving(Stub(), port):
+        await asyncio.wait_for(waiting, SECONDS)
+
+
+def manifest() -> Manifest:
+    canary = Canary(token_ids=np.arange(3, dtype=np.int32), logprobs=np.full(2, -1, np.float32), tolerance=0.1)
+    return Manifest(
+        version=1, parent=0, step=0, transport="shm", location="", entries=[], plan_digest=7, digest=5, canary=canary
+    )
+
+
+@pytest.mark.parametrize("broken", [True, False])
+async def test_requests_of_a_lost_server_do_not_fail(broken: bool) -> None:
+    """Those of a server that is well do, once they were tried often enough."""
+    async with serving(Stub()) as stub:
+        client = VllmClient(stub.url)
+        core = VllmCore(client, FACTS, name="e", slots=2, max_length=64, pulse=Pulse(client))
+        deltas: list[Delta] = []
+        core.emit = deltas.extend
+        assert (await core.load(manifest())).accepted
+        stub.faults.extend(["break:3", *["500"] * 50])
+        if broken:
+            stub.statuses["/health"] = (503, {"error": "dead"})
+        core.submit([Request(id="a", token_ids=np.arange(5, dtype=np.int32), sampling=Sampling(max_tokens=20))])
+        async with asyncio.timeout(SECONDS):
+            while len(stub.faults) > 42 and not any(delta.finish for delta in deltas):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert [delta.finish for delta in deltas if delta.finish] == ([] if broken else ["failed"])
+        await core.abandon()
+        assert [int(token) for delta in deltas for token in delta.token_ids] == [5, 6, 7]
+        assert not broken or all(delta.finish is None for delta in deltas), "not a word more"

@@ -1,0 +1,128 @@
+"""Whole runs with real vLLM servers: the shipped example learns its task, and a fleet outlives its members."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conftest import PYTHON, START_SECONDS
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
+
+from runs import ROOT, SMALL, headrace, segments_left, start, worker_pids
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+EXAMPLE = str(ROOT / "examples/vllm/vllm.toml")
+
+
+def settings(directory: Path, *more: str) -> list[str]:
+    every = [f"run.directory={directory}", "run.name=run", f"engine.python={Path(PYTHON).absolute()}"]
+    every += [f"pipeline.start_seconds={START_SECONDS}", *more]
+    return [part for setting in every for part in ("--set", setting)]
+
+
+def balanced(summary: dict[str, dict[str, int]]) -> dict[str, int]:
+    for ledger in (summary["ledger"], summary["ledger_rollouts"]):
+        assert ledger["admitted"] == ledger["trained"] + ledger["dropped"] + ledger["failed"], summary
+    return summary["ledger"]
+
+
+def test_the_shipped_example_learns_its_task(tmp_path: Path) -> None:
+    done = headrace("train", EXAMPLE, "--json", *settings(tmp_path, "observe.display=none"), timeout=1700)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["outcome"] == "finished"
+    assert balanced(summary)["failed"] == 0
+    with sqlite3.connect(tmp_path / "run" / "journal.db") as db:
+        found = db.execute("SELECT version, prompts, pass_1 FROM evaluations ORDER BY rowid").fetchall()
+        proofs = db.execute("SELECT count(*) FROM deliveries WHERE accepted").fetchone()[0]
+    print(f"held-out {found}, trained for {summary['train_seconds']:.0f} s")
+    assert proofs >= 60
+    (_, few, before), (version, prompts, after) = found[0], found[-1]
+    assert few == prompts == 1000 and version >= 60
+    assert before < 0.5 and after >= 0.9
+
+
+def server_pid(engine: int) -> int:
+    """The process of the server that this engine process started."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            command = (stat.parent / "cmdline").read_text()
+        except OSError:
+            continue
+        if parent == engine and "vllm.entrypoints" in command:
+            return int(stat.parent.name)
+    raise AssertionError(f"process {engine} has no server")
+
+
+class Watched:
+    """What the journal of a run says while it runs."""
+
+    def __init__(self, run: subprocess.Popen[str], run_dir: Path) -> None:
+        self._run = run
+        self._journal = run_dir / "journal.db"
+
+    def rows(self, query: str) -> list[tuple[object, ...]]:
+        if not self._journal.is_file():
+            return []
+        with sqlite3.connect(f"file:{self._journal}?mode=ro", uri=True) as db:
+            tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+            return db.execute(query).fetchall() if {"steps", "deliveries", "restarts"} <= tables else []
+
+    def steps(self) -> int:
+        return len(self.rows("SELECT 1 FROM steps WHERE objective = 'policy'"))
+
+    def proved(self, engine: str) -> list[int]:
+        rows = self.rows(f"SELECT version FROM deliveries WHERE accepted AND engine = '{engine}' ORDER BY rowid")
+        return [int(str(version)) for (version,) in rows]
+
+    def lives(self, engine: str) -> int:
+        return 1 + len(self.rows(f"SELECT 1 FROM restarts WHERE process = '{engine}'"))
+
+    def until(self, what: str, holds: Callable[[], object]) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while not holds():
+            assert self._run.poll() is None, self._run.communicate()
+            assert time.monotonic() < deadline, f"{what}: not in time"
+            time.sleep(0.2)
+
+
+def test_a_fleet_outlives_the_death_of_a_server_and_of_an_engine_process(tmp_path: Path) -> None:
+    """Each is killed -9 in the middle of the run: nothing is lost, and each rejoins at the version that is current."""
+    more = [*SMALL, "run.versions=5000", "engine.count=2", "engine.slots=16", "observe.display=plain"]
+    run = start("train", EXAMPLE, *settings(tmp_path, *more))
+    watched = Watched(run, tmp_path / "run")
+    try:
+        watched.until("training", lambda: watched.steps() >= 3 and watched.proved("engine-0"))
+        for victim, other in (("engine-0", "engine-1"), ("engine-1", "engine-0")):
+            watched.until("two that serve", lambda other=other: watched.proved(other))
+            engine = worker_pids(tmp_path / "run")[victim]
+            os.kill(server_pid(engine) if victim == "engine-0" else engine, signal.SIGKILL)
+            watched.until("its loss", lambda victim=victim: watched.lives(victim) == 2)
+            had, steps = watched.proved(victim), watched.steps()
+            watched.until("steps without it", lambda steps=steps: watched.steps() >= steps + 2)
+            current = watched.proved(other)[-1]
+            watched.until("its return", lambda victim=victim, had=had: len(watched.proved(victim)) >= len(had) + 2)
+            assert watched.proved(victim)[len(had)] >= current > had[-1], "it rejoins at the current version"
+        run.send_signal(signal.SIGINT)
+        stdout, stderr = run.communicate(timeout=100)
+    finally:
+        run.kill()
+        run.communicate(timeout=10)
+    assert run.returncode == 130, stderr
+    assert balanced(json.loads((tmp_path / "run" / "summary.json").read_text()))["failed"] == 0
+    assert "engine-0 died: vLLM died: the vLLM server ended (killed by signal 9)" in stdout
+    assert "engine-1 died: killed by signal 9; it is started again" in stdout
+    assert "engine-0 is back" in stdout and "engine-1 is back" in stdout
+    assert worker_pids(tmp_path / "run") == {} and segments_left() == set()
