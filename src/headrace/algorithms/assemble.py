@@ -31,6 +31,7 @@ def assemble(
     overlong_buffer: int = 0,
     overlong_penalty: float = 1.0,
     length_penalty: float = 0.0,
+    republished: Sequence[int] = (),
 ) -> Batch:
     """The batch of one optimizer step: every trace of every usable rollout is one sequence.
 
@@ -45,7 +46,7 @@ def assemble(
     def rewards(rollouts: Sequence[Rollout]) -> FloatArray:
         return shaped(
             np.array([_reward(rollout) for rollout in rollouts], np.float64),
-            np.array([rollout.trained_tokens for rollout in rollouts], np.int32),
+            np.array([rollout.sampled_tokens for rollout in rollouts], np.int32),
             max_tokens=max_tokens,
             overlong_buffer=overlong_buffer,
             overlong_penalty=overlong_penalty,
@@ -73,7 +74,8 @@ def assemble(
             weights_of.append(weight(rollout))
             # The n-th traces of a group's rollouts begin alike; a rollout's own traces (several agents) need not.
             keys.append((index, position))
-    return _batch(traces, values_of, weights_of, _numbered(keys), step=step, version=version, temperature=temperature)
+    named = {"step": step, "version": version, "temperature": temperature, "republished": list(republished)}
+    return _batch(traces, values_of, weights_of, _numbered(keys), **named)
 
 
 def assemble_demonstrations(pairs: Sequence[tuple[Int32Array, Int32Array]], *, step: int, version: int) -> Batch:

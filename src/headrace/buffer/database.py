@@ -16,7 +16,8 @@ import msgspec
 
 from headrace.errors import UserError
 
-SCHEMA = 1
+SCHEMA = 2
+LOOK_SECONDS = 10.0
 
 
 def lock_run(path: Path) -> BinaryIO:
@@ -37,6 +38,24 @@ def lock_run(path: Path) -> BinaryIO:
     file.write(f"{os.getpid()}\n".encode())
     file.flush()
     return file
+
+
+def check_resumable(path: Path) -> None:
+    """A `UserError` unless this journal is no live run's and is whole. Asked before anything of the run is touched."""
+    lock_run(path).close()
+    db = connect(f"{path.absolute().as_uri()}?mode=ro", path, LOOK_SECONDS)
+    try:
+        (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.OperationalError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    except sqlite3.DatabaseError as error:
+        found = str(error)
+    finally:
+        db.close()
+    if found != "ok":
+        problem = " ".join(found.split())
+        weights = f"; a new run can begin with a checkpoint below {path.parent} as its [model] path"
+        raise UserError(f"{path} is damaged ({problem}): nothing can go on from it{weights}")
 
 
 def open_database(path: Path, lock_seconds: float) -> sqlite3.Connection:

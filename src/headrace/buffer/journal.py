@@ -25,6 +25,9 @@ from headrace.types import Group, Rollout, Version
 
 __all__ = ["Journal", "Recovered", "open_readonly"]
 
+RECOVER_SECONDS = 300.0
+"""A million rollouts take three seconds of a core that may have other things to do."""
+
 
 class Journal:
     """The writing side: one live journal per run directory. Calls only queue, and may come from any thread."""
@@ -81,15 +84,53 @@ class Journal:
         members = [(rollout_id, group.id, when) for rollout_id in rollout_ids]
         self._writer.put(lambda store: store.admit(row, members))
 
+    def partial(self, rollout: Rollout) -> None:
+        """The next tokens of a rollout that goes on, in its one trace: what a resumed run continues from."""
+        self._writer.put(lambda store: store.save_partial(rollout))
+
+    def partial_discarded(self, rollout_id: str) -> None:
+        """What was saved of a rollout so far is not part of it any more."""
+        self._writer.put(lambda store: store.forget_partial(rollout_id))
+
+    def restarted(
+        self,
+        process: str,
+        reason: str,
+        *,
+        steps: tuple[int, int] | None = None,
+        regenerated_tokens: int = 0,
+        time: float | None = None,
+    ) -> None:
+        """A process died, or a run is resumed; `steps` (after, up to) were trained again from here."""
+        first, last = steps if steps is not None else (None, None)
+        self._insert("restarts", process, reason, first, last, int(regenerated_tokens), self._time(time))
+
+    def scheduled(
+        self,
+        event: Literal["admit", "complete", "consume", "swap"],
+        *,
+        group_id: int | None = None,
+        step: int | None = None,
+        version: int | None = None,
+        engine: str | None = None,
+        time: float | None = None,
+    ) -> None:
+        """Something happened that the order of training depends on."""
+        self._insert("schedule", None, event, group_id, step, version, engine, self._time(time))
+
     def rollout_ended(self, rollout: Rollout, time: float | None = None) -> None:
         """A rollout ended and was judged: its tokens go to a segment. Do not change it afterwards."""
         when = self._time(time)
         self._writer.put(lambda store: store.end_rollout(rollout, when))
 
+    def rollout_dropped(self, rollout_id: str, reason: str) -> None:
+        """A rollout that has ended leaves its group, which goes on without it."""
+        self._writer.put(lambda store: store.drop_rollout(rollout_id, reason))
+
     def group_ended(
         self, group_id: int, state: EndState, reason: str = "", step: int | None = None, time: float | None = None
     ) -> None:
-        """A group ended, and with it all its rollouts that have not failed."""
+        """A group ended, and with it all its rollouts that have not ended before."""
         if (state == "trained") != (step is not None) or (state == "trained") == bool(reason):
             raise HeadraceError(
                 f"group {group_id}: {state} needs {'a step' if state == 'trained' else 'a reason'} only"
@@ -120,6 +161,7 @@ class Journal:
         lags = _json({str(lag): int(count) for lag, count in sorted(lag_histogram.items())})
         sums = (step, version, objective, groups, rollouts, tokens, trained_tokens, lags)
         reals = [None if x is None else float(x) for x in (reward_mean, loss, grad_norm, learning_rate, seconds)]
+        # A warm start that was cut is made again from its first step.
         self._insert("steps", *sums, *reals, self._time(time), _json(dict(metrics or {})))
 
     def evaluation(
@@ -161,13 +203,23 @@ class Journal:
         """Both ledgers as the journal has them: the same form as `Ledgers.as_dict`."""
         return self._writer.call(lambda store: count_ledgers(store.db), timeout)
 
-    def recover(self, step: int | None = None, timeout: float = DEADLINE_SECONDS) -> Recovered:
-        """Close the books of a dead run: what was in flight becomes dropped, "interrupted".
+    def recover(
+        self,
+        step: int | None = None,
+        *,
+        publish_every: int = 1,
+        outcomes: bool = True,
+        timeout: float = RECOVER_SECONDS,
+    ) -> Recovered:
+        """Open the books of a dead run again.
 
-        With `step`, the run goes on from the weights of that optimizer step: later steps are deleted, and what they
-        trained becomes dropped, "rolled back", because the weights that it went into are gone.
+        With `step`, the run goes on from the weights of that optimizer step: what was trained after it can be trained
+        again, up to `Recovered.reach`, and what was in flight is in `Recovered.left`. Where tokens were not kept, or
+        without `step`, all that is dropped instead, "rolled back" and "interrupted". A curriculum needs `outcomes`.
         """
-        return self._writer.call(lambda store: recover(store, step, self._clock()), timeout)
+        return self._writer.call(
+            lambda store: recover(store, step, self._clock(), publish_every, outcomes=outcomes), timeout
+        )
 
     def close(self, timeout: float = DEADLINE_SECONDS) -> None:
         """Commit everything and let go of the file. Idempotent; raises a failure that nobody was told of yet."""
@@ -183,7 +235,8 @@ class Journal:
         return self._clock() if given is None else float(given)
 
     def _insert(self, table: str, *row: Any) -> None:
-        sql = f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})"
+        verb = "INSERT OR REPLACE" if table == "steps" else "INSERT"
+        sql = f"{verb} INTO {table} VALUES ({', '.join('?' * len(row))})"
         self._writer.put(lambda store: store.write(sql, *row))
 
 

@@ -109,8 +109,12 @@ class Ledgers:
         """One rollout failed; its group goes on without it."""
         self.rollouts.end(rollout_id, "failed", reason)
 
+    def rollout_dropped(self, rollout_id: str, reason: str) -> None:
+        """One rollout is not trained, by our decision; its group goes on without it."""
+        self.rollouts.end(rollout_id, "dropped", reason)
+
     def group_ended(self, group_id: int, state: EndState, reason: str = "") -> None:
-        """A group ends, and with it all its rollouts that have not failed."""
+        """A group ends, and with it all its rollouts that have not ended before."""
         self.groups.end(group_id, state, reason)
         for rollout_id in self._members.pop(group_id):
             if self.rollouts.holds(rollout_id):

@@ -10,10 +10,12 @@ from typing import Any, Literal
 import msgspec
 
 from headrace.buffer.database import connect
-from headrace.buffer.ledger import Counts
+from headrace.buffer.ledger import END_STATES, Counts
 from headrace.buffer.segments import read
 from headrace.errors import UserError
 from headrace.types import Rollout
+
+STATES = (*END_STATES, "in_flight")
 
 
 class JournalReader:
@@ -63,11 +65,15 @@ def open_readonly(path: Path) -> JournalReader:
 
 def count_ledger(db: sqlite3.Connection, table: Literal["groups", "rollouts"]) -> Counts:
     """The ledger that the rows of a table make."""
-    counts = Counts(admitted=int(db.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]))
-    for state, reason, count in db.execute(f"SELECT state, reason, COUNT(*) FROM {table} GROUP BY state, reason"):
-        setattr(counts, state, getattr(counts, state) + count)
-        if state in counts.reasons:
-            counts.reasons[state][reason] = count
+    # Sums in one pass: grouping a million rows would sort them first.
+    sums = ", ".join(f"COALESCE(SUM(state = '{state}'), 0)" for state in STATES)
+    admitted, *ended = db.execute(f"SELECT COUNT(*), {sums} FROM {table}").fetchone()
+    counts = Counts(admitted=int(admitted))
+    for state, count in zip(STATES, ended, strict=True):
+        setattr(counts, state, int(count))
+    why = f"SELECT state, reason, COUNT(*) FROM {table} WHERE state IN ('dropped', 'failed') GROUP BY state, reason"
+    for state, reason, count in db.execute(why):
+        counts.reasons[state][reason] = count
     return counts
 
 

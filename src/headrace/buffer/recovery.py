@@ -1,4 +1,8 @@
-"""Closing the books of a dead run, so that the next one goes on from balanced ledgers: nothing stays in flight."""
+"""Opening the books of a dead run: what it trained is trained again, what it had in flight goes on, the rest is closed.
+
+Afterwards every group is trained up to `Recovered.reach`, in flight and in `Recovered.left`, or ended: the ledgers
+balance, and no group is in two places.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,28 @@ import msgspec
 from headrace.buffer.ledger import Counts
 from headrace.buffer.reader import count_ledger
 from headrace.buffer.store import Store
+from headrace.buffer.writer import COMMIT_SECONDS
+from headrace.errors import HeadraceError
+from headrace.types import STEP_SECONDS, Rollout, Trace, held_back_seconds, republished_among
+
+
+class LeftGroup(msgspec.Struct, kw_only=True):
+    """A group that was in flight when the run died, with all that is known of it."""
+
+    id: int
+    prompt: str
+    version: int
+    members: list[str]
+    """The ids of its rollouts that have not failed."""
+    rollouts: list[Rollout] = []
+    """All of them, where the group was complete."""
+    partial: dict[str, Trace] = {}
+    """Otherwise: rollout -> its tokens so far."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to sample."""
+        return bool(self.rollouts)
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,33 +42,160 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     last_version: int
     """The highest id ever published, -1 if none: the next version takes a higher one."""
     last_step: int
+    reach: int = 0
+    """The last optimizer step whose batch can be made again, at the end of a version."""
+    republished: list[int] = []
+    """Versions whose weights had another id before; with the next free id, where that is to be one."""
+    left: list[LeftGroup] = []
+    """Oldest first."""
+    overtakers: list[int] = []
+    """Groups trained up to `reach` that are younger than the oldest one left."""
+    unseen_tokens: int = 0
+    """About as many were sampled after the last that were written down."""
     lost_prompts: list[str]
     """Prompts of the groups that were interrupted or rolled back, oldest first."""
     groups: Counts
+    """Without what is left."""
     rollouts: Counts
+    drawn: int = 0
+    """How far the order of prompts was used."""
+    outcomes: list[tuple[int, str, int, int]] = []
+    """Of all groups that were scored, oldest first: id, prompt, right answers (a reward of at least 1), answers."""
 
 
-def recover(store: Store, step: int | None, now: float) -> Recovered:
-    """Drop what was in flight and, with `step`, what later steps trained. Call inside a transaction."""
-    lost = "state = 'in_flight'" if step is None else f"(state = 'in_flight' OR step > {int(step)})"
-    prompts = [prompt for (prompt,) in store.db.execute(f"SELECT prompt FROM groups WHERE {lost} ORDER BY id")]
-    for table in ("groups", "rollouts"):
-        store.write(
-            f"UPDATE {table} SET reason = iif(state = 'in_flight', 'interrupted', 'rolled back'),"
-            f" state = 'dropped', step = NULL, ended = COALESCE(ended, ?) WHERE {lost}",
-            now,
-        )
-    if step is not None:
-        store.write("DELETE FROM steps WHERE step > ?", step)
+def recover(store: Store, step: int | None, now: float, publish_every: int = 1, *, outcomes: bool = True) -> Recovered:
+    """See `Journal.recover`. Call inside a transaction."""
     _forget_lost_segments(store)
+    reach = _reach(store, step, publish_every) if step is not None else None
+    prompts = _reopen(store, reach, now) if reach is not None else []
+    if reach is None or not store.keeps_rollouts:
+        prompts = sorted(prompts + _close(store, now))
+    left = _left(store) if reach is not None else []
+    last_version = _scalar(store, "SELECT COALESCE(MAX(id), -1) FROM versions")
+    oldest = left[0].id if left else None
+    sql = "SELECT id FROM groups WHERE state = 'trained' AND id > ?"
     return Recovered(
         next_group=_scalar(store, "SELECT COALESCE(MAX(id) + 1, 0) FROM groups"),
-        last_version=_scalar(store, "SELECT COALESCE(MAX(id), -1) FROM versions"),
+        last_version=last_version,
         last_step=_scalar(store, "SELECT COALESCE(MAX(step), 0) FROM steps"),
-        lost_prompts=prompts,
-        groups=count_ledger(store.db, "groups"),
-        rollouts=count_ledger(store.db, "rollouts"),
+        reach=reach or 0,
+        republished=[] if reach is None else _republished(store, reach, last_version + 1),
+        left=left,
+        overtakers=[] if oldest is None else [group_id for (group_id,) in store.db.execute(sql, (oldest,))],
+        unseen_tokens=_unseen_tokens(store),
+        lost_prompts=[prompt for _, prompt in prompts],
+        groups=_without_flight(count_ledger(store.db, "groups")),
+        rollouts=_without_flight(count_ledger(store.db, "rollouts")),
+        drawn=_scalar(
+            store, "SELECT COALESCE((SELECT value FROM meta WHERE key = 'drawn'), MAX(id) + 1, 0) FROM groups"
+        ),
+        outcomes=_outcomes(store) if outcomes else [],
     )
+
+
+def _outcomes(store: Store) -> list[tuple[int, str, int, int]]:
+    """What is left is judged when it ends in the new life, and counts then."""
+    sql = """
+        SELECT groups.id, groups.prompt, SUM(reward >= 1), COUNT(reward) FROM rollouts
+        JOIN groups ON groups.id = group_id WHERE reward IS NOT NULL AND groups.state <> 'in_flight'
+        GROUP BY groups.id ORDER BY groups.id
+    """
+    return store.db.execute(sql).fetchall()
+
+
+def _reach(store: Store, step: int, publish_every: int) -> int:
+    """How far the steps after this one can be made again: whole versions only, from tokens that are there."""
+    reach = step
+    sql = """
+        SELECT steps.step, steps.rollouts = COUNT(rollouts.id) AND COUNT(rollouts.id) = COUNT(rollouts.segment)
+        FROM steps LEFT JOIN groups ON groups.step = steps.step AND groups.state = 'trained'
+        LEFT JOIN rollouts ON rollouts.group_id = groups.id AND rollouts.state = 'trained'
+        WHERE steps.step > ? AND steps.objective = 'policy' GROUP BY steps.step ORDER BY steps.step
+    """
+    for found, whole in store.db.execute(sql, (step,)).fetchall():
+        if found != reach + 1 or not whole:
+            break
+        reach = found
+    return max(step, reach - reach % publish_every)
+
+
+def _reopen(store: Store, reach: int, now: float) -> list[tuple[int, str]]:
+    """What later steps trained is in flight again; (id, prompt) of what is dropped, because its tokens are gone."""
+    gone = "SELECT group_id FROM rollouts WHERE step > ? AND state = 'trained' AND segment IS NULL"
+    dropped = store.db.execute(f"SELECT id, prompt FROM groups WHERE id IN ({gone}) ORDER BY id", (reach,)).fetchall()
+    lost = f"state = 'dropped', reason = 'rolled back', step = NULL, ended = COALESCE(ended, {float(now)!r})"
+    for table, group in (("groups", "id"), ("rollouts", "group_id")):
+        store.write(f"UPDATE {table} SET {lost} WHERE step > ? AND {group} IN ({gone})", reach, reach)
+    store.write("UPDATE groups SET state = 'in_flight', step = NULL, ended = NULL WHERE step > ?", reach)
+    store.write("UPDATE rollouts SET state = 'in_flight', step = NULL WHERE step > ?", reach)
+    store.write("DELETE FROM steps WHERE step > ?", reach)
+    return dropped
+
+
+def _close(store: Store, now: float) -> list[tuple[int, str]]:
+    """Drop all that is in flight; (id, prompt) of it."""
+    prompts = store.db.execute("SELECT id, prompt FROM groups WHERE state = 'in_flight'").fetchall()
+    for table in ("groups", "rollouts"):
+        sql = f"UPDATE {table} SET state = 'dropped', reason = 'interrupted', ended = COALESCE(ended, ?)"
+        store.write(f"{sql} WHERE state = 'in_flight'", now)
+    store.write("DELETE FROM partials")
+    return prompts
+
+
+def _left(store: Store) -> list[LeftGroup]:
+    sql = "SELECT id, prompt, version FROM groups WHERE state = 'in_flight' ORDER BY id"
+    return [_left_group(store, *row) for row in store.db.execute(sql).fetchall()]
+
+
+def _left_group(store: Store, group_id: int, prompt: str, version: int) -> LeftGroup:
+    columns = "id, state, ended IS NOT NULL AND segment IS NOT NULL, segment, offset, length"
+    rows = store.db.execute(f"SELECT {columns} FROM rollouts WHERE group_id = ?", (group_id,)).fetchall()
+    group = LeftGroup(id=group_id, prompt=prompt, version=version, members=[])
+    if rows and all(ended for _, _, ended, *_ in rows):
+        group.members = [rollout_id for rollout_id, state, *_ in rows if state != "failed"]
+        # Which of them the filters leave out is found again when the group is judged.
+        sql = "UPDATE rollouts SET state = 'in_flight', reason = '' WHERE group_id = ? AND state = 'dropped'"
+        store.write(sql, group_id)
+        group.rollouts = sorted((store.read(*where) for *_, where in _located(rows)), key=lambda one: one.index)
+        return group
+    group.members = [rollout_id for rollout_id, *_ in rows]
+    # Single rollouts of it may have been written as ended: they are judged again, with the others.
+    for rollout_id, where in _located(rows):
+        ended = store.read(*where).traces[0]
+        group.partial[rollout_id] = ended
+        store.write("INSERT INTO partials VALUES (?, 0, ?, ?, ?, ?)", rollout_id, len(ended), *where)
+    store.write(
+        "UPDATE rollouts SET state = 'in_flight', reason = '', ending = NULL, reward = NULL, tokens = 0,"
+        " sampled_tokens = 0, oldest_version = NULL, newest_version = NULL, ended = NULL, segment = NULL,"
+        " offset = NULL, length = NULL WHERE group_id = ?",
+        group_id,
+    )
+    for rollout_id in group.members:
+        if rollout_id not in group.partial and (trace := _partial(store, rollout_id)) is not None:
+            group.partial[rollout_id] = trace
+    return group
+
+
+def _located(rows: list[tuple[str, str, int, str, int, int]]) -> list[tuple[str, tuple[str, int, int]]]:
+    return [(rollout_id, (segment, at, n)) for rollout_id, _, ended, segment, at, n in rows if ended]
+
+
+def _partial(store: Store, rollout_id: str) -> Trace | None:
+    """The tokens that were saved of a rollout: as many parts as can be read, from the first on."""
+    parts: list[Trace] = []
+    sql = "SELECT segment, offset, length FROM partials WHERE rollout = ? ORDER BY part"
+    for where in store.db.execute(sql, (rollout_id,)).fetchall():
+        try:
+            parts.append(store.read(*where).traces[0])
+        except HeadraceError:
+            break  # A power failure took the last bytes; what comes after them is of no use.
+    return Trace.joined(parts) if parts else None
+
+
+def _republished(store: Store, reach: int, next_version: int) -> list[int]:
+    """Every version behind which there are no more steps than behind an earlier one."""
+    versions = store.db.execute("SELECT id, step FROM versions ORDER BY id").fetchall()
+    return republished_among([*versions, (next_version, reach)])
 
 
 def _forget_lost_segments(store: Store) -> None:
@@ -54,6 +207,21 @@ def _forget_lost_segments(store: Store) -> None:
         if end > size:
             sql = "UPDATE rollouts SET segment = NULL, offset = NULL, length = NULL WHERE segment = ? AND"
             store.write(f"{sql} offset + length > ?", segment, size)
+
+
+def _unseen_tokens(store: Store) -> int:
+    """The engines' last rate, over a delta's and a commit's time."""
+    sql = """
+        SELECT COALESCE(SUM(generated_tokens) / (MAX(ended) - MIN(started)), 0) FROM activity
+        WHERE generated_tokens > 0 AND ended > (SELECT MAX(ended) FROM activity) - 5
+    """
+    rate = float(store.db.execute(sql).fetchone()[0] or 0.0)
+    running = _scalar(store, "SELECT COUNT(*) FROM rollouts WHERE state = 'in_flight'")
+    return round(rate * (held_back_seconds(running) + STEP_SECONDS + COMMIT_SECONDS))
+
+
+def _without_flight(counts: Counts) -> Counts:
+    return msgspec.structs.replace(counts, admitted=counts.admitted - counts.in_flight, in_flight=0)
 
 
 def _scalar(store: Store, sql: str) -> int:

@@ -106,5 +106,36 @@ CREATE TABLE IF NOT EXISTS activity (       -- how busy each process was, interv
     generated_tokens INTEGER NOT NULL DEFAULT 0
 );
 
+CREATE TABLE IF NOT EXISTS partials (       -- the tokens so far of rollouts that are being sampled, part by part
+    rollout TEXT NOT NULL,
+    part INTEGER NOT NULL,                  -- parts in this order, joined, are its one trace; gone when it has ended
+    tokens INTEGER NOT NULL,                -- of this part, context included
+    segment TEXT NOT NULL,
+    offset INTEGER NOT NULL,
+    length INTEGER NOT NULL,
+    PRIMARY KEY (rollout, part)
+);
+
+CREATE TABLE IF NOT EXISTS restarts (       -- a process that died, or a run that was resumed
+    process TEXT NOT NULL,                  -- engine-0, trainer-0, controller
+    reason TEXT NOT NULL,
+    from_step INTEGER,                      -- trainer and controller: the steps from_step < step <= to_step were trained
+    to_step INTEGER,                        -- again, from the journal
+    regenerated_tokens INTEGER NOT NULL,    -- sampled before, and to be sampled again
+    time REAL NOT NULL
+);
+
+CREATE TABLE IF NOT EXISTS schedule (       -- only with [pipeline] record: what happened, in this order
+    id INTEGER PRIMARY KEY,
+    event TEXT NOT NULL CHECK (event IN ('admit', 'complete', 'consume', 'swap')),
+    group_id INTEGER,                       -- admit, complete, consume
+    step INTEGER,                           -- consume: the optimizer step that took the group
+    version INTEGER,                        -- admit: proved then; consume: in training; swap: proved now
+    engine TEXT,                            -- swap
+    time REAL NOT NULL
+);
+
 CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);
 CREATE INDEX IF NOT EXISTS activity_by_process ON activity (process, started);
+CREATE INDEX IF NOT EXISTS groups_by_step ON groups (step);
+CREATE INDEX IF NOT EXISTS groups_in_flight ON groups (id) WHERE state = 'in_flight';

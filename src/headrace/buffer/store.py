@@ -33,6 +33,16 @@ class Store:
             self._lock.close()
             raise
 
+    @property
+    def keeps_rollouts(self) -> bool:
+        """Whether tokens are written, and can be read again."""
+        return self._segments is not None
+
+    def read(self, segment: str, offset: int, length: int) -> Rollout:
+        """A rollout, or part of one, that was written."""
+        assert self._segments is not None
+        return self._segments.read(segment, offset, length)
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """All or nothing is written. After an error the store can only be closed, which takes everything back."""
@@ -69,6 +79,23 @@ class Store:
         )
         if rows != 1:
             raise HeadraceError(f"rollout {rollout.id} ended but was not in flight")
+        self.write("DELETE FROM partials WHERE rollout = ?", rollout.id)
+
+    def save_partial(self, rollout: Rollout) -> None:
+        """The next tokens of a rollout that is being sampled, in its one trace."""
+        if self._segments is None:
+            return
+        location = self._segments.append(rollout)
+        sql = "SELECT COALESCE(MAX(part) + 1, 0) FROM partials WHERE rollout = ?"
+        (part,) = self.db.execute(sql, (rollout.id,)).fetchone()
+        tokens = len(rollout.traces[0])
+        self.write("INSERT INTO partials VALUES (?, ?, ?, ?, ?, ?)", rollout.id, part, tokens, *location)
+
+    def drop_rollout(self, rollout_id: str, reason: str) -> None:
+        """A rollout that has its tokens leaves its group."""
+        sql = "UPDATE rollouts SET state = 'dropped', reason = ? WHERE id = ? AND state = 'in_flight'"
+        if self.write(f"{sql} AND ended IS NOT NULL", reason, rollout_id) != 1:
+            raise HeadraceError(f"rollout {rollout_id} cannot be dropped, it has not ended or is not in flight")
 
     def end_group(self, group_id: int, state: str, reason: str, step: int | None, when: float) -> None:
         """A group and all its rollouts that are still in flight take this state."""
@@ -77,6 +104,11 @@ class Store:
         if self.write(f"UPDATE groups {ending} WHERE id = ? AND state = 'in_flight'", *row) != 1:
             raise HeadraceError(f"group {group_id} cannot become {state}, it is not in flight")
         self.write(f"UPDATE rollouts {ending} WHERE group_id = ? AND state = 'in_flight'", *row)
+        self.write("DELETE FROM partials WHERE rollout IN (SELECT id FROM rollouts WHERE group_id = ?)", group_id)
+
+    def forget_partial(self, rollout_id: str) -> None:
+        """What was saved of a rollout is of no use."""
+        self.write("DELETE FROM partials WHERE rollout = ?", rollout_id)
 
     def close(self) -> None:
         """Let go of the files, the lock last."""

@@ -1,16 +1,26 @@
 """The window of groups under way: who may start, which groups are the next batch. No I/O, no clock, no waiting.
 
 Every admitted group is in exactly one place: in flight, ready, in training (consumed, its slot not yet free) or gone.
-Slots in use never exceed the capacity, and no batch leaves with a token over the lag bound.
+Groups under way never exceed the slots (and the spare ones of oversampling), and no batch leaves with a token over the
+lag bound.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
 import numpy as np
 
 from headrace.buffer import admission
+from headrace.buffer.salvage import masked
 from headrace.errors import HeadraceError
-from headrace.types import Group, Int32Array
+from headrace.types import Group, Int32Array, without_republished
+
+OnStale = Literal["wait", "drop", "salvage"]
+RATE_MEMORY = 4
+"""The rate of filtered groups is measured over so many times the slots."""
 
 
 class Window:
@@ -19,13 +29,20 @@ class Window:
     def __init__(
         self,
         groups: int,
-        depth: int,
+        depth: admission.Depth,
         publish_every: int = 1,
         max_lag: int | None = None,
         first_version: int = 0,
         versions: int | None = None,
+        *,
+        on_stale: OnStale = "wait",
+        oversample: float = 1.0,
+        republished: Sequence[int] = (),
     ) -> None:
-        """With `versions`, nothing is admitted beyond what that many versions need."""
+        """With `versions`, nothing is admitted beyond what that many versions need.
+
+        `republished` are ids that stand for weights with an older id (see `types.without_republished`), so far.
+        """
         self.groups = groups
         self.publish_every = publish_every
         self.max_lag = max_lag
@@ -34,10 +51,20 @@ class Window:
         self.size = admission.version_size(groups, publish_every)
         self.capacity = admission.capacity(depth, groups, publish_every, max_lag)
         self.lag_bound = admission.lag_bound(depth, groups, publish_every, max_lag)
+        self.on_stale = on_stale
+        self.spares = admission.spare_slots(oversample, self.capacity)
+        self._anchored = depth != "unbounded"
+        self._outcomes: deque[bool] = deque(maxlen=RATE_MEMORY * self.capacity)
+        """Was it filtered? Of the latest groups, up to the youngest that was consumed."""
+        self._filtered: list[int] = []
+        """Filtered groups that are not among those yet."""
         self.batches = 0
         """Batches taken."""
         self.proved = first_version
         """The version that all engines in use are known to hold."""
+        self.republished = list(republished)
+        self._shift = 0
+        """Ids that were given to weights again since the first version."""
         self._wanted = None if versions is None else versions * self.size
         self._last_id: int | None = None
         self._unconsumed: dict[int, int] = {}
@@ -66,7 +93,43 @@ class Window:
     @property
     def trained_version(self) -> int:
         """The version that the next batch trains."""
-        return admission.version_of_batch(self.batches, self.first_version, self.publish_every)
+        return self.version_of(self.batches)
+
+    def version_of(self, batch: int) -> int:
+        """The version that this batch, counted from 0, trains."""
+        return admission.version_of_batch(batch, self.first_version, self.publish_every) + self._shift
+
+    def count(self, version: int) -> int:
+        """How many versions were trained since the first one, at this version."""
+        return self._own(version) - self._own(self.first_version)
+
+    def republish(self, batches: int) -> int:
+        """The next free id, for the version that so many batches made: its weights are published again.
+
+        Nothing newer may have been published.
+        """
+        self._shift += 1
+        self.republished.append(self.version_of(batches))
+        return self.republished[-1]
+
+    def restore(self, groups: Iterable[tuple[int, int]], trained: Iterable[int]) -> list[int]:
+        """Take up (id, version at its admission) of groups that an earlier life of the run admitted, oldest first.
+
+        `trained` are younger ones than the oldest of them that it has trained. Returns the ids that have no place,
+        which happens only where the configuration gives fewer slots than it did.
+        """
+        refused = []
+        for group_id, version in groups:
+            if self._last_id is not None and group_id <= self._last_id:
+                raise HeadraceError(f"group {group_id} was restored after group {self._last_id}: ids must increase")
+            if self.occupied >= self.capacity + self.spares:
+                refused.append(group_id)
+                continue
+            self._last_id = group_id
+            self._unconsumed[group_id] = version
+        self._overtakers.update(trained)
+        self._move_anchor()
+        return refused
 
     @property
     def free(self) -> int:
@@ -75,11 +138,23 @@ class Window:
         At most W - 1 groups overtake the oldest unconsumed one: a batch that leaves it behind finds more than `groups`
         unconsumed, so the last admission before it was not one into a full window, and at most W groups stood in it.
         """
-        span = len(self._unconsumed) + len(self._overtakers)
-        free = admission.admissible(self.occupied, span, len(self._unconsumed), self.capacity, self.groups)
-        if self._wanted is None:
-            return free
-        return min(free, self._wanted - self.batches * self.groups - len(self._unconsumed))
+        needed = None if self._wanted is None else self._wanted - self.batches * self.groups - len(self._unconsumed)
+        return admission.admissible(
+            self.occupied,
+            len(self._unconsumed) + len(self._overtakers) if self._anchored else 0,
+            len(self._unconsumed),
+            self.capacity,
+            self.groups,
+            in_flight=self.in_flight,
+            filtered=self.filtered_rate,
+            spares=self.spares,
+            needed=needed,
+        )
+
+    @property
+    def filtered_rate(self) -> float:
+        """The share of the latest groups that was filtered."""
+        return sum(self._outcomes) / len(self._outcomes) if self._outcomes else 0.0
 
     def may_admit(self) -> bool:
         """Whether one more group may start."""
@@ -113,15 +188,44 @@ class Window:
         """This group cannot be trained: its slot is free."""
         self._leave(group_id, "failed")
 
+    def filter(self, group_id: int) -> None:
+        """This group is of no use for training, and another one may take its place."""
+        self._leave(group_id, "filtered")
+        self._filtered.append(group_id)
+
+    def late(self, version: int) -> bool:
+        """Whether a group with a trained token of this version can no longer make `max_lag`."""
+        return admission.late(self._own(version), self._own(self.trained_version), self.max_lag)
+
     def stale(self) -> list[Group]:
         """Ready groups that hold a token over `max_lag`; drop them before the next `take`.
 
-        Pacing prevents it for every group that this window admitted with tokens no older than its admission.
+        Under `on_stale = "salvage"` such tokens are masked, and only groups without any other are given here. Waiting
+        prevents all of it for every group that this window admitted with tokens no older than its admission.
         """
-        if self.max_lag is None:
-            return []
-        oldest = self.trained_version - self.max_lag
-        return [group for _, group in sorted(self._ready.items()) if (_token_versions(group) < oldest).any()]
+        found = []
+        for group_id, group in sorted(self._ready.items()):
+            versions = _token_versions(group)
+            if not len(versions) or not self.late(int(versions.min())):
+                continue
+            if self.on_stale == "salvage" and not self.late(int(versions.max())):
+                assert self.max_lag is not None
+                oldest = admission.oldest_on_time(self.trained_version, self.max_lag, self.republished)
+                self._ready[group_id] = masked(group, oldest)
+            else:
+                found.append(group)
+        return found
+
+    def surplus(self) -> list[int]:
+        """Groups without a seat that can get none any more, because nobody older can leave: drop or cancel them."""
+        found: list[int] = []
+        if self.spares:
+            for group_id, has_seat in self._seats():
+                if not has_seat:
+                    found.append(group_id)
+                elif group_id not in self._ready:
+                    break
+        return found
 
     def batch_ready(self) -> bool:
         """Whether `take` would give a batch now."""
@@ -137,8 +241,10 @@ class Window:
         if ids is None:
             return None
         for group_id in ids:
-            admission.check_lag(self.trained_version, _token_versions(self._ready[group_id]), self.lag_bound)
+            versions = _token_versions(self._ready[group_id])
+            admission.check_lag(self.trained_version, versions, self.lag_bound, self.republished)
         version = self.trained_version
+        self._measure(ids)
         self.batches += 1
         self._training[version] = self._training.get(version, 0) + len(ids)
         self._overtakers.update(ids)
@@ -154,27 +260,64 @@ class Window:
                 f"version {version} was proved after {self.proved}, while {self.trained_version} is in training"
             )
         self.proved = version
-        self._training = {trained: count for trained, count in self._training.items() if trained >= version}
+        kept = [trained for trained in self._training if self._own(trained) >= self._own(version)]
+        self._training = {trained: self._training[trained] for trained in kept}
 
     def explain(self) -> str:
         """One line: what the next admission and the next batch wait for."""
         return f"{self.explain_admission()}; {self.explain_batch()}"
 
     def _next_batch(self) -> list[int] | None:
-        if len(self._ready) < self.groups:
+        ids = self._eligible()[: self.groups]
+        if len(ids) < self.groups:
             return None
-        ids = sorted(self._ready)[: self.groups]
         # Synchronous runs are reproducible: which groups share a batch must not depend on who finished first.
         if self.depth == 0 and ids != list(self._unconsumed)[: self.groups]:
             return None
-        return None if self._would_be_late(ids) else ids
+        return None if self._would_be_late(ids) or self._would_overtake_too_far(ids) else ids
+
+    def _eligible(self) -> list[int]:
+        """Ready groups that may be trained, oldest first: none that is younger than one without a seat."""
+        end = next((group_id for group_id, has_seat in self._seats() if not has_seat), None)
+        return [group_id for group_id in sorted(self._ready) if end is None or group_id < end]
+
+    def _seats(self) -> Iterator[tuple[int, bool]]:
+        """Unconsumed groups, oldest first, and whether they have a seat once those before them without one are gone."""
+        if not self.spares:
+            yield from ((group_id, True) for group_id in self._unconsumed)
+            return
+        older = self.batches * self.groups - len(self._overtakers)
+        for group_id, version in self._unconsumed.items():
+            before = older + sum(overtaker < group_id for overtaker in self._overtakers)
+            has_seat = admission.seated(before, self.count(version), self.capacity, self.size)
+            older += has_seat
+            yield group_id, has_seat
+
+    def _would_overtake_too_far(self, ids: list[int]) -> bool:
+        """With spares more than W groups may stand from the oldest on; only the first W of them may leave it behind."""
+        if not self.spares or not self._anchored or next(iter(self._unconsumed)) == ids[0]:
+            return False
+        return sum(other < ids[-1] for other in (*self._unconsumed, *self._overtakers)) > self.capacity - 1
 
     def _would_be_late(self, ids: list[int]) -> bool:
-        if self.max_lag is None:
+        if self.max_lag is None or self.on_stale != "wait":
             return False
         taken = set(ids)
-        left = [version - self.first_version for id_, version in self._unconsumed.items() if id_ not in taken]
+        left = [
+            self.count(self._unconsumed[group_id]) if has_seat else None
+            for group_id, has_seat in self._seats()
+            if group_id not in taken
+        ]
         return not admission.on_time((self.batches + 1) * self.groups, left, self.size, self.max_lag)
+
+    def _measure(self, taken: list[int]) -> None:
+        """Count what was filtered on the way to this batch; by age, so that it does not depend on who came first."""
+        settled = [group_id for group_id in self._filtered if group_id < taken[-1]]
+        self._filtered = [group_id for group_id in self._filtered if group_id > taken[-1]]
+        self._outcomes.extend([True] * len(settled) + [False] * len(taken))
+
+    def _own(self, version: int) -> int:
+        return int(without_republished(version, self.republished))
 
     def _leave(self, group_id: int, how: str) -> None:
         if self._unconsumed.pop(group_id, None) is None:
@@ -208,12 +351,16 @@ class Window:
         """What the next batch waits for."""
         if self._next_batch() is not None:
             return f"a batch for version {self.trained_version} is ready"
-        if len(self._ready) < self.groups:
+        if len(self._eligible()) < self.groups:
             return (
                 f"no batch: {self.ready} of {self.groups} groups are ready, "
                 f"the oldest unfinished one is {self._oldest_unfinished()}"
             )
-        order = "depth 0 trains in order" if self.depth == 0 else f"it would exceed max_lag = {self.max_lag} later"
+        order = "it is overtaken too far already"
+        if self.depth == 0:
+            order = "depth 0 trains in order"
+        elif self._would_be_late(self._eligible()[: self.groups]):
+            order = f"it would exceed max_lag = {self.max_lag} later"
         return f"no batch: it has to wait for {self._oldest_unfinished()} ({order})"
 
     def _describe(self, group_id: int) -> str:

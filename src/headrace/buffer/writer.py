@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 from headrace.buffer.store import Store
 from headrace.errors import HeadraceError
 
-COMMIT_SECONDS = 0.25
+COMMIT_SECONDS = 0.1
 QUEUE_EVENTS = 10_000
 DEADLINE_SECONDS = 30.0
 T = TypeVar("T")
@@ -26,7 +26,7 @@ Event = Callable[[Store], object]
 """What the writer thread is to do inside the next transaction."""
 
 
-class _Call(Generic[T]):
+class Call(Generic[T]):
     """Something to run on the writer thread, and to wait for until it is committed."""
 
     def __init__(self, body: Callable[[Store], T]) -> None:
@@ -35,6 +35,7 @@ class _Call(Generic[T]):
         self.result: T
 
     def __call__(self, store: Store) -> None:
+        """On the writer thread."""
         self.result = self.body(store)
 
 
@@ -65,7 +66,7 @@ class Writer:
 
     def call(self, body: Callable[[Store], T], timeout: float) -> T:
         """The result of a body, once it and everything before it is committed."""
-        call = _Call(body)
+        call = Call(body)
         deadline = time.monotonic() + timeout
         self.put(call)
         while not call.done.wait(0.05):
@@ -115,7 +116,7 @@ class Writer:
             self._let_go()
 
     def _collect(self) -> list[Event]:
-        """The events of the next commit: those of a quarter second, or up to one that somebody waits for."""
+        """The events of the next commit: those of a tenth of a second, or up to one that somebody waits for."""
         events: list[Event] = []
         deadline = time.monotonic() + COMMIT_SECONDS
         while (left := deadline - time.monotonic()) > 0 and len(events) < QUEUE_EVENTS:
@@ -123,7 +124,7 @@ class Writer:
                 events.append(self._queue.get(timeout=left))
             except queue.Empty:
                 break
-            if isinstance(events[-1], _Call):
+            if isinstance(events[-1], Call):
                 break
         return events
 
@@ -134,7 +135,7 @@ class Writer:
             for event in events:
                 event(self._store)
         for event in events:
-            if isinstance(event, _Call):
+            if isinstance(event, Call):
                 event.done.set()
 
     def _let_go(self) -> None:

@@ -26,6 +26,8 @@ def read_ledgers(run_dir: Path) -> dict[str, Any]:
             "groups": {**count_states(db, "groups"), "reasons": count_reasons(db, "groups")},
             "rollouts": {**count_states(db, "rollouts"), "reasons": count_reasons(db, "rollouts")},
             "sampled_tokens": _sampled_tokens(db),
+            "regenerated_tokens": one(db, "SELECT COALESCE(SUM(regenerated_tokens), 0) AS n FROM restarts")["n"],
+            "restarts": _restarts(db),
             "balanced": not problems,
             "problems": problems,
         }
@@ -33,9 +35,9 @@ def read_ledgers(run_dir: Path) -> dict[str, Any]:
 
 def count_states(db: sqlite3.Connection, table: str) -> dict[str, int]:
     """How many were admitted, and how many are in each state."""
-    counts = {row["state"]: row["n"] for row in rows(db, f"SELECT state, COUNT(*) AS n FROM {table} GROUP BY state")}
-    admitted = one(db, f"SELECT COUNT(*) AS n FROM {table}")["n"]
-    return {"admitted": admitted, **{state: counts.get(state, 0) for state in STATES}}
+    # Sums in one pass: grouping a million rows would sort them first.
+    sums = ", ".join(f"COALESCE(SUM(state = '{state}'), 0) AS {state}" for state in STATES)
+    return one(db, f"SELECT COUNT(*) AS admitted, {sums} FROM {table}")
 
 
 def count_reasons(db: sqlite3.Connection, table: str) -> dict[str, dict[str, int]]:
@@ -67,9 +69,10 @@ def _within(db: sqlite3.Connection, table: str) -> list[str]:
 
 
 def _between(db: sqlite3.Connection) -> list[str]:
-    """A group ends with all its rollouts; of a group that goes on or was trained, single rollouts may have failed."""
+    """A group ends with all its rollouts; from one that goes on or was trained, single ones may have been left out."""
     joined = "rollouts LEFT JOIN groups ON groups.id = rollouts.group_id"
-    differ = "rollouts.state <> 'failed' AND (rollouts.state <> groups.state OR rollouts.step IS NOT groups.step)"
+    left_out = "rollouts.state = 'failed' OR rollouts.reason IN ('straggler', 'overlong')"
+    differ = f"NOT ({left_out}) AND (rollouts.state <> groups.state OR rollouts.step IS NOT groups.step)"
     return [
         *_line(db, "rollouts without a group", f"SELECT rollouts.id FROM {joined} WHERE groups.id IS NULL"),
         *_line(db, "rollouts that disagree with their group", f"SELECT rollouts.id FROM {joined} WHERE {differ}"),
@@ -100,9 +103,15 @@ def _line(db: sqlite3.Connection, what: str, query: str) -> list[str]:
 
 
 def _sampled_tokens(db: sqlite3.Connection) -> dict[str, int]:
-    query = "SELECT state, SUM(sampled_tokens) AS n FROM rollouts GROUP BY state"
-    tokens = {row["state"]: row["n"] for row in rows(db, query)}
-    return {state: tokens.get(state, 0) for state in STATES}
+    sums = ", ".join(f"COALESCE(SUM(sampled_tokens * (state = '{state}')), 0) AS {state}" for state in STATES)
+    return one(db, f"SELECT {sums} FROM rollouts")
+
+
+def _restarts(db: sqlite3.Connection) -> dict[str, int]:
+    """Process -> how often it came back; the controller where the run was resumed."""
+    again = "process <> 'controller' OR reason = 'resumed'"
+    query = f"SELECT process, COUNT(*) AS n FROM restarts WHERE {again} GROUP BY process ORDER BY process"
+    return {row["process"]: row["n"] for row in rows(db, query)}
 
 
 def ledger_line(ledger: dict[str, Any]) -> str:
@@ -124,6 +133,9 @@ def describe_ledgers(ledgers: dict[str, Any]) -> str:
     tokens = ledgers["sampled_tokens"]
     split = ", ".join(f"{tokens[state]:,} {state.replace('_', ' ')}" for state in STATES)
     lines.append(f"tokens    {sum(tokens.values()):,} sampled: {split}")
+    if ledgers["restarts"]:
+        back = ", ".join(f"{process} {count}" for process, count in ledgers["restarts"].items())
+        lines.append(f"restarts  {back}; {ledgers['regenerated_tokens']:,} tokens sampled again")
     if ledgers["balanced"]:
         return "\n".join([*lines, "balanced"])
     return "\n".join([*lines, "NOT balanced:", *(f"  {problem}" for problem in ledgers["problems"])])

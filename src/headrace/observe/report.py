@@ -15,6 +15,7 @@ from typing import Any
 from headrace.observe import charts, gantt
 from headrace.observe.charts import Series
 from headrace.observe.clock import compact, duration
+from headrace.observe.composition import composition
 from headrace.observe.curves import lag, learning
 from headrace.observe.ledgers import STATES
 from headrace.observe.page import card, columns, nothing, page, section, stack, table, tile
@@ -47,6 +48,7 @@ def _html(run_dir: Path, db: sqlite3.Connection) -> str:
         _tiles(summary),
         learning(db, summary),
         lag(db, summary),
+        composition(db),
         _processes(run_dir / "timeline.json", meta, training_window(db, meta), policy_steps(db)),
         _ledgers(summary),
         _deliveries(db),

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from headrace.types import Int32Array, Prompt, Rollout
+from headrace.types import Int32Array, Prompt, Rollout, Trace
 
 
 class ChatFormat(Protocol):
@@ -53,8 +53,17 @@ class AnyEpisode(Protocol):
     prompt: Prompt
 
     @property
+    def partial(self) -> Trace:
+        """The tokens so far."""
+        ...
+
+    @property
     def answer(self) -> str:
         """All that follows the opening, as text for people to read."""
+        ...
+
+    def since(self, start: int) -> Trace | None:
+        """Its tokens after the first `start`, if there are any; always None where it cannot be continued from them."""
         ...
 
     async def prepare(self) -> None:

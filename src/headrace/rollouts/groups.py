@@ -1,5 +1,7 @@
 """The episodes of one group, side by side: the group is complete when every one of them has ended, however it ended.
 
+A group may be closed without its stragglers: they are cancelled, and end as aborted.
+
 `run_group` starts its episodes in the order of their index and each submits its first request at once, so the order
 in which engines see requests follows from the order of the calls alone.
 """
@@ -7,12 +9,16 @@ in which engines see requests follows from the order of the calls alone.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import msgspec
 
 from headrace.rollouts.base import AnyEpisode
-from headrace.types import Group
+from headrace.types import Group, Rollout
+
+STRAGGLER = "straggler"
+"""Why a rollout was cut off when its group closed without it."""
 
 
 async def prepare_group(episodes: Sequence[AnyEpisode]) -> None:
@@ -26,8 +32,12 @@ async def prepare_group(episodes: Sequence[AnyEpisode]) -> None:
         raise
 
 
-async def run_group(group: Group, episodes: Sequence[AnyEpisode]) -> Group:
+async def run_group(
+    group: Group, episodes: Sequence[AnyEpisode], *, min_group: int | None = None, straggler_seconds: float = math.inf
+) -> Group:
     """The group with the rollouts of these prepared episodes, sorted by index.
+
+    When `straggler_seconds` have passed and `min_group` of them have ended without failing, the others are cancelled.
 
     `cancel_group` ends it early with what there is. Cancelling the task that runs it aborts the requests too, but
     then, as for any task, there is no result; `Episode.partial` still holds the tokens. (A task cancelled before
@@ -38,7 +48,33 @@ async def run_group(group: Group, episodes: Sequence[AnyEpisode]) -> Group:
             tasks.create_task(episode.run(), name=f"rollout {episode.id}")
             for episode in sorted(episodes, key=lambda episode: episode.index)
         ]
+        if min_group is not None and min_group < len(episodes):
+            await _close_early(episodes, running, min_group, straggler_seconds)
     return msgspec.structs.replace(group, rollouts=[task.result() for task in running])
+
+
+async def _close_early(
+    episodes: Sequence[AnyEpisode], running: Sequence[asyncio.Task[Rollout]], min_group: int, seconds: float
+) -> None:
+    """Return when all have ended, or when enough have and the time is over: then cancel the others.
+
+    Every episode ends, so the wait for the next one does.
+    """
+    deadline = asyncio.get_running_loop().time() + seconds
+    pending: set[asyncio.Task[Rollout]] = set(running)
+    while pending:
+        left = deadline - asyncio.get_running_loop().time()
+        enough = sum(_ended_well(task) for task in running) >= min_group
+        if enough and left <= 0:
+            stragglers = [e for e in episodes if any(task.get_name() == f"rollout {e.id}" for task in pending)]
+            await cancel_group(stragglers, STRAGGLER)
+            return
+        timeout = left if enough or left > 0 else None
+        _, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _ended_well(task: asyncio.Task[Rollout]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None and task.result().ending != "failed"
 
 
 async def cancel_group(episodes: Sequence[AnyEpisode], reason: str) -> None:

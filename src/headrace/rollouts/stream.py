@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.errors import ChannelError
-from headrace.types import Float32Array, Int32Array, Kept, Trace
+from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept, Trace
 
 
 class TokenStream:
@@ -27,6 +27,11 @@ class TokenStream:
     def append_context(self, token_ids: Int32Array) -> None:
         """Tokens that nobody sampled."""
         self._append(Trace.of_context(np.array(token_ids, np.int32)))
+
+    def append_recorded(self, trace: Trace) -> None:
+        """Tokens of an earlier attempt or life, with their records; what was sampled then counts as sampled."""
+        self.sampled += int((trace.versions != NO_VERSION).sum())
+        self._append(trace)
 
     def append_sampled(
         self, token_ids: Int32Array, logprobs: Float32Array, versions: Int32Array, kept: Kept | None = None
@@ -53,16 +58,23 @@ class TokenStream:
     def trace(self) -> Trace:
         """All of it so far; the arrays are not written to again."""
         if self._parts:
-            parts = [self._joined, *self._parts]
-            self._joined = Trace(
-                token_ids=np.concatenate([part.token_ids for part in parts]),
-                trained=np.concatenate([part.trained for part in parts]),
-                logprobs=np.concatenate([part.logprobs for part in parts]),
-                versions=np.concatenate([part.versions for part in parts]),
-                kept=Kept.joined([(len(part), part.kept) for part in parts]),
-            )
+            self._joined = Trace.joined([self._joined, *self._parts])
             self._parts = []
         return self._joined
+
+    def since(self, start: int) -> Trace | None:
+        """What came after the first `start` tokens, if anything; cheap where that is little."""
+        if start >= self._length:
+            return None
+        known = len(self._joined)
+        if start < known:
+            return self.trace().part(start, self._length)
+        late: list[Trace] = []
+        for part in self._parts:
+            if known + len(part) > start:
+                late.append(part if known >= start else part.part(start - known, len(part)))
+            known += len(part)
+        return Trace.joined(late)
 
     def token_ids(self) -> Int32Array:
         """The token ids so far."""

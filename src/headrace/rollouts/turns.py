@@ -14,11 +14,13 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from headrace.engines.base import Engine, FinishReason, Request, Sampling, closing_deltas
 from headrace.errors import HeadraceError
 from headrace.rollouts.base import ChatFormat
 from headrace.rollouts.failures import Cancelled, Failure, describe, first_line, foreign
+from headrace.rollouts.saved import SavedTurns
 from headrace.rollouts.stream import TokenStream
 from headrace.tasks.base import Environment, EnvironmentStep
 from headrace.types import Ending, Int32Array, Prompt, Rollout, Trace
@@ -52,8 +54,17 @@ class Episode:
         group: str = "",
         priority: int = 0,
         deadline: float | None = None,
+        prefix: Trace | None = None,
+        saved: Trace | None = None,
+        on_discard: Callable[[int], None] = lambda tokens: None,
     ) -> None:
-        """`deadline` is in seconds, for preparing and for running each; None leaves it to the caller's own."""
+        """`deadline` is in seconds, for preparing and for running each; None leaves it to the caller's own.
+
+        With `prefix`, the first turn goes on from these tokens of an earlier attempt, opening included, as they are.
+        `saved` is what an earlier life of this episode had come to, a prefix of it included: its turns are taken as
+        they are and told to the environment again, as long as that answers as it did. `on_discard` hears of sampled
+        tokens that are of no use.
+        """
         self.id = id
         self.index = index
         self.prompt = prompt
@@ -66,7 +77,9 @@ class Episode:
         self._group = group
         self._priority = priority
         self._deadline = deadline
+        self._prefix = prefix
 
+        self._saved = SavedTurns(saved, on_discard)
         self._stream = TokenStream()
         self._opening_tokens = 0
         self._metrics: dict[str, float] = {}
@@ -97,6 +110,10 @@ class Episode:
         """All that follows the opening, as text for people to read."""
         return self._chat.decode(self._stream.token_ids()[self._opening_tokens :])
 
+    def since(self, start: int) -> Trace | None:
+        """Its tokens after the first `start`, if there are any."""
+        return self._stream.since(start)
+
     async def prepare(self) -> None:
         """Reset the environment and render its opening. A failure is kept for `run` to report. Idempotent."""
         if self._prepared:
@@ -105,14 +122,23 @@ class Episode:
         try:
             async with asyncio.timeout(self._deadline):
                 messages = await self._ask("environment.reset", self._environment.reset)
-            self._stream.append_context(self._open(messages))
-            self._opening_tokens = len(self._stream)
+            self._begin(self._open(messages))
         except TimeoutError:
             self._failed = self._late()
         except Failure as failure:
             self._failed = str(failure)
         except Cancelled:
             pass
+
+    def _begin(self, opening: Int32Array) -> None:
+        self._opening_tokens = len(opening)
+        self._saved.expect(opening)
+        if self._prefix is None:
+            self._stream.append_context(opening)
+            return
+        if not np.array_equal(self._prefix.token_ids[: len(opening)], opening):
+            raise Failure("the environment opens with other tokens than those that the episode is to go on from")
+        self._stream.append_recorded(self._prefix)
 
     async def run(self) -> Rollout:
         """Take turns until the episode ends; the environment is closed whatever happens."""
@@ -164,11 +190,22 @@ class Episode:
                 return self._rollout(ending, reward=_reward(step))
             ended = int(turn_ids[-1]) in self._chat.stop_token_ids
             with foreign("chat.continue_"):
-                self._stream.append_context(self._chat.continue_(step.messages, ended=ended))
+                context = self._chat.continue_(step.messages, ended=ended)
+            self._saved.expect(context)
+            self._stream.append_context(context)
 
     async def _sample_turn(self) -> tuple[Int32Array, FinishReason]:
         """The policy's next turn, over as many requests as it takes: an aborted one is resumed by its prefix."""
-        start = len(self._stream)
+        self._check_cancelled()
+        start = len(self._stream) if self._turns else self._opening_tokens
+        saved, whole = self._saved.next_turn()
+        if saved is not None:
+            self._stream.append_recorded(saved)
+            ids = self._stream.token_ids()[start:]
+            if whole or int(ids[-1]) in self._sampling.stop_token_ids:
+                return ids, "stop"
+            if self._budget <= 0:
+                return ids, "length"
         fruitless = 0
         while True:
             before = len(self._stream)

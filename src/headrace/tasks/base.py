@@ -7,7 +7,7 @@ and never tokenises an earlier turn again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -62,6 +62,14 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Free what the episode holds. Called exactly once, also after an error."""
         ...
+
+
+@runtime_checkable
+class Budgeted(Protocol):
+    """An environment whose episode may be shorter than `[rollouts] max_tokens` allows."""
+
+    max_tokens: int
+    """Sampled tokens of the episode, over all its turns."""
 
 
 class Task(Protocol):

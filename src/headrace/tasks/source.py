@@ -1,26 +1,28 @@
 """An endless, seeded, resumable order over prompts.
 
 The order is a pure function of (seed, number of prompts): the n-th draw is the same in every run, on every machine and
-after every restart, and each epoch holds every prompt once. Only one epoch's permutation is ever in memory.
+after every restart, and each epoch holds every prompt once. Only one epoch's permutation is ever in memory. With a
+curriculum, prompts that rest are passed over in this order, and prompts to retry come in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import DataError
+from headrace.tasks.curriculum import Curriculum
 from headrace.types import Prompt
 
 UInt64Array = npt.NDArray[np.uint64]
 
 
 class PromptSource:
-    """Draws prompts, epoch after epoch, each in a new order."""
+    """Draws prompts, epoch after epoch, each in a new order; with `curriculum`, by what became of them."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
+    def __init__(self, prompts: Sequence[Prompt], seed: int, *, curriculum: bool = False) -> None:
         if not len(prompts):
             raise DataError("the task has no training prompts")
         self._prompts = prompts
@@ -28,20 +30,45 @@ class PromptSource:
         self._position = 0
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        self._curriculum = Curriculum(len(prompts)) if curriculum else None
+        self._by_id = {prompt.id: prompt for prompt in prompts} if curriculum else {}
 
     @property
     def position(self) -> int:
-        """How many prompts were drawn, over all epochs: what `seek` takes to go on from here."""
+        """How far the order is used, over all epochs: what `seek` takes to go on from here."""
         return self._position
 
     def seek(self, position: int) -> None:
-        """Go to where `position` prompts have been drawn."""
+        """Go to where the order is used up to `position`."""
         if position < 0:
             raise ValueError(f"a position cannot be {position}")
         self._position = position
 
-    def draw(self) -> Prompt:
-        """The next prompt."""
+    def draw(self, at: int = 0) -> Prompt:
+        """The next prompt, for the group attempt `at`, which only a curriculum looks at."""
+        if self._curriculum is None:
+            return self._next_in_order()
+        again = self._curriculum.retry(at)
+        if again in self._by_id:
+            return self._by_id[again]
+        for _ in range(len(self._prompts)):
+            prompt = self._next_in_order()
+            if not self._curriculum.rests(prompt.id, at):
+                return prompt
+        return self._next_in_order()  # all of them rest
+
+    def outcome(self, at: int, prompt_id: str, rewards: Sequence[float]) -> None:
+        """The answers to this prompt in the group attempt `at` have these rewards."""
+        if rewards:
+            self.restore([(at, prompt_id, sum(reward >= 1.0 for reward in rewards), len(rewards))])
+
+    def restore(self, outcomes: Iterable[tuple[int, str, int, int]]) -> None:
+        """Take over earlier (group attempt, prompt id, right answers, answers), oldest first."""
+        if self._curriculum is not None:
+            for at, prompt_id, right, answers in outcomes:
+                self._curriculum.note(prompt_id, right, answers, at)
+
+    def _next_in_order(self) -> Prompt:
         epoch, offset = divmod(self._position, len(self._prompts))
         if epoch != self._epoch:
             self._order = permutation(self._seed, epoch, len(self._prompts))

@@ -80,6 +80,8 @@ def one(name, i, logp, fixed, mu, tokens, members, low, high, mix) -> torch.Tens
     if name == "recomputed":
         begun = float(tokens.proximal[i])
         return math.exp(begun - mu[i]) * pessimistic(torch.exp(logp[i] - begun), a, low, high)
+    if name == "reinforce":
+        return -a * logp[i]
     if name == "cispo":
         return -min(still, 1 + high) * a * logp[i]
     if name in ("grpo", "dapo"):

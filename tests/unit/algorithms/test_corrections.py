@@ -112,3 +112,24 @@ def test_together_in_any_order_and_twice():
     for order in itertools.permutations(names):
         found, _ = slopes(plain_ratio(corrections=[*order, order[0]]), inputs)
         assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_corrections_touch_only_tokens_over_the_lag_they_are_set_for():
+    lags = torch.tensor([0.0, 1, 2, 0, 1, 2], dtype=torch.float64)
+    inputs = inputs_of([5.0, 5.0, 5.0, 0.1, 0.1, 0.1])._replace(lags=lags)
+
+    def loss(above, *corrections):
+        config = AlgorithmConfig(loss="grpo", clip_low=1.0, clip_high=1e9, corrections=list(corrections))
+        return build_loss(config, above)
+
+    found, sums = slopes(loss(1, "tis"), inputs)
+    assert found == pytest.approx([-5.0, -5.0, -2.0, -0.1, -0.1, -0.1], abs=1e-12)
+    assert float(sums["tis_fraction"]) == 1
+    found, _ = slopes(loss(0, "tis", "icepop"), inputs)
+    assert found == pytest.approx([-5.0, -2.0, -2.0, -0.1, 0.0, 0.0], abs=1e-12)
+    found, _ = slopes(loss(None, "tis", "icepop"), inputs)
+    assert found == pytest.approx([-2.0, -2.0, -2.0, 0.0, 0.0, 0.0], abs=1e-12)
+    # A sequence is judged as a whole, by its young tokens too; only its old ones are left out for it.
+    whole = inputs._replace(sequences=torch.tensor([0, 0, 0, 1, 1, 1]))
+    found, _ = slopes(loss(1, "mis"), whole)
+    assert found == pytest.approx([-5.0, -5.0, 0.0, -0.1, -0.1, -0.1], abs=1e-12)

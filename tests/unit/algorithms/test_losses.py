@@ -17,6 +17,7 @@ from headrace.algorithms.losses.dppo_tv import dppo_tv
 from headrace.algorithms.losses.grpo import clipped_grpo
 from headrace.algorithms.losses.gspo import gspo
 from headrace.algorithms.losses.imitation import imitation
+from headrace.algorithms.losses.reinforce import reinforce
 from headrace.algorithms.losses.sapo import sapo
 from headrace.algorithms.losses.topr import topr
 from headrace.config.schema import AlgorithmConfig
@@ -163,6 +164,13 @@ def test_topr_by_hand():
     slopes = [-w * a for w, (_, a) in zip(weights, cases, strict=True)]
     values = [slope * (-1.25 + math.log(r)) for slope, (r, _) in zip(slopes, cases, strict=True)]
     check(topr(inputs), inputs, values, slopes, clipped=2)
+
+
+def test_reinforce_by_hand():
+    inputs = inputs_of()
+    slopes = [-a for _, a in CASES]
+    values = [-a * (-1.25 + math.log(r)) for r, a in CASES]
+    check(reinforce(inputs), inputs, values, slopes, clipped=0)
 
 
 def test_decoupled_ppo_by_hand():

@@ -56,7 +56,7 @@ def test_every_event_is_a_row(tmp_path: Path) -> None:
         journal.sample(version=2, moment="during", prompt="p", question="2 + 2", answer="4", reward=1)
         journal.activity(process="trainer", started=1.0, ended=2.0, busy_seconds=0.75, generated_tokens=0)
     with open_readonly(tmp_path / "journal.db") as reader:
-        assert reader.meta() == {"schema": 1, "name": "run", "lag_bound": 3}
+        assert reader.meta() == {"schema": 2, "name": "run", "lag_bound": 3}
         digest = "f" * 16
         assert reader.rows("SELECT * FROM versions") == [
             {"id": 2, "parent": 1, "step": 4, "digest": digest, "published": 999.0}
@@ -152,8 +152,9 @@ def test_recover_closes_the_books(tmp_path: Path) -> None:
         found.rollouts.check("rollouts")
         assert Ledgers(found.groups, found.rollouts).as_dict() == journal.counts()
         assert journal.recover() == type(found)(
-            next_group=5, last_version=8, last_step=2, lost_prompts=[], groups=found.groups, rollouts=found.rollouts
-        )
+            next_group=5, last_version=8, last_step=2, lost_prompts=[], groups=found.groups, rollouts=found.rollouts,
+            drawn=5,
+        )  # fmt: skip
         back = journal.recover(step=1)
         assert (back.last_step, back.last_version, back.lost_prompts) == (1, 8, ["prompt-4"])
         assert back.groups.reasons["dropped"] == {"stale": 1, "interrupted": 2, "rolled back": 1}
@@ -271,7 +272,7 @@ def test_clear_errors_at_opening(tmp_path: Path) -> None:
     db.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
     db.close()
     for opening in (Journal, open_readonly):
-        with pytest.raises(UserError, match="schema 99, but this version of Headrace reads schema 1"):
+        with pytest.raises(UserError, match="schema 99, but this version of Headrace reads schema 2"):
             opening(tmp_path / "new.db")
     with pytest.raises(UserError, match="does not exist"):
         open_readonly(tmp_path / "missing.db")

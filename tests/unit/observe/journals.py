@@ -49,6 +49,7 @@ class JournalMaker:
         },
         "samples": {"version": 0, "question": "q", "answer": "a"},
         "activity": {},
+        "restarts": {},
     }
 
     def __init__(self, run_dir: Path) -> None:

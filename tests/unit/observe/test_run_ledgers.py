@@ -24,6 +24,10 @@ def books(journal: JournalMaker) -> JournalMaker:
                 journal.add("rollouts", id=f"{group}/1", group_id=group, state="trained", step=step, sampled_tokens=6)
             group += 1
     journal.add("steps", step=1, groups=2, rollouts=3)
+    for process, reason, tokens in (
+        ("engine-0", "killed", 5), ("engine-0", "killed", 6), ("controller", "resumed", 9), ("controller", "other", 10),
+    ):  # fmt: skip
+        journal.add("restarts", process=process, reason=reason, regenerated_tokens=tokens, time=1.0)
     journal.add("steps", step=2, groups=1, rollouts=2)
     journal.add("steps", step=-1, objective="imitation", groups=0, rollouts=8)
     for state, reason in (("dropped", "stale"), ("failed", "all failed"), ("in_flight", "")):
@@ -47,6 +51,8 @@ def test_the_counts_are_those_made_by_hand(books: JournalMaker) -> None:
             "reasons": {"dropped": {"stale": 2}, "failed": {"all failed": 2, "timeout": 1}},
         },
         "sampled_tokens": {"trained": 5 + 6 + 5 + 5 + 6, "dropped": 2, "failed": 4, "in_flight": 2},
+        "regenerated_tokens": 30,
+        "restarts": {"controller": 1, "engine-0": 2},
         "balanced": True,
         "problems": [],
     }  # fmt: skip
@@ -57,7 +63,8 @@ def test_people_read_equations(books: JournalMaker) -> None:
     assert text[0] == "run       books (running)"
     assert text[1] == "groups    6 admitted = 3 trained + 1 dropped + 1 failed + 1 in flight"
     assert [" ".join(line.split()) for line in text[2:4]] == ["1 dropped: stale", "1 failed: all failed"]
-    assert text[-2] == "tokens    35 sampled: 27 trained, 2 dropped, 4 failed, 2 in flight"
+    assert text[-2] == "restarts  controller 1, engine-0 2; 30 tokens sampled again"
+    assert text[-3] == "tokens    35 sampled: 27 trained, 2 dropped, 4 failed, 2 in flight"
     assert text[-1] == "balanced"
 
 

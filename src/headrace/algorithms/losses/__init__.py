@@ -12,6 +12,7 @@ from headrace.algorithms.losses import (
     gspo,
     imitation,
     kl,
+    reinforce,
     sapo,
     topr,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "gspo",
     "imitation",
     "kl",
+    "reinforce",
     "sapo",
     "topr",
 ]

@@ -123,28 +123,37 @@ def register(name: str) -> Callable[[Callable[[AlgorithmConfig], Loss]], Callabl
     return declare
 
 
-def build_loss(config: AlgorithmConfig) -> Loss:
-    """The policy loss that the configuration names, with its corrections and what it adds to them."""
+def build_loss(config: AlgorithmConfig, correct_above: int | None = None) -> Loss:
+    """The policy loss that the configuration names, with its corrections and what it adds to them.
+
+    With `correct_above`, corrections touch only tokens of a larger lag.
+    """
     loss = LOSSES[config.loss](config)
     corrections: dict[str, Correction] = {name: CORRECTIONS[name](config) for name in config.corrections}
     if corrections:
-        loss = corrected(loss, corrections)
+        loss = corrected(loss, corrections, above=correct_above)
     for extend in ADDITIONS:
         loss = extend(config, loss)
     return loss
 
 
-def corrected(loss: Loss, corrections: Mapping[str, Correction]) -> Loss:
+def corrected(loss: Loss, corrections: Mapping[str, Correction], above: int | None = None) -> Loss:
     """The loss with these corrections; each looks at what was recorded, so their order does not matter.
+
+    A correction sees all tokens, whole sequences too; with `above`, its verdict counts for those of a larger lag only.
 
     Metrics of the ratio stay those of the recorded tokens; `<name>_fraction` counts what a correction touched.
     """
 
     def whole(inputs: TokenInputs) -> TokenLoss:
         behaviour, kept = inputs.behaviour, torch.ones_like(inputs.behaviour, dtype=torch.bool)
+        exempt = torch.zeros_like(kept) if above is None else inputs.lags <= above
         fractions: dict[str, torch.Tensor] = {}
         for name, correct in corrections.items():
             verdict = correct(inputs._replace(logprobs=inputs.logprobs.detach()))
+            verdict = Corrected(
+                torch.where(exempt, inputs.behaviour, verdict.behaviour), torch.logical_or(exempt, verdict.kept)
+            )
             touched = ~verdict.kept | (verdict.behaviour != inputs.behaviour)
             fractions[f"{name}_fraction"] = touched.sum().to(inputs.behaviour.dtype)
             behaviour = torch.maximum(behaviour, verdict.behaviour)

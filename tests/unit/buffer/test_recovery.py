@@ -1,0 +1,260 @@
+"""What a dead run left: trained again, kept ready, continued, or closed with a reason; nothing twice, nothing lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.buffer.journal import Journal, open_readonly
+from headrace.buffer.ledger import Ledgers
+from headrace.buffer.window import Window
+from headrace.channel.codec import encode
+from headrace.types import Group, Prompt, Rollout, Trace, Version, without_republished
+
+
+def trace(tokens: Sequence[int], version: int = 0, context: int = 1) -> Trace:
+    n = len(tokens)
+    trained = np.arange(n) >= context
+    return Trace(
+        token_ids=np.array(tokens, np.int32),
+        trained=trained,
+        logprobs=np.where(trained, -0.5, 0).astype(np.float32),
+        versions=np.where(trained, version, -1).astype(np.int32),
+    )
+
+
+def admit(journal: Journal, group_id: int, version: int = 0) -> None:
+    group = Group(id=group_id, prompt=Prompt(id=f"p{group_id}", text="x"), version=version)
+    journal.admitted(group, [f"{group_id}/0", f"{group_id}/1"])
+
+
+def complete(journal: Journal, group_id: int) -> None:
+    for index in range(2):
+        tokens = trace([group_id, 7, 8 + index])
+        journal.rollout_ended(
+            Rollout(id=f"{group_id}/{index}", index=index, traces=[tokens], ending="finished", reward=float(index))
+        )
+
+
+def train(journal: Journal, step: int, group_id: int) -> None:
+    journal.group_ended(group_id, "trained", step=step)
+    journal.step(
+        step=step, version=step - 1, objective="policy", groups=1, rollouts=2, tokens=6, trained_tokens=4,
+        lag_histogram={},
+    )  # fmt: skip
+    journal.version(Version(id=step, parent=step - 1, step=step, digest=step))
+
+
+def dead_run(path: Path, *, keep: bool = True) -> None:
+    """Steps 1 to 5 on groups 0, 1, 2, 3, 5; group 4 is complete, 6 is being sampled, 7 has just begun."""
+    with Journal(path, keep_rollouts=keep) as journal:
+        journal.version(Version(id=0, parent=-1, step=0, digest=0))
+        for group_id in range(8):
+            admit(journal, group_id, version=max(0, group_id - 3))
+        for group_id in range(6):
+            complete(journal, group_id)
+        for step, group_id in enumerate([0, 1, 2, 3, 5], start=1):
+            train(journal, step, group_id)
+        for index, parts in enumerate([([6, 7], [8]), ([6],)]):
+            for number, tokens in enumerate(parts):
+                part = trace(tokens, version=4, context=0 if number else 1)
+                journal.partial(Rollout(id=f"6/{index}", index=index, traces=[part], ending="aborted"))
+
+
+def test_a_run_goes_on_with_everything_that_it_had(tmp_path: Path) -> None:
+    dead_run(tmp_path / "journal.db")
+    with Journal(tmp_path / "journal.db") as journal:
+        found = journal.recover(step=2)
+        assert (found.reach, found.next_group, found.last_version, found.lost_prompts) == (5, 8, 5, [])
+        assert found.republished == [6], "step 5 was published as 5, and will be again as 6"
+        assert [(left.id, left.complete, left.version) for left in found.left] == [
+            (4, True, 1), (6, False, 3), (7, False, 4),
+        ]  # fmt: skip
+        assert found.overtakers == [5]
+        ready, running, begun = found.left
+        assert [rollout.reward for rollout in ready.rollouts] == [0.0, 1.0]
+        assert running.partial["6/0"].token_ids.tolist() == [6, 7, 8]
+        assert running.partial["6/0"].versions.tolist() == [-1, 4, 4]
+        assert running.partial["6/1"].token_ids.tolist() == [6]
+        assert begun.partial == {}
+        ledgers = Ledgers(found.groups, found.rollouts)
+        for left in found.left:
+            ledgers.admitted(left.id, left.members)
+        assert ledgers.as_dict() == journal.counts()
+        ledgers.check()
+        twice = journal.recover(step=2)
+        assert [encode(left) for left in twice.left] == [encode(left) for left in found.left]
+        assert (twice.groups, twice.rollouts, twice.reach) == (found.groups, found.rollouts, found.reach)
+
+
+@pytest.mark.parametrize(
+    ("publish_every", "reach", "again"), [(2, 4, [4, 5, 6, 7]), (4, 4, [4, 5, 6, 7]), (5, 5, [4, 6, 7])]
+)
+def test_whole_versions_are_trained_again_and_the_rest_is_ready(
+    tmp_path: Path, publish_every: int, reach: int, again: list[int]
+) -> None:
+    dead_run(tmp_path / "journal.db")
+    with Journal(tmp_path / "journal.db") as journal:
+        found = journal.recover(step=0, publish_every=publish_every)
+        assert found.reach == reach
+        assert [left.id for left in found.left] == again
+        assert all(left.complete == (left.id < 6) for left in found.left)
+        # What is ready again can be trained again, once.
+        if 5 in again:
+            journal.group_ended(5, "trained", step=5)
+        journal.flush()
+
+
+def test_without_tokens_the_books_are_closed(tmp_path: Path) -> None:
+    dead_run(tmp_path / "journal.db", keep=False)
+    with Journal(tmp_path / "journal.db", keep_rollouts=False) as journal:
+        found = journal.recover(step=2)
+        assert (found.reach, found.left) == (2, [])
+        assert found.lost_prompts == ["p2", "p3", "p4", "p5", "p6", "p7"]
+        assert found.groups.reasons["dropped"] == {"rolled back": 3, "interrupted": 3}
+        assert found.groups.trained == 2
+        assert journal.counts() == Ledgers(found.groups, found.rollouts).as_dict()
+
+
+def test_lost_bytes_end_the_reach_there(tmp_path: Path) -> None:
+    dead_run(tmp_path / "journal.db")
+    with open_readonly(tmp_path / "journal.db") as reader:
+        (row,) = reader.rows("SELECT offset FROM rollouts WHERE id = '3/1'")
+    segment = tmp_path / "segments" / "000001.seg"
+    segment.write_bytes(segment.read_bytes()[: row["offset"] + 3])
+    with Journal(tmp_path / "journal.db") as journal:
+        found = journal.recover(step=1)
+        assert found.reach == 3
+        assert found.groups.reasons["dropped"] == {"rolled back": 2}, "3, whose tokens are gone, and 5 after it"
+        assert [(left.id, left.complete, left.partial) for left in found.left] == [
+            (4, False, {}), (6, False, {}), (7, False, {}),
+        ]  # fmt: skip
+
+
+def test_a_group_cut_while_it_was_written_is_judged_again(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.db") as journal:
+        admit(journal, 0)
+        tokens = trace([5, 7, 63])
+        journal.rollout_ended(Rollout(id="0/1", index=1, traces=[tokens], ending="finished", reward=1.0))
+    for _ in range(2):
+        with Journal(tmp_path / "journal.db") as journal:
+            (left,) = journal.recover(step=0).left
+            assert not left.complete and left.members == ["0/0", "0/1"]
+            assert left.partial["0/1"].token_ids.tolist() == [5, 7, 63]
+    with Journal(tmp_path / "journal.db") as journal:
+        journal.rollout_ended(Rollout(id="0/1", index=1, traces=[tokens], ending="finished", reward=1.0))
+        journal.flush()
+        with open_readonly(tmp_path / "journal.db") as reader:
+            assert reader.rows("SELECT * FROM partials") == []
+
+
+def test_a_complete_group_is_judged_again_with_what_filters_had_left_out(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.db") as journal:
+        for group_id in range(2):
+            admit(journal, group_id)
+            complete(journal, group_id)
+        journal.rollout_dropped("1/0", "overlong")
+        journal.group_ended(0, "dropped", "zero_variance")
+        journal.meta("drawn", 9)
+    for _ in range(2):
+        with Journal(tmp_path / "journal.db") as journal:
+            found = journal.recover(step=0)
+            (left,) = found.left
+            assert left.complete and left.members == ["1/0", "1/1"] and len(left.rollouts) == 2
+            assert found.outcomes == [(0, "p0", 1, 2)], "what is left counts when it is judged"
+            assert journal.recover(step=0, outcomes=False).outcomes == []
+            assert found.drawn == 9
+            assert (found.rollouts.admitted, found.rollouts.dropped) == (2, 2), "those of group 0"
+    with Journal(tmp_path / "journal.db") as journal:
+        journal.rollout_dropped("1/0", "overlong")
+        journal.group_ended(1, "trained", step=1)
+        journal.flush()
+        counts = journal.counts()["rollouts"]
+        assert (counts["trained"], counts["dropped"], counts["in_flight"]) == (1, 3, 0)
+
+
+FULL = """
+    import resource, sys
+    from pathlib import Path
+    sys.path.insert(0, {here!r})
+    from test_recovery import admit, complete
+    from headrace.buffer.journal import Journal
+    from headrace.errors import HeadraceError
+
+    journal = Journal(Path({path!r}))
+    admit(journal, 0)
+    complete(journal, 0)
+    journal.flush()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+    try:
+        for group_id in range(1, 100_000):
+            admit(journal, group_id)
+            complete(journal, group_id)
+            if group_id % 50 == 0:
+                journal.flush()
+    except HeadraceError as error:
+        print(error)
+        try:
+            journal.close()
+        except HeadraceError as again:
+            print("again:", again)
+"""
+
+
+def test_a_disk_that_is_full_is_one_line_and_the_last_commit_stands(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    script = textwrap.dedent(FULL).format(here=str(Path(__file__).parent), path=str(path))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert f"the journal {path} cannot be written: " in line
+    with Journal(path) as journal:
+        found = journal.recover(step=0)
+        assert found.left[0].id == 0 and found.left[0].complete
+        assert len(found.left) == found.next_group, "every group that was committed is there"
+        admit(journal, found.next_group)
+        journal.flush()
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.data())
+def test_a_new_id_for_the_same_weights_makes_no_token_older(again: list[bool], data: st.DataObject) -> None:
+    """Versions in order, each either newly trained or published again: lag counts the trained ones only."""
+    republished = [version for version, same in enumerate(again, start=1) if same]
+    token = data.draw(st.integers(0, len(again)))
+    newest = data.draw(st.integers(token, len(again)))
+    trained = sum(not again[version - 1] for version in range(token + 1, newest + 1))
+    lag = without_republished(newest, republished) - without_republished(np.array([token], np.int32), republished)
+    assert lag.tolist() == [trained]
+
+
+def test_slots_are_kept_until_the_weights_that_a_group_trained_are_proved(tmp_path: Path) -> None:
+    window = Window(1, 1, versions=10)
+
+    def sample(group_id: int, version: int) -> None:
+        window.admit(group_id, version)
+        rollout = Rollout(id=f"{group_id}/0", index=0, traces=[trace([1, 2], version)], ending="finished", reward=1.0)
+        window.complete(Group(id=group_id, prompt=Prompt(id="p", text="x"), version=version, rollouts=[rollout]))
+
+    sample(0, 0)
+    sample(1, 0)
+    assert window.take() is not None and window.trained_version == 1
+    assert not window.may_admit(), "group 0 holds its slot until version 1 is proved"
+    # The trainer dies in that step: version 0 comes back as 1, and what group 0 trains will be 2.
+    assert window.republish(0) == 1
+    window.release(1)
+    assert not window.may_admit(), "1 is the weights of 0: group 0 is not in them"
+    assert (window.version_of(0), window.trained_version) == (1, 2)
+    window.release(2)
+    sample(2, 2)
+    for expected in (2, 3):
+        assert window.trained_version == expected
+        assert window.take() is not None, "no lag is over the bound because of an id"
+    assert window.count(window.trained_version) == 3
