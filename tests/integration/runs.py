@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from headrace import Run
 from headrace.config import Config, load_config
+from headrace.types import NO_VERSION
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples/quickstart/quickstart.toml"
@@ -76,3 +84,33 @@ def segments_left() -> set[str]:
     """Shared-memory segments of this user whose owner is gone."""
     names = {path.name for path in Path("/dev/shm").glob("headrace-*") if path.stat().st_uid == os.getuid()}
     return {name for name in names if not Path(f"/proc/{name.split('-')[-2]}").exists()}
+
+
+def recompute(run_dir: Path, where: str = "TRUE") -> tuple[int, int]:
+    """Compare recorded rollouts with a plain Hugging Face forward under the tagged versions, token by token.
+
+    All sampled tokens, also those that an earlier attempt had sampled and that are not trained.
+    Returns the tokens compared, and how many rollouts have tokens of several versions that were compared. A version's
+    weights are those of the checkpoint with as many steps: what was published again has them too.
+    """
+    models = {}
+    for path in (run_dir / "checkpoints").glob("step-*"):
+        state = json.loads((path / "trainer" / "state.json").read_text())["state"]
+        models[state["policy_steps"]] = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        steps = dict(db.execute("SELECT id, step FROM versions"))
+    compared = mixed = 0
+    for rollout in Run(run_dir).rollouts(where):
+        (trace,) = rollout.traces
+        tokens = torch.tensor(trace.token_ids.astype(np.int64))
+        sampled = trace.versions != NO_VERSION
+        known = [version for version in np.unique(trace.versions[sampled]).tolist() if steps[version] in models]
+        mixed += len(known) > 1
+        for version in known:
+            with torch.no_grad():
+                logits = models[steps[version]](input_ids=tokens[None]).logits[0]
+            reference = torch.log_softmax(logits[:-1], -1)[torch.arange(len(tokens) - 1), tokens[1:]].numpy()
+            here = trace.versions == version
+            np.testing.assert_allclose(trace.logprobs[here], reference[here[1:]], atol=1e-4, err_msg=rollout.id)
+            compared += int(here.sum())
+    return compared, mixed

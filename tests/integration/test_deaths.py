@@ -117,8 +117,36 @@ def test_a_killed_controller_leaves_no_orphan_and_its_run_goes_on(tmp_path: Path
         reasons = {reason for (reason,) in db.execute("SELECT DISTINCT reason FROM groups WHERE state = 'dropped'")}
         versions = [version for (version,) in db.execute("SELECT id FROM versions ORDER BY rowid")]
     assert steps == list(range(1, 13)), "what the checkpoint did not hold is trained again, once"
-    assert reasons <= {"interrupted", "rolled back"}
+    assert reasons <= {"surplus"}, "nothing that was begun is thrown away, unless 12 versions have no use for it"
     assert versions == sorted(set(versions)), "versions are never reused"
+    assert segments_left() == set()
+
+
+def test_a_killed_trainer_comes_back_and_nothing_is_generated_again(tmp_path: Path) -> None:
+    more = ["run.versions=12", "training.checkpoint_every=3", "observe.display=plain", "pipeline.record=true"]
+    run = start("train", str(QUICKSTART), *settings(tmp_path, *more))
+    run_dir = tmp_path / "run"
+    wait_until_training(run_dir, 5)
+    os.kill(worker_pids(run_dir)["trainer-0"], signal.SIGKILL)
+    stdout, stderr = run.communicate(timeout=200)
+    assert run.returncode == 0, stderr
+    assert "trainer-0 died: killed by signal 9; it is started again" in stdout
+    assert "trainer-0 is back" in stdout
+    found = ledger(run_dir)
+    assert (found["admitted"], found["trained"]) == (48, 48)
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        ((after, until),) = db.execute("SELECT from_step, to_step FROM restarts").fetchall()
+        versions = db.execute("SELECT id, step, digest FROM versions ORDER BY id").fetchall()
+    assert after in (0, 3, 6) or (after, until) == (-2, until)
+    assert 5 <= until <= 8
+    assert [version for version, _, _ in versions] == list(range(len(versions)))
+    assert [step for _, step, _ in versions].count(until) <= 2
+    again = headrace("replay", str(run_dir), "--json")
+    assert again.returncode == 0, again.stdout + again.stderr
+    replayed = json.loads(again.stdout)
+    assert replayed["identical"] and replayed["versions"] == len(versions)
+    assert replayed["replayed_digest"] == versions[-1][2]
+    assert replayed["scheduled_events"] >= 3 * 48
     assert segments_left() == set()
 
 

@@ -367,7 +367,7 @@ def test_tokens_are_not_held_back() -> None:
     sizes = []
     for _ in range(12):
         sizes.append([len(d.token_ids) for d in core.step()])
-        now[0] += 0.09
+        now[0] += 0.035
     assert sizes == [[1], [], [], [3], [], [], [3], [], [], [3], [], []]
 
 

@@ -101,7 +101,7 @@ def test_what_a_killed_run_leaves_is_gone_with_the_next(
         "rollouts.max_tokens=4",
         "buffer.groups=2",
         "training.checkpoint_every=1",
-        "evaluate.prompts=0",
+        "evaluate.prompts=1",
         f"delivery.transport={transport}",
         "pipeline.restarts=0",
     ]

@@ -31,7 +31,7 @@ def train(directory: Path, *settings: str) -> str:
     ("setting", "expected"),
     [
         ("buffer.dephts=2", "[buffer] unknown key 'dephts' (did you mean 'depth'?)"),
-        ('buffer.depth="two"', "[buffer] depth: expected `int`, got `str`"),
+        ('buffer.depth="two"', "[buffer] depth: invalid enum value 'two' (one of: a number, unbounded)"),
         ("rollouts.group_size=0", "[rollouts] group_size: expected `int` >= 1"),
         ("task.path=nowhere.jsonl", "nowhere.jsonl: there is no such file"),
         ("model.path=nowhere", "[model] path: nowhere is not a directory"),

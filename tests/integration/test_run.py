@@ -7,10 +7,8 @@ import sqlite3
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from runs import segments_left, small_config, worker_pids
+from runs import recompute, segments_left, small_config, worker_pids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace import Run
@@ -86,25 +84,7 @@ def test_the_ledgers_balance_and_lag_keeps_its_bound(finished: Path) -> None:
 
 def test_every_recorded_token_is_what_its_version_says(finished: Path) -> None:
     """The heart of it: a plain Hugging Face forward under the tagged version gives the recorded log-probability."""
-    checkpoints = {}
-    for path in (finished / "checkpoints").iterdir():
-        state = json.loads((path / "trainer" / "state.json").read_text())
-        checkpoints[state["state"]["version"]] = path
-    models = {
-        version: AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
-        for version, path in checkpoints.items()
-    }
-    compared = 0
-    for rollout in Run(finished).rollouts():
-        (trace,) = rollout.traces
-        tokens = torch.tensor(trace.token_ids.astype(np.int64))
-        for version in set(trace.versions[trace.trained].tolist()) & set(models):
-            with torch.no_grad():
-                logits = models[version](input_ids=tokens[None]).logits[0]
-            reference = torch.log_softmax(logits[:-1], -1)[torch.arange(len(tokens) - 1), tokens[1:]].numpy()
-            here = (trace.versions == version) & trace.trained
-            np.testing.assert_allclose(trace.logprobs[here], reference[here[1:]], atol=1e-4)
-            compared += int(here.sum())
+    compared, _ = recompute(finished)
     assert compared > 200
 
 

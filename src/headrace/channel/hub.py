@@ -94,10 +94,13 @@ class Hub:
             if peer == death.peer and not future.done():
                 future.set_exception(death)
 
+    def lost(self, peer: str) -> bool:
+        """Whether this peer is dead, or was heard before and not of late."""
+        return peer in self._dead or self.silent_for(peer) > 3 * BEAT_SECONDS
+
     def forget(self, peer: str) -> None:
-        """A dead peer's name is free: a new process may take it."""
+        """A new process has taken a dead peer's name. What is sent to that name before then fails, as it should."""
         self._dead.pop(peer, None)
-        self._heard.pop(peer, None)
 
     async def close(self) -> None:
         """Stop, and let go of the socket. Idempotent."""

@@ -73,6 +73,10 @@ class AgentEpisode:
         traces = self._traces()
         return traces[0] if traces else Trace.of_context(np.zeros(0, np.int32))
 
+    def since(self, start: int) -> Trace | None:
+        """None: an agent cannot be continued, it begins again."""
+        return None
+
     @property
     def answer(self) -> str:
         """All that follows the opening, as text for people to read."""

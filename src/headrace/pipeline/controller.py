@@ -10,6 +10,7 @@
     TRAIN     a batch in the window, a free place at the  a group that completes, a step that ends
               trainer (it holds at most two batches)
     DELIVER   a published version; engines that prove it  the trainer's announcement; a loop an engine (`deliveries`)
+    SAVE      a fifth of a second                         time: new tokens of running rollouts are journalled
     EVALUATE  (a task now and then) held-out answers      DELIVER, every `[evaluate] every` versions
 
 Every wait is in the book of `waits`; when nothing moves for `[pipeline] stall_seconds`, the watch loop ends the run
@@ -22,8 +23,11 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from headrace.algorithms.assemble import assemble
-from headrace.errors import HeadraceError
+from headrace.buffer.recovery import LeftGroup
+from headrace.errors import PeerDied
+from headrace.pipeline.attempts import INTERRUPTED, SURPLUS, Attempts
+from headrace.pipeline.batches import make_batch, recorded_batches
+from headrace.pipeline.comeback import Comeback
 from headrace.pipeline.deliveries import Deliveries
 from headrace.pipeline.episodes import Episodes
 from headrace.pipeline.parts import Parts
@@ -31,14 +35,13 @@ from headrace.pipeline.recording import Moment
 from headrace.pipeline.warm_start import warm_start
 from headrace.rollouts.base import AnyEpisode
 from headrace.rollouts.evaluation import evaluate
-from headrace.rollouts.groups import cancel_group, prepare_group, run_group
-from headrace.scoring.shuffle import shuffle_rewards
+from headrace.rollouts.groups import prepare_group, run_group
 from headrace.training.messages import Published
-from headrace.types import Group, Prompt
+from headrace.types import NO_VERSION, Batch, Group, Prompt
 
 BATCHES_AT_TRAINER = 2
 """One in training and one at hand, so that the trainer never waits for a message."""
-FAILED_IN_A_ROW = 20
+SAVE_SECONDS = 0.2
 EVALUATION_SHARE = 4
 """Evaluation beside training takes at most one in so many slots of the engines."""
 
@@ -53,6 +56,7 @@ class Controller:
         self.waits = parts.waits
         self.recorder = parts.recorder
         self.episodes = Episodes(parts)
+        self.attempts = Attempts(parts.source, parts.window, parts.recorder, parts.config.buffer.filter)
         self.synchronous = parts.window.depth == 0
         self.deliveries = Deliveries(
             parts.pool,
@@ -62,32 +66,68 @@ class Controller:
             rolling=self.config.delivery.rolling,
             patience=self.config.delivery.patience,
             together=self.synchronous,
+            end=parts.end_engine,
         )
+        self.comeback = Comeback(parts, self._void)
         self.first_version = parts.window.first_version
         self.versions_done = parts.first_step // self.config.delivery.publish_every
-        self.last_version = self.first_version + self.config.run.versions - self.versions_done
-        self.total_batches = (self.last_version - self.first_version) * self.config.delivery.publish_every
-        self.proved = -1
+        self.total_batches = (self.config.run.versions - self.versions_done) * self.config.delivery.publish_every
+        self.proved = NO_VERSION
         self.stopping = False
         """Set by Ctrl-C: nothing new begins, what is in training is finished."""
         self._published: deque[Published] = deque()
-        self._running: dict[int, list[AnyEpisode]] = {}
+        self._saved: dict[str, int] = {}
+        """Rollout -> how many of its tokens are in the journal, while it goes on."""
         self._at_trainer = 0
-        self._failed_in_a_row = 0
         self._trained_batches = 0
         self._evaluating: asyncio.Task[None] | None = None
+
+    @property
+    def last_version(self) -> int:
+        """The version that ends the run."""
+        return self.window.version_of(self.total_batches)
 
     # ---- the phases of a run
 
     async def begin(self) -> None:
-        """Warm start (unless a checkpoint is ahead of it), publish the first version, evaluate it."""
-        if not self.parts.resumed:
-            await warm_start(self.parts, lambda: self.stopping)
+        """Warm start (unless a checkpoint is ahead of it), publish the first version, evaluate it.
+
+        In a run that goes on, what was trained after the checkpoint is trained again first, from the journal.
+        """
+        parts = self.parts
+        if not parts.resumed:
+            await warm_start(parts, self.comeback, lambda: self.stopping)
+        if parts.first_step > parts.checkpoint_step:
+            path, until = self.recorder.journal_path, parts.first_step
+            for recorded in recorded_batches(self.config, path, parts.checkpoint_step, until):
+                if not self.stopping:
+                    await self._train(recorded.batch)
         if self.stopping:
             return
-        await self.parts.trainer.publish(self.first_version, self.parts.parent_version)
-        await self._deliver_next()
+        self.comeback.opened()
+        await self._publish_first()
+        while self.proved == NO_VERSION:
+            await self._deliver_next()
         await self._evaluate("before")
+
+    async def _publish_first(self) -> None:
+        try:
+            await self.parts.trainer.publish(self.first_version, self.parts.parent_version)
+        except PeerDied as death:
+            self.comeback.failed(death)  # It publishes when it comes back.
+
+    async def _train(self, batch: Batch) -> None:
+        """Train what is recorded already; after a death of the trainer again."""
+        while True:
+            await self.comeback.turn(batch.step)
+            try:
+                await self.parts.trainer.train(batch)
+            except PeerDied as death:
+                self.comeback.failed(death)
+                continue
+            self.comeback.trained(batch.step)
+            self.waits.moved()
+            return
 
     async def train(self) -> None:
         """Run the loops until the last version is proved, or until `stop` was called."""
@@ -100,9 +140,13 @@ class Controller:
         )
         self.recorder.training_started()
         async with asyncio.TaskGroup() as loops:
+            self.attempts.run_in(loops)
+            self._take_up(loops)
+            saving = loops.create_task(self.save_loop(), name="save")
             loops.create_task(self.admit_loop(loops), name="admit")
             loops.create_task(self.train_loop(loops), name="train")
-            loops.create_task(self.deliver_loop(loops), name="deliver")
+            delivering = loops.create_task(self.deliver_loop(loops), name="deliver")
+            delivering.add_done_callback(lambda _: saving.cancel())
         self.recorder.training_ended()
 
     async def finish(self) -> None:
@@ -114,10 +158,13 @@ class Controller:
     def stop(self) -> None:
         """Begin no more groups; end the run in good order after what is in training."""
         self.stopping = True
+        self.attempts.close(INTERRUPTED)
         self.waits.ring()
 
     def published(self, announcement: Published) -> None:
         """The trainer has announced a version."""
+        self.comeback.announced(announcement.manifest.version)
+        self.recorder.version_published(announcement.manifest, announcement.snapshot_seconds)
         self._published.append(announcement)
         self.waits.moved()
 
@@ -135,8 +182,7 @@ class Controller:
             for group, episodes in started:
                 tasks.create_task(self._run_group(group, episodes), name=f"group {group.id}")
         if self.stopping:
-            for episodes in list(self._running.values()):
-                await cancel_group(episodes, "interrupted")
+            await self.attempts.cancel_running()
 
     def _may_admit(self) -> bool:
         return self.window.may_admit() or self._admitted_all()
@@ -148,37 +194,59 @@ class Controller:
         return self.stopping or self._trained_batches >= self.total_batches
 
     def _admit(self) -> tuple[Group, list[AnyEpisode]]:
-        group = Group(id=self.recorder.next_group_id(), prompt=self.parts.source.draw(), version=self.proved)
+        group_id = self.recorder.next_group_id()
+        attempt = self.attempts.next(group_id)
+        group = Group(id=group_id, prompt=attempt.prompt, version=self.proved)
         self.window.admit(group.id, group.version)
-        episodes = self.episodes.of_group(group)
-        self.recorder.admitted(group, [episode.id for episode in episodes])
-        self._running[group.id] = episodes
+        episodes = self.episodes.of_group(group, attempt.prefixes)
+        self.recorder.admitted(group, [episode.id for episode in episodes], drawn=self.parts.source.position)
+        self.attempts.started(group, episodes)
         return group, episodes
 
     async def _run_group(self, group: Group, episodes: list[AnyEpisode]) -> None:
         if not self.synchronous:
             await prepare_group(episodes)
-        group = await run_group(group, episodes)
-        del self._running[group.id]
-        self.recorder.rollouts_ended(group)
-        if self.stopping:
-            self.window.drop(group.id)
-            self.recorder.group_ended(group, "dropped", "interrupted")
-        elif len(group.usable) < min(2, len(group.rollouts)):
-            self._fail_group(group)
-        else:
-            self._failed_in_a_row = 0
-            self.window.complete(group)
+        rollouts = self.config.rollouts
+        group = await run_group(
+            group, episodes, min_group=rollouts.min_group, straggler_seconds=rollouts.straggler_seconds
+        )
+        for episode in episodes:
+            self._saved.pop(episode.id, None)
+        self.attempts.ended(group)
         self.waits.moved()
 
-    def _fail_group(self, group: Group) -> None:
-        reason = next(rollout.reason for rollout in group.rollouts if rollout.ending == "failed")
-        self.window.fail(group.id)
-        self.recorder.group_ended(group, "failed", reason)
-        self._failed_in_a_row += 1
-        # Groups that fail are replaced by others; where all fail, replacing them would go on for ever.
-        if self._failed_in_a_row >= max(FAILED_IN_A_ROW, 2 * self.window.capacity):
-            raise HeadraceError(f"the last {self._failed_in_a_row} groups all failed, the last one because: {reason}")
+    # ---- groups of an earlier life, and what a later one continues from
+
+    def _take_up(self, tasks: asyncio.TaskGroup) -> None:
+        """Go on with what an earlier life of the run had in flight."""
+        prompts = {prompt.id: prompt for prompt in self.parts.task.train} if self.parts.left else {}
+        for left in self.parts.left:
+            group = Group(id=left.id, prompt=prompts[left.prompt], version=left.version, rollouts=left.rollouts)
+            if left.complete:
+                self.attempts.taken_up(group)
+            else:
+                tasks.create_task(self._run_group(group, self._resume_group(group, left)), name=f"group {group.id}")
+
+    def _resume_group(self, group: Group, left: LeftGroup) -> list[AnyEpisode]:
+        self._saved |= {rollout: len(trace) for rollout, trace in left.partial.items()}
+        episodes = self.episodes.resumed(group, left.members, left.partial, self._discarded)
+        self.attempts.started(group, episodes)
+        return episodes
+
+    def _discarded(self, rollout_id: str, tokens: int) -> None:
+        self._saved[rollout_id] = 0
+        self.recorder.discarded(rollout_id, tokens)
+
+    async def save_loop(self) -> None:
+        """Write down the new tokens of what is being sampled, so that a run that dies loses no more than a moment."""
+        while True:
+            await asyncio.sleep(SAVE_SECONDS)
+            for episodes in self.attempts.running.values():
+                for episode in episodes:
+                    known = self._saved.get(episode.id, 0)
+                    if (tokens := episode.since(known)) is not None:
+                        self.recorder.sampled(episode.id, episode.index, tokens)
+                        self._saved[episode.id] = known + len(tokens)
 
     # ---- TRAIN
 
@@ -186,21 +254,20 @@ class Controller:
         """Hand batches to the trainer, in order, as soon as both are there."""
         while self.window.batches < self.total_batches and not self.stopping:
             await self.waits.until("train", self._explain_training, self._may_train)
-            version = self.window.trained_version
             groups = None if self.stopping else self.window.take()
             if groups is None:
                 continue
             self._at_trainer += 1
-            tasks.create_task(self._train_batch(groups, version, self.window.batches), name="step")
-        if self.stopping:
-            self._drop_ready_groups()
+            tasks.create_task(self._train_batch(groups, self.window.batches), name="step")
+        # With oversampling there may be groups that no batch needs any more.
+        self.attempts.close(SURPLUS)
+        self.attempts.drop_ready()
+        await self.attempts.cancel_running()
 
     def _may_train(self) -> bool:
         if self.stopping:
             return True
-        for group in self.window.stale():
-            self.window.drop(group.id)
-            self.recorder.group_ended(group, "dropped", "stale")
+        self.attempts.sweep()
         return self._at_trainer < BATCHES_AT_TRAINER and self.window.batch_ready()
 
     def _explain_training(self) -> str:
@@ -208,36 +275,27 @@ class Controller:
             return f"{self.parts.trainer.name} to end a step"
         return f"a batch ({self.window.explain_batch()})"
 
-    async def _train_batch(self, groups: list[Group], version: int, batches: int) -> None:
-        config = self.config
+    async def _train_batch(self, groups: list[Group], batches: int) -> None:
         step = self.parts.first_step + batches
-        if config.scoring.shuffle:
-            groups = shuffle_rewards(groups, config.run.seed, step)
-        batch = assemble(
-            groups,
-            step=step,
-            version=version,
-            advantage=config.algorithm.advantage,
-            normalize=config.algorithm.normalize,
-            group_size=config.rollouts.group_size,
-            max_tokens=config.rollouts.max_tokens,
-            temperature=config.rollouts.temperature,
-            overlong_buffer=config.algorithm.overlong_buffer,
-            overlong_penalty=config.algorithm.overlong_penalty,
-            length_penalty=config.algorithm.length_penalty,
-        )
-        made = version + 1 if batches % config.delivery.publish_every == 0 else None
-        save = made is not None and self._save_due(made)
-        report = await self.parts.trainer.train(batch, publish=made, parent=version, save=save)
+        report = None
+        while report is None:
+            await self.comeback.turn(step)
+            # Only now: a trainer that came back may have published its weights under another id.
+            version = self.window.version_of(batches - 1)
+            batch = make_batch(
+                self.config, groups, step=step, version=version, republished=tuple(self.window.republished)
+            )
+            made = version + 1 if batches % self.config.delivery.publish_every == 0 else None
+            save = made is not None and self._save_due(made)
+            try:
+                report = await self.parts.trainer.train(batch, publish=made, parent=version, save=save)
+            except PeerDied as death:
+                self.comeback.failed(death)
         self._at_trainer -= 1
         self._trained_batches += 1
         self.recorder.step_ended(batch, groups, report)
+        self.comeback.trained(step)
         self.waits.moved()
-
-    def _drop_ready_groups(self) -> None:
-        for group in self.window.ready_groups():
-            self.window.drop(group.id)
-            self.recorder.group_ended(group, "dropped", "interrupted")
 
     # ---- DELIVER
 
@@ -265,20 +323,24 @@ class Controller:
         )
         if not self._published:
             return False
-        announcement = self._published.popleft()
-        manifest = announcement.manifest
-        self.recorder.version_published(manifest, announcement.snapshot_seconds)
-        await self.deliveries.deliver(manifest)
+        manifest = self._published.popleft().manifest
+        if not await self.deliveries.deliver(manifest):
+            return True
         self.proved = manifest.version
         self.recorder.version_proved(self.proved)
         self.waits.moved()
         return True
 
+    def _void(self, version: int) -> None:
+        """What was published before this version went with the trainer that published it."""
+        self._published = deque(one for one in self._published if one.manifest.version >= version)
+        self.deliveries.void(version)
+
     # ---- EVALUATE, SAVE
 
     def _evaluate_if_due(self, tasks: asyncio.TaskGroup) -> None:
         every = self.config.evaluate.every
-        due = every and self.proved < self.last_version and (self.proved - self.first_version) % every == 0
+        due = every and self.proved < self.last_version and self.window.count(self.proved) % every == 0
         if due and not self.stopping and (self._evaluating is None or self._evaluating.done()):
             self._evaluating = tasks.create_task(self._evaluate("during"), name="evaluate")
 
@@ -314,8 +376,18 @@ class Controller:
 
     def _save_due(self, version: int) -> bool:
         every = self.config.training.checkpoint_every
-        return bool(every) and (version - self.first_version) % every == 0 and version < self.last_version
+        return bool(every) and (self.versions_done + self._count(version)) % every == 0 and version < self.last_version
+
+    def _count(self, version: int) -> int:
+        return version - self.window.version_of(0)
 
     async def _save(self) -> None:
-        self.recorder.saved(self.proved, await self.parts.trainer.save(self.proved))
+        path = None
+        while path is None:
+            await self.comeback.here()
+            try:
+                path = await self.parts.trainer.save(self.proved)
+            except PeerDied as death:
+                self.comeback.failed(death)
+        self.recorder.saved(self.proved, path)
         self.waits.moved()

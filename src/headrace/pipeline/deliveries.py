@@ -2,8 +2,9 @@
 
 An engine that is slow, away, in quarantine or refuses a version again and again holds nobody up: a version is declared,
 and groups begin under it, once all engines that are here have proved it or the first has and the others had time. A
-version that is superseded is skipped. Its bytes are acknowledged when no engine fetches it any more, or a newer one is
-declared: an engine that is then still at it is refused, and takes the newer one.
+version that is superseded is skipped. An engine that does not answer, or with an error instead of a proof, is ended:
+whoever watches over it starts it again, and it begins anew. A version's bytes are acknowledged when no engine
+fetches it any more, or a newer one is declared: an engine that is then still at it is refused, and takes the newer one.
 
     offer(manifest) ─▶ newest ─▶ a loop an engine: load, prove ─▶ pool ─▶ declared
                                    ▲ refused: all weights again        └▶ acknowledged
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from headrace.delivery.base import Manifest
 from headrace.engines.base import Engine
 from headrace.engines.pool import EnginePool
-from headrace.errors import ChannelError, DeadlineError, DeliveryError
+from headrace.errors import ChannelError, DeliveryError, PeerDied
 from headrace.pipeline.recording import Recorder
 from headrace.pipeline.waits import Waits
 from headrace.training.base import TrainerHandle
@@ -41,15 +42,20 @@ class Deliveries:
         rolling: bool = False,
         patience: float = 0.0,
         together: bool = False,
+        end: Callable[[str], None] = lambda engine: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`together`: a version is declared only when all engines that are here have proved it."""
+        """`together`: a version is declared only when all engines that are here have proved it.
+
+        `end` is told the engines whose processes are to be ended: nobody knows what they do, or with which weights.
+        """
         self._pool = pool
         self._trainer = trainer
         self._recorder = recorder
         self._waits = waits
         self._patience = patience
         self._together = together
+        self._end = end
         self._clock = clock
         self._turn = asyncio.Semaphore(1 if rolling else len(pool.engines))
         self._newest: Manifest | None = None
@@ -57,6 +63,10 @@ class Deliveries:
         """Engine -> the version that it is fetching."""
         self._unacknowledged: set[int] = set()
         self._first_proof: dict[int, float] = {}
+        self._void = NO_VERSION
+        """Older versions cannot be fetched any more."""
+        self._unsent = NO_VERSION
+        """A version that was refused, and could not be sent again because the trainer is gone."""
 
     async def run(self) -> None:
         """The loops of all engines, until cancelled."""
@@ -64,15 +74,28 @@ class Deliveries:
             for engine in self._pool.engines:
                 loops.create_task(self._engine_loop(engine), name=f"deliver to {engine.name}")
 
-    async def deliver(self, manifest: Manifest) -> None:
-        """Offer a version and wait until it is declared."""
+    async def deliver(self, manifest: Manifest) -> bool:
+        """Offer a version and wait until it is declared; False if it became void before."""
         self._newest = manifest
         self._unacknowledged.add(manifest.version)
         self._waits.ring()
-        await self._waits.until("deliver", lambda: self._explain(manifest.version), self._declarable)
+        await self._waits.until(
+            "deliver",
+            lambda: self._explain(manifest.version),
+            lambda: self._declarable() or manifest.version < self._void,
+        )
+        if manifest.version < self._void:
+            return False
         self._pool.floor = manifest.version
         self._first_proof.pop(manifest.version, None)
         await self._acknowledge()
+        return True
+
+    def void(self, version: int) -> None:
+        """What is older than this version went with the trainer that published it."""
+        self._void = version
+        self._unacknowledged = {one for one in self._unacknowledged if one >= version}
+        self._waits.ring()
 
     async def _engine_loop(self, engine: Engine) -> None:
         while True:
@@ -83,8 +106,10 @@ class Deliveries:
             self._waits.moved()
 
     def _wants(self, name: str) -> bool:
-        version = NO_VERSION if self._newest is None else self._newest.version
-        return max(self._pool.proved(name), self._pool.refused(name)) < version and not self._pool.away(name)
+        newest = NO_VERSION if self._newest is None else self._newest.version
+        there = newest > self._unsent and newest >= self._void
+        behind = max(self._pool.proved(name), self._pool.refused(name)) < newest
+        return there and behind and not self._pool.away(name)
 
     async def _bring_newest(self, engine: Engine) -> None:
         manifest = self._newest
@@ -109,9 +134,14 @@ class Deliveries:
                 return
             if self._newest is not None and self._newest.version > manifest.version:
                 return
+            if manifest.version < self._void:
+                return
             if attempt < ATTEMPTS:
                 try:
                     manifest = await self._trainer.resend(manifest)
+                except PeerDied:
+                    self._unsent = manifest.version  # A trainer that comes back publishes under another id.
+                    return
                 except ChannelError as error:
                     self._give_up(engine, manifest.version, f"{proof.reason}; {error}")
                     return
@@ -120,10 +150,12 @@ class Deliveries:
 
     def _lose(self, engine: Engine, error: ChannelError) -> None:
         # Whoever watches over the process knows how it ended, and says so; until then it is given nothing.
-        if not self._pool.away(engine.name):
-            self._pool.lose(engine.name, str(error))
-            if isinstance(error, DeadlineError):
-                self._recorder.note(f"{error}: it gets no more requests")
+        if self._pool.away(engine.name):
+            return
+        self._pool.lose(engine.name, str(error))
+        if not isinstance(error, PeerDied):
+            self._recorder.note(f"{error}: {engine.name} is ended")
+            self._end(engine.name)
 
     def _give_up(self, engine: Engine, version: int, reason: str) -> None:
         """This engine waits for the next version; where none takes this one, there will be none."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.buffer.database import check_resumable
 from headrace.config import Config, dump_config, with_settings
 from headrace.errors import UserError
 from headrace.observe.progress import Progress
@@ -38,7 +39,8 @@ def start_run(config: Config, progress: Progress, judge: Judge | None = None, *,
             (run_dir.path / "prompts.jsonl").write_text(prompts)
         task, chat = check_inputs(config, judge)
         session = Session(config, run_dir, progress, task, chat)
-        summary = session.execute()
+        with run_dir.said_when_full():
+            summary = session.execute()
     except UserError:
         if not run_dir.journal.is_file():
             shutil.rmtree(run_dir.path)
@@ -52,12 +54,15 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str] = (
     if not run_dir.journal.is_file():
         raise UserError(f"{path}: nothing to resume (it has no journal.db)")
     config = with_settings(before, settings)
+    check_resumable(run_dir.journal)
+    task, chat = check_inputs(config)
     for line in changes(before, config):
         progress.note(line)
-    run_dir.config.write_text(dump_config(config))
-    task, chat = check_inputs(config)
-    session = Session(config, run_dir, progress, task, chat)
-    return Outcome(run_dir, session.execute(), session.outcome)
+    with run_dir.said_when_full():
+        # Only now: settings that are refused are not kept.
+        run_dir.write_config(config)
+        session = Session(config, run_dir, progress, task, chat)
+        return Outcome(run_dir, session.execute(), session.outcome)
 
 
 def changes(before: Config, after: Config) -> list[str]:

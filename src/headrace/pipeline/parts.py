@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from headrace.buffer.recovery import LeftGroup
 from headrace.buffer.window import Window
 from headrace.config import Config
 from headrace.engines.pool import EnginePool
@@ -31,8 +33,14 @@ class Parts:
     waits: Waits
     agents: EpisodeMaker | None = None
     """What makes episodes where agents take the turns; otherwise they come from the task's environments."""
+    end_engine: Callable[[str], None] = lambda engine: None
+    """Ends the process of an engine that is here and of no use; it is then started again like any that died."""
     first_step: int = 0
-    """Optimizer steps that a checkpoint has behind it."""
+    """Optimizer steps behind the first version: those of a checkpoint, and those that are trained again after it."""
+    checkpoint_step: int = 0
+    """Optimizer steps that the trainer's checkpoint has behind it."""
+    left: Sequence[LeftGroup] = ()
+    """Groups that an earlier life of the run had in flight, oldest first; the window holds them already."""
     resumed: bool = False
     """The trainer started from a checkpoint."""
     parent_version: int = -1

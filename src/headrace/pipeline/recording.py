@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from headrace.buffer.window import Window
 from headrace.channel.beats import Beat
 from headrace.delivery.base import Manifest, Proof
 from headrace.observe.clock import RunClock
+from headrace.observe.drift import LengthDrift
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import Progress
 from headrace.observe.snapshot import ProcessActivity, Snapshot
@@ -27,7 +28,16 @@ from headrace.observe.spans import busy_seconds
 from headrace.observe.timeline import Timeline
 from headrace.rollouts.evaluation import EvaluationResult
 from headrace.training.report import StepReport
-from headrace.types import Batch, Group, Version
+from headrace.types import (
+    STEP_SECONDS,
+    Batch,
+    Group,
+    Rollout,
+    Trace,
+    Version,
+    held_back_seconds,
+    without_republished,
+)
 
 Moment = Literal["before", "during", "after"]
 REWARD_MEMORY = 0.9
@@ -49,8 +59,9 @@ class Recorder:
         versions_total: int,
         versions_done: int,
         before: Recovered,
+        record: bool = False,
     ) -> None:
-        """`before` is what earlier runs of this journal left."""
+        """`before` is what earlier runs of this journal left. With `record` the schedule is journalled too."""
         self._journal = journal
         self._metrics = metrics
         self._timeline = timeline
@@ -59,7 +70,12 @@ class Recorder:
         self._clock = clock
         self._next_group = before.next_group
         self._versions_done = versions_done
-        self._running: dict[int, Group] = {}
+        self._running: dict[int, tuple[Group, float]] = {}
+        """By id: the group, and when it was admitted, or taken up from an earlier life of the run."""
+        self._drift = LengthDrift()
+        self._record = record
+        self._rates: dict[str, float] = {}
+        """Process -> tokens a second, at its last beat."""
         self._last_beat: dict[str, float] = {}
         self._lags: Counter[int] = Counter()
         self.ledgers = Ledgers(before.groups, before.rollouts)
@@ -86,11 +102,29 @@ class Recorder:
 
     # ---- groups
 
-    def admitted(self, group: Group, rollout_ids: Sequence[str]) -> None:
-        """A group has taken its slot; nothing of it has been generated yet."""
-        self._running[group.id] = group
+    def admitted(self, group: Group, rollout_ids: Sequence[str], drawn: int) -> None:
+        """A group has taken its slot; nothing of it has been generated yet. `drawn`: how far the prompts are used."""
+        self._running[group.id] = (group, self.now())
         self.ledgers.admitted(group.id, rollout_ids)
         self._journal.admitted(group, rollout_ids)
+        self._journal.meta("drawn", drawn)
+        self._scheduled("admit", group_id=group.id, version=group.version)
+
+    def resumed(self, group: Group, rollout_ids: Sequence[str]) -> None:
+        """A group that an earlier life of the run admitted goes on."""
+        self._running[group.id] = (group, self.now())
+        self.ledgers.admitted(group.id, rollout_ids)
+
+    def sampled(self, rollout_id: str, index: int, tokens: Trace) -> None:
+        """The next tokens of a rollout that goes on."""
+        self._journal.partial(
+            Rollout(id=rollout_id, index=index, traces=[tokens], ending="aborted", reason="not ended yet")
+        )
+
+    def discarded(self, rollout_id: str, tokens: int) -> None:
+        """Tokens that were sampled in an earlier life of the run cannot be used."""
+        self._journal.partial_discarded(rollout_id)
+        self._journal.restarted("controller", "saved tokens were of no use", regenerated_tokens=tokens)
 
     def rollouts_ended(self, group: Group) -> None:
         """All rollouts of a group have ended and are scored."""
@@ -98,20 +132,36 @@ class Recorder:
             if rollout.ending == "failed":
                 self.ledgers.rollout_failed(rollout.id, rollout.reason)
             self._journal.rollout_ended(rollout)
+        self._drift.generated(rollout.sampled_tokens for rollout in group.usable)
+        self._scheduled("complete", group_id=group.id)
+
+    def rollouts_left(self, left: Mapping[str, str]) -> None:
+        """These rollouts, with why, are not trained; their group goes on without them."""
+        for rollout_id, reason in left.items():
+            self.ledgers.rollout_dropped(rollout_id, reason)
+            self._journal.rollout_dropped(rollout_id, reason)
 
     def group_ended(
-        self, group: Group, state: Literal["trained", "dropped", "failed"], reason: str = "", step: int | None = None
+        self,
+        group: Group,
+        state: Literal["trained", "dropped", "failed"],
+        reason: str = "",
+        step: int | None = None,
+        version: int | None = None,
     ) -> None:
-        """A group attempt has come to its one end."""
-        del self._running[group.id]
+        """A group attempt has come to its one end; `version` is the one that it trained, or was too late for."""
+        version = self._window.trained_version if version is None else version
+        _, admitted = self._running.pop(group.id)
         self.ledgers.group_ended(group.id, state, reason)
         self._journal.group_ended(group.id, state, reason, step)
+        described = describe_end(group, reason or state, version, self._window.republished)
+        self._metrics.write("group", **described, seconds=self.now() - admitted)
         if state == "failed":
             self._progress.note(f"group {group.id} failed: {reason}")
 
     def abandon(self, reason: str) -> None:
         """The run ends before these groups did."""
-        for group in list(self._running.values()):
+        for group, _ in list(self._running.values()):
             self.group_ended(group, "dropped", reason)
 
     # ---- steps
@@ -123,7 +173,9 @@ class Recorder:
         rewards = [rollout.reward for group in groups for rollout in group.usable if rollout.reward is not None]
         reward = float(np.mean(rewards)) if rewards else None
         for group in groups:
-            self.group_ended(group, "trained", step=batch.step)
+            self._scheduled("consume", group_id=group.id, step=batch.step, version=batch.version)
+            self.group_ended(group, "trained", step=batch.step, version=batch.version)
+            self._drift.trained(rollout.sampled_tokens for rollout in group.usable)
         self._journal.step(
             step=batch.step,
             version=batch.version,
@@ -154,8 +206,12 @@ class Recorder:
             lag_max=max(lags, default=None),
             seconds=report.seconds,
             skipped=report.skipped,
+            length_drift=self._drift.distance(),
+            filtered=self._window.filtered_rate,
             **report.metrics,
         )
+        if warning := self._drift.warning():
+            self._progress.note(warning)
         if report.skipped:
             self._progress.note(f"step {batch.step} was skipped: its gradient is not finite")
         self._show_step(batch, lags, reward)
@@ -196,12 +252,14 @@ class Recorder:
             stage_seconds=proof.stage_seconds,
             swap_seconds=proof.swap_seconds,
         )
-        if not proof.accepted:
+        if proof.accepted:
+            self._scheduled("swap", version=proof.version, engine=proof.engine)
+        else:
             self._progress.note(f"{proof.engine} refused version {proof.version}: {proof.reason}")
 
     def version_proved(self, version: int) -> None:
         """Every engine holds this version."""
-        self.snapshot.version = self._versions_done + version - self._window.first_version
+        self.snapshot.version = self._versions_done + self._window.count(version)
 
     def evaluated(self, version: int, moment: Moment, result: EvaluationResult, started: float) -> None:
         """Held-out prompts were answered."""
@@ -265,11 +323,31 @@ class Recorder:
         )
         self.snapshot.generated_tokens += beat.generated_tokens
         length = beat.time - started
+        self._rates[process] = beat.generated_tokens / length if length > 0 else 0.0
         before = self.snapshot.processes.get(process, ProcessActivity())
         fraction = busy / length if length > 0 else 0.0
         self.snapshot.processes[process] = ProcessActivity(
             phase=beat.phase, busy_fraction=0.7 * before.busy_fraction + 0.3 * fraction
         )
+
+    def restarted(self, process: str, reason: str, steps: tuple[int, int] | None = None) -> None:
+        """A process died and comes back; what it sampled since its last delta is sampled again."""
+        seconds = held_back_seconds(self.ledgers.rollouts.counts().in_flight) + STEP_SECONDS
+        unseen = round(self._rates.pop(process, 0.0) * seconds)
+        self._journal.restarted(process, reason, steps=steps, regenerated_tokens=unseen)
+
+    def flush(self) -> None:
+        """Return when all that was recorded so far is on disk; waits, and may be called from any thread."""
+        self._journal.flush()
+
+    @property
+    def journal_path(self) -> Path:
+        """For readers."""
+        return self._journal.path
+
+    def _scheduled(self, event: Literal["admit", "complete", "consume", "swap"], **facts: Any) -> None:
+        if self._record:
+            self._journal.scheduled(event, **facts)
 
     def show(self) -> None:
         """Refresh the display."""
@@ -291,6 +369,26 @@ class Recorder:
         if self._timeline is not None:
             self._timeline.close()
         self.ledgers.check()
+
+
+def describe_end(group: Group, outcome: str, version: int, republished: Sequence[int] = ()) -> dict[str, Any]:
+    """What a group came to: how long its answers are, how hard its prompt was, how old it was when it ended."""
+    usable = group.usable
+    rewards = [rollout.reward for rollout in usable if rollout.reward is not None]
+    oldest = [trace.oldest_version for rollout in usable for trace in rollout.traces if trace.trained.any()]
+
+    def behind(older: int) -> int:
+        return int(without_republished(version, republished) - without_republished(older, republished))
+
+    return {
+        "group": group.id,
+        "outcome": outcome,
+        "tokens": float(np.mean([rollout.sampled_tokens for rollout in usable])) if usable else None,
+        "longest": max((rollout.sampled_tokens for rollout in usable), default=None),
+        "reward": float(np.mean(rewards)) if rewards else None,
+        "age": behind(group.version),
+        "lag": behind(min(oldest)) if oldest else None,
+    }
 
 
 def _mean(lags: Counter[int]) -> float | None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.config import Config, dump_config, load_config
 from headrace.errors import UserError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 class RunDir:
@@ -19,6 +24,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.timeline = path / "timeline.json"
         self.checkpoints = path / "checkpoints"
+        self.status = path / "status.json"
         self.summary = path / "summary.json"
         self.report = path / "report.html"
 
@@ -33,10 +39,29 @@ class RunDir:
             )
         try:
             run_dir.path.mkdir(parents=True)
+            run_dir.write_config(config)
         except OSError as error:
             raise UserError(f"[run] directory: {run_dir.path} cannot be made: {error.strerror}") from error
-        run_dir.config.write_text(dump_config(config))
         return run_dir
+
+    def write_config(self, config: Config) -> None:
+        """The resolved configuration, whole or as it was before."""
+        part = self.config.with_suffix(".part")
+        part.write_text(dump_config(config))
+        part.replace(self.config)
+
+    @contextmanager
+    def said_when_full(self) -> Iterator[None]:
+        """A disk that takes no more ends a run with one line; what was committed before stays good."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise UserError(
+                f"{error.filename or self.path} cannot be written: {error.strerror}; when there is room, go on with "
+                f"`headrace resume {self.path}`"
+            ) from error
 
     @classmethod
     def open(cls, path: str | Path) -> tuple[RunDir, Config]:

@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
+from headrace.buffer.journal import Journal
 from headrace.config import Config
-from headrace.delivery.setup import choose, clean
+from headrace.delivery.setup import clean
 from headrace.errors import HeadraceError
 from headrace.observe.progress import Progress
 from headrace.observe.report import write_report
@@ -21,7 +23,8 @@ from headrace.observe.summary import write_summary
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask
 from headrace.pipeline.run_dir import RunDir
-from headrace.pipeline.wiring import Wired, make_controller, wire
+from headrace.pipeline.status import write_status
+from headrace.pipeline.wiring import TRAINER, Wired, make_controller, wire
 from headrace.tasks.chat import ChatFormat
 
 SHOW_SECONDS = 0.25
@@ -31,12 +34,23 @@ WATCH_SECONDS = 1.0
 class Session:
     """A run in this process. `execute` may be called once."""
 
-    def __init__(self, config: Config, run_dir: RunDir, progress: Progress, task: ReadyTask, chat: ChatFormat) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDir,
+        progress: Progress,
+        task: ReadyTask,
+        chat: ChatFormat,
+        *,
+        journal: Callable[..., Journal] = Journal,
+    ) -> None:
+        """`journal` is another kind only where the journal itself is measured."""
         self.config = config
         self.run_dir = run_dir
         self.progress = progress
         self._task = task
         self._chat = chat
+        self._journal = journal
         self._controller: Controller | None = None
         self.outcome = "failed"
 
@@ -49,8 +63,6 @@ class Session:
 
     async def _execute(self) -> dict[str, Any]:
         self.progress.start()
-        choice = choose(self.config.delivery)
-        self.progress.note(f"weights travel by {choice.transport} ({choice.why})")
         wired: Wired | None = None
         try:
             wired = wire(self.config, self.run_dir, self._task, self._chat)
@@ -64,13 +76,22 @@ class Session:
                     await wired.gateway.close()
                 await wired.fleet.stop()
                 await wired.task.task.close()
+                if wired.mps is not None:
+                    await asyncio.to_thread(wired.mps.stop)
             clean(self.config.delivery, self.run_dir.path)
-            if self._controller is not None:
-                self._controller.recorder.abandon("interrupted" if self.outcome == "interrupted" else "run failed")
-                self._controller.recorder.close(self.outcome)
-                summary = write_summary(self.run_dir.path)
-                write_report(self.run_dir.path)
-            self.progress.stop()
+            self.run_dir.status.unlink(missing_ok=True)
+            try:
+                if self._controller is not None:
+                    summary = self._close(self._controller)
+            finally:
+                self.progress.stop()
+        return summary
+
+    def _close(self, controller: Controller) -> dict[str, Any]:
+        controller.recorder.abandon("interrupted" if self.outcome == "interrupted" else "run failed")
+        controller.recorder.close(self.outcome)
+        summary = write_summary(self.run_dir.path)
+        write_report(self.run_dir.path)
         return summary
 
     async def _supervised(self, wired: Wired) -> None:
@@ -80,13 +101,17 @@ class Session:
             await wired.fleet.start(self.config.pipeline.start_seconds)
             # A start may rightly take longer than a stall.
             wired.waits.moved()
-            controller = make_controller(wired, self.run_dir, self.progress)
+            facts = wired.fleet.facts(TRAINER)
+            self.progress.note(f"weights travel by {facts['transport']} ({facts['transport_why']})")
+            controller = make_controller(wired, self.run_dir, self.progress, self._journal)
+            if torn := wired.fleet.facts(TRAINER)["torn"]:
+                self.progress.note(f"{torn}: not a complete checkpoint, the one before it is used")
             self._controller = controller
             watchers.append(guard.create_task(controller.deliveries.run(), name="deliver"))
             if wired.gateway is not None:
                 await wired.gateway.start()
             watchers.append(guard.create_task(self._show_loop(controller), name="show"))
-            watchers.append(guard.create_task(self._watch_loop(controller), name="watch stalls"))
+            watchers.append(guard.create_task(self._watch_loop(wired, controller), name="watch stalls"))
             await controller.begin()
             await controller.train()
             await controller.finish()
@@ -99,10 +124,26 @@ class Session:
             controller.recorder.show()
             await asyncio.sleep(SHOW_SECONDS)
 
-    async def _watch_loop(self, controller: Controller) -> None:
+    async def _watch_loop(self, wired: Wired, controller: Controller) -> None:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            controller.waits.check(self.config.pipeline.stall_seconds)
+            limit = self.config.pipeline.stall_seconds
+            if wired.fleet.restarting:
+                controller.waits.moved()  # It has a deadline of its own.
+            if self._trainer_has_the_gpu(wired):
+                for name in wired.engines:
+                    wired.watch.forget(name)
+            for name in wired.watch.stuck(controller.parts.pool.running, limit / 2):
+                self.progress.note(f"{name} has requests and sent no token for {limit / 2:g} s: it is ended")
+                wired.watch.forget(name)
+                wired.fleet.kill(name)
+            write_status(self.run_dir, controller, wired.fleet.phases, wired.watch)
+            controller.waits.check(limit)
+
+    def _trainer_has_the_gpu(self, wired: Wired) -> bool:
+        """Whether engines may be waiting for their turn, which is no fault of theirs."""
+        turns = self.config.pipeline.one_gpu == "turns" and wired.trainer_device != "cpu"
+        return turns and wired.fleet.phases.get(TRAINER) == "stepping"
 
     @contextlib.contextmanager
     def _interruptible(self) -> Any:

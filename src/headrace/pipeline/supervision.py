@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from headrace.channel.beats import Beat, Hello, Ready, Stop
@@ -18,11 +18,13 @@ from headrace.channel.hub import Hub
 from headrace.errors import ChannelError, DeadlineError, PeerDied, UserError
 from headrace.pipeline.launchers.base import Exit, Launcher, WorkerSpec
 from headrace.pipeline.socket_dir import SocketDir, sweep_socket_dirs
-from headrace.pipeline.worker import EXIT_USER_ERROR
+from headrace.pipeline.worker import EXIT_LOST, EXIT_USER_ERROR
 
 STOP_SECONDS = 10.0
 FIRST_PAUSE = 0.5
-"""Seconds before a process that died is started again; twice as long with every further death of it."""
+"""Seconds before a process that died is started again; twice as long with every further death of it in a row."""
+HEALTHY_SECONDS = 60.0
+"""A process that has served for so long is in good health: deaths before that are not counted any more."""
 EXIT_NEWS_SECONDS = 3.0
 
 
@@ -43,14 +45,18 @@ class Fleet:
         self._start_seconds = 0.0
         self._silenced: asyncio.Queue[tuple[PeerDied, int]] = asyncio.Queue()
         self._deaths: Counter[str] = Counter()
+        self._in_a_row: Counter[str] = Counter()
+        self._ready_since: dict[str, float] = {}
+        self.restarting: set[str] = set()
+        """Workers that died and are not back yet; each has a deadline."""
         self.restarts: dict[str, int] = {}
-        """How often each worker may be started again; none that is not named here."""
+        """How often in a row each worker may be started again; none that is not named here."""
         self.phases: dict[str, str] = {}
         self.on_beat: Callable[[str, Beat], None] = lambda peer, beat: None
         self.on_message: Callable[[str, Message], None] = lambda peer, message: None
         self.on_death: Callable[[PeerDied], None] = lambda death: None
-        self.on_return: Callable[[str], None] = lambda peer: None
-        """Called when a worker that was started again is ready."""
+        self.on_return: Callable[[str], Awaitable[None]] = _nothing
+        """Awaited when a worker that was started again is ready."""
 
     @property
     def names(self) -> list[str]:
@@ -89,18 +95,23 @@ class Fleet:
             self._ready.pop(death.peer, None)
             self.hub.mark_dead(death)
             self.on_death(death)
-            if exited.code == EXIT_USER_ERROR:
-                raise UserError(exited.last_lines.splitlines()[-1] if exited.last_lines else str(death))
-            if self._deaths[death.peer] >= self.restarts.get(death.peer, 0):
-                raise death
+            mistake = exited.code == EXIT_USER_ERROR
+            if mistake and death.peer not in self.restarting:
+                raise _mistake(exited, death)
+            # Popped: a process that dies before it was ready has not served, however long its predecessor did.
+            if time.monotonic() - self._ready_since.pop(death.peer, time.monotonic()) > HEALTHY_SECONDS:
+                self._in_a_row[death.peer] = 0
+            if self._in_a_row[death.peer] >= self.restarts.get(death.peer, 0):
+                raise _mistake(exited, death) if mistake else death
             self._deaths[death.peer] += 1
+            self._in_a_row[death.peer] += 1
+            self.restarting.add(death.peer)
             tasks.create_task(self._restart(death), name=f"restart {death.peer}")
 
     async def _restart(self, death: PeerDied) -> None:
-        await asyncio.sleep(FIRST_PAUSE * 2 ** (self._deaths[death.peer] - 1))
+        await asyncio.sleep(FIRST_PAUSE * 2 ** (self._in_a_row[death.peer] - 1))
         if self._stopping:
             return
-        self.hub.forget(death.peer)
         deaths = self._deaths[death.peer]
         await self._launcher.start(next(spec for spec in self._specs if spec.name == death.peer))
         began = time.monotonic()
@@ -110,15 +121,23 @@ class Fleet:
             if time.monotonic() - began > self._start_seconds:
                 raise DeadlineError(f"{death.peer}, started again, was not ready within {self._start_seconds:g} s")
             await asyncio.sleep(0.02)
-        self.on_return(death.peer)
+        await self.on_return(death.peer)
+        if self._deaths[death.peer] == deaths:
+            self.restarting.discard(death.peer)
+
+    def kill(self, name: str) -> None:
+        """End a worker that does not do its work; it is then started again like any that died."""
+        self._launcher.kill(name)
 
     async def _watch_silence(self) -> None:
         while True:
             death, deaths = await self._silenced.get()
+            if self._deaths[death.peer] != deaths:
+                continue
             # A process that has just ended cannot be reached either: its launcher knows how it ended, and is heard
             # first.
             await asyncio.sleep(EXIT_NEWS_SECONDS)
-            if self._deaths[death.peer] != deaths:
+            if self._deaths[death.peer] != deaths or not self.hub.lost(death.peer):
                 continue
             if self.restarts.get(death.peer, 0):
                 self._launcher.kill(death.peer)  # Its exit is the news that has it started again.
@@ -151,12 +170,24 @@ class Fleet:
                 self.on_beat(peer, message)
             case Ready():
                 self._ready[peer] = message
+                self._ready_since[peer] = time.monotonic()
             case Hello():
+                self.hub.forget(peer)
                 self.phases[peer] = "starting"
             case _:
                 self.on_message(peer, message)
 
 
+async def _nothing(_: str) -> None:
+    """Where nobody waits for a worker's return."""
+
+
+def _mistake(exited: Exit, death: PeerDied) -> UserError:
+    return UserError(exited.last_lines.splitlines()[-1] if exited.last_lines else str(death))
+
+
 def _death(exited: Exit) -> PeerDied:
     how = f"killed by signal {-exited.code}" if exited.code < 0 else f"exit code {exited.code}"
+    if exited.code == EXIT_LOST and exited.last_lines:
+        how = exited.last_lines.splitlines()[-1]
     return PeerDied(exited.name, how, exited.last_lines)

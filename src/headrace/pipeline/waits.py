@@ -52,10 +52,19 @@ class Waits:
 
     def report(self) -> str:
         """Every wait, the longest first."""
-        now = self._clock()
-        entries = sorted(self._book.items(), key=lambda item: item[1][1])
-        lines = [f"{owner} waits for {what()}, since {now - since:.0f} s" for owner, (what, since) in entries]
+        lines = [f"{owner} waits for {what}, since {seconds:.0f} s" for owner, what, seconds in self.entries()]
         return "; ".join(lines) or "nobody waits"
+
+    def entries(self) -> list[tuple[str, str, float]]:
+        """(who, for what, since how many seconds) of every wait, the longest first."""
+        now = self._clock()
+        book = sorted(self._book.items(), key=lambda item: item[1][1])
+        return [(owner, what(), now - since) for owner, (what, since) in book]
+
+    @property
+    def still(self) -> float:
+        """Seconds since the run last made progress."""
+        return self._clock() - self._moved
 
     def check(self, limit: float) -> None:
         """Raise `StallError` when nothing has moved for `limit` seconds."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from headrace.channel.codec import Message
 from headrace.config import Config
 from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import prepare
+from headrace.delivery.transports.segments import sweep
 from headrace.engines.messages import Deltas
 from headrace.engines.pool import EnginePool
 from headrace.engines.remote import RemoteEngine
@@ -23,12 +25,15 @@ from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import Progress
 from headrace.observe.timeline import Timeline
 from headrace.pipeline.controller import Controller
+from headrace.pipeline.engine_watch import EngineWatch
 from headrace.pipeline.inputs import ReadyTask
 from headrace.pipeline.launchers.local import LocalLauncher
+from headrace.pipeline.mps import Mps
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Recorder
 from headrace.pipeline.run_dir import RunDir
 from headrace.pipeline.supervision import Fleet
+from headrace.pipeline.taking_up import take_up
 from headrace.pipeline.waits import Waits
 from headrace.tasks.chat import ChatFormat
 from headrace.tasks.source import PromptSource
@@ -54,7 +59,10 @@ class Wired:
     engines: dict[str, RemoteEngine]
     trainer: RemoteTrainer
     waits: Waits
+    watch: EngineWatch = field(default_factory=EngineWatch)
+    trainer_device: str = "cpu"
     gateway: Gateway | None = None
+    mps: Mps | None = None
 
 
 def wire(config: Config, run_dir: RunDir, task: ReadyTask, chat: ChatFormat) -> Wired:
@@ -63,7 +71,8 @@ def wire(config: Config, run_dir: RunDir, task: ReadyTask, chat: ChatFormat) -> 
     (run_dir.path / RENDEZVOUS).unlink(missing_ok=True)
     trainers = [("trainer", rank) for rank in range(config.training.ranks)]
     workers = [*trainers, *(("engine", rank) for rank in range(config.engine.processes))]
-    fleet = Fleet(LocalLauncher(), run_dir.path, workers)
+    mps = Mps() if config.pipeline.one_gpu == "mps" else None
+    fleet = Fleet(LocalLauncher(mps.environment if mps else None), run_dir.path, workers)
     stall = config.pipeline.stall_seconds
     engines = {
         name: RemoteEngine(fleet.hub, name, load_deadline=config.delivery.deadline, token_deadline=stall)
@@ -72,18 +81,27 @@ def wire(config: Config, run_dir: RunDir, task: ReadyTask, chat: ChatFormat) -> 
     }
     others = [name for name in fleet.names if name.startswith("trainer-") and name != TRAINER]
     trainer = RemoteTrainer(fleet.hub, TRAINER, deadline=max(stall, config.delivery.deadline), others=others)
-    return Wired(config=config, fleet=fleet, task=task, chat=chat, engines=engines, trainer=trainer, waits=Waits())
+    return Wired(
+        config=config, fleet=fleet, task=task, chat=chat, engines=engines, trainer=trainer, waits=Waits(), mps=mps
+    )
 
 
-def make_controller(wired: Wired, run_dir: RunDir, progress: Progress) -> Controller:
+def make_controller(
+    wired: Wired, run_dir: RunDir, progress: Progress, make_journal: Callable[..., Journal] = Journal
+) -> Controller:
     """The controller, once the trainer is ready and has said how far its checkpoint reaches."""
     config = wired.config
     facts = wired.fleet.facts(TRAINER)
-    first_step = int(facts["policy_steps"])
+    checkpoint_step = int(facts["policy_steps"])
+    wired.trainer_device = str(facts["device"])
     clock = RunClock.now()
-    journal = Journal(run_dir.journal, keep_rollouts=config.observe.keep_rollouts)
-    before = journal.recover(step=first_step)
-    first_version = before.last_version + 1
+    journal = make_journal(run_dir.journal, keep_rollouts=config.observe.keep_rollouts)
+    before = journal.recover(
+        step=checkpoint_step, publish_every=config.delivery.publish_every, outcomes=config.rollouts.curriculum
+    )
+    first_step = before.reach
+    # A checkpoint may be ahead of what a dying run could still write down.
+    first_version = max(before.last_version, int(facts["version"])) + 1
     window = Window(
         config.buffer.groups,
         config.buffer.depth,
@@ -91,6 +109,9 @@ def make_controller(wired: Wired, run_dir: RunDir, progress: Progress) -> Contro
         config.buffer.max_lag,
         first_version=first_version,
         versions=config.run.versions - first_step // config.delivery.publish_every,
+        on_stale=config.buffer.on_stale,
+        oversample=config.buffer.oversample,
+        republished=before.republished,
     )
     journal.meta("name", config.run.name)
     journal.meta("started", clock.wall)
@@ -106,9 +127,12 @@ def make_controller(wired: Wired, run_dir: RunDir, progress: Progress) -> Contro
         versions_total=config.run.versions,
         versions_done=first_step // config.delivery.publish_every,
         before=before,
+        record=config.pipeline.record,
     )
-    source = PromptSource(wired.task.task.train, config.run.seed)
-    source.seek(before.next_group)
+    left = take_up(before, window, recorder, journal, wired.task.task, checkpoint_step)
+    source = PromptSource(wired.task.task.train, config.run.seed, curriculum=config.rollouts.curriculum)
+    source.seek(before.drawn)
+    source.restore(before.outcomes)
     pool = EnginePool(list(wired.engines.values()))
     wired.gateway = make_gateway(wired, pool, run_dir, progress)
     parts = Parts(
@@ -121,13 +145,16 @@ def make_controller(wired: Wired, run_dir: RunDir, progress: Progress) -> Contro
         window=window,
         recorder=recorder,
         waits=wired.waits,
+        end_engine=wired.fleet.kill,
         agents=wired.gateway if isinstance(wired.task.task, AgentTask) else None,
         first_step=first_step,
+        checkpoint_step=checkpoint_step,
+        left=left,
         resumed=bool(facts["resumed_from"]),
         parent_version=int(facts["version"]),
     )
     controller = Controller(parts)
-    _connect(wired, controller)
+    _connect(wired, controller, run_dir)
     return controller
 
 
@@ -159,13 +186,14 @@ def make_gateway(wired: Wired, pool: EnginePool, run_dir: RunDir, progress: Prog
     )
 
 
-def _connect(wired: Wired, controller: Controller) -> None:
-    recorder = controller.recorder
+def _connect(wired: Wired, controller: Controller, run_dir: RunDir) -> None:
+    recorder, watch = controller.recorder, wired.watch
 
     def on_message(peer: str, message: Message) -> None:
         match message:
             case Deltas():
                 wired.engines[peer].deliver(message)
+                watch.progress(peer)
                 wired.waits.moved()
             case Published():
                 controller.published(message)
@@ -177,15 +205,28 @@ def _connect(wired: Wired, controller: Controller) -> None:
             # In this order: the pool then knows that what fails now was lost, and is to be resumed elsewhere.
             controller.parts.pool.lose(death.peer, death.reason)
             wired.engines[death.peer].lost(str(death))
-            recorder.note(f"{death}; it is started again" if death.peer in wired.fleet.restarts else str(death))
+            recorder.restarted(death.peer, death.reason)
+            watch.forget(death.peer)
+        if death.peer == TRAINER:
+            (run_dir.path / RENDEZVOUS).unlink(missing_ok=True)
+            controller.comeback.lost()
+        recorder.note(f"{death}; it is started again" if death.peer in wired.fleet.restarts else str(death))
 
-    def on_return(peer: str) -> None:
+    async def on_return(peer: str) -> None:
+        recorder.note(f"{peer} is back")
+        if peer == TRAINER:
+            sweep()  # What the dead one left: engines that still wanted it had all the time until now.
+            facts = wired.fleet.facts(TRAINER)
+            step = int(facts["policy_steps"]) if facts["resumed_from"] else None
+            await controller.comeback.returned(step, int(facts["version"]))
+            return
         wired.engines[peer].back()
         controller.parts.pool.take_back(peer)
-        recorder.note(f"{peer} is back")
         wired.waits.moved()
 
-    wired.fleet.restarts = dict.fromkeys(wired.engines, wired.config.pipeline.restarts)
+    # Ranks of a trainer hold one another up: where one of several dies the run ends, and is resumed as a whole.
+    revived = [TRAINER] if wired.config.training.ranks == 1 else []
+    wired.fleet.restarts = dict.fromkeys([*revived, *wired.engines], wired.config.pipeline.restarts)
     wired.fleet.on_return = on_return
     wired.fleet.on_message = on_message
     wired.fleet.on_beat = recorder.beat

@@ -13,12 +13,15 @@ import signal
 import sys
 from pathlib import Path
 
+from headrace.buffer.reader import open_readonly
 from headrace.channel.desk import Desk
 from headrace.config import Config, load_config
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, PeerDied
 
 PR_SET_PDEATHSIG = 1
 EXIT_USER_ERROR = 2
+EXIT_LOST = 4
+"""What the worker depends on is gone: nobody's mistake, and worth another start."""
 
 
 def main() -> int:
@@ -36,6 +39,9 @@ def main() -> int:
     desk.spoke.start()
     try:
         _serve(arguments.role, desk, config)
+    except PeerDied as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_LOST
     except HeadraceError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USER_ERROR
@@ -46,21 +52,48 @@ def main() -> int:
 
 def _serve(role: str, desk: Desk, config: Config) -> None:
     threads = config.engine.threads if role == "engine" else config.training.threads
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[variable] = str(threads)
     if role == "engine" and config.engine.kind == "vllm":
+        # Its servers are processes of their own: torch is not loaded here.
+        _announce_threads(threads)
         from headrace.engines.vllm.worker import serve as serve_vllm
 
-        return serve_vllm(desk, config)
+        serve_vllm(desk, config)
+        return
+    fix_threads(threads)
+    if role == "engine":
+        from headrace.engines.worker import serve
+
+        serve(desk, config)
+    else:
+        from headrace.training.worker import serve as serve_trainer
+
+        serve_trainer(desk, config, last_step(desk.run_dir))
+
+
+def fix_threads(threads: int) -> None:
+    """How many threads compute, here: sums depend on it to the last bit. Call it before torch is used."""
+    _announce_threads(threads)
     import torch
 
     torch.set_num_threads(threads)
     torch.set_num_interop_threads(1)
-    if role == "engine":
-        from headrace.engines.worker import serve
-    else:
-        from headrace.training.worker import serve
-    return serve(desk, config)
+
+
+def _announce_threads(threads: int) -> None:
+    """For libraries that look when they are loaded, here and in processes that are started from here."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[variable] = str(threads)
+
+
+def last_step(run_dir: Path) -> int | None:
+    """The last policy step that the journal knows, if there is a journal: a checkpoint beyond it has no history."""
+    journal = run_dir / "journal.db"
+    if not journal.is_file():
+        return None
+    with open_readonly(journal) as reader:
+        return int(
+            reader.rows("SELECT COALESCE(MAX(step), 0) AS step FROM steps WHERE objective = 'policy'")[0]["step"]
+        )
 
 
 def _die_with_parent() -> None:
@@ -69,4 +102,9 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is closed. To take down an interpreter with torch in it can take seconds, in which the process cannot be
+    # reached and would be killed for that, instead of telling by its exit code how it ended.
+    os._exit(code)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +24,16 @@ from headrace.pipeline.run_dir import RunDir
 from headrace.review.findings import Audit, VersionAudit
 from headrace.review.rollouts import recorded
 from headrace.training.checkpoint import by_version
-from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept, Rollout, Trace
+from headrace.types import (
+    NO_VERSION,
+    Float32Array,
+    Int32Array,
+    Kept,
+    Rollout,
+    Trace,
+    republished_among,
+    without_republished,
+)
 
 NO_CHECKPOINT = "their version has no checkpoint"
 KEPT_CACHE = 'sampled after a swap with [engine] kv = "keep"'
@@ -74,8 +83,9 @@ def audit(run_dir: Path, load: Load, *, samples: int = 64, seed: int = 0, tolera
     drawn, report = _draw(run_dir, sources, samples, seed)
     report.tolerance = tolerance
     stretches: dict[int, list[_Stretch]] = {}
+    again = republished_among((version, row["step"]) for version, row in sorted(published.items()))
     for row in drawn:
-        for version, stretch in _stretches(run_dir, row, report):
+        for version, stretch in _stretches(run_dir, row, report, again):
             stretches.setdefault(version, []).append(stretch)
     kept = config.engine.kv == "keep" and config.engine.interrupt == "never"
     for version, found in sorted(stretches.items()):
@@ -130,7 +140,7 @@ def _draw(run_dir: Path, sources: dict[int, _Source], samples: int, seed: int) -
     return drawn, Audit(recorded=len(everything), checkable=len(checkable), drawn=len(drawn))
 
 
-def _stretches(run_dir: Path, row: Row, report: Audit) -> Iterator[tuple[int, _Stretch]]:
+def _stretches(run_dir: Path, row: Row, report: Audit, again: Sequence[int]) -> Iterator[tuple[int, _Stretch]]:
     """The sampled tokens of a rollout by version; a record that cannot be read, or is not its row's, is a problem."""
     try:
         rollout = recorded(run_dir, row)
@@ -140,10 +150,11 @@ def _stretches(run_dir: Path, row: Row, report: Audit) -> Iterator[tuple[int, _S
     assert rollout is not None
     if not _same(row, rollout):
         report.problems.append(f"rollout {row['id']}: its tokens are not those that its row in the journal counts")
+    trained = None if row["trained_as"] is None else without_republished(row["trained_as"], again)
     for number, trace in enumerate(rollout.traces):
         for version in np.unique(trace.versions[trace.versions != NO_VERSION]).tolist():
             where = np.flatnonzero(trace.versions == version)
-            lag = None if row["trained_as"] is None else row["trained_as"] - version
+            lag = None if trained is None else int(trained - without_republished(version, again))
             yield version, _Stretch(row["id"], number, trace, where, lag)
 
 

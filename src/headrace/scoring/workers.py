@@ -77,7 +77,11 @@ class WorkerJudge:
         try:
             if self._closed:
                 raise JudgeError("the reward workers are closed")
-            return await self._judge_at(place, frame)
+            try:
+                return await self._judge_at(place, frame)
+            except _Died:
+                # Whoever killed it need not have meant this answer: a fresh worker judges it, once.
+                return await self._judge_at(place, frame)
         finally:
             self._free.put_nowait(place)
 
@@ -111,7 +115,7 @@ class WorkerJudge:
         except TimeoutError:
             raise JudgeError(f"the reward function took more than {self._timeout:g} s") from None
         except _Gone as error:
-            raise JudgeError(f"the reward worker {error} during a judgement") from None
+            raise _Died(f"the reward worker {error} during a judgement") from None
         finally:
             # Also when this judgement was cancelled: the worker would answer it to the next question.
             if not settled:
@@ -153,6 +157,10 @@ class WorkerJudge:
         if isinstance(error, _Gone):
             return ConfigError(f"{name}: the reward worker {error} while it started")
         raise error
+
+
+class _Died(JudgeError):
+    """A worker died during a judgement."""
 
 
 class _Gone(Exception):

@@ -16,6 +16,7 @@ from headrace.delivery.base import Manifest
 from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.pool import EnginePool
+from headrace.errors import PeerDied
 from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import NoProgress
@@ -23,6 +24,7 @@ from headrace.pipeline.controller import Controller
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Recorder
 from headrace.pipeline.session import first_cause
+from headrace.pipeline.taking_up import take_up
 from headrace.pipeline.waits import Waits
 from headrace.tasks.base import EnvironmentStep
 from headrace.tasks.source import PromptSource
@@ -100,13 +102,26 @@ class FakeTrainer:
         self.resent: list[int] = []
         self.saved: list[int] = []
         self._turn = asyncio.Lock()
+        self.step = 0
+        """Of the last batch."""
+        self.died_in: list[int] = []
+        """Steps in which it dies, once each."""
+        self.dead = False
+        self.on_death: Callable[[], None] = lambda: None
 
     async def train(
         self, batch: Batch, *, publish: int | None = None, parent: int = -1, save: bool = False
     ) -> StepReport:
         async with self._turn:
             await asyncio.sleep(self._seconds)
+            if not self.dead and batch.step in self.died_in:
+                self.died_in.remove(batch.step)
+                self.dead = True
+                self.on_death()
+            if self.dead:
+                raise PeerDied(self.name, "killed by the test")
         self.batches.append(batch)
+        self.step = batch.step
         self.on_batch()
         if publish is not None:
             await self.publish(publish, parent)
@@ -116,7 +131,7 @@ class FakeTrainer:
         )  # fmt: skip
 
     async def publish(self, version: int, parent: int) -> None:
-        manifest = self._policy.manifest(version, parent=parent)
+        manifest = self._policy.manifest(version, parent=parent, step=max(0, self.step))
         asyncio.get_running_loop().call_later(
             self._seconds / 2, lambda: self.published(Published(manifest=manifest, snapshot_seconds=0.0))
         )
@@ -145,7 +160,9 @@ class FakeRun:
         engines: int = 1,
         train_seconds: float = 0.005,
         heldout: int = 0,
+        checkpoint_step: int | None = None,
     ) -> None:
+        """On a path with the journal of an earlier run, that one goes on from `checkpoint_step`."""
         base = ["rollouts.group_size=2", "rollouts.max_tokens=8", "buffer.groups=2", "run.versions=5"]
         self.config: Config = make_config(
             {"model": {"path": "-"}, "task": {"kind": "gym", "name": "-"}}, [*base, *settings]
@@ -156,28 +173,40 @@ class FakeRun:
         options: dict[str, Any] = {"slots": 16, "token_seconds": 0.0005, **(engine or {})}
         self.engines = [FakeEngine(name=f"engine-{n}", policy=policy, **options) for n in range(engines)]
         self.trainer = FakeTrainer(policy, train_seconds)
-        self.window = Window(
-            config.buffer.groups, config.buffer.depth, config.delivery.publish_every, config.buffer.max_lag,
-            versions=config.run.versions,
-        )  # fmt: skip
         journal = Journal(path / "journal.db")
+        every = config.delivery.publish_every
+        before = journal.recover(step=checkpoint_step or 0, publish_every=every)
+        done = before.reach // every
+        self.window = Window(
+            config.buffer.groups, config.buffer.depth, every, config.buffer.max_lag,
+            first_version=before.last_version + 1, versions=config.run.versions - done,
+            on_stale=config.buffer.on_stale, oversample=config.buffer.oversample, republished=before.republished,
+        )  # fmt: skip
         self.recorder = Recorder(
             journal, MetricsLog(path / "metrics.jsonl"), None, NoProgress(), self.window, clock=RunClock.now(),
-            versions_total=config.run.versions, versions_done=0, before=journal.recover(step=0),
+            versions_total=config.run.versions, versions_done=done, before=before, record=config.pipeline.record,
         )  # fmt: skip
         self.waits = Waits()
         task = PlainTask(judge, heldout)
+        source = PromptSource(task.train, 0, curriculum=config.rollouts.curriculum)
+        source.seek(before.drawn)
+        source.restore(before.outcomes)
+        self.left = take_up(before, self.window, self.recorder, journal, task, checkpoint_step or 0)
         self.controller = Controller(
             Parts(
                 config=config,
                 task=task,
                 chat=PlainChat(),
-                source=PromptSource(task.train, 0),
+                source=source,
                 pool=EnginePool(self.engines),
                 trainer=self.trainer,
                 window=self.window,
                 recorder=self.recorder,
                 waits=self.waits,
+                first_step=before.reach,
+                checkpoint_step=checkpoint_step or 0,
+                left=self.left,
+                resumed=checkpoint_step is not None,
             )
         )
         self.trainer.published = self.controller.published

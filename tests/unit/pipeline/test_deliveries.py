@@ -254,6 +254,7 @@ async def test_an_engine_lost_in_a_load_is_not_waited_for_and_comes_back_at_the_
         await fleet.delivered(2)
         await fleet.delivered(3)
         assert fleet.pool.away("engine-1") and victim.asked == [1, 2]
+        assert fleet.book.notes == [], "who watches over processes has said it"
         victim.open.clear()
         await fleet.come_back("engine-1")
         assert victim.asked == [1, 2, 3]
@@ -265,12 +266,23 @@ async def test_an_engine_lost_in_a_load_is_not_waited_for_and_comes_back_at_the_
         await held.aclose()  # type: ignore[attr-defined]
 
 
-async def test_an_engine_that_never_answers_is_given_nothing_more_and_that_is_said() -> None:
-    async with rig(2) as fleet:
-        fleet.engines[1].raises.append(DeadlineError("engine-1 did not answer Load within 120 s"))
+@pytest.mark.parametrize(
+    "error", [DeadlineError("engine-1 did not answer Load within 120 s"), ChannelError("engine-1: OSError: no room")]
+)
+async def test_an_engine_without_a_proof_to_answer_with_is_ended_and_begins_anew(error: ChannelError) -> None:
+    ended: list[str] = []
+    async with rig(2, end=ended.append) as fleet:
         await fleet.delivered(1)
-        assert fleet.book.notes == ["engine-1 did not answer Load within 120 s: it gets no more requests"]
+        victim = fleet.engines[1]
+        victim.raises.append(error)
+        await fleet.delivered(2)
+        assert ended == ["engine-1"]
+        assert fleet.book.notes == [f"{error}: engine-1 is ended"]
         assert {await fleet.request(f"{n}") for n in range(3)} == {"engine-0"}
+        await fleet.come_back("engine-1")
+        assert fleet.pool.proved("engine-1") == 2 and victim.asked == [1, 2, 2]
+        await fleet.delivered(3)
+        assert fleet.pool.proved("engine-1") == 3 and ended == ["engine-1"]
 
 
 async def test_a_quarantined_engine_serves_again_once_all_weights_were_proved() -> None:

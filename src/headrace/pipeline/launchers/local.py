@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.pipeline.launchers.base import Exit, WorkerSpec
@@ -17,7 +18,9 @@ LAST_LINES = 12
 class LocalLauncher:
     """Implements `Launcher` with subprocesses."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """`environment` is added to that of every worker."""
+        self._environment = dict(environment or {})
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._logs: dict[str, Path] = {}
         self._exits: asyncio.Queue[Exit] = asyncio.Queue()
@@ -37,7 +40,7 @@ class LocalLauncher:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", **self._environment},
             )
         self._processes[spec.name] = process
         self._watchers.append(asyncio.create_task(self._watch(spec.name, process), name=f"watch {spec.name}"))

@@ -1,0 +1,167 @@
+"""What becomes of group attempts: which one is next, which can no longer be trained, and how each of them ends.
+
+Every attempt that was started is given to the window once, as complete, or leaves it once, with a reason in the ledger.
+
+    next ─▶ started ─▶ (sweep: too old, one too many) ─▶ ended ─▶ the window (◀─ taken up from an earlier life)
+      ▲                                                    │
+      └───────────── salvaged tokens, a prompt's outcome ◀─┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from headrace.buffer.filters import Filter, sift
+from headrace.buffer.salvage import prefix_of
+from headrace.buffer.window import Window
+from headrace.errors import HeadraceError
+from headrace.pipeline.recording import Recorder
+from headrace.rollouts.base import AnyEpisode
+from headrace.rollouts.groups import cancel_group
+from headrace.tasks.source import PromptSource
+from headrace.types import NO_VERSION, Group, Prompt, Trace
+
+FAILED_IN_A_ROW = 20
+FILTERED_IN_A_ROW = 1000
+STALE, SURPLUS, INTERRUPTED = "stale", "surplus", "interrupted"
+
+
+class Attempt(NamedTuple):
+    """What a group is to begin with."""
+
+    prompt: Prompt
+    prefixes: Mapping[int, Trace] = {}
+    """By rollout index: the tokens of an earlier attempt that it goes on from, untrained."""
+
+
+class Attempts:
+    """The groups between their admission and the window's verdict."""
+
+    def __init__(self, source: PromptSource, window: Window, recorder: Recorder, filters: list[Filter]) -> None:
+        self._source = source
+        self._window = window
+        self._recorder = recorder
+        self._filters = filters
+        self.running: dict[int, list[AnyEpisode]] = {}
+        self._doomed: dict[int, str] = {}
+        """Groups that were told to end -> why."""
+        self._closed = ""
+        """Why no group is wanted any more, once that is so."""
+        self._salvaged: deque[Attempt] = deque()
+        self._failed_in_a_row = 0
+        self._filtered_in_a_row = 0
+        self._swept_version = -1
+        self._tasks: asyncio.TaskGroup | None = None
+
+    def run_in(self, tasks: asyncio.TaskGroup) -> None:
+        """Where the cancelling of groups runs."""
+        self._tasks = tasks
+
+    def next(self, group_id: int) -> Attempt:
+        """What was salvaged comes first: it keeps its place before prompts that have not been tried yet."""
+        return self._salvaged.popleft() if self._salvaged else Attempt(self._source.draw(group_id))
+
+    def started(self, group: Group, episodes: list[AnyEpisode]) -> None:
+        """An attempt is under way."""
+        self.running[group.id] = episodes
+
+    def sweep(self) -> None:
+        """End what can no longer be trained: groups over `max_lag`, groups beyond the slots that nobody left."""
+        for group in self._window.stale():
+            self._drop(group, STALE)
+        ready = {group.id: group for group in self._window.ready_groups()}
+        for group_id in self._window.surplus():
+            if group_id in ready:
+                self._drop(ready[group_id], SURPLUS)
+            else:
+                self._cancel(group_id, SURPLUS)
+        if self._swept_version != self._window.trained_version:
+            # Tokens that are still to come are newer: a running group becomes late only when versions move on.
+            self._swept_version = self._window.trained_version
+            for group_id in [id for id, episodes in self.running.items() if self._late(episodes)]:
+                self._cancel(group_id, STALE)
+
+    def ended(self, group: Group) -> None:
+        """All rollouts of an attempt have ended and are scored."""
+        del self.running[group.id]
+        self._recorder.rollouts_ended(group)
+        self._settle(group)
+
+    def taken_up(self, group: Group) -> None:
+        """An attempt of an earlier life of the run, whose rollouts had all ended there and are in the journal."""
+        self._settle(group)
+
+    def close(self, reason: str) -> None:
+        """From now on no group is wanted: what is under way ends as dropped. The first reason counts."""
+        self._closed = self._closed or reason
+
+    async def cancel_running(self) -> None:
+        """After `close`: end all attempts that are under way."""
+        for episodes in list(self.running.values()):
+            await cancel_group(episodes, self._closed)
+
+    def drop_ready(self) -> None:
+        """After `close`: drop the complete groups that no batch will take."""
+        for group in self._window.ready_groups():
+            self._drop(group, self._closed)
+
+    def _settle(self, group: Group) -> None:
+        why = self._doomed.pop(group.id, "") or self._closed
+        # A group that ended by itself before it could be told is as good as any other, unless nobody needs it.
+        if why and (why != STALE or any(rollout.ending == "aborted" for rollout in group.rollouts)):
+            if why == STALE and self._window.on_stale == "salvage":
+                self._salvage(group)
+            self._drop(group, why)
+        else:
+            self._judge(group)
+
+    def _judge(self, group: Group) -> None:
+        self._source.outcome(group.id, group.prompt.id, [r.reward for r in group.usable if r.reward is not None])
+        sifted = sift(group, self._filters)
+        if sifted.reason:
+            self._window.filter(group.id)
+            self._recorder.group_ended(group, "dropped", sifted.reason)
+            self._filtered_in_a_row += 1
+            if self._filtered_in_a_row >= max(FILTERED_IN_A_ROW, 10 * self._window.capacity):
+                raise HeadraceError(
+                    f"the last {self._filtered_in_a_row} groups were all filtered, the last one as {sifted.reason}: "
+                    "there is nothing left to train on ([buffer] filter)"
+                )
+        elif len(sifted.group.usable) < min(2, len(group.rollouts)):
+            self._fail(group)
+        else:
+            self._recorder.rollouts_left(sifted.left)
+            self._failed_in_a_row = self._filtered_in_a_row = 0
+            self._window.complete(sifted.group)
+
+    def _fail(self, group: Group) -> None:
+        reason = next(rollout.reason for rollout in group.rollouts if rollout.ending in ("failed", "aborted"))
+        self._window.fail(group.id)
+        self._recorder.group_ended(group, "failed", reason)
+        self._failed_in_a_row += 1
+        # Groups that fail are replaced by others; where all fail, replacing them would go on for ever.
+        if self._failed_in_a_row >= max(FAILED_IN_A_ROW, 2 * self._window.capacity):
+            raise HeadraceError(f"the last {self._failed_in_a_row} groups all failed, the last one because: {reason}")
+
+    def _drop(self, group: Group, reason: str) -> None:
+        self._window.drop(group.id)
+        self._recorder.group_ended(group, "dropped", reason)
+
+    def _late(self, episodes: list[AnyEpisode]) -> bool:
+        if self._window.on_stale == "wait" or self._window.max_lag is None:
+            return False
+        oldest = [version for e in episodes if (version := e.partial.oldest_version) != NO_VERSION]
+        return bool(oldest) and self._window.late(min(oldest))
+
+    def _cancel(self, group_id: int, reason: str) -> None:
+        if group_id not in self._doomed:
+            self._doomed[group_id] = reason
+            assert self._tasks is not None
+            self._tasks.create_task(cancel_group(self.running[group_id], reason), name=f"cancel group {group_id}")
+
+    def _salvage(self, group: Group) -> None:
+        prefixes = {r.index: prefix for r in group.rollouts if (prefix := prefix_of(r)) is not None}
+        self._salvaged.append(Attempt(group.prompt, prefixes))

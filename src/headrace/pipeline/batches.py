@@ -1,0 +1,115 @@
+"""From groups to the batch of a step, in one place: what is trained again from the journal is the same to the bit.
+
+A batch is a function of the configuration, the step and the recorded groups alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from headrace.algorithms.assemble import assemble, assemble_demonstrations
+from headrace.buffer.admission import oldest_on_time
+from headrace.buffer.reader import JournalReader, open_readonly
+from headrace.buffer.salvage import masked
+from headrace.config import Config
+from headrace.errors import ConfigError, HeadraceError
+from headrace.rollouts.base import ChatFormat
+from headrace.scoring.shuffle import shuffle_rewards
+from headrace.tasks.base import Task
+from headrace.tasks.source import PromptSource
+from headrace.types import Batch, Group, Int32Array, Prompt, Rollout, republished_among
+
+
+class Recorded(msgspec.Struct, frozen=True):
+    """A step of the journal, and what it trained."""
+
+    batch: Batch
+    groups: list[Group]
+
+
+def make_batch(
+    config: Config, groups: Sequence[Group], *, step: int, version: int, republished: Sequence[int] = ()
+) -> Batch:
+    """The batch of a policy step, whatever the order of its groups."""
+    groups = sorted(groups, key=lambda group: group.id)
+    if config.buffer.on_stale == "salvage" and config.buffer.max_lag is not None:
+        # The window has masked them already; the journal has them as they were sampled.
+        oldest = oldest_on_time(version, config.buffer.max_lag, republished)
+        groups = [masked(group, oldest) for group in groups]
+    if config.scoring.shuffle:
+        groups = shuffle_rewards(groups, config.run.seed, step)
+    return assemble(
+        groups,
+        step=step,
+        version=version,
+        advantage=config.algorithm.advantage,
+        normalize=config.algorithm.normalize,
+        group_size=config.rollouts.group_size,
+        max_tokens=config.rollouts.max_tokens,
+        temperature=config.rollouts.temperature,
+        overlong_buffer=config.algorithm.overlong_buffer,
+        overlong_penalty=config.algorithm.overlong_penalty,
+        length_penalty=config.algorithm.length_penalty,
+        republished=republished,
+    )
+
+
+def recorded_batches(config: Config, journal: Path, after: int, until: int) -> Iterator[Recorded]:
+    """The batches of the policy steps after < step <= until, as they were trained, read one by one."""
+    with open_readonly(journal) as reader:
+        republished = republished_versions(reader)
+        for step in range(after + 1, until + 1):
+            found = reader.rows("SELECT version, groups FROM steps WHERE step = ? AND objective = 'policy'", step)
+            groups = recorded_groups(reader, step)
+            if not found or len(groups) != found[0]["groups"]:
+                raise HeadraceError(f"{journal}: step {step} cannot be trained again, not all of its tokens were kept")
+            version = int(found[0]["version"])
+            batch = make_batch(config, groups, step=step, version=version, republished=republished)
+            yield Recorded(batch, groups)
+
+
+def recorded_groups(reader: JournalReader, step: int) -> list[Group]:
+    """The groups that a step trained, with their tokens, oldest first; without rollouts that filters left out."""
+    groups = reader.rows(
+        "SELECT id, prompt, version FROM groups WHERE step = ? AND state = 'trained' ORDER BY id", step
+    )
+    return [
+        Group(
+            id=row["id"],
+            prompt=Prompt(id=row["prompt"]),
+            version=row["version"],
+            rollouts=sorted(reader.rollouts("group_id = ? AND state <> 'dropped'", row["id"]), key=_index),
+        )
+        for row in groups
+    ]
+
+
+def republished_versions(reader: JournalReader) -> list[int]:
+    """Versions whose weights had another id before: there are no more steps behind them."""
+    rows = reader.rows("SELECT id, step FROM versions ORDER BY id")
+    return republished_among((int(row["id"]), int(row["step"])) for row in rows)
+
+
+def warm_start_batches(config: Config, task: Task, chat: ChatFormat, version: int) -> Iterator[Batch]:
+    """The supervised steps before the first version; they are numbered up to 0."""
+    source = PromptSource(task.train, config.run.seed + 1)
+    for step in range(1 - config.warm_start.steps, 1):
+        pairs = [_demonstration(task, chat, source.draw()) for _ in range(config.warm_start.batch)]
+        yield assemble_demonstrations(pairs, step=step, version=version)
+
+
+def _demonstration(task: Task, chat: ChatFormat, prompt: Prompt) -> tuple[Int32Array, Int32Array]:
+    """The tokens of a prompt, and those of a right answer with the token that ends it."""
+    answer = task.demonstration(prompt)
+    if answer is None:
+        raise ConfigError(f"[warm_start] steps: the task has no demonstration for prompt {prompt.id}")
+    opening = chat.open(prompt.messages) if prompt.messages else chat.encode(prompt.text or "")
+    return opening, np.append(chat.encode(answer), chat.stop_token_ids[0]).astype(np.int32)
+
+
+def _index(rollout: Rollout) -> int:
+    return rollout.index

@@ -1,0 +1,47 @@
+"""What an earlier life of a run left in flight takes its slots again, before anything new is admitted.
+
+Every group of it goes on, or ends here with a reason; what has to be sampled again is counted.
+"""
+
+from __future__ import annotations
+
+from headrace.buffer.journal import Journal
+from headrace.buffer.recovery import LeftGroup, Recovered
+from headrace.buffer.window import Window
+from headrace.pipeline.recording import Recorder
+from headrace.tasks.base import Task
+from headrace.types import Group, Prompt
+
+
+def take_up(
+    before: Recovered, window: Window, recorder: Recorder, journal: Journal, task: Task, checkpoint_step: int
+) -> list[LeftGroup]:
+    """The groups that go on; `recorder` and `window` know them afterwards."""
+    if before.last_version < 0:
+        return []
+    prompts = {prompt.id for prompt in task.train} if before.left else set()
+    known = [left for left in before.left if left.prompt in prompts]
+    refused = set(window.restore([(left.id, left.version) for left in known], before.overtakers))
+    lost, going_on = 0, []
+    for left in before.left:
+        recorder.resumed(Group(id=left.id, prompt=Prompt(id=left.prompt), version=left.version), left.members)
+        if left.prompt in prompts and left.id not in refused:
+            going_on.append(left)
+            continue
+        reason = "no slot after a resume" if left.id in refused else "its prompt is gone"
+        lost += _sampled(left)
+        recorder.group_ended(Group(id=left.id, prompt=Prompt(id=left.prompt), version=left.version), "dropped", reason)
+    if going_on or before.reach > checkpoint_step:
+        ready = sum(left.complete for left in going_on)
+        recorder.note(
+            f"resumed: {before.reach - checkpoint_step} steps are trained again from the journal, {ready} groups are "
+            f"ready, {len(going_on) - ready} go on from their saved tokens"
+        )
+    unseen = before.unseen_tokens if len(going_on) > sum(left.complete for left in going_on) else 0
+    journal.restarted("controller", "resumed", steps=(checkpoint_step, before.reach), regenerated_tokens=lost + unseen)
+    return going_on
+
+
+def _sampled(left: LeftGroup) -> int:
+    whole = sum(rollout.trained_tokens for rollout in left.rollouts)
+    return whole + sum(trace.trained_tokens for trace in left.partial.values())

@@ -1,0 +1,102 @@
+"""A run trained a second time, from its journal alone: no engine, no chance, the recorded batches in their order.
+
+On a CPU a trainer is a function of its batches, so every version must come out with the digest that it was published
+with; the first one that does not is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.buffer.reader import JournalReader, open_readonly
+from headrace.config import Config
+from headrace.errors import UserError
+from headrace.pipeline.batches import recorded_batches, warm_start_batches
+from headrace.pipeline.inputs import check_inputs
+from headrace.pipeline.run_dir import RunDir
+from headrace.types import Batch
+
+if TYPE_CHECKING:
+    from headrace.training.trainer import Trainer
+
+
+def replay_run(path: str | Path, until: int | None = None) -> dict[str, Any]:
+    """Train what the journal holds up to version `until` (all of it by default); which versions came out alike."""
+    run_dir, config = RunDir.open(path)
+    with open_readonly(run_dir.journal) as reader:
+        versions = reader.rows("SELECT id, step, digest FROM versions ORDER BY id")
+        last = int(reader.rows("SELECT COALESCE(MAX(step), 0) AS n FROM steps WHERE objective = 'policy'")[0]["n"])
+        schedule = check_schedule(reader, path)
+    if until is not None:
+        versions = [row for row in versions if row["id"] <= until]
+        last = min(last, max((row["step"] for row in versions), default=0))
+    if not versions:
+        raise UserError(f"{path}: nothing to replay (no version was published)")
+    digests = dict(_digests(config, run_dir, last))
+    compared = [row for row in versions if row["step"] in digests]
+    other = [row["id"] for row in compared if row["digest"] != f"{digests[row['step']]:016x}"]
+    return {
+        "steps": last,
+        "versions": len(compared),
+        "identical": not other,
+        "other": other,
+        "last_version": compared[-1]["id"],
+        "digest": compared[-1]["digest"],
+        "replayed_digest": f"{digests[compared[-1]['step']]:016x}",
+        "scheduled_events": schedule,
+    }
+
+
+def check_schedule(reader: JournalReader, path: str | Path) -> int:
+    """The number of recorded events; 0 without [pipeline] record. Groups must have been consumed by their steps."""
+    sql = """
+        SELECT schedule.group_id AS id FROM schedule JOIN groups ON groups.id = schedule.group_id
+        WHERE schedule.id IN (SELECT MAX(id) FROM schedule WHERE event = 'consume' GROUP BY group_id)
+        AND groups.state = 'trained' AND groups.step <> schedule.step
+    """
+    if wrong := reader.rows(sql):
+        raise UserError(f"{path}: group {wrong[0]['id']} was consumed by another step than its ledger says")
+    return int(reader.rows("SELECT COUNT(*) AS n FROM schedule")[0]["n"])
+
+
+def _digests(config: Config, run_dir: RunDir, last: int) -> Iterator[tuple[int, int]]:
+    """(optimizer steps, digest as published) wherever a version may have been published."""
+    from headrace.pipeline.worker import fix_threads
+
+    fix_threads(config.training.threads)
+    from headrace.training.worker import build_trainer
+
+    trainer = build_trainer(config, run_dir.checkpoints).trainer
+    for batch in _supervised(config):
+        trainer.step(batch)
+    yield 0, _digest(config, trainer)
+    for recorded in recorded_batches(config, run_dir.journal, 0, last):
+        trainer.step(recorded.batch)
+        if recorded.batch.step % config.delivery.publish_every == 0:
+            yield recorded.batch.step, _digest(config, trainer)
+
+
+def _supervised(config: Config) -> Iterator[Batch]:
+    if config.warm_start.steps:
+        task, chat = check_inputs(config)
+        yield from warm_start_batches(config, task.task, chat, version=0)
+
+
+def _digest(config: Config, trainer: Trainer) -> int:
+    from headrace.delivery.digest import digest_as
+    from headrace.training.worker import published_dtype
+
+    return digest_as(trainer.weights(), published_dtype(config))
+
+
+def describe(found: dict[str, Any]) -> str:
+    """For people."""
+    lines = [f"{found['steps']} steps trained again, {found['versions']} versions compared"]
+    if found["identical"]:
+        lines.append(f"identical: version {found['last_version']} has digest {found['digest']} again")
+    else:
+        others = ", ".join(map(str, found["other"][:5]))
+        lines.append(f"NOT identical: {len(found['other'])} versions have other weights, the first ones: {others}")
+    return "\n".join(lines)

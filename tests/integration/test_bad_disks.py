@@ -1,0 +1,127 @@
+"""A full disk, a journal that is in use or damaged, a torn checkpoint: one line, and the last good state is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import QUICKSTART, headrace, small_settings
+from test_mistakes import refused
+
+from headrace.buffer.database import lock_run
+
+pytestmark = pytest.mark.slow
+
+Full = Callable[[str, int | None], None]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three versions with three checkpoints."""
+    directory = tmp_path_factory.mktemp("finished")
+    mine = ["run.versions=3", "training.checkpoint_every=1", "evaluate.prompts=1", "rollouts.max_tokens=8"]
+    done = headrace("train", str(QUICKSTART), *(p for s in small_settings(directory, *mine) for p in ("--set", s)))
+    assert done.returncode == 0, done.stderr
+    return directory / "run"
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "checkpoints").glob("step-*"))
+
+
+def goes_on(run_dir: Path, versions: int) -> str:
+    """Resume up to so many versions; what it said."""
+    done = headrace("resume", str(run_dir), "--set", f"run.versions={versions}")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["outcome"] == "finished"
+    assert summary["ledger"]["trained"] == 4 * versions and summary["ledger"]["in_flight"] == 0
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        steps = [step for (step,) in db.execute("SELECT step FROM steps WHERE objective = 'policy' ORDER BY step")]
+        ids = [version for (version,) in db.execute("SELECT id FROM versions ORDER BY rowid")]
+    assert steps == list(range(1, versions + 1))
+    assert ids == sorted(set(ids))
+    return done.stdout + done.stderr
+
+
+def test_a_run_that_lives_is_not_touched(run_dir: Path) -> None:
+    before = (run_dir / "config.toml").read_bytes()
+    lock = lock_run(run_dir / "journal.db")
+    line = refused("resume", str(run_dir), "--set", "run.versions=9")
+    assert line == f"{run_dir / 'journal.db'} is in use by a live run (process {os.getpid()})"
+    assert (run_dir / "config.toml").read_bytes() == before
+    lock.close()
+
+
+def test_settings_that_are_refused_are_not_kept(run_dir: Path) -> None:
+    before = (run_dir / "config.toml").read_bytes()
+    assert "[model] path: nowhere is not a directory" in refused("resume", str(run_dir), "--set", "model.path=nowhere")
+    assert (run_dir / "config.toml").read_bytes() == before
+
+
+@pytest.mark.parametrize("where", ["header", "page"])
+def test_a_damaged_journal_is_named_and_nothing_begins(run_dir: Path, where: str) -> None:
+    journal = run_dir / "journal.db"
+    with sqlite3.connect(journal) as db:
+        (root,) = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'rollouts'").fetchone()
+    content = bytearray(journal.read_bytes())
+    start = 0 if where == "header" else (root - 1) * 4096
+    content[start : start + 4096] = b"\xa5" * 4096
+    journal.write_bytes(content)
+    before = checkpoints(run_dir)
+    line = refused("resume", str(run_dir))
+    assert str(journal) in line
+    assert ("is damaged" if where == "page" else "file is not a database") in line
+    assert checkpoints(run_dir) == before and journal.read_bytes() == content
+
+
+def test_a_torn_checkpoint_is_passed_over_for_the_one_before(run_dir: Path) -> None:
+    newest = checkpoints(run_dir)[-1] / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    said = goes_on(run_dir, 4)
+    assert f"{newest.parent.name}: not a complete checkpoint, the one before it is used" in said
+    assert "config was: versions = 3" in said and "config is:  versions = 4" in said
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        ((after, until),) = db.execute("SELECT from_step, to_step FROM restarts").fetchall()
+        by_step = db.execute("SELECT step, COUNT(DISTINCT digest) FROM versions GROUP BY step").fetchall()
+    assert (after, until) == (2, 3), "its step is trained again from the journal"
+    assert all(digests == 1 for _, digests in by_step), "to the same weights"
+
+
+def test_no_room_for_a_checkpoint(run_dir: Path, full: Full) -> None:
+    newest = checkpoints(run_dir)[-1]
+    sizes = [(newest / name).stat().st_size for name in ("model.safetensors", "trainer/optimizer.safetensors")]
+    full("trainer", sum(sizes) // 2)
+    done = headrace("resume", str(run_dir), "--set", "run.versions=5")
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("headrace: ")]
+    assert f"{run_dir / 'checkpoints'} cannot be written: " in line and "File too large" in line
+    assert line.endswith("older checkpoints are whole")
+    full("trainer", None)
+    goes_on(run_dir, 5)
+
+
+def test_no_room_for_the_journal(run_dir: Path, full: Full) -> None:
+    full("controller", 300_000)
+    done = headrace("resume", str(run_dir), "--set", "run.versions=60")
+    assert done.returncode in (1, 2)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("headrace: ")]
+    assert str(run_dir) in line and "cannot be written: " in line
+    assert "Traceback" not in done.stderr
+    full("controller", None)
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        (reached,) = db.execute("SELECT MAX(step) FROM steps").fetchone()
+    assert 3 < reached < 60
+    goes_on(run_dir, reached + 1)

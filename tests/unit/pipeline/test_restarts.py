@@ -1,0 +1,122 @@
+"""Which deaths of a worker are worth another start, and how many in a row; processes are played by the test."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.channel.beats import Ready
+from headrace.errors import PeerDied, UserError
+from headrace.pipeline import supervision
+from headrace.pipeline.launchers.base import Exit, WorkerSpec
+from headrace.pipeline.supervision import Fleet
+from headrace.pipeline.worker import EXIT_LOST, EXIT_USER_ERROR
+
+SECONDS = 20.0
+ENGINE = "engine-0"
+
+
+class Played:
+    """A launcher whose processes end when the test says so."""
+
+    def __init__(self) -> None:
+        self.starts = 0
+        self.exits: asyncio.Queue[Exit] = asyncio.Queue()
+
+    async def start(self, spec: WorkerSpec) -> None:
+        self.starts += 1
+
+    async def next_exit(self) -> Exit:
+        return await asyncio.wait_for(self.exits.get(), SECONDS)
+
+    def kill(self, name: str) -> None:
+        raise AssertionError("nobody is killed here")
+
+    async def stop(self, grace: float) -> None:
+        pass
+
+    def ends(self, code: int, last_line: str) -> None:
+        self.exits.put_nowait(Exit(name=ENGINE, code=code, last_lines=f"earlier\n{last_line}"))
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def supervised(tmp_path: Path, play: Callable[[Fleet, Played], Awaitable[None]]) -> list[PeerDied]:
+    """Run `play` beside the watch over one engine that is ready; the deaths that were told."""
+    launcher = Played()
+    fleet = Fleet(launcher, tmp_path, [("engine", 0)])
+    fleet.restarts = {ENGINE: 2}
+    deaths: list[PeerDied] = []
+    fleet.on_death = deaths.append
+    try:
+        async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(fleet.watch())
+            starting = tasks.create_task(fleet.start(SECONDS))
+            await until(lambda: launcher.starts == 1)
+            fleet._dispatch(ENGINE, Ready(facts={}))
+            await starting
+            await play(fleet, launcher)
+            watching.cancel()
+    finally:
+        await fleet.stop()
+    return deaths
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "FIRST_PAUSE", 0.01)
+
+
+async def test_what_lost_what_it_depends_on_is_started_again_and_says_what(tmp_path: Path) -> None:
+    async def play(fleet: Fleet, launcher: Played) -> None:
+        launcher.ends(EXIT_LOST, "vLLM died: it cannot be reached")
+        await until(lambda: launcher.starts == 2)
+        assert fleet.restarting == {ENGINE}
+        fleet._dispatch(ENGINE, Ready(facts={}))
+        await until(lambda: not fleet.restarting)
+
+    (death,) = await supervised(tmp_path, play)
+    assert str(death) == "engine-0 died: vLLM died: it cannot be reached"
+
+
+async def test_a_mistake_ends_the_run_at_once_but_counts_as_a_death_while_coming_back(tmp_path: Path) -> None:
+    async def mistaken(fleet: Fleet, launcher: Played) -> None:
+        launcher.ends(EXIT_USER_ERROR, "[model] path: no")
+        await until(lambda: launcher.starts == 2)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await supervised(tmp_path, mistaken)
+    assert caught.group_contains(UserError, match=r"^\[model\] path: no$")
+
+    async def dies_twice_on_its_way(fleet: Fleet, launcher: Played) -> None:
+        for life in (2, 3):
+            launcher.ends(EXIT_LOST if life == 2 else EXIT_USER_ERROR, "the vLLM server ended")
+            await until(lambda life=life: launcher.starts == life)
+        launcher.ends(EXIT_USER_ERROR, "the vLLM server ended again")
+        await until(lambda: launcher.starts == 4)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await supervised(tmp_path, dies_twice_on_its_way)
+    assert caught.group_contains(UserError, match="^the vLLM server ended again$")
+
+
+async def test_a_slow_start_is_no_time_of_good_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two deaths in a row before it was ready again end it, however long ago it was ready first."""
+    monkeypatch.setattr(supervision, "HEALTHY_SECONDS", 0.05)
+
+    async def dies_slowly(fleet: Fleet, launcher: Played) -> None:
+        for life in (2, 3):
+            launcher.ends(-9, "")
+            await until(lambda life=life: launcher.starts == life)
+            await asyncio.sleep(0.1)
+        launcher.ends(-9, "")
+        await until(lambda: launcher.starts == 4)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await supervised(tmp_path, dies_slowly)
+    assert caught.group_contains(PeerDied, match="engine-0 died: killed by signal 9")

@@ -1,0 +1,119 @@
+"""Processes that die and come back, over the real wire; a process is a thread here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.channel.beats import Beat, Ready, Stop
+from headrace.channel.spoke import Spoke
+from headrace.errors import PeerDied
+from headrace.pipeline import supervision
+from headrace.pipeline.launchers.base import Exit, WorkerSpec
+from headrace.pipeline.supervision import Fleet
+
+
+class Threads:
+    """Implements `Launcher`: each worker is a spoke, which says hello when `slow` seconds have passed."""
+
+    def __init__(self) -> None:
+        self.spokes: dict[str, Spoke] = {}
+        self.killed: list[str] = []
+        self.started = 0
+        self.slow = 0.0
+        self._exits: asyncio.Queue[Exit] = asyncio.Queue()
+        self._starting: set[asyncio.Task[None]] = set()
+
+    async def start(self, spec: WorkerSpec) -> None:
+        self.started += 1
+        self._starting.add(asyncio.create_task(self._start(spec)))
+
+    async def _start(self, spec: WorkerSpec) -> None:
+        await asyncio.sleep(self.slow)
+        beat = Beat(phase="ready", time=time.monotonic())
+        spoke = self.spokes[spec.name] = Spoke(spec.address, spec.name, beat=lambda: beat, on_lost=lambda: None)
+        spoke.start()
+        spoke.send(Ready(facts={}))
+
+    async def next_exit(self) -> Exit:
+        return await self._exits.get()
+
+    def die(self, name: str) -> None:
+        self.spokes.pop(name).close()
+        self._exits.put_nowait(Exit(name=name, code=-9, last_lines=""))
+
+    def kill(self, name: str) -> None:
+        self.killed.append(name)
+        if name in self.spokes:
+            self.die(name)
+
+    async def stop(self, grace: float) -> None:
+        for spoke in self.spokes.values():
+            spoke.close()
+
+
+@contextlib.asynccontextmanager
+async def fleet_of(launcher: Threads, tmp_path: Path) -> AsyncIterator[Fleet]:
+    fleet = Fleet(launcher, tmp_path, [("trainer", 0)])
+    fleet.restarts = {"trainer-0": 3}
+    watching = asyncio.create_task(fleet.watch())
+    try:
+        await fleet.start(10)
+        yield fleet
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await fleet.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError("it has not come to that")
+
+
+async def test_what_is_sent_to_a_process_that_is_being_started_fails_and_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "EXIT_NEWS_SECONDS", 0.1)
+    monkeypatch.setattr(supervision, "FIRST_PAUSE", 0.05)
+    launcher, back = Threads(), asyncio.Event()
+    async with fleet_of(launcher, tmp_path) as fleet:
+
+        async def returned(name: str) -> None:
+            back.set()
+
+        fleet.on_return = returned
+        launcher.slow = 0.6
+        launcher.die("trainer-0")
+        await until(lambda: launcher.started == 2)
+        with pytest.raises(PeerDied, match="killed by signal 9"):
+            await fleet.hub.send("trainer-0", Stop())
+        await asyncio.wait_for(back.wait(), 10)
+        assert launcher.killed == []
+        await fleet.hub.send("trainer-0", Stop())
+        await until(lambda: isinstance(launcher.spokes["trainer-0"].inbox.get(timeout=5).message, Stop))
+
+
+async def test_a_process_that_is_heard_again_is_left_alone_and_one_that_is_not_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "EXIT_NEWS_SECONDS", 0.1)
+    monkeypatch.setattr(supervision, "FIRST_PAUSE", 0.05)
+    launcher = Threads()
+    async with fleet_of(launcher, tmp_path) as fleet:
+        fleet._silent(PeerDied("trainer-0", "unreachable (Host unreachable)"))
+        await asyncio.sleep(0.3)
+        assert launcher.killed == [], "its beats come"
+        death = PeerDied("trainer-0", "silent for 20 s")
+        fleet.hub.mark_dead(death)
+        fleet._silent(death)
+        await until(lambda: launcher.killed == ["trainer-0"])
+        await until(lambda: launcher.started == 2 and "trainer-0" in fleet.hub.peers)
