@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
 from typing import Any
 
+from headrace.bench.lengths import make_lengths
 from headrace.tasks.base import EnvironmentStep
 from headrace.types import Prompt
 
+DRAWN = 1 << 16
+"""Lengths that are drawn before they come again."""
 ALPHABET = "abcdefghijklmnopqrstuvwxyz "
 SHAPE = {
     "hidden_size": 128,
@@ -24,16 +28,42 @@ SHAPE = {
 
 def write_model(directory: Path) -> None:
     """A model directory with a tokenizer of single characters, and no end token: every answer has full length."""
+    directory.mkdir(parents=True)
+    write_tokenizer(directory)
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, **SHAPE}
+    config |= {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True, "initializer_range": 0.05}
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A tokenizer of single characters, without an end token."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-    directory.mkdir(parents=True)
     tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate([*ALPHABET, "?"])}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text("{}")
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, **SHAPE}
-    config |= {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True, "initializer_range": 0.05}
-    (directory / "config.json").write_text(json.dumps(config))
+
+
+class LengthsTask:
+    """Prompts of `length` characters whose answers have the lengths that `lengths` says, in the order of beginning."""
+
+    def __init__(self, length: int, lengths: str, seed: int, heldout: int) -> None:
+        draw = self._draw = random.Random(seed)
+        self.train = [Prompt(id=str(number), text="".join(draw.choices(ALPHABET, k=length))) for number in range(4096)]
+        self.heldout: list[Prompt] = []
+        self._lengths = itertools.cycle(make_lengths(lengths, DRAWN, seed).tolist())
+
+    def episode(self, prompt: Prompt) -> LengthsEpisode:
+        """One answer of the next length."""
+        return LengthsEpisode(next(self._lengths), float(self._draw.random() < 0.5))
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        """There is no right answer."""
+        return None
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 class FixedTask:
@@ -71,8 +101,28 @@ class FixedEpisode:
         """Nothing is held."""
 
 
+class LengthsEpisode(FixedEpisode):
+    """A turn of a given length, then a coin."""
+
+    def __init__(self, length: int, coin: float) -> None:
+        self.max_tokens = length
+        self._coin = coin
+
+    async def step(self, completion: str) -> EnvironmentStep:
+        """Done at once; the reward has nothing to do with the answer."""
+        return EnvironmentStep(done=True, reward=self._coin)
+
+
 def loop_config(
-    directory: Path, name: str, *, prompt: int, answer: int, versions: int, depth: int, threads: int
+    directory: Path,
+    name: str,
+    *,
+    prompt: int,
+    answer: int,
+    versions: int,
+    depth: int,
+    threads: int,
+    keep_rollouts: bool = False,
 ) -> Any:
     """The configuration of one measured run."""
     from headrace.config import make_config
@@ -90,6 +140,6 @@ def loop_config(
             "rollouts": {"group_size": 8, "max_tokens": answer},
             "buffer": {"groups": 4, "depth": depth},
             "training": {"threads": threads, "share_prefixes": False, "learning_rate": 1e-5},
-            "observe": {"display": "none", "keep_rollouts": False},
+            "observe": {"display": "none", "keep_rollouts": keep_rollouts},
         }
     )

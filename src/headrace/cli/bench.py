@@ -16,17 +16,74 @@ def register(app: typer.Typer) -> None:
     group.command("loop")(loop)
     group.command("engine")(engine)
     group.command("delivery")(delivery)
+    group.command("train")(train)
+    group.command("journal")(journal)
     app.add_typer(group, name="bench")
 
 
 def loop(
-    versions: Annotated[int, typer.Option(help="Versions that each run trains.", min=2)] = 30, as_json: AsJson = False
+    model: Annotated[
+        str, typer.Argument(metavar="[MODEL_OR_SHAPE]", help="A model directory or a named shape; none is a tiny one.")
+    ] = "",
+    versions: Annotated[int, typer.Option(help="Versions that each run trains; 0 takes 30, 10 with a model.")] = 0,
+    in_flight: Annotated[int, typer.Option(help="With a model: answers that are generated together.")] = 256,
+    lengths: Annotated[str, typer.Option(help="With a model: equal:N or lognormal:MEAN:CUT.")] = "lognormal:256:2048",
+    prompt: Annotated[int, typer.Option(help="With a model: tokens of each prompt.")] = 64,
+    group_size: Annotated[int, typer.Option(help="With a model: answers to one prompt.")] = 8,
+    depth: Annotated[int, typer.Option(help="With a model: of the asynchronous run.", min=1)] = 2,
+    micro_batch_tokens: Annotated[int, typer.Option(help="With a model: tokens that a training pass holds.")] = 16384,
+    one_gpu: Annotated[str, typer.Option(help="With a model: turns, slices or mps.")] = "turns",
+    device: Annotated[str, typer.Option(help="With a model: auto, cpu or cuda.")] = "auto",
+    seed: Annotated[int, typer.Option(help="With a model: of weights, prompts and lengths.", min=0)] = 0,
+    long_tail: Annotated[
+        bool, typer.Option("--long-tail", help="Without a model: one answer in ten is longer.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(help="With --long-tail: how often each depth is measured.", min=1)] = 3,
+    as_json: AsJson = False,
 ) -> None:
-    """The whole loop: depth 0 against depth 2 on one balanced workload, one compute thread a process."""
-    from headrace.bench.loop import bench_loop
+    """The whole loop, synchronous against asynchronous, in one call.
 
-    found = bench_loop(versions, lambda line: typer.echo(line, err=True))
-    typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+    Without a model: a tiny one on a balanced workload, one compute thread a process; with --long-tail, on answers of
+    lognormal length, one in ten ten times longer.
+    """
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    if long_tail:
+        from headrace.bench import long_tail as tail
+
+        tail.check_options(model, versions)
+        found = tail.bench_long_tail(versions or tail.VERSIONS, rounds, say)
+        typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(tail.lines(found)))
+        return
+    if not model:
+        from headrace.bench.loop import bench_loop
+
+        found = bench_loop(versions or 30, say)
+        typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))
+        return
+    from headrace.bench.shared_work import SharedBench, check_options
+
+    options = SharedBench(
+        model=model,
+        versions=versions or 10,
+        in_flight=in_flight,
+        lengths=lengths,
+        prompt=prompt,
+        group_size=group_size,
+        depth=depth,
+        micro_batch_tokens=micro_batch_tokens,
+        one_gpu=one_gpu,
+        device=device,
+        seed=seed,
+    )
+    check_options(options)
+    from headrace.bench.shared import bench_shared
+    from headrace.bench.shared_table import table
+
+    found = bench_shared(options, say)
+    typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(table(found)))
 
 
 def engine(
@@ -131,6 +188,81 @@ def delivery(
 
     found = bench_delivery(options, lambda line: typer.echo(line, err=True))
     typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(table(found)))
+
+
+def train(
+    model: Annotated[str, typer.Argument(metavar="MODEL_OR_SHAPE", help="A Hugging Face directory, or a named shape.")],
+    tokens: Annotated[int, typer.Option(help="Tokens of a step, padding not counted.")] = 65536,
+    sequence: Annotated[int, typer.Option(help="Tokens of each sequence (without --lengths).")] = 4096,
+    lengths: Annotated[str, typer.Option(help="equal:N, or lognormal:MEAN:CUT.")] = "",
+    steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 5,
+    micro_batch_tokens: Annotated[int, typer.Option(help="Tokens that one pass holds.")] = 16384,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    compute_dtype: Annotated[str, typer.Option(help="float32 or bfloat16; by default the second on a GPU.")] = "",
+    pack: Annotated[bool, typer.Option("--pack/--no-pack", help="Pack, or pad to the longest of a pass.")] = True,
+    chunk: Annotated[bool, typer.Option("--chunk/--no-chunk", help="Logits by chunks, or whole.")] = True,
+    compile_: Annotated[bool, typer.Option("--compile/--no-compile", help="GPU: compiled layers.")] = True,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Activation checkpointing.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also without packing, chunks, compilation.")] = False,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Use the directory's config alone.")] = False,
+    seed: Annotated[int, typer.Option(help="Of weights, tokens and lengths.", min=0)] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """The trainer alone: tokens/s, MFU and peak memory of whole optimizer steps of full fine-tuning."""
+    from headrace.bench.train_work import TrainBench, check_options
+
+    options = TrainBench(
+        model=model,
+        random_weights=random_weights,
+        tokens=tokens,
+        sequence=sequence,
+        lengths=lengths,
+        steps=steps,
+        micro_batch_tokens=micro_batch_tokens,
+        device=device,
+        compute_dtype=compute_dtype,
+        pack=pack,
+        chunk=chunk,
+        compile=compile_,
+        checkpointing=checkpointing,
+        compare=compare,
+        seed=seed,
+    )
+    # Before torch is loaded: a mistake is answered at once.
+    check_options(options)
+    from headrace.bench.train import bench_train
+    from headrace.bench.train_table import table
+
+    found = bench_train(options, lambda line: typer.echo(line, err=True))
+    typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(table(found)))
+
+
+def journal(
+    pairs: Annotated[int, typer.Option(help="Blocks with the journal, and as many without.", min=2)] = 10,
+    versions: Annotated[int, typer.Option(help="Versions of a block.", min=1)] = 10,
+    rollouts: Annotated[int, typer.Option(help="Instead: the time to read a journal of so many.", min=0)] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """What the journal costs a run; with --rollouts, what a large one costs to open, resume, count and query."""
+
+    def say(line: str) -> None:
+        typer.echo(line, err=True)
+
+    if rollouts:
+        import tempfile
+        from pathlib import Path
+
+        from headrace.bench import journal_size
+
+        with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+            found = journal_size.bench_size(Path(scratch), rollouts, say)
+        lines = journal_size.lines(found)
+    else:
+        from headrace.bench import journal as overhead
+
+        found = overhead.bench_overhead(pairs, versions, say)
+        lines = overhead.lines(found)
+    typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines))
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

@@ -31,6 +31,7 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
     found: dict[str, Any] = {
         "lag_bound": lag_bound(buffer.depth, buffer.groups, every, buffer.max_lag),
         "slots": capacity(buffer.depth, buffer.groups, every, buffer.max_lag),
+        "on_stale": buffer.on_stale if buffer.max_lag is not None else None,
         "train_prompts": train_prompts,
         "heldout_prompts": heldout_prompts,
         **estimate(loaded, facts),
@@ -45,12 +46,19 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
         typer.echo(line)
 
 
+def _slow(on_stale: str | None) -> str:
+    """What happens to slow groups, where they could come too late."""
+    happens = {"wait": "batches wait for slow groups", "drop": "slow groups are dropped"}
+    return "" if on_stale is None else f"; {happens.get(on_stale, 'slow groups begin again from their tokens')}"
+
+
 def _lines(found: dict[str, Any]) -> list[str]:
     memory = found["memory_bytes"]
     return [
         f"model       {found['architecture']}, {found['parameters'] / 1e6:.1f}M parameters",
         f"prompts     {found['train_prompts']} to train on, {found['heldout_prompts']} held out",
-        f"lag         at most {found['lag_bound']} versions; {found['slots']} groups under way",
+        f"lag         at most {found['lag_bound']} versions; {found['slots']} groups under way"
+        f"{_slow(found['on_stale'])}",
         f"memory      trainer {memory['trainer'] / 1e9:.2f} GB, each engine {memory['engine'] / 1e9:.2f} GB, "
         f"shared {memory['shared'] / 1e9:.2f} GB",
         f"bottleneck  {found['bottleneck']} (an estimate: generation {found['generation_seconds']:.2g} s, "

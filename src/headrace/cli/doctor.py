@@ -42,7 +42,8 @@ def examine() -> dict[str, dict[str, Any]]:
 
     cuda = torch.cuda.is_available()
     shm = Path("/dev/shm")
-    choice = choose(DeliveryConfig(), shm)
+    device = "cuda" if cuda else "cpu"
+    choice = choose(DeliveryConfig(), shm, trainer=device, engines=device)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "machine": {
@@ -59,7 +60,8 @@ def examine() -> dict[str, dict[str, Any]]:
             if cuda
             else "embedded, CPU: paged attention in plain torch",
             "weights": f"{choice.transport}: {choice.why}; others: [delivery] transport",
-            "training": "one process, packed sequences, float32",
+            "training": "one process, packed sequences, "
+            + ("GPU: float32 masters, bfloat16 passes, compiled layers" if cuda else "CPU: float32"),
             "threads": f"{torch.get_num_threads()} by default; [engine] threads and [training] threads decide",
         },
     }

@@ -9,7 +9,21 @@ import sys
 
 import typer
 
-from headrace.cli import audit, bench, check, doctor, export, gateway, generate, ledger, report, rollouts, train
+from headrace.cli import (
+    audit,
+    bench,
+    check,
+    doctor,
+    export,
+    gateway,
+    generate,
+    ledger,
+    replay,
+    report,
+    rollouts,
+    stall,
+    train,
+)
 from headrace.errors import HeadraceError, PeerDied, UserError
 
 app = typer.Typer(
@@ -28,6 +42,8 @@ report.register(app)
 ledger.register(app)
 rollouts.register(app)
 audit.register(app)
+replay.register(app)
+stall.register(app)
 export.register(app)
 doctor.register(app)
 
