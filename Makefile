@@ -8,9 +8,10 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_VERSION := 0.32.0
 VLLM_TORCH := 2.13.0
+PARALLEL := --numprocesses 2 --dist loadgroup
 THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow examples smollm2 vllm test-vllm clean
+.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow chaos examples smollm2 vllm test-vllm clean
 
 setup: $(STAMP)
 
@@ -38,11 +39,15 @@ lint: setup
 	$(BIN)/lint-imports
 
 unit: setup
-	$(THREADS) $(BIN)/pytest
+	$(THREADS) $(BIN)/pytest $(PARALLEL)
 
 # Tests with many processes or many runs.
 slow: setup
-	$(THREADS) $(BIN)/pytest -m slow
+	$(THREADS) $(BIN)/pytest -m slow $(PARALLEL)
+
+# A run that is killed a dozen times and must end as if undisturbed; takes minutes.
+chaos: setup
+	$(THREADS) $(BIN)/pytest -m chaos tests/chaos
 
 # Every shipped TOML but the quickstart's, for two versions, and deliveries of the real model that is fetched for them.
 examples: setup
@@ -65,7 +70,7 @@ $(VLLM_STAMP): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $(VLLM_STAMP)
 
-# The engine contract and the figures of docs/vllm.md on real servers; each takes most of a minute to start.
+# On real servers: the engine contract, the example, a fleet whose members are killed, and what else docs/vllm.md says.
 test-vllm: setup vllm
 	$(BIN)/python examples/smollm2/fetch.py
 	$(THREADS) HEADRACE_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/pytest -m vllm tests/vllm_server

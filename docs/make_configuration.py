@@ -54,7 +54,8 @@ versions = 50
 - The resolved configuration is written to `config.toml` of the [run directory](run_directory.md), and `headrace resume`
   reads it from there.
 
-What no single key can say is checked too: `max_lag` may not be below `depth`, `advantage = "rloo"` and
+What no single key can say is checked too: `max_lag` may not be below `depth`, and `depth = "unbounded"` and
+`on_stale` need it; `correct_above` needs corrections, `oversample` a filter; `advantage = "rloo"` and
 `"maxrl"` need at least two answers in a group, a loss that does not clip takes no `clip_low` and `clip_high`,
 `overlong_buffer` may not be above `max_tokens`, `cache_tokens` must hold one answer with its prompt, stacked experts
 take no `[lora] dropout`, and `[evaluate] every` needs held-out prompts. How `depth` and `max_lag` bound the age of what
@@ -136,7 +137,6 @@ def type_in_words(hint: Any) -> str:
         return " or ".join(f"`{json.dumps(value)}`" for value in typing.get_args(hint))
     match kinds.type_info(hint):
         case kinds.UnionType() as union:
-            assert any(isinstance(part, kinds.NoneType) for part in union.types)
             return " or ".join(_words(part) for part in union.types if not isinstance(part, kinds.NoneType))
         case kind:
             return _words(kind)

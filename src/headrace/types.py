@@ -6,7 +6,7 @@ rendered from token ids for people to read, never the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -23,6 +23,27 @@ Ending = Literal["finished", "truncated", "aborted", "failed"]
 
 NO_VERSION = -1
 """The version of a token that no policy sampled (a prompt, a tool's answer)."""
+
+
+def without_republished(versions: Any, republished: Sequence[int]) -> Any:
+    """Version ids as if weights that were published again, under the next free id, had kept their first one.
+
+    `republished` are those next ids, in ascending order. Lag is a difference of these numbers: a restart that gives the
+    same weights a new id makes no token older.
+    """
+    if not len(republished):
+        return versions
+    return versions - np.searchsorted(np.asarray(republished), versions, side="right").astype(np.int32)
+
+
+def republished_among(versions: Iterable[tuple[int, int]]) -> list[int]:
+    """Of (id, optimizer steps behind it), in the order of ids: those whose weights had another id before."""
+    found, most = [], -1
+    for version, step in versions:
+        if step <= most:
+            found.append(version)
+        most = max(most, step)
+    return found
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +116,28 @@ class Trace(msgspec.Struct, kw_only=True):
             versions=np.full(n, NO_VERSION, np.int32),
         )
 
+    @staticmethod
+    def joined(parts: Sequence[Trace]) -> Trace:
+        """One stream of these, one after the other."""
+        return Trace(
+            token_ids=np.concatenate([part.token_ids for part in parts]),
+            trained=np.concatenate([part.trained for part in parts]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            versions=np.concatenate([part.versions for part in parts]),
+            kept=Kept.joined([(len(part), part.kept) for part in parts]),
+        )
+
+    def part(self, start: int, end: int) -> Trace:
+        """Its tokens from one place up to another."""
+        places = np.arange(start, min(end, len(self)))
+        return Trace(
+            token_ids=self.token_ids[start:end],
+            trained=self.trained[start:end],
+            logprobs=self.logprobs[start:end],
+            versions=self.versions[start:end],
+            kept=None if self.kept is None else self.kept.at(places),
+        )
+
     def extended(self, token_ids: Int32Array, logprobs: Float32Array, versions: Int32Array, *, trained: bool) -> Trace:
         """A new trace with these tokens appended."""
         n = len(token_ids)
@@ -133,8 +176,13 @@ class Rollout(msgspec.Struct, kw_only=True):
 
     @property
     def trained_tokens(self) -> int:
-        """Sampled tokens over all traces."""
+        """Tokens over all traces that may be trained on."""
         return sum(trace.trained_tokens for trace in self.traces)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens over all traces that a policy sampled, in this attempt or in one that it goes on from."""
+        return sum(int((trace.versions != NO_VERSION).sum()) for trace in self.traces)
 
 
 class Group(msgspec.Struct, kw_only=True):
@@ -178,6 +226,8 @@ class Batch(msgspec.Struct, kw_only=True):
     """The sampling temperature: the trainer's log-probabilities are taken at it too."""
     kept: Kept | None = None
     """What each of the T tokens was drawn from, where sampling truncates: the trainer normalises over it too."""
+    republished: list[int] = []
+    """See `without_republished`."""
 
     @property
     def trained_tokens(self) -> int:
@@ -186,7 +236,21 @@ class Batch(msgspec.Struct, kw_only=True):
 
     def lags(self) -> Int32Array:
         """The lag of every trained token."""
-        return np.asarray(self.version - self.versions[self.trained], np.int32)
+        return self.token_lags()[self.trained]
+
+    def token_lags(self) -> Int32Array:
+        """The lag of every token; it means nothing where nobody sampled the token."""
+        trained = without_republished(self.version, self.republished)
+        return np.asarray(trained - without_republished(self.versions, self.republished), np.int32)
+
+
+STEP_SECONDS = 0.02
+"""Of a decode step, about: an engine that dies loses as much more than it held back."""
+
+
+def held_back_seconds(running: int) -> float:
+    """How long an engine holds sampled tokens back, at most: 0.08 s, or what makes 5,000 deltas a second, or 0.2 s."""
+    return min(0.2, max(0.08, running / 5000))
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,11 +15,14 @@ KEYS = {
     "model": {"path", "weights", "dtype"},
     "engine": {
         "kind", "count", "threads", "slots", "block_size", "cache_tokens", "max_length", "prefill_chunk", "interrupt",
-        "kv", "device", "graphs", "compile", "python", "urls", "port", "arguments",
+        "kv", "device", "graphs", "compile", "python", "urls", "port", "arguments", "memory_fraction",
     },
-    "rollouts": {"group_size", "max_tokens", "max_turns", "temperature", "stop", "top_k", "top_p", "min_p"},
+    "rollouts": {
+        "group_size", "max_tokens", "max_turns", "temperature", "stop", "top_k", "top_p", "min_p", "min_group",
+        "straggler_seconds", "curriculum",
+    },
     "scoring": {"workers", "timeout", "shuffle"},
-    "buffer": {"depth", "max_lag", "groups"},
+    "buffer": {"depth", "max_lag", "groups", "on_stale", "correct_above", "filter", "oversample"},
     "algorithm": {
         "advantage", "loss", "clip_low", "clip_high", "sapo_tau_positive", "sapo_tau_negative", "dppo_delta",
         "proximal_mix", "proximal", "teacher", "kl", "kl_weight", "entropy_weight",
@@ -30,6 +33,7 @@ KEYS = {
         "threads", "learning_rate", "warmup_steps", "schedule", "weight_decay", "beta1", "beta2", "clip_norm",
         "micro_batch_tokens", "share_prefixes", "checkpoint_every", "keep_checkpoints", "learning_rates", "optimizer",
         "max_skipped", "ranks", "tensor_parallel", "compute_dtype", "activation_checkpointing", "offload",
+        "device", "compile",
     },
     "lora": {"rank", "alpha", "dropout", "targets", "modules", "serve"},
     "warm_start": {"steps", "batch", "learning_rate"},
@@ -39,7 +43,7 @@ KEYS = {
     },
     "evaluate": {"every", "prompts", "during", "samples", "temperature"},
     "gateway": {"serve", "bind", "port"},
-    "pipeline": {"launcher", "stall_seconds", "start_seconds", "restarts"},
+    "pipeline": {"launcher", "stall_seconds", "start_seconds", "restarts", "one_gpu", "record"},
     "observe": {"display", "timeline", "keep_rollouts"},
 }  # fmt: skip
 
@@ -61,12 +65,17 @@ def test_keys_are_pinned() -> None:
     [
         ("buffer.depht=2", "[buffer] unknown key 'depht' (did you mean 'depth'?)"),
         ("bufer.depth=2", "unknown section 'bufer' (did you mean 'buffer'?)"),
-        ("buffer.depth=-1", "[buffer] depth: expected `int` >= 0"),
-        ("buffer.depth=many", "[buffer] depth: expected `int`, got `str`"),
+        ("buffer.depth=-1", "[buffer] depth: expected `int` >= 0 (one of: a number, unbounded)"),
+        ("buffer.depth=many", "[buffer] depth: invalid enum value 'many' (one of: a number, unbounded)"),
+        ("buffer.oversample=0.5", "[buffer] oversample: expected `float` >= 1.0"),
+        (
+            'buffer.filter=["long"]',
+            "[buffer] filter.0: invalid enum value 'long' (one of: zero_variance, overlong)",
+        ),
         (
             "algorithm.loss=ppo",
             "[algorithm] loss: invalid enum value 'ppo' "
-            "(one of: cispo, grpo, dapo, gspo, sapo, dppo_tv, topr, decoupled_ppo, distillation)",
+            "(one of: cispo, grpo, dapo, gspo, sapo, dppo_tv, topr, decoupled_ppo, distillation, reinforce)",
         ),
         (
             'algorithm.corrections=["tsi"]',
@@ -86,7 +95,7 @@ def test_keys_are_pinned() -> None:
         ("lora.ranks=4", "[lora] unknown key 'ranks' (did you mean 'rank'?)"),
         ("lora.serve=both", "[lora] serve: invalid enum value 'both' (one of: merged, unmerged)"),
         ("depth=3", "--set depth=3: expected section.key=value, such as --set buffer.depth=2"),
-        ("buffer.depth.x=3", "[buffer] depth: expected `int`, got `object`"),
+        ("buffer.depth.x=3", "[buffer] depth: expected `int | str`, got `object` (one of: a number, unbounded)"),
     ],
 )
 def test_mistakes_are_one_line(setting: str, expected: str) -> None:
@@ -105,6 +114,19 @@ def test_required_sections_are_named() -> None:
 def test_values_that_cannot_go_together() -> None:
     with pytest.raises(ConfigError, match=r"\[buffer\] max_lag: 1 is below depth 2"):
         make_config(MINIMAL, ["buffer.depth=2", "buffer.max_lag=1"])
+    with pytest.raises(ConfigError, match=r"\[buffer\] max_lag: required with depth = 'unbounded'"):
+        make_config(MINIMAL, ["buffer.depth=unbounded"])
+    with pytest.raises(ConfigError, match=r"\[buffer\] on_stale: 'salvage' needs max_lag"):
+        make_config(MINIMAL, ["buffer.on_stale=salvage"])
+    with pytest.raises(ConfigError, match=r"\[buffer\] correct_above: .* there are none"):
+        make_config(MINIMAL, ["buffer.correct_above=1"])
+    with pytest.raises(ConfigError, match=r"\[buffer\] filter: 'zero_variance' .* group_size >= 2"):
+        make_config(MINIMAL, ['buffer.filter=["zero_variance"]', "rollouts.group_size=1"])
+    with pytest.raises(ConfigError, match=r"\[buffer\] oversample: .* filter is empty"):
+        make_config(MINIMAL, ["buffer.oversample=2"])
+    for min_group in (1, 9):
+        with pytest.raises(ConfigError, match=r"\[rollouts\] min_group: \d is not between 2 and group_size 8"):
+            make_config(MINIMAL, [f"rollouts.min_group={min_group}"])
     with pytest.raises(ConfigError, match=r"\[rollouts\] group_size"):
         make_config(MINIMAL, ["algorithm.advantage=rloo", "rollouts.group_size=1"])
     with pytest.raises(ConfigError, match=r"\[rollouts\] group_size: advantage 'maxrl'"):
@@ -149,6 +171,12 @@ def test_values_that_cannot_go_together() -> None:
         make_config(MINIMAL, ["engine.kind=vllm"])
     with pytest.raises(ConfigError, match=r'\[engine\] kv: "keep" is not for vLLM'):
         make_config(MINIMAL, ["engine.kind=vllm", "engine.python=python3", "engine.kv=keep"])
+    vllm = ["engine.kind=vllm", "engine.python=python3"]
+    assert make_config(MINIMAL, [*vllm, "lora.rank=4", "lora.alpha=6.0"]).lora.scaling == 1.5
+    with pytest.raises(ConfigError, match=r'"vllm" does not go together with \[lora\] serve = "unmerged"'):
+        make_config(MINIMAL, [*vllm, "lora.serve=unmerged"])
+    with pytest.raises(ConfigError, match=r'does not go together with \[lora\] on \[model\] weights = "random"'):
+        make_config(MINIMAL, [*vllm, "lora.rank=4", "model.weights=random"])
     assert (
         make_config(MINIMAL, ["engine.kind=vllm", "engine.python=python3", "engine.interrupt=drain"]).engine.count == 1
     )

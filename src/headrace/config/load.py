@@ -18,6 +18,7 @@ import tomli_w
 from headrace.config.schema import (
     AgentTask,
     AlgorithmConfig,
+    BufferConfig,
     Config,
     EngineConfig,
     LoraConfig,
@@ -135,6 +136,9 @@ def _allowed_values(section: type[Section] | None, parts: list[str]) -> list[str
     hint = typing.get_type_hints(section).get(parts[1])
     if len(parts) == 3 and typing.get_origin(hint) is list:
         [hint] = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        words = [part for part in typing.get_args(hint) if typing.get_origin(part) is typing.Literal]
+        return ["a number", *(str(value) for part in words for value in typing.get_args(part))] if words else []
     return [str(value) for value in typing.get_args(hint)] if typing.get_origin(hint) is typing.Literal else []
 
 
@@ -144,12 +148,8 @@ def _check_together(config: Config) -> None:
     _check_engine(config.engine)
     if config.engine.kind == "vllm":
         _check_for_vllm(config)
-    buffer, rollouts = config.buffer, config.rollouts
-    if buffer.max_lag is not None and buffer.max_lag < buffer.depth:
-        raise ConfigError(
-            f"[buffer] max_lag: {buffer.max_lag} is below depth {buffer.depth}, so the deeper work could never be "
-            f"trained (set depth = {buffer.max_lag}, or a larger max_lag)"
-        )
+    _check_buffer(config.buffer, config.rollouts, config.algorithm)
+    rollouts = config.rollouts
     longest = rollouts.max_tokens
     if config.engine.cache_tokens and config.engine.cache_tokens < longest + config.engine.block_size:
         raise ConfigError(
@@ -175,6 +175,30 @@ def _check_together(config: Config) -> None:
         raise ConfigError("[evaluate] every: needs prompts > 0")
 
 
+def _check_buffer(buffer: BufferConfig, rollouts: RolloutsConfig, algorithm: AlgorithmConfig) -> None:
+    depth, max_lag = buffer.depth, buffer.max_lag
+    if depth == "unbounded" and max_lag is None:
+        raise ConfigError("[buffer] max_lag: required with depth = 'unbounded', which nothing else holds back")
+    if depth != "unbounded" and max_lag is not None and max_lag < depth:
+        raise ConfigError(
+            f"[buffer] max_lag: {max_lag} is below depth {depth}, so the deeper work could never be "
+            f"trained (set depth = {max_lag}, or a larger max_lag)"
+        )
+    if buffer.on_stale != "wait" and max_lag is None:
+        raise ConfigError(f"[buffer] on_stale: {buffer.on_stale!r} needs max_lag; without it nothing is too old")
+    if buffer.correct_above is not None and not algorithm.corrections:
+        raise ConfigError("[buffer] correct_above: says where [algorithm] corrections apply, and there are none")
+    if "zero_variance" in buffer.filter and rollouts.group_size < 2:
+        raise ConfigError("[buffer] filter: 'zero_variance' compares answers and needs [rollouts] group_size >= 2")
+    if buffer.oversample > 1 and not buffer.filter:
+        raise ConfigError("[buffer] oversample: makes up for groups that are filtered, and filter is empty")
+    if rollouts.min_group is not None and not min(2, rollouts.group_size) <= rollouts.min_group <= rollouts.group_size:
+        raise ConfigError(
+            f"[rollouts] min_group: {rollouts.min_group} is not between {min(2, rollouts.group_size)} and group_size "
+            f"{rollouts.group_size}"
+        )
+
+
 def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
     advantage, loss = algorithm.advantage, algorithm.loss
     if advantage in ("rloo", "maxrl") and rollouts.group_size < 2:
@@ -185,10 +209,12 @@ def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> No
         raise ConfigError("[algorithm] teacher: loss 'distillation' needs the directory of a model to learn from")
     if loss == "distillation" and "opsm" in algorithm.corrections:
         raise ConfigError("[algorithm] corrections: 'opsm' goes by rewards, which loss 'distillation' does not")
+    if loss == "reinforce" and "tis" in algorithm.corrections:
+        raise ConfigError("[algorithm] corrections: 'tis' bounds ratios, and loss 'reinforce' has none (take 'cispo')")
     if loss != "distillation" and algorithm.teacher is not None:
         raise ConfigError("[algorithm] teacher: only loss 'distillation' learns from one")
     for key in ("clip_low", "clip_high"):
-        if loss in ("sapo", "dppo_tv", "topr") and getattr(algorithm, key) is not None:
+        if loss in ("sapo", "dppo_tv", "topr", "reinforce") and getattr(algorithm, key) is not None:
             raise ConfigError(f"[algorithm] {key}: loss {loss!r} does not clip ratios")
     for name in ("icepop", "mis"):
         low, high = getattr(algorithm, f"{name}_low"), getattr(algorithm, f"{name}_high")
@@ -247,7 +273,8 @@ def _check_engine(engine: EngineConfig) -> None:
 def _check_for_vllm(config: Config) -> None:
     """What its servers cannot take so far, in one line each."""
     wanted = {
-        "[lora]": config.lora is not None,
+        '[lora] serve = "unmerged"': config.lora is not None and config.lora.serve == "unmerged",
+        '[lora] on [model] weights = "random"': config.lora is not None and config.model.weights == "random",
         '[delivery] send = "delta"': config.delivery.send == "delta",
         "[training] ranks above 1": config.training.ranks > 1,
         f'[delivery] transport = "{config.delivery.transport}"': config.delivery.transport in ("cuda_ipc", "nccl"),

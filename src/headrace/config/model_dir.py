@@ -23,6 +23,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     """In float32."""
     vocabulary: int
     max_positions: int
+    hidden: int = 0
 
 
 def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False, key: str = "[model] path") -> dict[str, Any]:
@@ -74,6 +75,7 @@ def model_facts(path: Path, weights: str) -> ModelFacts:
         kv_bytes_per_token=2 * layers * kv_heads * head * 4,
         vocabulary=vocabulary,
         max_positions=int(config.get("max_position_embeddings", 0)),
+        hidden=hidden,
     )
 
 

@@ -122,6 +122,9 @@ class EngineConfig(Section, frozen=True):
     """Engine processes (vLLM: servers to start)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; "auto" takes a GPU if there is one."""
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """GPU: the share of its memory that an engine may take; by default nearly all that is free, and beside a trainer on
+    the same GPU what an estimate of its need leaves."""
     graphs: bool = True
     """GPU: capture decode steps as CUDA graphs."""
     compile: bool = True
@@ -176,6 +179,14 @@ class RolloutsConfig(Section, frozen=True):
     """Draw among the likeliest tokens that together have this probability."""
     min_p: Fraction = 0.0
     """Leave out tokens less likely than this share of the likeliest one."""
+    min_group: Positive | None = None
+    """A group is closed without its stragglers when so many of its answers have ended and `straggler_seconds` have
+    passed; by default it waits for all."""
+    straggler_seconds: PositiveFloat = 60.0
+    """From the beginning of the group; only with `min_group`."""
+    curriculum: bool = False
+    """Draw prompts by difficulty: those that were solved rest for some epochs, those that nobody solved come again
+    sooner. Solved is an answer with a reward of at least 1."""
     stop: list[str] = []
     """Tokens that end a turn, beside the model's own end tokens."""
 
@@ -199,12 +210,24 @@ class ScoringConfig(Section, frozen=True):
 class BufferConfig(Section, frozen=True):
     """[buffer]: how far generation may run ahead of training."""
 
-    depth: NonNegative = 1
-    """Versions of work that may be under way beside the one in training; 0 is synchronous."""
+    depth: NonNegative | Literal["unbounded"] = 1
+    """Versions of work that may be under way beside the one in training; 0 is synchronous, and "unbounded" a stream
+    that only `max_lag`, required then, holds back."""
     max_lag: NonNegative | None = None
     """No token older than this many versions is trained; by default the bound that follows from `depth`."""
+    on_stale: Literal["wait", "drop", "salvage"] = "wait"
+    """Where a slow group would come to be over `max_lag`: batches wait for it; it is cancelled and dropped; or it is
+    cancelled, and its tokens are the untrained beginning of a new attempt under newer weights."""
+    correct_above: NonNegative | None = None
+    """The `corrections` of [algorithm] touch only tokens older than this many versions; by default all tokens."""
     groups: Positive = 16
     """Groups in a batch (one optimizer step)."""
+    filter: list[Literal["zero_variance", "overlong"]] = []
+    """Leave out groups whose rewards are all equal; leave out answers that were cut at their length limit, and groups
+    with fewer than two others. Others are generated in their place."""
+    oversample: Annotated[float, Meta(ge=1, le=8)] = 1.0
+    """While groups are filtered, up to this many times the slots are taken: as many more as the measured rate of
+    filtered groups says. What turns out to be one too many is dropped, so the lag bound stays."""
 
 
 class AlgorithmConfig(Section, frozen=True):
@@ -213,7 +236,9 @@ class AlgorithmConfig(Section, frozen=True):
     advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"] = "grpo"
     """`(R - mean) / std` of the group, `R - mean`, `R - mean of the others`, `(R - mean) / mean`, or
     `(R - mean) / std` of the whole step."""
-    loss: Literal["cispo", "grpo", "dapo", "gspo", "sapo", "dppo_tv", "topr", "decoupled_ppo", "distillation"] = "cispo"
+    loss: Literal[
+        "cispo", "grpo", "dapo", "gspo", "sapo", "dppo_tv", "topr", "decoupled_ppo", "distillation", "reinforce"
+    ] = "cispo"
     """What becomes of importance ratios and advantages; `docs/losses.md` has the formulas."""
     clip_low: NonNegativeFloat | None = None
     """The ratio is clipped below at 1 - clip_low; by default where the loss has it: 0.2, for gspo 0.0003."""
@@ -274,8 +299,13 @@ class TrainingConfig(Section, frozen=True):
     """Trainer processes that share the model, its optimizer and the work of a step."""
     tensor_parallel: Positive = 1
     """Ranks that work on one row of tokens together, each with a slice of every matrix; divides `ranks`."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the passes; master weights, optimizer and the reduction of gradients stay in float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model is trained; "auto" takes a GPU if there is one."""
+    compile: bool = True
+    """GPU: compile the model's layers (a minute, once)."""
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the passes, by default bfloat16 on a GPU and float32 on a CPU; master weights, optimizer and sums of
+    gradients are in float32 always."""
     activation_checkpointing: bool = False
     """Keep only the input of each layer and compute the rest again in the backward pass: less memory, more time."""
     offload: bool = False
@@ -329,6 +359,11 @@ class LoraConfig(Section, frozen=True):
     """Ends of names of modules that are trained in full, and delivered so, beside the adapter ("norm")."""
     serve: Literal["merged", "unmerged"] = "merged"
     """How engines apply the adapter: added to their weights at every swap, or computed beside them in every pass."""
+
+    @property
+    def scaling(self) -> float:
+        """What the product of the adapter's two matrices is multiplied by."""
+        return self.alpha / self.rank
 
 
 class WarmStartConfig(Section, frozen=True):
@@ -406,11 +441,18 @@ class PipelineConfig(Section, frozen=True):
     launcher: Literal["local"] = "local"
     """Where worker processes run: on this host."""
     stall_seconds: PositiveFloat = 120.0
-    """Seconds without any progress after which the run ends with a report of who waits for whom."""
+    """Seconds without any progress after which the run ends with a report of who waits for whom; after half of them an
+    engine that has requests and sends no token is taken for dead."""
     start_seconds: PositiveFloat = 300.0
     """Seconds in which every process must be ready."""
+    one_gpu: Literal["turns", "slices", "mps"] = "turns"
+    """Trainer and engines on one GPU: each has it for itself in turn, the trainer for a whole step; the driver slices
+    its time; or they run side by side under NVIDIA's MPS, which is started for the run."""
     restarts: NonNegative = 3
-    """How often an engine process that dies is started again; with more deaths the run ends."""
+    """How often in a row an engine or trainer that dies is started again; with more deaths the run ends. One that has
+    served for a minute starts counting anew."""
+    record: bool = False
+    """Journal the schedule too: admissions, completions, swaps and consumes, in their order."""
 
 
 class ObserveConfig(Section, frozen=True):

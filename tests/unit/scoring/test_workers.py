@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -319,7 +321,7 @@ async def test_a_gym_dataset_is_verified_in_a_worker() -> None:
 async def test_a_worker_that_cannot_be_started_again_fails_judgements(rewards: Path) -> None:
     async with judging(f"{rewards}:wild") as judge:
         edit(rewards, "raise ValueError('edited while it ran')")
-        assert "died (exit code 7)" in await failure(judge, "die")
+        assert "edited while it ran" in await failure(judge, "die"), "it is judged once more, by a fresh worker"
         assert "could not be started again" in await failure(judge, "fine")
         edit(rewards, REWARDS)
         assert (await judge.judge(prompt(), "fine")).reward == 1.0
@@ -334,3 +336,29 @@ def test_the_owner_leaves_no_descriptor_behind(rewards: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     asyncio.run(once())
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+async def test_a_worker_that_is_killed_costs_no_judgement(tmp_path: Path) -> None:
+    code = """
+        import os, time
+        from pathlib import Path
+
+        def reward(completion, data):
+            marker = Path(data["file"])
+            if not marker.exists():
+                marker.write_text(str(os.getpid()))
+                time.sleep(60)
+            return 0.25
+    """
+    (tmp_path / "slow.py").write_text(textwrap.dedent(code))
+    marker = tmp_path / "pid"
+    question = Prompt(id="p", text="x", data={"file": str(marker)})
+    async with judging(f"{tmp_path / 'slow.py'}:reward", timeout=30.0) as judge:
+        asked = asyncio.create_task(judge.judge(question, "x"))
+        async with asyncio.timeout(20):
+            for _ in range(1000):
+                if marker.exists() and marker.read_text():
+                    break
+                await asyncio.sleep(0.02)
+            os.kill(int(marker.read_text()), signal.SIGKILL)
+            assert (await asked).reward == 0.25
