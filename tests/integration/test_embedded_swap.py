@@ -26,7 +26,7 @@ from headrace.engines.base import Delta
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.engines.embedded.loop import EngineLoop
-from headrace.errors import HeadraceError
+from headrace.errors import DeliveryError, HeadraceError
 from headrace.models.loading import named_weights
 from headrace.observe.spans import SpanRecorder
 
@@ -124,6 +124,24 @@ def test_the_tag_changes_exactly_at_the_swap(trainer: Trainer) -> None:
     wrong = Delta(id="r", token_ids=delta.token_ids, logprobs=delta.logprobs, versions=3 - delta.versions)
     with pytest.raises(AssertionError):
         trainer.check(prompt, wrong)
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "hurries"), [("never", True), ("abort", True), ("drain", False), ("block", False)]
+)
+def test_little_is_under_way_while_weights_wait_only_for_that(trainer: Trainer, interrupt: str, hurries: bool) -> None:
+    core = new_core(version=0, interrupt=interrupt)
+    said: list[bool] = []
+    core._runner.hurry = said.append  # type: ignore[method-assign]
+    staged = core.stage(trainer.publish(1))
+    assert said == [hurries]
+    assert core.swap(staged).accepted
+    assert said == [hurries, False]
+    torn = trainer.publish(2)
+    torn.digest ^= 1
+    with pytest.raises(DeliveryError, match="arrived wrong"):
+        core.stage(torn)
+    assert said[2:] == [hurries, False], "what was refused is not waited for"
 
 
 def test_kept_kv_goes_on_from_the_old_keys_and_values(trainer: Trainer) -> None:

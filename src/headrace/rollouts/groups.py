@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 import msgspec
 
@@ -23,13 +24,12 @@ STRAGGLER = "straggler"
 
 async def prepare_group(episodes: Sequence[AnyEpisode]) -> None:
     """Prepare all episodes at the same time; after an error or a cancellation none of them is left open."""
-    try:
+    async with AsyncExitStack() as unless_prepared:
+        unless_prepared.push_async_callback(discard_group, episodes)
         async with asyncio.TaskGroup() as tasks:
             for episode in episodes:
                 tasks.create_task(episode.prepare(), name=f"prepare {episode.id}")
-    except BaseException:
-        await discard_group(episodes)
-        raise
+        unless_prepared.pop_all()
 
 
 async def run_group(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 
-import numpy as np
 import pytest
+from groups_by_version import group
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -13,18 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace.buffer import admission
 from headrace.buffer.window import Window
 from headrace.errors import HeadraceError
-from headrace.types import Group, Prompt, Rollout, Trace
-
-
-def group(group_id: int, *versions: int) -> Group:
-    trace = Trace(
-        token_ids=np.arange(len(versions), dtype=np.int32),
-        trained=np.ones(len(versions), np.bool_),
-        logprobs=np.zeros(len(versions), np.float32),
-        versions=np.array(versions, np.int32),
-    )
-    rollout = Rollout(id=f"{group_id}/0", index=0, traces=[trace], ending="finished", reward=1.0)
-    return Group(id=group_id, prompt=Prompt(id="p", text="x"), version=min(versions), rollouts=[rollout])
+from headrace.types import Rollout
 
 
 class WindowMachine(RuleBasedStateMachine):

@@ -9,7 +9,7 @@ import copy
 from typing import Any
 
 import msgspec
-import numpy as np
+from groups_by_version import group
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -17,18 +17,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace.buffer import admission
 from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
-from headrace.types import Group, Prompt, Rollout, Trace
-
-
-def group(group_id: int, *versions: int) -> Group:
-    trace = Trace(
-        token_ids=np.arange(len(versions), dtype=np.int32),
-        trained=np.ones(len(versions), np.bool_),
-        logprobs=np.zeros(len(versions), np.float32),
-        versions=np.array(versions, np.int32),
-    )
-    rollout = Rollout(id=f"{group_id}/0", index=0, traces=[trace], ending="finished", reward=1.0)
-    return Group(id=group_id, prompt=Prompt(id="p", text="x"), version=min(versions), rollouts=[rollout])
 
 
 class BufferMachine(RuleBasedStateMachine):
