@@ -35,6 +35,7 @@ ALONE_SECONDS = 600.0
 ROUNDS = 4
 """Answers of the engine alone, in units of those in flight: its batch is full most of the time."""
 _SAMPLE_SECONDS = 0.25
+_WATCH_END_SECONDS = 10.0
 
 
 def bench_shared(options: SharedBench, say: Say) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def _watched_memory(*, cuda: bool) -> Iterator[list[int]]:
     finally:
         done.set()
         if cuda:
-            thread.join()
+            thread.join(_WATCH_END_SECONDS)
 
 
 def _generation(options: SharedBench, model: Path, weights: str, *, cuda: bool) -> float:

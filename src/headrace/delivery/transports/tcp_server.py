@@ -18,8 +18,10 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from headrace.delivery.transports.keys import RunKeys
 from headrace.delivery.transports.tcp_wire import LARGEST_BUCKET, Answer, Ask, Location
+from headrace.errors import DeadlineError
 
 _POLL_MS = 100
+_CLOSE_SECONDS = 10.0
 _ZAP_DOMAIN = "headrace"
 
 Respond = Callable[[list[bytes]], list[Any]]
@@ -69,7 +71,9 @@ class Server:
     def close(self) -> None:
         """Stop answering, and let go of the port. Idempotent."""
         self._closing.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():
+            raise DeadlineError(f"the server of weights on port {self._port} did not end within {_CLOSE_SECONDS:g} s")
         with self._lock:
             if not self._context.closed:
                 self._end_context()
