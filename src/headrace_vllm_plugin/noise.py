@@ -1,7 +1,8 @@
 """The noise of a token is a function of (seed, position) alone, so a resumed answer goes on as if never interrupted.
 
 vLLM's first model runner keeps one generator per request and restarts it with every request; before each draw this sets
-it anew. (Its second runner hashes seed and position by itself.)
+it anew. (Its second runner hashes seed and position by itself.) A draw that the runner takes back, because the prompt
+was not read to its end, needs no rewinding for the same reason.
 """
 
 from __future__ import annotations
@@ -22,6 +23,22 @@ def noise_seed(seed: int, position: int) -> int:
     return (value ^ value >> 32) & (1 << 63) - 1
 
 
+class Reseeded(torch.Generator):
+    """A CPU generator that is seeded before each draw.
+
+    The runner rewinds a generator by its offset after a draw that it takes back, as it does whenever a prompt is read
+    in several steps. Generators on a CPU have no offset: they would raise, and the server would end.
+    """
+
+    def get_offset(self) -> int:
+        """There is one draw from each seed."""
+        return 0
+
+    def set_offset(self, offset: int) -> Reseeded:
+        """Nothing to do: the next draw is seeded anew."""
+        return self
+
+
 class PositionNoise(LogitsProcessor):  # type: ignore[misc]
     """Changes no logit. Until `attach` it does nothing: the driver attaches it before the first request."""
 
@@ -37,7 +54,12 @@ class PositionNoise(LogitsProcessor):  # type: ignore[misc]
         return True
 
     def update_state(self, batch_update: Any) -> None:
-        """Nothing is kept from step to step."""
+        """Requests have joined the batch or left it: give those that draw on a CPU a generator that may be rewound."""
+        if self._runner is not None and batch_update is not None:
+            generators = self._runner.input_batch.generators
+            for row, generator in generators.items():
+                if generator.device.type == "cpu" and not isinstance(generator, Reseeded):
+                    generators[row] = Reseeded(device="cpu")
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Seed every row's generator for the position that is drawn next."""

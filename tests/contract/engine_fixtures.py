@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from engine_subjects import Factory, Setting, Subject
 
+SECONDS = 20.0
+"""In which a first version must be served."""
+
 
 @pytest.fixture
 def setting(tmp_path: Path, tiny_model_dir: Path) -> Setting:
@@ -25,6 +28,6 @@ async def fresh(factory: Factory, setting: Setting) -> AsyncIterator[Subject]:
 @pytest.fixture
 async def subject(fresh: Subject) -> Subject:
     """An engine that serves version 1."""
-    proof = await asyncio.wait_for(fresh.engine.load(await fresh.publish(1)), 20)
+    proof = await asyncio.wait_for(fresh.engine.load(await fresh.publish(1)), SECONDS)
     assert proof.accepted, proof.reason
     return fresh

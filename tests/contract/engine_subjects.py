@@ -39,6 +39,7 @@ from headrace.types import Float32Array, Int32Array
 SLOTS = 4
 VOCABULARY = 64
 MAX_LENGTH = 4096
+PUBLISH_SECONDS = 120.0
 
 
 @dataclass
@@ -168,7 +169,7 @@ class TinyTrainer:
             self._publisher.acknowledged(older)
         self._versions[version] = weights
         future = self._publisher.publish(version, version - 1, version, weights, self._score)
-        return await asyncio.wait_for(asyncio.wrap_future(future), 20)
+        return await asyncio.wait_for(asyncio.wrap_future(future), PUBLISH_SECONDS)
 
     def reference(self, version: int, token_ids: Int32Array) -> Float32Array:
         with torch.no_grad():

@@ -14,6 +14,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "contract"))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import engine_fixtures
+import test_engine
 from engine_fixtures import fresh, setting, subject
 from engine_subjects import MAX_LENGTH, SLOTS, Factory, Setting, Subject, TinyTrainer, save_tiny_llama
 
@@ -26,12 +28,22 @@ __all__ = ["fresh", "setting", "subject"]
 PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON", ".venv-vllm/bin/python")
 KEY = "key of the tests"
 START_SECONDS = 600.0
+SECONDS = 240.0
+"""No other wait is longer than this: a machine may be slow, and servers share it."""
+PREFILL_CHUNK = 64
+"""Tokens of a step: longer prompts are read in several."""
 
 
 def engine_config(**changes: object) -> EngineConfig:
     # Uncompiled, they start sooner.
-    settings = {"arguments": ["--enforce-eager"], **changes}
+    settings = {"arguments": ["--enforce-eager"], "prefill_chunk": PREFILL_CHUNK, **changes}
     return EngineConfig(kind="vllm", python=PYTHON, device="cpu", slots=SLOTS, **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (test_engine, engine_fixtures):
+        monkeypatch.setattr(module, "SECONDS", SECONDS)
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +77,7 @@ def factory(server: VllmServer) -> Factory:
         trainer = TinyTrainer(setting.model_dir)
         config = engine_config(interrupt=setting.interrupt)
         engine = await VllmEngine.attach(
-            server.url, setting.model_dir, config, key=KEY, max_length=MAX_LENGTH, name="vllm", deadline=20.0
+            server.url, setting.model_dir, config, key=KEY, max_length=MAX_LENGTH, name="vllm", deadline=SECONDS
         )
         try:
             yield Subject(engine=engine, publish=trainer.publish, reference=trainer.reference)

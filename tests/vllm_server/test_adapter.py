@@ -12,7 +12,7 @@ from engine_subjects import MAX_LENGTH
 from test_engine import Stream, ask
 from transformers import LlamaForCausalLM
 
-from conftest import KEY, engine_config
+from conftest import KEY, SECONDS, engine_config
 from headrace.config.schema import LoraConfig
 from headrace.delivery.digest import digest_as
 from headrace.delivery.publisher import Publisher
@@ -23,7 +23,7 @@ from headrace.models.loading import named_weights
 from headrace.training.lora import TrainedAdapter
 from headrace.types import Float32Array, Int32Array
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 LORA = LoraConfig(rank=4, alpha=6.0, modules=["model.norm"])
 
@@ -44,7 +44,7 @@ async def test_log_probabilities_are_those_of_the_trainer_with_its_adapter(
         return np.asarray(logprobs.gather(1, ids[0, 1:, None])[:, 0].numpy(), np.float32)
 
     engine = await VllmEngine.attach(
-        server.url, tiny_model_dir, engine_config(), key=KEY, max_length=MAX_LENGTH, lora=LORA, deadline=60.0
+        server.url, tiny_model_dir, engine_config(), key=KEY, max_length=MAX_LENGTH, lora=LORA, deadline=SECONDS
     )
     try:
         for version in (1, 2):
@@ -52,9 +52,9 @@ async def test_log_probabilities_are_those_of_the_trainer_with_its_adapter(
             for tensor in adapter.weights().values():
                 tensor.copy_(0.3 * torch.randn(tensor.shape, generator=noise))
             published = publisher.publish(version, version - 1, version, adapter.weights(), score)
-            manifest = await asyncio.wait_for(asyncio.wrap_future(published), 20)
+            manifest = await asyncio.wait_for(asyncio.wrap_future(published), SECONDS)
             assert manifest.kind == "adapter" and all("lora_" in e.name or "norm" in e.name for e in manifest.entries)
-            proof = await asyncio.wait_for(engine.load(manifest), 60)
+            proof = await asyncio.wait_for(engine.load(manifest), SECONDS)
             publisher.acknowledged(version)
             assert proof.accepted and proof.canary_error < 1e-4, proof
             request = ask(f"adapter/{version}", [5, 9, 2, 7], max_tokens=24, seed=version)

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import test_engine
 import torch
 from engine_subjects import TinyTrainer
 from test_engine import Completion, Stream, ask
 
-from conftest import KEY, PYTHON, served
+from conftest import KEY, PYTHON, SECONDS, served
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest
 from headrace.engines.base import Request
@@ -35,14 +34,9 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     yield from served(ServerPlan(model=MODEL, config=CONFIG, log=log, key=KEY, max_length=MAX_LENGTH))
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_engine, "SECONDS", 240.0)
-
-
 @pytest.fixture
 async def engine(smollm2: VllmServer) -> AsyncIterator[VllmEngine]:
-    engine = await VllmEngine.attach(smollm2.url, MODEL, CONFIG, key=KEY, max_length=MAX_LENGTH, deadline=120.0)
+    engine = await VllmEngine.attach(smollm2.url, MODEL, CONFIG, key=KEY, max_length=MAX_LENGTH, deadline=SECONDS)
     yield engine
     await engine.close()
 
@@ -72,7 +66,7 @@ def assert_recomputed(trainer: TinyTrainer, request: Request, completion: Comple
 
 
 async def proved(engine: VllmEngine, manifest: Manifest) -> None:
-    proof = await asyncio.wait_for(engine.load(manifest), 120)
+    proof = await asyncio.wait_for(engine.load(manifest), SECONDS)
     assert proof.accepted and proof.canary_error < 1e-3, proof.reason
 
 

@@ -92,8 +92,10 @@ def test_the_key_is_not_on_the_command_line(tmp_path: Path, monkeypatch: pytest.
     env = environment(here)
     assert (env["VLLM_API_KEY"], env["OMP_NUM_THREADS"]) == ("secret", "3") and "PYTHONPATH" not in env
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind", "every server of a fleet would be bound to the same cores"
+    assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "an unbound worker needs no process of its own"
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "2-4")
-    assert environment(here)["VLLM_CPU_OMP_THREADS_BIND"] == "2-4"
+    bound = environment(here)
+    assert bound["VLLM_CPU_OMP_THREADS_BIND"] == "2-4" and "VLLM_ENABLE_V1_MULTIPROCESSING" not in bound
 
 
 def test_the_cache_holds_every_slot_at_its_longest(tmp_path: Path) -> None:

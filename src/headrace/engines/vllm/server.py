@@ -36,6 +36,9 @@ CPU_BLOCK = 32
 """vLLM's attention on a CPU takes multiples of this many tokens in a block."""
 PR_SET_PDEATHSIG = 1
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+UNBOUND = "nobind"
+SPLIT = "VLLM_ENABLE_V1_MULTIPROCESSING"
+"""Whether a single worker has a process of its own on a CPU; the HTTP front and the scheduler are apart either way."""
 
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[[^\]]*\] )?")
 _ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit)\b.*: \S|error: \S|^Value error, \S")
@@ -193,7 +196,10 @@ def environment(plan: ServerPlan) -> dict[str, str]:
     if on_cpu(plan.config):
         ours["OMP_NUM_THREADS"] = str(plan.config.threads)
         # By itself it would bind every server of a fleet to the same cores, and take as many threads as there are.
-        ours[BINDING] = os.environ.get(BINDING, "nobind")
+        ours[BINDING] = os.environ.get(BINDING, UNBOUND)
+        if ours[BINDING] == UNBOUND:
+            # A worker's own process serves to bind it. Without, it is one process less to start and to talk to.
+            ours[SPLIT] = os.environ.get(SPLIT, "0")
     return {**theirs, **ours}
 
 
