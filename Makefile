@@ -73,7 +73,7 @@ $(VLLM_STAMP): pyproject.toml
 # On real servers: the engine contract, the example, a fleet whose members are killed, and what else docs/vllm.md says.
 test-vllm: setup vllm
 	$(BIN)/python examples/smollm2/fetch.py
-	$(THREADS) HEADRACE_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/pytest -m vllm tests/vllm_server
+	$(THREADS) HEADRACE_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/pytest -m vllm $(PARALLEL) tests/vllm_server
 
 fmt: setup
 	$(BIN)/ruff check --fix .

@@ -40,6 +40,14 @@ def engine_config(**changes: object) -> EngineConfig:
     return EngineConfig(kind="vllm", python=PYTHON, device="cpu", slots=SLOTS, **settings)  # type: ignore[arg-type]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run in several processes, those of the one server stay together; other groups are by file."""
+    for item in items:
+        if "server" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("server"))
+
+
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (test_engine, engine_fixtures):

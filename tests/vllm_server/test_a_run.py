@@ -18,11 +18,12 @@ from conftest import PYTHON, START_SECONDS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
 
-from runs import ROOT, SMALL, headrace, segments_left, start, worker_pids
+from runs import ROOT, SMALL, headrace, start, worker_pids
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 EXAMPLE = str(ROOT / "examples/vllm/vllm.toml")
+UNHURRIED = Path(__file__).parent / "unhurried_reward.py"
 
 
 def settings(directory: Path, *more: str) -> list[str]:
@@ -37,6 +38,7 @@ def balanced(summary: dict[str, dict[str, int]]) -> dict[str, int]:
     return summary["ledger"]
 
 
+@pytest.mark.xdist_group("example")
 def test_the_shipped_example_learns_its_task(tmp_path: Path) -> None:
     done = headrace("train", EXAMPLE, "--json", *settings(tmp_path, "observe.display=none"), timeout=1700)
     assert done.returncode == 0, done.stderr
@@ -64,6 +66,11 @@ def server_pid(engine: int) -> int:
         if parent == engine and "vllm.entrypoints" in command:
             return int(stat.parent.name)
     raise AssertionError(f"process {engine} has no server")
+
+
+def segments_of(process: int) -> list[Path]:
+    """What it left in shared memory."""
+    return list(Path("/dev/shm").glob(f"headrace-*-{process}-*"))
 
 
 class Watched:
@@ -98,13 +105,16 @@ class Watched:
             time.sleep(0.2)
 
 
+@pytest.mark.xdist_group("fleet")
 def test_a_fleet_outlives_the_death_of_a_server_and_of_an_engine_process(tmp_path: Path) -> None:
     """Each is killed -9 in the middle of the run: nothing is lost, and each rejoins at the version that is current."""
     more = [*SMALL, "run.versions=5000", "engine.count=2", "engine.slots=16", "observe.display=plain"]
+    more += [f"task.reward={UNHURRIED}:reward"]
     run = start("train", EXAMPLE, *settings(tmp_path, *more))
     watched = Watched(run, tmp_path / "run")
     try:
         watched.until("training", lambda: watched.steps() >= 3 and watched.proved("engine-0"))
+        trainer = worker_pids(tmp_path / "run")["trainer-0"]
         for victim, other in (("engine-0", "engine-1"), ("engine-1", "engine-0")):
             watched.until("two that serve", lambda other=other: watched.proved(other))
             engine = worker_pids(tmp_path / "run")[victim]
@@ -116,7 +126,7 @@ def test_a_fleet_outlives_the_death_of_a_server_and_of_an_engine_process(tmp_pat
             watched.until("its return", lambda victim=victim, had=had: len(watched.proved(victim)) >= len(had) + 2)
             assert watched.proved(victim)[len(had)] >= current > had[-1], "it rejoins at the current version"
         run.send_signal(signal.SIGINT)
-        stdout, stderr = run.communicate(timeout=100)
+        stdout, stderr = run.communicate(timeout=START_SECONDS)
     finally:
         run.kill()
         run.communicate(timeout=10)
@@ -125,4 +135,4 @@ def test_a_fleet_outlives_the_death_of_a_server_and_of_an_engine_process(tmp_pat
     assert "engine-0 died: vLLM died: the vLLM server ended (killed by signal 9)" in stdout
     assert "engine-1 died: killed by signal 9; it is started again" in stdout
     assert "engine-0 is back" in stdout and "engine-1 is back" in stdout
-    assert worker_pids(tmp_path / "run") == {} and segments_left() == set()
+    assert worker_pids(tmp_path / "run") == {} and segments_of(trainer) == []

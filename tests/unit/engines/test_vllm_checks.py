@@ -150,5 +150,13 @@ def test_the_last_word_is_the_first_cause(tmp_path: Path) -> None:
         "(APIServer pid=1)   Value error, User-specified max_model_len (9) is greater than 4 [type=value_error]\n"
     )
     assert last_word(log).startswith("Value error, User-specified max_model_len (9) is greater than 4")
+    log.write_text(
+        "(APIServer pid=1) ERROR 11-15 08:39:33 [x.py:9] ValueError: a request that was refused\n"
+        "(EngineCore pid=3) ERROR 11-15 08:39:33 [core.py:9] EngineCore encountered a fatal error.\n"
+        "(EngineCore pid=3) ERROR 11-15 08:39:33 [core.py:9] RuntimeError: no such kernel\n"
+        + "(APIServer pid=1) ERROR 11-15 08:39:33 [x.py:9] EngineDeadError: EngineCore encountered an issue.\n"
+        * 2000
+    )
+    assert last_word(log) == "RuntimeError: no such kernel"
     log.write_text("one\n\nlast\n\n")
     assert last_word(log) == "last"

@@ -68,11 +68,21 @@ async def test_a_process_that_ends_meanwhile_says_why() -> None:
 
         def check(self) -> None:
             self.asked += 1
-            if self.asked > 1:
+            if self.asked > 4:  # It closes its port first.
                 raise UserError("the vLLM server ended (killed by signal 9): no word (vllm.log)")
 
     with pytest.raises(PeerDied, match="vLLM died: the vLLM server ended \\(killed by signal 9\\)"):
         await Pulse(VllmClient("http://127.0.0.1:1"), Ending()).check()
+
+
+async def test_a_process_that_stays_and_serves_no_more_is_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Staying:
+        def check(self) -> None:
+            pass
+
+    monkeypatch.setattr(pulse_module, "ENDING_SECONDS", 0.05)
+    with pytest.raises(PeerDied, match="cannot be reached"):
+        await asyncio.wait_for(Pulse(VllmClient("http://127.0.0.1:1"), Staying()).check(), SECONDS)
 
 
 async def test_a_server_that_others_start_is_waited_for() -> None:

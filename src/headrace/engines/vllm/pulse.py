@@ -17,6 +17,8 @@ WATCH_SECONDS = 1.0
 AGAIN_SECONDS = 0.3
 """Between two questions of which both must go unanswered."""
 ANSWER_SECONDS = 5.0
+ENDING_SECONDS = 5.0
+"""In which a server of ours that no longer serves may end: how it ended says why."""
 
 
 class Started(Protocol):
@@ -40,7 +42,7 @@ class Pulse:
         if await self._trouble():
             await asyncio.sleep(AGAIN_SECONDS)
             if trouble := await self._trouble():
-                self._check_process()  # Which knows better why.
+                await self._ending()
                 raise PeerDied("vLLM", trouble)
 
     async def watch(self) -> None:
@@ -48,6 +50,12 @@ class Pulse:
         while True:
             await self.check()
             await asyncio.sleep(WATCH_SECONDS)
+
+    async def _ending(self) -> None:
+        deadline = time.monotonic() + ENDING_SECONDS
+        while self._started is not None and time.monotonic() < deadline:
+            self._check_process()
+            await asyncio.sleep(AGAIN_SECONDS)
 
     def _check_process(self) -> None:
         try:

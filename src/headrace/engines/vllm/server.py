@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import mmap
 import os
 import re
 import signal
@@ -42,6 +43,7 @@ SPLIT = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[[^\]]*\] )?")
 _ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit)\b.*: \S|error: \S|^Value error, \S")
+_FATAL = b"EngineCore encountered a fatal error"
 _EMPTY = re.compile(r"See root cause above|\d+ validation errors? for")
 """Errors that only say that there are others."""
 _STAGES = (
@@ -222,7 +224,7 @@ def choose_port(wanted: int = 0, patience: float = 0.0) -> int:
 
 def last_word(log: Path) -> str:
     """The line of a log that says why its process ended: the first error of the last traceback, else the last line."""
-    lines = [_PREFIX.sub("", line).strip() for line in _tail(log).splitlines()]
+    lines = [_PREFIX.sub("", line).strip() for line in (_fatal(log) or _tail(log)).splitlines()]
     errors = [line for line in lines if _ERROR.search(line) and not _EMPTY.search(line)]
     word = errors[0] if errors else next((line for line in reversed(lines) if line), "it left no word")
     return word[:400]
@@ -240,6 +242,15 @@ def _tail(log: Path, size: int = 1 << 16) -> str:
     with log.open("rb") as stream:
         stream.seek(max(0, log.stat().st_size - size))
         return stream.read().decode(errors="replace")
+
+
+def _fatal(log: Path, size: int = 1 << 16) -> str:
+    """What follows the engine's own end: every request that ended with it has left its traceback after that."""
+    if not log.is_file() or not log.stat().st_size:
+        return ""
+    with log.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        found = text.rfind(_FATAL)
+        return text[found : found + size].decode(errors="replace") if found >= 0 else ""
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
