@@ -134,6 +134,18 @@ async def test_a_server_that_dies_at_once_leaves_its_last_word(tmp_path: Path) -
     )
 
 
+async def test_a_server_that_is_killed_has_no_last_word(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ValueError: of a request'\nkill -9 $$\n")
+    python.chmod(0o755)
+    server = VllmServer(plan(tmp_path, python=str(python)))
+    server.start()
+    with pytest.raises(UserError) as caught:
+        await server.ready(10.0)
+    await server.stop()
+    assert str(caught.value) == f"the vLLM server ended (killed by signal 9) ({tmp_path / 'v.log'})"
+
+
 def test_the_last_word_is_the_first_cause(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(

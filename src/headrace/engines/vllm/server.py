@@ -123,7 +123,9 @@ class VllmServer:
         code = self._process.poll()
         if code is not None:
             how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-            raise UserError(f"the vLLM server ended ({how}): {last_word(self._plan.log)} ({self._plan.log})")
+            # Who is killed like this says nothing: errors in its log are of other things.
+            why = "" if code == -signal.SIGKILL else f": {last_word(self._plan.log)}"
+            raise UserError(f"the vLLM server ended ({how}){why} ({self._plan.log})")
 
     @property
     def pid(self) -> int:
