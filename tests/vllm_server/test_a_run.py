@@ -28,7 +28,7 @@ UNHURRIED = Path(__file__).parent / "unhurried_reward.py"
 
 def settings(directory: Path, *more: str) -> list[str]:
     every = [f"run.directory={directory}", "run.name=run", f"engine.python={Path(PYTHON).absolute()}"]
-    every += [f"pipeline.start_seconds={START_SECONDS}", *more]
+    every += [f"pipeline.start_seconds={START_SECONDS}", f"pipeline.stall_seconds={START_SECONDS}", *more]
     return [part for setting in every for part in ("--set", setting)]
 
 

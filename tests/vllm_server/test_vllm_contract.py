@@ -36,8 +36,9 @@ async def test_prompts_that_are_read_in_several_steps_change_no_draw(subject: Su
     requests = [test_engine.ask(f"{i}", prompt, seed=i) for i, prompt in enumerate(prompts)]
     together = await test_engine.complete_all(subject.engine, requests)
     for request, completion in zip(requests, together, strict=True):
+        assert completion.finish == "length", completion.error
         test_engine.assert_recorded(subject, request, completion)
     await test_engine.load(subject, 2)  # Under another version the prefix cache has none of them.
     alone = await test_engine.complete(subject.engine, requests[1])
     again = await test_engine.complete_all(subject.engine, requests)
-    assert again[1].token_ids == alone.token_ids and alone.finish == "length"
+    assert alone.finish == "length" and again[1].token_ids == alone.token_ids
