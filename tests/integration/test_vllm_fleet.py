@@ -1,7 +1,7 @@
 """Real runs over attached servers that speak vLLM's protocol and compute nothing: what becomes of the run when one dies
 and comes back, or answers and does nothing.
 
-The same on real vLLM servers is in `tests/vllm_server/test_a_run.py`.
+The same on real vLLM servers is in `tests/vllm_server/test_fleet.py`.
 """
 
 from __future__ import annotations

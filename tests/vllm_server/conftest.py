@@ -1,11 +1,11 @@
-"""The contract of engines, once more, on a real vLLM server: one server for all tests, a new driver for each."""
+"""The contract of engines, once more, on a real vLLM server: one for all tests, a new driver for each."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from engine_subjects import MAX_LENGTH, SLOTS, Factory, Setting, Subject, TinyTr
 from headrace.config.schema import EngineConfig
 from headrace.engines.vllm.engine import VllmEngine
 from headrace.engines.vllm.server import ServerPlan, VllmServer
+from headrace.errors import UserError
 
 __all__ = ["fresh", "setting", "subject"]
 
@@ -38,14 +39,6 @@ def engine_config(**changes: object) -> EngineConfig:
     # Uncompiled, they start sooner.
     settings = {"arguments": ["--enforce-eager"], "prefill_chunk": PREFILL_CHUNK, **changes}
     return EngineConfig(kind="vllm", python=PYTHON, device="cpu", slots=SLOTS, **settings)  # type: ignore[arg-type]
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run in several processes, those of the one server stay together; other groups are by file."""
-    for item in items:
-        if "server" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("server"))
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +87,14 @@ def factory(server: VllmServer) -> Factory:
             trainer.close()
 
     return vllm
+
+
+async def refused(attempt: Awaitable[object]) -> str:
+    with pytest.raises(UserError) as caught:
+        await asyncio.wait_for(attempt, START_SECONDS)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def attach(url: str, model: Path, key: str = KEY) -> Awaitable[VllmEngine]:
+    return VllmEngine.attach(url, model, engine_config(), key=key, max_length=MAX_LENGTH)

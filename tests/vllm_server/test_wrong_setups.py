@@ -7,46 +7,16 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
 from engine_subjects import MAX_LENGTH, save_tiny_llama
 
-from conftest import KEY, START_SECONDS, engine_config
-from headrace.engines.vllm.engine import VllmEngine
+from conftest import KEY, START_SECONDS, attach, engine_config, refused
 from headrace.engines.vllm.server import ServerPlan, VllmServer
 from headrace.errors import UserError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-
-
-async def refused(attempt: Awaitable[object]) -> str:
-    with pytest.raises(UserError) as caught:
-        await asyncio.wait_for(attempt, START_SECONDS)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def attach(url: str, model: Path, key: str = KEY) -> Awaitable[VllmEngine]:
-    return VllmEngine.attach(url, model, engine_config(), key=key, max_length=MAX_LENGTH)
-
-
-async def test_a_wrong_key(server: VllmServer, tiny_model_dir: Path) -> None:
-    for key in ("", "another"):
-        assert "does not take our key: put its --api-key into VLLM_API_KEY" in await refused(
-            attach(server.url, tiny_model_dir, key)
-        )
-
-
-async def test_another_model(server: VllmServer) -> None:
-    line = await refused(attach(server.url, Path("examples/smollm2/model")))
-    assert "serves another model than [model] path" in line and "vocabulary of 64, not 49152" in line
-
-
-async def test_longer_sequences_than_the_server_takes(server: VllmServer, tiny_model_dir: Path) -> None:
-    attempt = VllmEngine.attach(server.url, tiny_model_dir, engine_config(), key=KEY, max_length=2 * MAX_LENGTH)
-    assert f"start it with --max-model-len {2 * MAX_LENGTH}" in await refused(attempt)
 
 
 async def start(tmp_path: Path, model: Path, *arguments: str) -> VllmServer:

@@ -1,4 +1,4 @@
-"""Whole runs with real vLLM servers: the shipped example learns its task, and a fleet outlives its members."""
+"""A run with two real vLLM servers outlives its members."""
 
 from __future__ import annotations
 
@@ -7,52 +7,19 @@ import os
 import signal
 import sqlite3
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from example_runs import EXAMPLE, balanced, settings
+from runs import SMALL, start, worker_pids
 
-from conftest import PYTHON, START_SECONDS
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "integration"))
-
-from runs import ROOT, SMALL, headrace, start, worker_pids
+from conftest import START_SECONDS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-EXAMPLE = str(ROOT / "examples/vllm/vllm.toml")
 UNHURRIED = Path(__file__).parent / "unhurried_reward.py"
-
-
-def settings(directory: Path, *more: str) -> list[str]:
-    every = [f"run.directory={directory}", "run.name=run", f"engine.python={Path(PYTHON).absolute()}"]
-    every += [f"pipeline.start_seconds={START_SECONDS}", f"pipeline.stall_seconds={START_SECONDS}", *more]
-    return [part for setting in every for part in ("--set", setting)]
-
-
-def balanced(summary: dict[str, dict[str, int]]) -> dict[str, int]:
-    for ledger in (summary["ledger"], summary["ledger_rollouts"]):
-        assert ledger["admitted"] == ledger["trained"] + ledger["dropped"] + ledger["failed"], summary
-    return summary["ledger"]
-
-
-@pytest.mark.xdist_group("example")
-def test_the_shipped_example_learns_its_task(tmp_path: Path) -> None:
-    done = headrace("train", EXAMPLE, "--json", *settings(tmp_path, "observe.display=none"), timeout=1700)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
-    assert summary["outcome"] == "finished"
-    assert balanced(summary)["failed"] == 0
-    with sqlite3.connect(tmp_path / "run" / "journal.db") as db:
-        found = db.execute("SELECT version, prompts, pass_1 FROM evaluations ORDER BY rowid").fetchall()
-        proofs = db.execute("SELECT count(*) FROM deliveries WHERE accepted").fetchone()[0]
-    print(f"held-out {found}, trained for {summary['train_seconds']:.0f} s")
-    assert proofs >= 60
-    (_, few, before), (version, prompts, after) = found[0], found[-1]
-    assert few == prompts == 1000 and version >= 60
-    assert before < 0.5 and after >= 0.9
 
 
 def server_pid(engine: int) -> int:
@@ -105,7 +72,6 @@ class Watched:
             time.sleep(0.2)
 
 
-@pytest.mark.xdist_group("fleet")
 def test_a_fleet_outlives_the_death_of_a_server_and_of_an_engine_process(tmp_path: Path) -> None:
     """Each is killed -9 in the middle of the run: nothing is lost, and each rejoins at the version that is current."""
     more = [*SMALL, "run.versions=5000", "engine.count=2", "engine.slots=16", "observe.display=plain"]

@@ -1,0 +1,124 @@
+"""What one server of a tiny model can show: the contract of engines, adapters, and what a driver refuses of it.
+
+Kept sets cannot be had on a CPU: they need vLLM's second model runner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_engine
+import torch
+from engine_subjects import MAX_LENGTH, Subject
+from test_engine import *  # noqa: F403
+from transformers import LlamaForCausalLM
+
+from conftest import KEY, PREFILL_CHUNK, SECONDS, attach, engine_config, refused
+from headrace.config.schema import LoraConfig
+from headrace.delivery.digest import digest_as
+from headrace.delivery.publisher import Publisher
+from headrace.delivery.transports.shm import ShmSender
+from headrace.engines.vllm.engine import VllmEngine
+from headrace.engines.vllm.server import VllmServer
+from headrace.models.loading import named_weights
+from headrace.training.lora import TrainedAdapter
+from headrace.types import Float32Array, Int32Array
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+LORA = LoraConfig(rank=4, alpha=6.0, modules=["model.norm"])
+
+
+async def test_truncated_draws_are_from_the_kept_tokens_and_name_them(subject: Subject) -> None:
+    """All rules but `min_p` together with others, which vLLM applies first; no kept sets."""
+    kinds = {name: kind for name, kind in test_engine.TRUNCATIONS.items() if name != "all"}
+    requests = [
+        test_engine.ask(f"{name}/{seed}", max_tokens=2, seed=seed, **kind)
+        for name, kind in kinds.items()
+        for seed in range(4)
+    ]
+    for request, completion in zip(requests, await test_engine.complete_all(subject.engine, requests), strict=True):
+        test_engine.assert_drawn(subject, request, completion, 1)
+
+
+async def test_recording_what_was_kept_changes_no_token(subject: Subject) -> None:
+    """It is refused, in one line."""
+    completion = await test_engine.complete(subject.engine, test_engine.ask("kept", record_kept=True))
+    assert completion.finish == "failed" and "record_kept" in completion.error and "\n" not in completion.error
+
+
+async def test_prompts_that_are_read_in_several_steps_change_no_draw(subject: Subject) -> None:
+    """Alone one takes several steps; together each step has the end of one and the beginning of another."""
+    prompts = [[(7 * i + j) % 60 + 1 for i in range(PREFILL_CHUNK * 3 // 2 + j)] for j in range(subject.slots)]
+    requests = [test_engine.ask(f"{i}", prompt, seed=i) for i, prompt in enumerate(prompts)]
+    together = await test_engine.complete_all(subject.engine, requests)
+    for request, completion in zip(requests, together, strict=True):
+        assert completion.finish == "length", completion.error
+        test_engine.assert_recorded(subject, request, completion)
+    await test_engine.load(subject, 2)  # Under another version the prefix cache has none of them.
+    alone = await test_engine.complete(subject.engine, requests[1])
+    again = await test_engine.complete_all(subject.engine, requests)
+    assert alone.finish == "length" and again[1].token_ids == alone.token_ids
+
+
+async def test_log_probabilities_are_those_of_the_trainer_with_its_adapter(
+    server: VllmServer, tiny_model_dir: Path
+) -> None:
+    """Only the adapter travels; what is served is what plain peft computes, adapter after adapter."""
+    model = LlamaForCausalLM.from_pretrained(tiny_model_dir, attn_implementation="eager").eval()
+    base = digest_as(named_weights(model), "float32")
+    adapter = TrainedAdapter(model, LORA, base=tiny_model_dir)
+    canary = np.arange(1, 13, dtype=np.int32)
+    publisher = Publisher(ShmSender("vllm-adapter"), "float32", 1e-3, canary, send="adapter", base_digest=base)
+
+    def score(token_ids: Int32Array) -> Float32Array:
+        ids = torch.from_numpy(np.asarray(token_ids, np.int64))[None]
+        with torch.no_grad():
+            logprobs = model(ids).logits.float().log_softmax(-1)[0, :-1]
+        return np.asarray(logprobs.gather(1, ids[0, 1:, None])[:, 0].numpy(), np.float32)
+
+    engine = await VllmEngine.attach(
+        server.url, tiny_model_dir, engine_config(), key=KEY, max_length=MAX_LENGTH, lora=LORA, deadline=SECONDS
+    )
+    try:
+        for version in (1, 2):
+            noise = torch.Generator().manual_seed(version)
+            for tensor in adapter.weights().values():
+                tensor.copy_(0.3 * torch.randn(tensor.shape, generator=noise))
+            published = publisher.publish(version, version - 1, version, adapter.weights(), score)
+            manifest = await asyncio.wait_for(asyncio.wrap_future(published), SECONDS)
+            assert manifest.kind == "adapter" and all("lora_" in e.name or "norm" in e.name for e in manifest.entries)
+            proof = await asyncio.wait_for(engine.load(manifest), SECONDS)
+            publisher.acknowledged(version)
+            assert proof.accepted and proof.canary_error < 1e-4, proof
+            request = test_engine.ask(f"adapter/{version}", [5, 9, 2, 7], max_tokens=24, seed=version)
+            completion = await test_engine.Stream(engine, request).end()
+            assert completion.versions == [version] * 24
+            whole = np.concatenate([request.token_ids, np.array(completion.token_ids, np.int32)])
+            np.testing.assert_allclose(completion.logprobs, score(whole)[len(request.token_ids) - 1 :], atol=1e-4)
+        # With the adapter switched off the trainer scores otherwise: what was compared is the adapter's doing.
+        with adapter.disabled():
+            assert np.abs(score(whole)[len(request.token_ids) - 1 :] - completion.logprobs).max() > 0.1
+    finally:
+        await engine.close()
+        publisher.close()
+
+
+async def test_a_wrong_key(server: VllmServer, tiny_model_dir: Path) -> None:
+    for key in ("", "another"):
+        assert "does not take our key: put its --api-key into VLLM_API_KEY" in await refused(
+            attach(server.url, tiny_model_dir, key)
+        )
+
+
+async def test_another_model(server: VllmServer) -> None:
+    line = await refused(attach(server.url, Path("examples/smollm2/model")))
+    assert "serves another model than [model] path" in line and "vocabulary of 64, not 49152" in line
+
+
+async def test_longer_sequences_than_the_server_takes(server: VllmServer, tiny_model_dir: Path) -> None:
+    attempt = VllmEngine.attach(server.url, tiny_model_dir, engine_config(), key=KEY, max_length=2 * MAX_LENGTH)
+    assert f"start it with --max-model-len {2 * MAX_LENGTH}" in await refused(attempt)
