@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from seeds import shared_seed
+
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = ("quickstart", "vllm")
 SMALL = {
@@ -28,7 +30,8 @@ def main() -> int:
     """Train each; the closing line counts."""
     tomls = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.parent.name not in ELSEWHERE)
     subprocess.run([sys.executable, "examples/smollm2/fetch.py"], cwd=ROOT, check=True)
-    passed = sum(trains(path.relative_to(ROOT)) for path in tomls)
+    with tempfile.TemporaryDirectory() as directory, shared_seed(Path(directory)):
+        passed = sum(trains(path.relative_to(ROOT)) for path in tomls)
     sys.stdout.write(f"{passed} passed, {len(tomls) - passed} failed\n")
     return 0 if passed == len(tomls) else 1
 

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from seeds import shared_seed
+
+
+def meddling() -> str:
+    """PYTHONPATH with `stops/sitecustomize.py`."""
+    return os.pathsep.join([str(Path(__file__).parent / "stops"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def seed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """None of these runs has to load anything."""
+    with shared_seed(tmp_path_factory.mktemp("seed"), PYTHONPATH=meddling()):
+        yield
+
 
 @pytest.fixture
 def meddled(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """The next run loads `stops/sitecustomize.py` in every process."""
-    search = [str(Path(__file__).parent / "stops"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))
+    """The next run loads `stops/sitecustomize.py`, which the seed has loaded anyway."""
+    monkeypatch.setenv("PYTHONPATH", meddling())
     return monkeypatch
 
 

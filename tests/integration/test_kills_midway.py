@@ -104,7 +104,7 @@ def test_a_trainer_killed_while_it_writes_a_checkpoint(
     ],
 )
 def test_all_killed_while_the_trainer_writes(tmp_path: Path, stop: Callable[..., Path], point: str, count: int) -> None:
-    stopped = stop("trainer", point, count, "parent")
+    stopped = stop("trainer", point, count, "controller")
     run_dir = tmp_path / "run"
     run = start("train", str(QUICKSTART), *settings(tmp_path, "training.checkpoint_every=1"))
     run.communicate(timeout=100)

@@ -438,8 +438,9 @@ class GatewayConfig(Section, frozen=True):
 class PipelineConfig(Section, frozen=True):
     """[pipeline]: processes and deadlines."""
 
-    launcher: Literal["local"] = "local"
-    """Where worker processes run: on this host."""
+    launcher: Literal["auto", "local", "forked"] = "auto"
+    """How worker processes start, on this host: each by itself; or forked from one that has loaded their libraries,
+    which is faster; `auto` forks where no GPU is used, on Linux."""
     stall_seconds: PositiveFloat = 120.0
     """Seconds without any progress after which the run ends with a report of who waits for whom; after half of them an
     engine that has requests and sends no token is taken for dead."""

@@ -27,7 +27,7 @@ from headrace.observe.timeline import Timeline
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.engine_watch import EngineWatch
 from headrace.pipeline.inputs import ReadyTask
-from headrace.pipeline.launchers.local import LocalLauncher
+from headrace.pipeline.launchers.choice import make_launcher
 from headrace.pipeline.mps import Mps
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Recorder
@@ -72,7 +72,7 @@ def wire(config: Config, run_dir: RunDir, task: ReadyTask, chat: ChatFormat) -> 
     trainers = [("trainer", rank) for rank in range(config.training.ranks)]
     workers = [*trainers, *(("engine", rank) for rank in range(config.engine.processes))]
     mps = Mps() if config.pipeline.one_gpu == "mps" else None
-    fleet = Fleet(LocalLauncher(mps.environment if mps else None), run_dir.path, workers)
+    fleet = Fleet(make_launcher(config, mps.environment if mps else None), run_dir.path, workers)
     stall = config.pipeline.stall_seconds
     engines = {
         name: RemoteEngine(fleet.hub, name, load_deadline=config.delivery.deadline, token_deadline=stall)

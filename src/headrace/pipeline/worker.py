@@ -1,7 +1,8 @@
 """The start of every worker process: `python -m headrace.pipeline.worker --role R --rank N --address A --run DIR`.
 
-It needs nothing but these four: no inherited descriptor, no environment, no state. It ends when it is told to, when
-its parent dies, or when the controller falls silent.
+It needs nothing but these four: no inherited descriptor, no environment, no state, so that it may also be a fork of a
+process that has loaded its libraries. It ends when it is told to, when its parent dies, or when the controller falls
+silent.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from headrace.buffer.reader import open_readonly
 from headrace.channel.desk import Desk
@@ -24,15 +27,15 @@ EXIT_LOST = 4
 """What the worker depends on is gone: nobody's mistake, and worth another start."""
 
 
-def main() -> int:
-    """Parse the four arguments and serve."""
+def main(argv: Sequence[str]) -> int:
+    """Parse the four arguments and serve; returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--role", choices=["engine", "trainer"], required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--address", required=True)
     parser.add_argument("--run", type=Path, required=True)
-    arguments = parser.parse_args()
-    _die_with_parent()
+    arguments = parser.parse_args(argv)
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle; it asks us to stop.
     config = load_config(arguments.run / "config.toml")
     desk = Desk(f"{arguments.role}-{arguments.rank}", arguments.address, arguments.run)
@@ -96,15 +99,21 @@ def last_step(run_dir: Path) -> int | None:
         )
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Have this process killed as soon as its parent is gone, where the system can do that."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-if __name__ == "__main__":
-    code = main()
+def leave(code: int) -> NoReturn:
+    """End the process, whose work is closed: to take down an interpreter with torch in it can take seconds.
+
+    In these it could not be reached, and would be killed for that, instead of telling by its exit code how it ended.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    # All is closed. To take down an interpreter with torch in it can take seconds, in which the process cannot be
-    # reached and would be killed for that, instead of telling by its exit code how it ended.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -1,15 +1,18 @@
-"""Loaded by every Python of a run whose PYTHONPATH has this directory: kills at a chosen point, and full disks.
+"""Loaded by every Python whose PYTHONPATH has this directory: kills at a chosen point of a run, and full disks.
 
-HEADRACE_STOP is `role function count victim file`: when a process of that role (trainer, engine, controller) calls
-`module:function` for the count-th time, the victim (self, parent) is killed before anything is done; nobody: it hangs.
-It happens once: the process that makes the file is the one that kills.
+HEADRACE_STOP is `role function count victim file`: when a worker of that role (trainer, engine) calls
+`module:function` for the count-th time, the victim (self, controller) is killed before anything is done; nobody: it
+hangs. It happens once: the process that makes the file is the one that kills.
 
 HEADRACE_FULL is `role bytes`: processes of that role cannot make any file larger, by a limit of the operating system.
+
+Workers are forks of a seed that has loaded this: what was asked for is put in place as the first act of the fork.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.abc
 import importlib.util
 import os
@@ -17,59 +20,84 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+WORKER = "headrace.pipeline.worker"
+SEED = "headrace.pipeline.launchers.seed"
 
-class _Patched(importlib.abc.MetaPathFinder):
-    """Puts the kill into a function of a module when that is imported."""
 
-    def __init__(self, module: str, function: str, count: int, victim: str, file: str) -> None:
-        self.module, self.function, self.count, self.victim, self.file = module, function, count, victim, Path(file)
-        self.calls = 0
+class MeddledWorkers(importlib.abc.MetaPathFinder):
+    """When the worker's module is imported, its `main` begins with what was asked for."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != self.module:
+        if name != WORKER:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.loader is not None
         execute = spec.loader.exec_module
 
-        def patched(module: Any) -> None:
+        def with_main(module: Any) -> None:
             execute(module)
-            *owners, last = self.function.split(".")
-            owner = functools.reduce(getattr, owners, module)
-            setattr(owner, last, self._stopping(getattr(owner, last)))
+            main = module.main
 
-        spec.loader.exec_module = patched  # type: ignore[method-assign]
+            def meddled(arguments: Sequence[str]) -> int:
+                role = arguments[arguments.index("--role") + 1]
+                limit_files(role)
+                stop_at_point(role)
+                return int(main(arguments))
+
+            module.main = meddled
+
+        spec.loader.exec_module = with_main  # type: ignore[method-assign]
         return spec
 
-    def _stopping(self, function: Any) -> Any:
-        @functools.wraps(function)
-        def called(*arguments: Any, **named: Any) -> Any:
-            self.calls += 1
-            if self.calls == self.count and not self.file.exists():
-                self.file.touch()
-                if self.victim != "nobody":
-                    os.kill(os.getpid() if self.victim == "self" else os.getppid(), signal.SIGKILL)
-                time.sleep(600)  # Who kills its parent goes with it.
-            return function(*arguments, **named)
 
-        return called
+def limit_files(role: str) -> None:
+    if "HEADRACE_FULL" in os.environ:
+        whose, limit = os.environ["HEADRACE_FULL"].split()
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit) if role == whose else hard, hard))
 
 
-def _role() -> str:
-    if "headrace.pipeline.worker" in sys.orig_argv:
-        return sys.orig_argv[sys.orig_argv.index("--role") + 1]
-    return "controller" if "headrace" in sys.orig_argv else ""
+def stop_at_point(role: str) -> None:
+    if "HEADRACE_STOP" not in os.environ:
+        return
+    whose, point, count, victim, file = os.environ["HEADRACE_STOP"].split()
+    if role != whose:
+        return
+    module, function = point.split(":")
+    *owners, last = function.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    original = getattr(owner, last)
+    stopping = stops(original, int(count), victim, Path(file))
+    setattr(owner, last, stopping)
+    for other in [found for name, found in sys.modules.items() if name.startswith("headrace.")]:
+        for name in [name for name, value in vars(other).items() if value is original]:
+            setattr(other, name, stopping)
 
 
-if "HEADRACE_FULL" in os.environ:
-    role, limit = os.environ["HEADRACE_FULL"].split()
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit) if role == _role() else hard, hard))
-if "HEADRACE_STOP" in os.environ:
-    role, point, times, whom, once = os.environ["HEADRACE_STOP"].split()
-    if role == _role():
-        sys.meta_path.insert(0, _Patched(*point.split(":"), int(times), whom, once))
+def stops(function: Callable[..., Any], count: int, victim: str, file: Path) -> Callable[..., Any]:
+    calls = 0
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == count and not file.exists():
+            file.touch()
+            if victim != "nobody":
+                os.kill(os.getpid() if victim == "self" else int(os.environ["HEADRACE_CONTROLLER"]), signal.SIGKILL)
+            time.sleep(600)  # Who kills the controller goes with it.
+        return function(*arguments, **named)
+
+    return called
+
+
+if SEED in sys.orig_argv:
+    sys.meta_path.insert(0, MeddledWorkers())
+elif "headrace" in sys.orig_argv:
+    os.environ["HEADRACE_CONTROLLER"] = str(os.getpid())
+    limit_files("controller")

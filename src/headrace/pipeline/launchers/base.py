@@ -20,6 +20,12 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
         """`engine-0`, `trainer-0`, ..."""
         return f"{self.role}-{self.rank}"
 
+    @property
+    def arguments(self) -> list[str]:
+        """Those of `headrace.pipeline.worker`."""
+        own = {"--role": self.role, "--rank": str(self.rank), "--address": self.address, "--run": self.run_dir}
+        return [word for pair in own.items() for word in pair]
+
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker ended."""

@@ -1,4 +1,4 @@
-"""Workers as processes of this host. Their output goes to `logs/<name>.log` in the run directory."""
+"""Workers as processes of this host, each with an interpreter of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.pipeline.launchers.base import Exit, WorkerSpec
-
-LAST_LINES = 12
+from headrace.pipeline.launchers.worker_log import last_lines, worker_log
 
 
 class LocalLauncher:
@@ -28,14 +27,10 @@ class LocalLauncher:
 
     async def start(self, spec: WorkerSpec) -> None:
         """See `Launcher.start`."""
-        logs = Path(spec.run_dir) / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        log = self._logs[spec.name] = logs / f"{spec.name}.log"
-        command = [sys.executable, "-m", "headrace.pipeline.worker", "--role", spec.role, "--rank", str(spec.rank)]
-        command += ["--address", spec.address, "--run", spec.run_dir]
+        log = self._logs[spec.name] = worker_log(spec)
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *command,
+                *(sys.executable, "-m", "headrace.pipeline.worker", *spec.arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -66,16 +61,6 @@ class LocalLauncher:
             await asyncio.wait(self._watchers, timeout=5.0)
         self._watchers = []
 
-    def pid(self, name: str) -> int:
-        """The process id of a worker."""
-        return self._processes[name].pid
-
     async def _watch(self, name: str, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         self._exits.put_nowait(Exit(name=name, code=code, last_lines=last_lines(self._logs[name])))
-
-
-def last_lines(log: Path, count: int = LAST_LINES) -> str:
-    """The end of a log file, for an error message."""
-    text = log.read_text(errors="replace") if log.is_file() else ""
-    return "\n".join(text.strip().splitlines()[-count:])

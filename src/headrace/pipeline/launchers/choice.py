@@ -1,0 +1,28 @@
+"""Which launcher a run has: workers are forked where that is safe, and start one by one elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace.config import Config
+from headrace.pipeline.launchers.base import Launcher
+from headrace.pipeline.launchers.forked import ForkedLauncher
+from headrace.pipeline.launchers.local import LocalLauncher
+
+GPU_DRIVER = Path("/dev/nvidiactl")
+
+
+def make_launcher(config: Config, environment: Mapping[str, str] | None = None) -> Launcher:
+    """`[pipeline] launcher`; `environment` is added to that of every worker."""
+    asked = config.pipeline.launcher
+    if asked == "forked" or (asked == "auto" and _forks_are_safe(config)):
+        return ForkedLauncher(environment)
+    return LocalLauncher(environment)
+
+
+def _forks_are_safe(config: Config) -> bool:
+    """A library that looks for a GPU while it is loaded could spoil it for every fork; on macOS, the system's do."""
+    on_cpu = {config.engine.device, config.training.device} == {"cpu"} or not GPU_DRIVER.exists()
+    return sys.platform == "linux" and on_cpu

@@ -1,0 +1,88 @@
+"""Workers as forks of a process that has loaded their libraries: they start, and start again, in a moment.
+
+The first start pays for loading, once for all workers of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from headrace.pipeline.launchers.base import Exit, WorkerSpec
+from headrace.pipeline.launchers.seed import Ended, Kill, Start
+from headrace.pipeline.launchers.seed_line import SeedLine
+from headrace.pipeline.launchers.worker_log import last_lines, worker_log
+
+KILL_SECONDS = 5.0
+
+
+class ForkedLauncher:
+    """Implements `Launcher` with a seed."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """`environment` is added to that of every worker."""
+        self._environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **(environment or {})}
+        self._logs: dict[str, Path] = {}
+        """Of the workers that run, or have been asked for."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._exits: asyncio.Queue[Exit] = asyncio.Queue()
+        self._seed: SeedLine | None = None
+
+    async def start(self, spec: WorkerSpec) -> None:
+        """See `Launcher.start`."""
+        log = worker_log(spec)
+        if self._seed is None:
+            self._seed = await SeedLine.open(log.parent / "seed.log", self._environment, self._ended, self._lost)
+        self._logs[spec.name] = log
+        self._idle.clear()
+        self._seed.send(
+            Start(
+                name=spec.name,
+                arguments=spec.arguments,
+                environment=self._environment,
+                directory=str(Path.cwd()),
+                log=str(log),
+            )
+        )
+
+    async def next_exit(self) -> Exit:
+        """See `Launcher.next_exit`."""
+        return await self._exits.get()
+
+    def kill(self, name: str) -> None:
+        """See `Launcher.kill`."""
+        if self._seed is not None and name in self._logs:
+            self._seed.send(Kill(name=name))
+
+    async def stop(self, grace: float) -> None:
+        """See `Launcher.stop`."""
+        await self._all_ended(grace)
+        for name in list(self._logs):
+            self.kill(name)
+        await self._all_ended(KILL_SECONDS)
+        if self._seed is not None:
+            await self._seed.close()
+            self._seed = None
+
+    async def _all_ended(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
+
+    def _ended(self, ended: Ended) -> None:
+        self._gone(ended.name, ended.code)
+
+    def _lost(self, code: int, lines: str) -> None:
+        """The seed has ended, and its workers with it."""
+        self._seed = None
+        for name in list(self._logs):
+            self._gone(name, code, lines)
+
+    def _gone(self, name: str, code: int, lines: str = "") -> None:
+        log = self._logs.pop(name)
+        self._exits.put_nowait(Exit(name=name, code=code, last_lines=lines or last_lines(log)))
+        if not self._logs:
+            self._idle.set()

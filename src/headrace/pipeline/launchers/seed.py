@@ -1,0 +1,208 @@
+"""The process that workers are forked from: `python -m headrace.pipeline.launchers.seed SOCKET ROOM`.
+
+It has loaded the libraries that every worker needs, which takes seconds, and computes nothing itself: one thread, no
+device, no open state, so that a fork of it is as good as a new process. Launchers connect to its socket and ask for
+workers; each is told how its own ended, and takes them along when its connection ends. The seed ends with its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from headrace.pipeline.worker import die_with_parent, leave
+from headrace.pipeline.worker import main as work
+
+ROOM = 1024
+"""Bytes of the seed's command line: what a worker's must fit into to be seen by `ps`."""
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Fork a worker."""
+
+    name: str
+    arguments: list[str]
+    environment: dict[str, str]
+    directory: str
+    log: str
+
+
+class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """End this worker and all of its process group at once, if it still runs."""
+
+    name: str
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker ended: its exit code, or minus the signal that killed it."""
+
+    name: str
+    code: int
+
+
+class Owner:
+    """A launcher that is connected, and its workers by process id."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.lines = b""
+        self.workers: dict[int, str] = {}
+
+    def kill(self, name: str | None = None) -> None:
+        """End the worker of this name; without one, all of them."""
+        for pid, own in self.workers.items():
+            if name in (None, own):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+
+
+class Seed:
+    """Serves on a socket until the process ends."""
+
+    def __init__(self, path: str) -> None:
+        """Launchers can connect from now on; they are answered by `serve`."""
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen(64)
+        self._selector = selectors.DefaultSelector()
+        self._owners: list[Owner] = []
+        self._deaths, self._signalled = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._requests: msgspec.json.Decoder[Start | Kill] = msgspec.json.Decoder(Start | Kill)
+
+    def serve(self) -> NoReturn:
+        """Answer launchers."""
+        signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self._selector.register(self._deaths, selectors.EVENT_READ, self._reap)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        while True:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        owner = Owner(connection)
+        self._owners.append(owner)
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, owner))
+
+    def _hear(self, owner: Owner) -> None:
+        try:
+            received = owner.connection.recv(1 << 16)
+        except OSError:
+            received = b""
+        if not received:
+            owner.kill()
+            self._selector.unregister(owner.connection)
+            owner.connection.close()
+            return
+        *lines, owner.lines = (owner.lines + received).split(b"\n")
+        for line in lines:
+            match self._requests.decode(line):
+                case Start() as start:
+                    self._fork(owner, start)
+                case Kill(name=name):
+                    owner.kill(name)
+
+    def _fork(self, owner: Owner, start: Start) -> None:
+        pid = os.fork()
+        if pid == 0:
+            self._become(start)
+        owner.workers[pid] = start.name
+
+    def _become(self, start: Start) -> NoReturn:
+        """A worker, in the new process: nothing of the seed is left open, and nothing of it goes on."""
+        code = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._close()
+            os.setsid()
+            _redirect(start.log)
+            os.chdir(start.directory)
+            os.environ.clear()
+            os.environ.update(start.environment)
+            sys.argv = ["headrace.pipeline.worker", *start.arguments]
+            _show_as([sys.executable, "-m", *sys.argv])
+            code = work(start.arguments)
+        finally:
+            if sys.exc_info()[0] is not None:
+                traceback.print_exc()
+            # Whatever happened, nothing unwinds into the seed's loop.
+            leave(code)
+
+    def _close(self) -> None:
+        self._listener.close()
+        self._selector.close()
+        os.close(self._deaths)
+        os.close(self._signalled)
+        for owner in self._owners:
+            owner.connection.close()
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._deaths, 1 << 12)
+        while (ended := _next_ended()) is not None:
+            pid, status = ended
+            owner = next(owner for owner in self._owners if pid in owner.workers)
+            message = Ended(name=owner.workers.pop(pid), code=os.waitstatus_to_exitcode(status))
+            with contextlib.suppress(OSError):  # Its launcher is gone, and nobody asks any more.
+                owner.connection.sendall(msgspec.json.encode(message) + b"\n")
+            if owner.connection.fileno() < 0 and not owner.workers:
+                self._owners.remove(owner)
+
+
+def _next_ended() -> tuple[int, int] | None:
+    try:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return None
+    return (pid, status) if pid else None
+
+
+def _redirect(log: str) -> None:
+    """Nothing to read, and all output at once into the log."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(nothing, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(nothing)
+    os.close(output)
+
+
+def _show_as(command: list[str]) -> None:
+    """Have tools like `ps` show this command: a process's command line lies in its own memory, where it began."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    text = "\0".join(command).encode()[: end - start - 1]
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def main() -> NoReturn:
+    """Listen, load, serve."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    seed = Seed(sys.argv[1])
+    import headrace.engines.worker
+    import headrace.training.worker  # noqa: F401
+
+    # What is loaded stays: the collector needs not look at it again, in any of the forks.
+    gc.collect()
+    gc.freeze()
+    seed.serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""A launcher's line to a seed: to one of its own, which ends with it, or to one that `HEADRACE_SEED` names."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from asyncio.subprocess import DEVNULL, Process
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from headrace.errors import DeadlineError
+from headrace.pipeline.launchers.seed import ROOM, Ended, Kill, Start
+from headrace.pipeline.launchers.worker_log import last_lines
+from headrace.pipeline.socket_dir import SocketDir
+
+SHARED = "HEADRACE_SEED"
+LISTEN_SECONDS = 30.0
+"""Seconds in which a new seed must listen, which it does before it loads anything."""
+LEAVE_SECONDS = 5.0
+"""Seconds for a seed that has hung up to end by itself, and to tell by its exit code why."""
+
+
+class SeedLine:
+    """An open connection. `lost` is called when it ends by itself: the workers have ended with it."""
+
+    def __init__(
+        self,
+        log: Path,
+        process: Process | None,
+        sockets: SocketDir | None,
+        ended: Callable[[Ended], None],
+        lost: Callable[[int, str], None],
+    ) -> None:
+        """Use `open`."""
+        self._log, self._process, self._sockets = log, process, sockets
+        self._ended, self._lost = ended, lost
+        self._closing = False
+
+    @classmethod
+    async def open(
+        cls,
+        log: Path,
+        environment: Mapping[str, str],
+        ended: Callable[[Ended], None],
+        lost: Callable[[int, str], None],
+    ) -> SeedLine:
+        """Connect, to a new seed where there is none to share; it may still be loading."""
+        if shared := os.environ.get(SHARED):
+            line = cls(log, None, None, ended, lost)
+            await line._connect(shared)
+            return line
+        sockets = SocketDir()
+        path = str(sockets.path / "seed")
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "headrace.pipeline.launchers.seed", path, " " * ROOM),
+                stdin=DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={**environment, "PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"},
+            )
+        line = cls(log, process, sockets, ended, lost)
+        await line._connect(path)
+        return line
+
+    async def _connect(self, path: str) -> None:
+        began = time.monotonic()
+        while True:
+            try:
+                self._reader, self._writer = await asyncio.open_unix_connection(path)
+                break
+            except OSError as error:
+                gone = self._process is not None and self._process.returncode is not None
+                if gone or time.monotonic() - began > LISTEN_SECONDS:
+                    why = f"{error}; see {self._log}"
+                    raise DeadlineError(f"no process to fork workers from at {path}: {why}") from None
+                await asyncio.sleep(0.01)
+        self._listener = asyncio.create_task(self._listen(), name="listen to the seed")
+
+    def send(self, message: Start | Kill) -> None:
+        """It is carried out as soon as the seed has loaded."""
+        if not self._writer.is_closing():
+            self._writer.write(msgspec.json.encode(message) + b"\n")
+
+    async def _listen(self) -> None:
+        with contextlib.suppress(OSError):
+            while line := await self._reader.readline():
+                self._ended(msgspec.json.decode(line, type=Ended))
+        self._writer.close()
+        if not self._closing:
+            code = await self._end(grace=LEAVE_SECONDS)
+            self._lost(code, last_lines(self._log) if code > 0 else "")
+
+    async def close(self) -> None:
+        """Hang up. Workers that still run end by that."""
+        self._closing = True
+        self._writer.close()
+        self._listener.cancel()
+        await asyncio.wait([self._listener])
+        await self._end()
+
+    async def _end(self, grace: float = 0.0) -> int:
+        """See that the seed is gone, where it is our own, and how it ended."""
+        code = -signal.SIGKILL
+        if self._process is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), grace)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            code = await self._process.wait()
+        if self._sockets is not None:
+            self._sockets.remove()
+        return code

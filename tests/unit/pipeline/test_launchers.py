@@ -1,0 +1,152 @@
+"""Both launchers, on real worker processes: how these end is told, they can be seen, and none is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from headrace.config import dump_config, load_config
+from headrace.pipeline.launchers.base import Launcher, WorkerSpec
+from headrace.pipeline.launchers.choice import make_launcher
+from headrace.pipeline.launchers.forked import ForkedLauncher
+from headrace.pipeline.launchers.local import LocalLauncher
+
+ROOT = Path(__file__).parents[3]
+QUICKSTART = ROOT / "examples/quickstart/quickstart.toml"
+SECONDS = 60.0
+
+
+@pytest.fixture(params=[LocalLauncher, ForkedLauncher])
+async def launcher(request: pytest.FixtureRequest) -> AsyncIterator[Launcher]:
+    launcher = request.param()
+    yield launcher
+    await launcher.stop(0.0)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> WorkerSpec:
+    """A worker that waits for its controller, which is not there."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.toml").write_text(dump_config(load_config(QUICKSTART, [f"run.directory={tmp_path}"])))
+    return WorkerSpec(role="trainer", rank=0, address=f"ipc://{tmp_path}/hub", run_dir=str(run_dir))
+
+
+def seen(run_dir: str) -> dict[int, list[str]]:
+    """Workers of a run by process id, with their command lines."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().decode().rstrip("\0").split("\0")
+        except OSError:
+            continue
+        if "headrace.pipeline.worker" in command and run_dir in command:
+            found[int(process.name)] = command
+    return found
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_a_mistake_is_told_with_its_line_and_exit_code(launcher: Launcher, tmp_path: Path) -> None:
+    await launcher.start(WorkerSpec(role="engine", rank=3, address="ipc://nowhere", run_dir=str(tmp_path)))
+    exited = await asyncio.wait_for(launcher.next_exit(), SECONDS)
+    assert (exited.name, exited.code) == ("engine-3", 1)
+    assert str(tmp_path / "config.toml") in exited.last_lines.splitlines()[-1]
+    assert (tmp_path / "logs" / "engine-3.log").read_text().strip().endswith(exited.last_lines.splitlines()[-1])
+
+
+async def test_a_worker_is_seen_killed_told_and_started_again(launcher: Launcher, spec: WorkerSpec) -> None:
+    for _ in range(2):
+        await launcher.start(spec)
+        await until(lambda: seen(spec.run_dir))
+        ((pid, command),) = seen(spec.run_dir).items()
+        assert command == [sys.executable, "-m", "headrace.pipeline.worker", *spec.arguments]
+        assert os.getsid(pid) == pid, "its group is killed as a whole"
+        launcher.kill(spec.name)
+        exited = await asyncio.wait_for(launcher.next_exit(), SECONDS)
+        assert (exited.name, exited.code) == ("trainer-0", -signal.SIGKILL)
+        assert not seen(spec.run_dir)
+    launcher.kill(spec.name)
+
+
+async def test_stop_leaves_nothing_and_may_be_called_again(launcher: Launcher, spec: WorkerSpec) -> None:
+    await launcher.start(spec)
+    await until(lambda: seen(spec.run_dir))
+    await launcher.stop(0.1)
+    assert not seen(spec.run_dir)
+    await launcher.stop(0.1)
+
+
+async def test_a_seed_that_dies_takes_its_workers_along_and_another_grows(spec: WorkerSpec) -> None:
+    launcher = ForkedLauncher()
+    for _ in range(2):
+        await launcher.start(spec)
+        await until(lambda: seen(spec.run_dir))
+        ((pid, _),) = seen(spec.run_dir).items()
+        os.kill(parent(pid), signal.SIGKILL)
+        exited = await asyncio.wait_for(launcher.next_exit(), SECONDS)
+        assert (exited.name, exited.code) == ("trainer-0", -signal.SIGKILL)
+        await until(lambda: not seen(spec.run_dir))
+    await launcher.stop(0.0)
+
+
+async def test_a_library_that_cannot_be_loaded_is_named(spec: WorkerSpec, tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('this copy is broken')\n")
+    search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    launcher = ForkedLauncher({"PYTHONPATH": search})
+    await launcher.start(spec)
+    exited = await asyncio.wait_for(launcher.next_exit(), SECONDS)
+    assert exited.code == 1
+    assert exited.last_lines.endswith("ImportError: this copy is broken")
+    await launcher.stop(0.0)
+
+
+OWNER = """
+import asyncio, sys
+from headrace.pipeline.launchers.base import WorkerSpec
+from headrace.pipeline.launchers.forked import ForkedLauncher
+
+async def main():
+    await ForkedLauncher().start(WorkerSpec(role="trainer", rank=0, address=sys.argv[1], run_dir=sys.argv[2]))
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+async def test_workers_end_with_the_process_that_asked_for_them(spec: WorkerSpec) -> None:
+    owner = await asyncio.create_subprocess_exec(sys.executable, "-c", OWNER, spec.address, spec.run_dir)
+    await until(lambda: seen(spec.run_dir))
+    owner.kill()
+    await owner.wait()
+    await until(lambda: not seen(spec.run_dir))
+
+
+def test_a_run_on_cpus_forks_and_one_may_ask_for_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.pipeline.launchers.choice.GPU_DRIVER", ROOT)
+
+    def made(*settings: str) -> type:
+        return type(make_launcher(load_config(QUICKSTART, list(settings))))
+
+    assert made("engine.device=cpu", "training.device=cpu") is ForkedLauncher
+    assert made("engine.device=auto", "training.device=cpu") is LocalLauncher
+    assert made("engine.device=auto", "pipeline.launcher=forked") is ForkedLauncher
+    assert made("engine.device=cpu", "training.device=cpu", "pipeline.launcher=local") is LocalLauncher
+    monkeypatch.setattr("headrace.pipeline.launchers.choice.GPU_DRIVER", ROOT / "no such file")
+    assert made("engine.device=auto", "training.device=auto") is ForkedLauncher
