@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from headrace.config.schema import AlgorithmConfig, EngineConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.delivery import transports
 from headrace.delivery.base import Manifest
+from headrace.delivery.canary import canary_sequence
 from headrace.delivery.digest import digest_as
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import nccl_group
@@ -31,7 +32,6 @@ from headrace.models.lora import attach
 from headrace.models.rounding import rounded
 from headrace.training.lora import TrainedAdapter
 from headrace.training.trainer import Trainer
-from headrace.training.worker import canary_sequence
 from headrace.types import Batch, Float32Array, Int32Array
 
 MODEL = Path(__file__).parents[1] / "examples/smollm2/model"

@@ -17,13 +17,13 @@ from random_models import AllDouble, model_dir, random_batch
 
 from headrace.channel.codec import encode
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
+from headrace.delivery.canary import canary_sequence
 from headrace.delivery.sharded_publisher import ShardedPublisher
 from headrace.delivery.transports import sender
 from headrace.models.loading import load_model
 from headrace.training.ranks import Ranks, join
 from headrace.training.sharding import prepare_model
 from headrace.training.trainer import Trainer
-from headrace.training.worker import canary_sequence
 
 TRAINING = TrainingConfig(learning_rate=1e-3, micro_batch_tokens=32, clip_norm=0.5, weight_decay=0.01)
 CANARY = canary_sequence(61, 8)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.delivery.base import Canary
-from headrace.types import Float32Array
+from headrace.types import Float32Array, Int32Array
 
 SMALLEST_TOLERANCE = 1e-3
 """Rounding of float32 stays well below."""
@@ -18,6 +18,11 @@ LARGEST_FIRST_ERROR = 0.5
 """Arithmetic that differs by more is another model's."""
 HEADROOM = 4.0
 """How much larger than the first error later ones may be."""
+
+
+def canary_sequence(vocabulary: int, length: int) -> Int32Array:
+    """A fixed, arbitrary sequence of token ids: the same in every run of a model."""
+    return np.random.default_rng(0).integers(0, vocabulary, length, dtype=np.int32)
 
 
 def canary_error(canary: Canary, logprobs: Float32Array) -> float:

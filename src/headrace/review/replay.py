@@ -66,7 +66,7 @@ def _digests(config: Config, run_dir: RunDir, last: int) -> Iterator[tuple[int, 
     from headrace.pipeline.worker import fix_threads
 
     fix_threads(config.training.threads)
-    from headrace.training.worker import build_trainer
+    from headrace.training.building import build_trainer
 
     trainer = build_trainer(config, run_dir.checkpoints).trainer
     for batch in _supervised(config):
@@ -86,7 +86,7 @@ def _supervised(config: Config) -> Iterator[Batch]:
 
 def _digest(config: Config, trainer: Trainer) -> int:
     from headrace.delivery.digest import digest_as
-    from headrace.training.worker import published_dtype
+    from headrace.training.publishing import published_dtype
 
     return digest_as(trainer.weights(), published_dtype(config))
 

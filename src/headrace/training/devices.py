@@ -1,10 +1,10 @@
-"""Where a model is trained, and in which dtype its passes compute."""
+"""Where a model is trained and where it is served, and in which dtype the trainer's passes compute."""
 
 from __future__ import annotations
 
 import torch
 
-from headrace.config.schema import TrainingConfig
+from headrace.config.schema import Config, TrainingConfig
 from headrace.errors import UserError
 
 
@@ -18,3 +18,9 @@ def choose_device(wanted: str) -> str:
 def compute_dtype(training: TrainingConfig, device: torch.device) -> str:
     """The dtype of the passes: as configured, or what the device is best at."""
     return training.compute_dtype or ("bfloat16" if device.type == "cuda" else "float32")
+
+
+def engine_device(config: Config) -> str:
+    """Where the run's engines are, on this host."""
+    on_gpu = config.engine.device == "cuda" or (config.engine.device == "auto" and torch.cuda.is_available())
+    return "cuda" if on_gpu else "cpu"

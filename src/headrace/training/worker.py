@@ -13,12 +13,9 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
 from safetensors import SafetensorError
 
 from headrace.channel.beats import Stop
@@ -28,18 +25,13 @@ from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import TrainerTurns
 from headrace.config import Config
 from headrace.delivery.base import Manifest
-from headrace.delivery.digest import digest_as
 from headrace.delivery.plan import dtype_of
-from headrace.delivery.publisher import Publisher
-from headrace.delivery.setup import choose, make_sender
-from headrace.delivery.sharded_publisher import ShardedPublisher
+from headrace.delivery.setup import choose
 from headrace.errors import HeadraceError, UserError
-from headrace.models.loading import load_model, named_weights
 from headrace.models.rounding import rounded
-from headrace.observe.spans import SpanRecorder
+from headrace.training.building import build_trainer
 from headrace.training.checkpoint import latest, prune, read_state, set_aside, torn
-from headrace.training.devices import choose_device
-from headrace.training.lora import TrainedAdapter, keep_base
+from headrace.training.devices import engine_device
 from headrace.training.messages import (
     RENDEZVOUS,
     Acknowledged,
@@ -52,9 +44,8 @@ from headrace.training.messages import (
     Train,
     Trained,
 )
+from headrace.training.publishing import make_publisher
 from headrace.training.ranks import Ranks, join
-from headrace.training.sharding import prepare_model
-from headrace.training.trainer import Trainer
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 T = TypeVar("T")
@@ -270,12 +261,6 @@ class TrainerRole:
         self._when_done(future, announce)
 
 
-def engine_device(config: Config) -> str:
-    """Where the run's engines are, on this host."""
-    on_gpu = config.engine.device == "cuda" or (config.engine.device == "auto" and torch.cuda.is_available())
-    return "cuda" if on_gpu else "cpu"
-
-
 def join_ranks(desk: Desk, config: Config, device: str = "cpu") -> Ranks | None:
     """This process's place among the trainer's ranks; None where it is the only one."""
     training, pipeline = config.training, config.pipeline
@@ -290,113 +275,3 @@ def join_ranks(desk: Desk, config: Config, device: str = "cpu") -> Ranks | None:
         device=device,
         timeout=max(pipeline.start_seconds, pipeline.stall_seconds, config.delivery.deadline),
     )
-
-
-def make_publisher(
-    desk: Desk, config: Config, ranks: Ranks | None, vocabulary: int, base_digest: int, *, device: str = "cpu"
-) -> Publisher | ShardedPublisher:
-    """The end of delivery that is this process's: of the whole model, or of this rank's part."""
-    canary = canary_sequence(vocabulary, config.delivery.canary_tokens)
-    tolerance, deadline = config.delivery.canary_tolerance, config.delivery.deadline
-    rank = ranks.rank if ranks else 0
-    sender = make_sender(
-        config.delivery,
-        desk.run_dir,
-        rank,
-        trainer=device if ranks is None else str(ranks.device),
-        engines=engine_device(config),
-        receivers=config.engine.count,
-        relays=ranks is None,  # an engine keeps the whole, not the parts that it came in
-    )
-    if ranks:
-        return ShardedPublisher(
-            sender, ranks.publishing, ranks.coordinate, published_dtype(config), tolerance, canary, deadline=deadline
-        )
-    return Publisher(
-        sender,
-        published_dtype(config),
-        tolerance,
-        canary,
-        send="adapter" if config.lora is not None else config.delivery.send,
-        base_digest=base_digest,
-        deadline=deadline,
-    )
-
-
-@dataclass(frozen=True)
-class Built:
-    """A trainer at its first weights."""
-
-    trainer: Trainer
-    device: str
-    ranks: Ranks | None
-    base_digest: int
-    """Of the base model, with [lora]; else 0."""
-
-
-def build_trainer(
-    config: Config,
-    checkpoints: Path,
-    spans: SpanRecorder | None = None,
-    meet: Callable[[str], Ranks | None] = lambda device: None,
-) -> Built:
-    """The trainer that a configuration describes, before its first step.
-
-    `meet` is given the device and gives this process's place among the ranks, once the model is loaded; without it the
-    trainer is the only one.
-    """
-    device = choose_device(config.training.device)
-    # Master weights are float32 whatever the serving dtype: small updates would vanish in bfloat16.
-    model = load_model(
-        config.model.path,
-        weights=config.model.weights,
-        dtype="float32",
-        seed=config.run.seed,
-        # Ranks shard what they hold on the host: none of them has room for the whole model on its GPU.
-        device="cpu" if config.training.offload or config.training.ranks > 1 else device,
-    )
-    base_digest = digest_as(named_weights(model), config.model.dtype) if config.lora is not None else 0
-    ranks = meet(device)
-    trainer = Trainer(
-        prepare_model(model, config.training, ranks),
-        config.algorithm,
-        config.training,
-        total_steps=config.run.versions * config.delivery.publish_every,
-        warm_start=config.warm_start,
-        teacher=_teacher(config, model),
-        ranks=ranks,
-        spans=spans,
-        adapter=_adapter(config, model, checkpoints),
-        correct_above=config.buffer.correct_above,
-    )
-    return Built(trainer, device, ranks, base_digest)
-
-
-def _adapter(config: Config, model: Any, checkpoints: Path) -> TrainedAdapter | None:
-    base = Path(config.model.path)
-    if config.lora is None:
-        return None
-    if config.model.weights == "random":
-        base = keep_base(model, checkpoints, base)
-    return TrainedAdapter(model, config.lora, base=base, seed=config.run.seed)
-
-
-def published_dtype(config: Config) -> str:
-    """What weights travel in. A merged adapter is kept apart in float32 and rounded once it is merged."""
-    if config.lora is not None and config.lora.serve == "merged":
-        return "float32"
-    return config.delivery.dtype or config.model.dtype
-
-
-def _teacher(config: Config, model: Any) -> Any:
-    """The frozen model to learn from, beside the one in training; 16 bits are enough for it on a GPU."""
-    if config.algorithm.teacher is None:
-        return None
-    device = next(model.parameters()).device
-    dtype = "float32" if device.type == "cpu" else "bfloat16"
-    return load_model(config.algorithm.teacher, dtype=dtype, device=str(device)).requires_grad_(False)
-
-
-def canary_sequence(vocabulary: int, length: int) -> Int32Array:
-    """A fixed, arbitrary sequence of token ids: the same in every run of a model."""
-    return np.random.default_rng(0).integers(0, vocabulary, length, dtype=np.int32)

@@ -1,0 +1,85 @@
+"""The trainer that a configuration describes, at its first weights: the same one in a run and in its replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Config
+from headrace.delivery.digest import digest_as
+from headrace.models.loading import load_model, named_weights
+from headrace.observe.spans import SpanRecorder
+from headrace.training.devices import choose_device
+from headrace.training.lora import TrainedAdapter, keep_base
+from headrace.training.ranks import Ranks
+from headrace.training.sharding import prepare_model
+from headrace.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Built:
+    """A trainer at its first weights."""
+
+    trainer: Trainer
+    device: str
+    ranks: Ranks | None
+    base_digest: int
+    """Of the base model, with [lora]; else 0."""
+
+
+def build_trainer(
+    config: Config,
+    checkpoints: Path,
+    spans: SpanRecorder | None = None,
+    meet: Callable[[str], Ranks | None] = lambda device: None,
+) -> Built:
+    """The trainer that a configuration describes, before its first step.
+
+    `meet` is given the device and gives this process's place among the ranks, once the model is loaded; without it the
+    trainer is the only one.
+    """
+    device = choose_device(config.training.device)
+    # Master weights are float32 whatever the serving dtype: small updates would vanish in bfloat16.
+    model = load_model(
+        config.model.path,
+        weights=config.model.weights,
+        dtype="float32",
+        seed=config.run.seed,
+        # Ranks shard what they hold on the host: none of them has room for the whole model on its GPU.
+        device="cpu" if config.training.offload or config.training.ranks > 1 else device,
+    )
+    base_digest = digest_as(named_weights(model), config.model.dtype) if config.lora is not None else 0
+    ranks = meet(device)
+    trainer = Trainer(
+        prepare_model(model, config.training, ranks),
+        config.algorithm,
+        config.training,
+        total_steps=config.run.versions * config.delivery.publish_every,
+        warm_start=config.warm_start,
+        teacher=_teacher(config, model),
+        ranks=ranks,
+        spans=spans,
+        adapter=_adapter(config, model, checkpoints),
+        correct_above=config.buffer.correct_above,
+    )
+    return Built(trainer, device, ranks, base_digest)
+
+
+def _adapter(config: Config, model: Any, checkpoints: Path) -> TrainedAdapter | None:
+    base = Path(config.model.path)
+    if config.lora is None:
+        return None
+    if config.model.weights == "random":
+        base = keep_base(model, checkpoints, base)
+    return TrainedAdapter(model, config.lora, base=base, seed=config.run.seed)
+
+
+def _teacher(config: Config, model: Any) -> Any:
+    """The frozen model to learn from, beside the one in training; 16 bits are enough for it on a GPU."""
+    if config.algorithm.teacher is None:
+        return None
+    device = next(model.parameters()).device
+    dtype = "float32" if device.type == "cpu" else "bfloat16"
+    return load_model(config.algorithm.teacher, dtype=dtype, device=str(device)).requires_grad_(False)

@@ -1,0 +1,50 @@
+"""The trainer's end of delivery, as a configuration has it: what travels, in which dtype, through which sender."""
+
+from __future__ import annotations
+
+from headrace.channel.desk import Desk
+from headrace.config import Config
+from headrace.delivery.canary import canary_sequence
+from headrace.delivery.publisher import Publisher
+from headrace.delivery.setup import make_sender
+from headrace.delivery.sharded_publisher import ShardedPublisher
+from headrace.training.devices import engine_device
+from headrace.training.ranks import Ranks
+
+
+def make_publisher(
+    desk: Desk, config: Config, ranks: Ranks | None, vocabulary: int, base_digest: int, *, device: str = "cpu"
+) -> Publisher | ShardedPublisher:
+    """The end of delivery that is this process's: of the whole model, or of this rank's part."""
+    canary = canary_sequence(vocabulary, config.delivery.canary_tokens)
+    tolerance, deadline = config.delivery.canary_tolerance, config.delivery.deadline
+    rank = ranks.rank if ranks else 0
+    sender = make_sender(
+        config.delivery,
+        desk.run_dir,
+        rank,
+        trainer=device if ranks is None else str(ranks.device),
+        engines=engine_device(config),
+        receivers=config.engine.count,
+        relays=ranks is None,  # an engine keeps the whole, not the parts that it came in
+    )
+    if ranks:
+        return ShardedPublisher(
+            sender, ranks.publishing, ranks.coordinate, published_dtype(config), tolerance, canary, deadline=deadline
+        )
+    return Publisher(
+        sender,
+        published_dtype(config),
+        tolerance,
+        canary,
+        send="adapter" if config.lora is not None else config.delivery.send,
+        base_digest=base_digest,
+        deadline=deadline,
+    )
+
+
+def published_dtype(config: Config) -> str:
+    """What weights travel in. A merged adapter is kept apart in float32 and rounded once it is merged."""
+    if config.lora is not None and config.lora.serve == "merged":
+        return "float32"
+    return config.delivery.dtype or config.model.dtype
