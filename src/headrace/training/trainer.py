@@ -7,7 +7,6 @@ same bits as never having stopped.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,44 +15,28 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 
 from headrace.algorithms.losses.base import build_loss, needs
 from headrace.algorithms.losses.imitation import imitation
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
-from headrace.delivery.regions import whole
-from headrace.delivery.shards import held_region
 from headrace.errors import HeadraceError, UserError
-from headrace.models.loading import load_model, named_weights
 from headrace.observe.spans import SpanRecorder
-from headrace.training.checkpoint import TrainerState, copy_companions, is_sharded, read_state, write_checkpoint
+from headrace.training.checkpoint import TrainerState, read_state
 from headrace.training.compiled import compiled_layers, uncompiled
 from headrace.training.devices import compute_dtype
 from headrace.training.half import HalfWeights
 from headrace.training.logprobs import row_logprobs
-from headrace.training.lora import ADAPTER_FILE, TrainedAdapter
+from headrace.training.lora import TrainedAdapter
 from headrace.training.optimizer import Optimizer, learning_rate
 from headrace.training.packing import plan_scoring
 from headrace.training.policies import Policies
 from headrace.training.ranks import Ranks
 from headrace.training.report import StepReport
-from headrace.training.sharded_checkpoint import (
-    OPTIMIZER,
-    WEIGHTS,
-    ShardWriter,
-    placed_like,
-    read_optimizer,
-    read_shards,
-    write_model_files,
-)
+from headrace.training.saving import Saver, trained_weights
 from headrace.training.sharding import input_device, reshard
 from headrace.training.step import accumulate
 from headrace.training.warm_up import warm_up_batches
 from headrace.types import NO_VERSION, Batch, Float32Array, Int32Array
-
-OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"
-REFERENCE_FILE = Path("trainer") / "reference.safetensors"
 
 
 class Trainer:
@@ -87,12 +70,12 @@ class Trainer:
         self._warm = compiled_layers(model) is None
         self._adapter = adapter
         self._ranks = ranks
-        self._shards = ShardWriter(ranks) if ranks else None
         self._policy_loss = build_loss(algorithm, correct_above)
         self._needs = needs(algorithm)
         self._policies = Policies(
             self.model, self._needs, teacher=teacher, switched_off=adapter.disabled if adapter is not None else None
         )
+        self._saver = Saver(model, self._policies, ranks=ranks, half=self._half, adapter=adapter)
         self._training = training
         self._warm_start = warm_start
         self._total_steps = total_steps
@@ -205,10 +188,7 @@ class Trainer:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What is trained, by canonical name, all weights or the adapter's: not copies, the next step changes them."""
-        if self._adapter is not None:
-            return self._adapter.weights()
-        masters = {} if self._half is None else {name: p.detach() for name, p in self._half.masters.items()}
-        return named_weights(self.model) | masters
+        return trained_weights(self.model, self._half, self._adapter)
 
     def save(self, directory: str | Path, *, version: int = NO_VERSION, source: str | Path | None = None) -> Path:
         """Write a checkpoint `step-XXXXXXXX` below this directory; its path, once it is whole.
@@ -224,34 +204,7 @@ class Trainer:
         """As `save`; on several ranks the shards are written while training goes on, on one it is done on return."""
         companions = Path(source if source is not None else self.model.name_or_path)
         state = msgspec.structs.replace(self._state, version=version)
-        if self._shards is not None:
-            tensors = {WEIGHTS + name: tensor for name, tensor in self.weights().items()}
-            tensors |= {OPTIMIZER + name: tensor for name, tensor in self._optimizer_shards().items()}
-
-            def fill(path: Path) -> None:
-                write_model_files(self.model, path)
-                copy_companions(companions, path)
-
-            return self._shards.save(Path(directory), state, tensors, fill)
-
-        def write(path: Path) -> None:
-            with self._half.whole() if self._half else nullcontext():
-                if self._adapter is None:
-                    self.model.save_pretrained(path)
-                else:
-                    self._adapter.save(path)
-            # What the source has beside config and weights; the model's own generation config gives way to it.
-            copy_companions(companions, path)
-            tensors = self._optimizer.tensors() if self._optimizer else {}
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / OPTIMIZER_FILE)
-            reference = self._policies.reference
-            if reference is not None and self._state.steps_done > self._state.policy_steps:
-                # After a warm start nothing else has them: without one they are those of the model directory.
-                save_file({name: tensor.contiguous() for name, tensor in reference.items()}, path / REFERENCE_FILE)
-
-        done: Future[Path] = Future()
-        done.set_result(write_checkpoint(Path(directory), state, write))
-        return done
+        return self._saver.begin(Path(directory), state, self._optimizer, companions)
 
     def load(self, checkpoint: str | Path) -> None:
         """Go on from a checkpoint, of any number of ranks: weights, optimizer and counts are those that were saved.
@@ -260,58 +213,17 @@ class Trainer:
         """
         checkpoint = Path(checkpoint)
         state = read_state(checkpoint)
-        if state.policy_steps:
-            reference = checkpoint / REFERENCE_FILE
-            self._policies.hold_reference(load_file(reference) if reference.is_file() else None)
         optimizer = self._new_optimizer() if state.objective else None
-        if is_sharded(checkpoint):
-            read_shards(checkpoint, {WEIGHTS + name: tensor for name, tensor in self.weights().items()}, self._ranks)
-            if optimizer:
-                optimizer.restore(read_optimizer(checkpoint, dict(self.model.named_parameters()), self._ranks))
-        else:
-            self._load_whole(checkpoint)
-            if optimizer:
-                optimizer.restore(self._own_part(load_file(checkpoint / OPTIMIZER_FILE)))
-        if self._half is not None:
-            self._half.refresh()
+        self._saver.load(checkpoint, state, optimizer)
         self._optimizer = optimizer
         self._state = state
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written."""
-        if self._shards is not None:
-            self._shards.close()
+        self._saver.close()
 
     def _new_optimizer(self) -> Optimizer:
         return Optimizer(self.model, self._training, self._ranks, self._half.masters if self._half else None)
-
-    def _load_whole(self, checkpoint: Path) -> None:
-        if self._adapter is not None:
-            with self._half.whole() if self._half else nullcontext():
-                self._adapter.load(checkpoint)
-            return
-        if (checkpoint / ADAPTER_FILE).is_file():
-            raise UserError(f"{checkpoint} holds an adapter only: it is of a run with [lora]")
-        weights = self.weights()
-        saved = load_model(checkpoint, dtype=str(next(iter(weights.values())).dtype).removeprefix("torch."))
-        _take(named_weights(saved), weights)
-
-    def _optimizer_shards(self) -> dict[str, torch.Tensor]:
-        parameters = dict(self.model.named_parameters())
-        tensors = self._optimizer.tensors() if self._optimizer else {}
-        return {key: placed_like(tensor, parameters[key.partition("/")[2]]) for key, tensor in tensors.items()}
-
-    def _own_part(self, moments: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of whole tensors by `kind/parameter name`, what this rank's optimizer steps."""
-        if self._ranks is None:
-            return moments
-        regions = {name: held_region(tensor) for name, tensor in self.model.named_parameters()}
-        return {
-            key: tensor[regions[name].within(whole(tensor.shape))]
-            if tensor.ndim and (name := key.partition("/")[2]) in regions
-            else tensor
-            for key, tensor in moments.items()
-        }
 
     def _check_skipped(self, norm: float) -> None:
         row = self._state.skipped_in_a_row
@@ -331,11 +243,3 @@ class Trainer:
             schedule=self._training.schedule,
             total_steps=self._total_steps,
         )
-
-
-@torch.no_grad()
-def _take(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy whole tensors over weights of which this rank may hold only a part."""
-    for name, tensor in weights.items():
-        part = saved[name][held_region(tensor).within(whole(tensor.shape))]
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(part)

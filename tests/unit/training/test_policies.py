@@ -17,7 +17,8 @@ from headrace.models.loading import load_model, named_weights
 from headrace.training.logprobs import row_logprobs
 from headrace.training.packing import plan
 from headrace.training.policies import FrozenPolicy, Policies, StoredWeights
-from headrace.training.trainer import REFERENCE_FILE, Trainer
+from headrace.training.saving import REFERENCE_FILE
+from headrace.training.trainer import Trainer
 
 TRAINING = TrainingConfig(learning_rate=2e-3, micro_batch_tokens=32)
 WARM_START = WarmStartConfig(steps=2, learning_rate=5e-3)

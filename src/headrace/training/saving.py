@@ -1,0 +1,172 @@
+"""What a trainer's checkpoint holds, written and read: weights, optimizer, and the reference where nothing else has it.
+
+One rank writes a whole model directory before it goes on, several write their shards while they train. Any number of
+ranks reads either, and what was read is bit for bit what was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from headrace.delivery.regions import whole
+from headrace.delivery.shards import held_region
+from headrace.errors import UserError
+from headrace.models.loading import load_model, named_weights
+from headrace.training.checkpoint import TrainerState, copy_companions, is_sharded, write_checkpoint
+from headrace.training.half import HalfWeights
+from headrace.training.lora import ADAPTER_FILE, TrainedAdapter
+from headrace.training.optimizer import Optimizer
+from headrace.training.policies import Policies
+from headrace.training.ranks import Ranks
+from headrace.training.sharded_checkpoint import (
+    OPTIMIZER,
+    WEIGHTS,
+    ShardWriter,
+    placed_like,
+    read_optimizer,
+    read_shards,
+    write_model_files,
+)
+
+OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"
+REFERENCE_FILE = Path("trainer") / "reference.safetensors"
+
+
+def trained_weights(model: Any, half: HalfWeights | None, adapter: TrainedAdapter | None) -> dict[str, torch.Tensor]:
+    """What is trained, by canonical name, all weights or the adapter's: not copies, the next step changes them."""
+    if adapter is not None:
+        return adapter.weights()
+    masters = {} if half is None else {name: p.detach() for name, p in half.masters.items()}
+    return named_weights(model) | masters
+
+
+class Saver:
+    """Saves one trainer, and brings another like it to where that stood."""
+
+    def __init__(
+        self,
+        model: Any,
+        policies: Policies,
+        *,
+        ranks: Ranks | None,
+        half: HalfWeights | None,
+        adapter: TrainedAdapter | None,
+    ) -> None:
+        self._model = model
+        self._policies = policies
+        self._ranks = ranks
+        self._shards = ShardWriter(ranks) if ranks else None
+        self._half = half
+        self._adapter = adapter
+
+    def begin(
+        self, directory: Path, state: TrainerState, optimizer: Optimizer | None, companions: Path
+    ) -> Future[Path]:
+        """Write a checkpoint below this directory, with the companions of that model directory; its path, once whole.
+
+        On several ranks this returns when all tensors are copied, on one when everything is written.
+        """
+        moments = optimizer.tensors() if optimizer else {}
+        if self._shards is not None:
+
+            def fill(path: Path) -> None:
+                write_model_files(self._model, path)
+                copy_companions(companions, path)
+
+            return self._shards.save(directory, state, self._sharded(moments), fill)
+
+        def write(path: Path) -> None:
+            with self._whole():
+                if self._adapter is None:
+                    self._model.save_pretrained(path)
+                else:
+                    self._adapter.save(path)
+            # What the source has beside config and weights; the model's own generation config gives way to it.
+            copy_companions(companions, path)
+            _write(moments, path / OPTIMIZER_FILE)
+            reference = self._policies.reference
+            if reference is not None and state.steps_done > state.policy_steps:
+                # After a warm start nothing else has them: without one they are those of the model directory.
+                _write(reference, path / REFERENCE_FILE)
+
+        done: Future[Path] = Future()
+        done.set_result(write_checkpoint(directory, state, write))
+        return done
+
+    def load(self, checkpoint: Path, state: TrainerState, optimizer: Optimizer | None) -> None:
+        """Fill weights and optimizer, which must be fresh, from a checkpoint of this state."""
+        if state.policy_steps:
+            reference = checkpoint / REFERENCE_FILE
+            self._policies.hold_reference(load_file(reference) if reference.is_file() else None)
+        if is_sharded(checkpoint):
+            read_shards(checkpoint, {WEIGHTS + name: tensor for name, tensor in self._weights().items()}, self._ranks)
+            if optimizer:
+                optimizer.restore(read_optimizer(checkpoint, dict(self._model.named_parameters()), self._ranks))
+        else:
+            self._load_whole(checkpoint)
+            if optimizer:
+                optimizer.restore(self._own_part(load_file(checkpoint / OPTIMIZER_FILE)))
+        if self._half is not None:
+            self._half.refresh()
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written."""
+        if self._shards is not None:
+            self._shards.close()
+
+    def _whole(self) -> AbstractContextManager[None]:
+        return self._half.whole() if self._half else nullcontext()
+
+    def _load_whole(self, checkpoint: Path) -> None:
+        if self._adapter is not None:
+            with self._whole():
+                self._adapter.load(checkpoint)
+            return
+        if (checkpoint / ADAPTER_FILE).is_file():
+            raise UserError(f"{checkpoint} holds an adapter only: it is of a run with [lora]")
+        weights = self._weights()
+        saved = load_model(checkpoint, dtype=str(next(iter(weights.values())).dtype).removeprefix("torch."))
+        _take(named_weights(saved), weights)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return trained_weights(self._model, self._half, self._adapter)
+
+    def _sharded(self, moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's shards of everything, by the names that they have in a checkpoint."""
+        parameters = dict(self._model.named_parameters())
+        shards = {WEIGHTS + name: tensor for name, tensor in self._weights().items()}
+        for key, tensor in moments.items():
+            shards[OPTIMIZER + key] = placed_like(tensor, parameters[key.partition("/")[2]])
+        return shards
+
+    def _own_part(self, moments: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of whole tensors by `kind/parameter name`, what this rank's optimizer steps."""
+        if self._ranks is None:
+            return moments
+        regions = {name: held_region(tensor) for name, tensor in self._model.named_parameters()}
+        return {
+            key: tensor[regions[name].within(whole(tensor.shape))]
+            if tensor.ndim and (name := key.partition("/")[2]) in regions
+            else tensor
+            for key, tensor in moments.items()
+        }
+
+
+def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+
+
+@torch.no_grad()
+def _take(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy whole tensors over weights of which this rank may hold only a part."""
+    for name, tensor in weights.items():
+        part = saved[name][held_region(tensor).within(whole(tensor.shape))]
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(part)
