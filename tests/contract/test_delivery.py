@@ -18,7 +18,7 @@ import pytest
 import torch
 from delivery_parts import BUCKET_BYTES, KINDS, Publishing, Serving
 
-from headrace.delivery import receiver
+from headrace.delivery import receiver, staging
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.plan import Plan
 from headrace.delivery.transports import WITHOUT_GPU, nccl_sessions, nccl_wire, tcp_source
@@ -39,13 +39,13 @@ Serve = Callable[..., Serving]
 
 @pytest.fixture(autouse=True)
 def small_buckets_and_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = receiver.source
+    real = staging.source
 
     def source(name: str, **options: Any) -> Source:
         return NcclSource(patience=1.5) if name == "nccl" else real(name, **options)
 
     monkeypatch.setattr(tcp_source, "BUCKET_BYTES", BUCKET_BYTES)
-    monkeypatch.setattr(receiver, "source", source)
+    monkeypatch.setattr(staging, "source", source)
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_a_question_that_nobody_answers_is_given_up(
     publishing: Publish, serving: Serve, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     trainer, engine = publishing("tcp", kind), serving(kind)
-    monkeypatch.setattr(receiver, "source", lambda name, **options: TcpSource(patience=0.3))
+    monkeypatch.setattr(staging, "source", lambda name, **options: TcpSource(patience=0.3))
     ask(engine, 1, 3, 4000)
     proved(engine, trainer, 1)
     manifest = trainer.publish(2)

@@ -20,7 +20,7 @@ from delivery_parts import BUCKET_BYTES, KINDS, Holding, Publishing, Serving
 from delivery_zygote import Child
 
 from headrace.channel.codec import decode
-from headrace.delivery import receiver
+from headrace.delivery import staging
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.transports import WITHOUT_GPU, file, tcp_source
 from headrace.delivery.transports.files import sweep_directory
@@ -76,10 +76,10 @@ def fork(zygote: Any, tmp_path: Path) -> Iterator[Fork]:
 
 @pytest.fixture(autouse=True)
 def small_buckets_and_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = receiver.source
+    real = staging.source
     monkeypatch.setattr(tcp_source, "BUCKET_BYTES", BUCKET_BYTES)
     monkeypatch.setattr(
-        receiver, "source", lambda name, **o: NcclSource(patience=2.0) if name == "nccl" else real(name, **o)
+        staging, "source", lambda name, **o: NcclSource(patience=2.0) if name == "nccl" else real(name, **o)
     )
 
 

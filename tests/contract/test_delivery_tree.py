@@ -82,7 +82,7 @@ def sent(trainer: Publishing) -> int:
 
 
 def source_of(engine: Holding) -> TcpSource:
-    found = engine.receiver._sources["tcp"]
+    found = engine.receiver._staging._sources["tcp"]
     assert isinstance(found, TcpSource)
     return found
 

@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from headrace.delivery.agreement import agreed_plan, check_base, check_casts
 from headrace.delivery.base import Entry, Manifest, Proof
 from headrace.delivery.canary import Tolerance, canary_error
-from headrace.delivery.delta import apply
 from headrace.delivery.digest import digest
 from headrace.delivery.live import DeviceCheck, DeviceSide, HostCheck
-from headrace.delivery.parts import fetch_parts
-from headrace.delivery.plan import Plan, copy_all, dtype_name, dtype_of, make_plan, pack, plan_digest, unpack
-from headrace.delivery.regions import whole
-from headrace.delivery.transports import source
-from headrace.delivery.transports.base import Relaying, Source
-from headrace.errors import DeliveryError, WrongBase
+from headrace.delivery.plan import Plan, copy_all, dtype_of
+from headrace.delivery.staging import Staging
+from headrace.errors import DeliveryError
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 
@@ -81,18 +78,15 @@ class Receiver:
         """
         self._live = weights
         self._engine = engine
-        self._keys = keys
         self._after_copy = installed
         self._base_digest = base_digest
         self._tolerance = Tolerance()
         self._plan: Plan | None = None
-        self._device = next((tensor.device for tensor in weights.values()), torch.device("cpu"))
-        self._gpu = DeviceSide(self._device) if self._device.type == "cuda" else None
+        device = next((tensor.device for tensor in weights.values()), torch.device("cpu"))
+        self._gpu = DeviceSide(device) if device.type == "cuda" else None
+        self._staging = Staging(weights, device, self._gpu, keys)
         self._proved = NO_VERSION
         self._quarantined = False
-        self._sources: dict[str, Source] = {}
-        self._buffer: torch.Tensor | None = None
-        self._unpacked: tuple[int, dict[str, torch.Tensor]] | None = None
         self._staged: Staged | None = None
         self._installed: Installed | None = None
         self._busy = threading.Lock()
@@ -118,15 +112,21 @@ class Receiver:
             started = time.monotonic()
             self._staged = None
             self._check_order(manifest.version)
-            self._check_base(manifest)
-            plan = self._agreed_plan(manifest)
-            weights, shared, fetched = self._arrived(manifest, plan, on_arrival)
-            self._check_casts(weights)
+            check_base(manifest, proved=self._proved, quarantined=self._quarantined, base_digest=self._base_digest)
+            plan = self._plan = agreed_plan(manifest, self._live, self._plan)
+            arrived = self._staging.fetch(manifest, plan, on_arrival)
+            check_casts(arrived.weights, self._live)
             if self._gpu:
                 self._gpu.prepare_live(plan, self._live)
-            seconds = time.monotonic() - started
-            self._staged = Staged(manifest, weights, manifest.digest, seconds, fetched - started, shared)
-            self._share(manifest)
+            self._staged = Staged(
+                manifest,
+                arrived.weights,
+                manifest.digest,
+                seconds=time.monotonic() - started,
+                fetch_seconds=arrived.fetched - started,
+                shared=arrived.shared,
+            )
+            self._staging.share(manifest)
             return self._staged
 
     def install(self, staged: Staged) -> Installed:
@@ -181,10 +181,8 @@ class Receiver:
 
     def close(self) -> None:
         """Let go of the transports and the buffer. Idempotent."""
-        for opened in self._sources.values():
-            opened.close()
-        self._sources.clear()
-        self._staged = self._installed = self._buffer = self._unpacked = None
+        self._staging.close()
+        self._staged = self._installed = None
         if self._gpu:
             self._gpu.close()
 
@@ -201,13 +199,14 @@ class Receiver:
         # Again: a newer version may have been proved since this one was staged, or its place used again.
         self._check_order(staged.manifest.version)
         if staged.shared:
-            self._sources[staged.manifest.transport].verify(staged.manifest.location, staged.manifest.version)
+            self._staging.verify(staged.manifest)
         started = time.monotonic()
         self._staged = self._installed = None
         self._quarantined = True
         live: HostCheck | DeviceCheck
         if self._gpu:
-            live = self._gpu.install(lambda: copy_all(self._live, staged.weights), self._buffer, self._after_copy)
+            buffer = self._staging.buffer
+            live = self._gpu.install(lambda: copy_all(self._live, staged.weights), buffer, self._after_copy)
         else:
             copy_all(self._live, staged.weights)
             if self._after_copy:
@@ -215,151 +214,6 @@ class Receiver:
             live = HostCheck(digest(self._live_as(staged.manifest.entries)), started)
         self._installed = Installed(staged, live)
         return self._installed
-
-    def _agreed_plan(self, manifest: Manifest) -> Plan:
-        """The plan that follows from our own names and shapes, if it is the manifest's too."""
-        known = self._plan
-        if known and known.digest == manifest.plan_digest and known.entries == tuple(manifest.entries):
-            return known
-        entries = {entry.name: entry for entry in manifest.entries}
-        if missing := self._live.keys() - entries.keys():
-            raise DeliveryError(f"version {manifest.version} lacks {_some(missing)}")
-        if unknown := entries.keys() - self._live.keys():
-            raise DeliveryError(f"version {manifest.version} has {_some(unknown)}, which this engine does not know")
-        for name, live in self._live.items():
-            entry = entries[name]
-            if entry.shape != tuple(live.shape):
-                raise DeliveryError(f"{name} is published with shape {entry.shape}, but lives with {tuple(live.shape)}")
-            if dtype_of(entry.dtype).is_floating_point != live.is_floating_point():
-                raise DeliveryError(f"{name} is published as {entry.dtype}, but lives as {dtype_name(live.dtype)}")
-        plan = make_plan((name, entries[name].dtype, live.shape) for name, live in self._live.items())
-        if not plan.digest == manifest.plan_digest == plan_digest(manifest.entries):
-            raise DeliveryError(f"version {manifest.version} is packed by another plan than this engine's")
-        self._plan = plan
-        return plan
-
-    def _check_base(self, manifest: Manifest) -> None:
-        """What does not carry all weights must be for those that are here."""
-        version = manifest.version
-        if (manifest.kind == "adapter") != (self._base_digest is not None):
-            wanted = "all weights, not an adapter" if self._base_digest is None else "an adapter"
-            raise DeliveryError(f"version {version} is of kind {manifest.kind}, but this engine takes {wanted}")
-        if manifest.kind == "adapter" and manifest.base_digest != self._base_digest:
-            raise DeliveryError(
-                f"version {version} is an adapter to weights with digest {manifest.base_digest:016x}, but this engine's"
-                f" have {self._base_digest:016x}"
-            )
-        if manifest.kind == "delta" and (self._quarantined or self._proved != manifest.base):
-            held = "unproved weights" if self._quarantined else f"version {self._proved}"
-            raise WrongBase(f"version {version} is a change to version {manifest.base}, but this engine has {held}")
-
-    def _arrived(
-        self, manifest: Manifest, plan: Plan, on_arrival: Callable[[], None]
-    ) -> tuple[Mapping[str, torch.Tensor], bool, float]:
-        """Weights with the manifest's digest, whether they are the trainer's memory, and when they were here."""
-        try:
-            return self._digested(manifest, plan, on_arrival)
-        except DeliveryError:
-            opened = self._source(manifest.transport)
-            if not isinstance(opened, Relaying) or not opened.relayed:
-                raise
-        # Another engine handed it on, and wrong: now it comes from the trainer.
-        return self._digested(manifest, plan, on_arrival)
-
-    def _digested(
-        self, manifest: Manifest, plan: Plan, on_arrival: Callable[[], None]
-    ) -> tuple[Mapping[str, torch.Tensor], bool, float]:
-        weights, shared = (
-            (self._patched(manifest, plan), False) if manifest.kind == "delta" else self._fetched(manifest, plan)
-        )
-        fetched = time.monotonic()
-        on_arrival()
-        found = self._gpu.digest_staged(plan, weights) if self._gpu else digest(weights.items())
-        if found != manifest.digest:
-            raise DeliveryError(
-                f"version {manifest.version} arrived wrong: its digest is {found:016x}, not {manifest.digest:016x}"
-            )
-        return weights, shared, fetched
-
-    def _share(self, manifest: Manifest) -> None:
-        opened = self._source(manifest.transport)
-        if isinstance(opened, Relaying) and not manifest.parts:
-            opened.share(manifest.location, manifest.version)
-
-    def _source(self, transport: str) -> Source:
-        if transport not in self._sources:
-            self._sources[transport] = source(transport, keys=self._keys, device=str(self._device))
-        return self._sources[transport]
-
-    def _opened(self, manifest: Manifest, entries: Sequence[Entry]) -> tuple[Source, dict[str, torch.Tensor]]:
-        opened = self._source(manifest.transport)
-        return opened, opened.open(manifest.location, manifest.version, entries)
-
-    def _fetched(self, manifest: Manifest, plan: Plan) -> tuple[dict[str, torch.Tensor], bool]:
-        """The weights where they can be copied from in one go, and whether that is the trainer's memory."""
-        if manifest.parts:
-            return self._composed(manifest, plan), False
-        opened, published = self._opened(manifest, plan.entries)
-        # A place is not written again before its version is acknowledged: what is on our device already stays there.
-        here = all(tensor.device == self._device for tensor in published.values())
-        weights = published if here else self._copied(published, plan)
-        opened.verify(manifest.location, manifest.version)
-        return weights, here and not opened.private
-
-    def _composed(self, manifest: Manifest, plan: Plan) -> dict[str, torch.Tensor]:
-        """The weights put together from what the ranks of a trainer published."""
-        weights = self._staging(plan)
-        wanted = {entry.name: whole(entry.shape) for entry in plan.entries}
-        fetch_parts(self._source(manifest.transport), manifest, weights, wanted)
-        if self._gpu:
-            self._gpu.finish_staging()
-        return weights
-
-    def _patched(self, manifest: Manifest, plan: Plan) -> dict[str, torch.Tensor]:
-        """The live weights with what has changed in them."""
-        if not manifest.payload or len(manifest.payload) != 1:
-            raise DeliveryError(f"version {manifest.version} is a change without its one payload")
-        opened, published = self._opened(manifest, manifest.payload)
-        buffer = self._room(plan)
-        pack(buffer, plan.entries, self._live)
-        apply(published[manifest.payload[0].name], buffer[: plan.nbytes])
-        opened.verify(manifest.location, manifest.version)
-        if self._gpu:
-            self._gpu.finish_staging()
-        return unpack(buffer, plan.entries)
-
-    def _copied(self, published: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
-        weights = self._staging(plan)
-        copy_all(weights, published, non_blocking=True)
-        if self._gpu:
-            self._gpu.finish_staging()
-        return weights
-
-    def _staging(self, plan: Plan) -> dict[str, torch.Tensor]:
-        """Memory of our own for all weights of this plan."""
-        buffer = self._room(plan)
-        if self._unpacked is None or self._unpacked[0] != plan.digest:
-            self._unpacked = plan.digest, unpack(buffer, plan.entries)
-        return self._unpacked[1]
-
-    def _room(self, plan: Plan) -> torch.Tensor:
-        if self._buffer is None or len(self._buffer) < plan.nbytes:
-            self._buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device)
-            self._unpacked = None
-        return self._buffer
-
-    def _check_casts(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Live tensors of another dtype are fine only where the cast loses nothing."""
-        for name, tensor in weights.items():
-            live = self._live[name]
-            if live.dtype != tensor.dtype:
-                back = tensor.to(live.dtype).to(tensor.dtype)
-                # As bytes: a NaN is equal to itself, and the two zeros differ.
-                if not torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
-                    raise DeliveryError(
-                        f"{name} is published as {dtype_name(tensor.dtype)} and loses precision as the engine's"
-                        f" {dtype_name(live.dtype)}"
-                    )
 
     def _live_as(self, entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
         for entry in entries:
@@ -372,11 +226,6 @@ def _mismatch(staged: Staged, found: int, error: float, tolerance: float) -> str
     if error > tolerance:
         return f"the canary is off by {error:.3g} (tolerance {tolerance:.3g})"
     return ""
-
-
-def _some(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    return ordered[0] if len(ordered) == 1 else f"{ordered[0]} and {len(ordered) - 1} more"
 
 
 class _Exclusive:

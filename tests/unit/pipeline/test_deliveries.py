@@ -441,21 +441,22 @@ class Real:
         return await asyncio.to_thread(self._load, manifest)
 
     def _load(self, manifest: Manifest) -> Proof:
-        fetched = self.receiver._fetched
+        staging = self.receiver._staging
+        fetched = staging._fetched
 
         def slow(*arguments: Any) -> Any:
             found = fetched(*arguments)
             assert self.gate.wait(20)
             return found
 
-        self.receiver._fetched = slow  # type: ignore[method-assign]
+        staging._fetched = slow  # type: ignore[method-assign]
         try:
             return self.receiver.swap(self.receiver.stage(manifest), score)
         except DeliveryError as error:
             self.refusals.append(str(error))
             return Proof(engine=self.name, version=manifest.version, accepted=False, reason=str(error))
         finally:
-            self.receiver._fetched = fetched  # type: ignore[method-assign]
+            staging._fetched = fetched  # type: ignore[method-assign]
 
 
 def score(ids: np.ndarray) -> np.ndarray:
