@@ -1,19 +1,19 @@
 """The window of groups under way: who may start, which groups are the next batch. No I/O, no clock, no waiting.
 
-Every admitted group is in exactly one place: in flight, ready, in training (consumed, its slot not yet free) or gone.
 Groups under way never exceed the slots (and the spare ones of oversampling), and no batch leaves with a token over the
-lag bound.
+lag bound. `places` knows where every group is, `admission` has the arithmetic and its proofs.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 
 from headrace.buffer import admission
+from headrace.buffer.filter_rate import FilterRate
+from headrace.buffer.places import Places
 from headrace.buffer.salvage import masked
 from headrace.errors import HeadraceError
 from headrace.types import Group, Int32Array, without_republished
@@ -54,10 +54,7 @@ class Window:
         self.on_stale = on_stale
         self.spares = admission.spare_slots(oversample, self.capacity)
         self._anchored = depth != "unbounded"
-        self._outcomes: deque[bool] = deque(maxlen=RATE_MEMORY * self.capacity)
-        """Was it filtered? Of the latest groups, up to the youngest that was consumed."""
-        self._filtered: list[int] = []
-        """Filtered groups that are not among those yet."""
+        self._filter_rate = FilterRate(RATE_MEMORY * self.capacity)
         self.batches = 0
         """Batches taken."""
         self.proved = first_version
@@ -66,29 +63,22 @@ class Window:
         self._shift = 0
         """Ids that were given to weights again since the first version."""
         self._wanted = None if versions is None else versions * self.size
-        self._last_id: int | None = None
-        self._unconsumed: dict[int, int] = {}
-        """Group id -> version proved at its admission, oldest first. `Group.version` may be newer on one engine."""
-        self._ready: dict[int, Group] = {}
-        self._training: dict[int, int] = {}
-        """Version being trained -> groups consumed for it whose slots are not free."""
-        self._overtakers: set[int] = set()
-        """Consumed groups that are younger than the oldest unconsumed one."""
+        self._places = Places()
 
     @property
     def in_flight(self) -> int:
         """Groups that are being generated or scored."""
-        return len(self._unconsumed) - len(self._ready)
+        return self._places.in_flight
 
     @property
     def ready(self) -> int:
         """Complete groups that no batch has taken."""
-        return len(self._ready)
+        return len(self._places.ready)
 
     @property
     def occupied(self) -> int:
         """Slots in use."""
-        return len(self._unconsumed) + sum(self._training.values())
+        return self._places.occupied
 
     @property
     def trained_version(self) -> int:
@@ -120,15 +110,11 @@ class Window:
         """
         refused = []
         for group_id, version in groups:
-            if self._last_id is not None and group_id <= self._last_id:
-                raise HeadraceError(f"group {group_id} was restored after group {self._last_id}: ids must increase")
             if self.occupied >= self.capacity + self.spares:
                 refused.append(group_id)
-                continue
-            self._last_id = group_id
-            self._unconsumed[group_id] = version
-        self._overtakers.update(trained)
-        self._move_anchor()
+            else:
+                self._places.enter(group_id, version, "restored")
+        self._places.overtook(list(trained))
         return refused
 
     @property
@@ -138,23 +124,23 @@ class Window:
         At most W - 1 groups overtake the oldest unconsumed one: a batch that leaves it behind finds more than `groups`
         unconsumed, so the last admission before it was not one into a full window, and at most W groups stood in it.
         """
-        needed = None if self._wanted is None else self._wanted - self.batches * self.groups - len(self._unconsumed)
+        unconsumed = len(self._places.unconsumed)
         return admission.admissible(
             self.occupied,
-            len(self._unconsumed) + len(self._overtakers) if self._anchored else 0,
-            len(self._unconsumed),
+            unconsumed + len(self._places.overtakers) if self._anchored else 0,
+            unconsumed,
             self.capacity,
             self.groups,
             in_flight=self.in_flight,
             filtered=self.filtered_rate,
             spares=self.spares,
-            needed=needed,
+            needed=self._needed(),
         )
 
     @property
     def filtered_rate(self) -> float:
         """The share of the latest groups that was filtered."""
-        return sum(self._outcomes) / len(self._outcomes) if self._outcomes else 0.0
+        return self._filter_rate.value
 
     def may_admit(self) -> bool:
         """Whether one more group may start."""
@@ -164,34 +150,29 @@ class Window:
         """Charge a slot for a group whose tokens will be of `version`, proved on its engine, or newer."""
         if not self.may_admit():
             raise HeadraceError(f"group {group_id} was admitted without a free slot: {self.explain()}")
-        if self._last_id is not None and group_id <= self._last_id:
-            raise HeadraceError(f"group {group_id} was admitted after group {self._last_id}: ids must increase")
         if not self.proved <= version <= self.trained_version:
             raise HeadraceError(
                 f"group {group_id} was admitted at version {version}, but the engines have proved {self.proved} "
                 f"and {self.trained_version} is in training"
             )
-        self._last_id = group_id
-        self._unconsumed[group_id] = self.proved
+        self._places.enter(group_id, self.proved, "admitted")
 
     def complete(self, group: Group) -> None:
         """All rollouts of this group have ended and are scored."""
-        if group.id not in self._unconsumed or group.id in self._ready:
-            raise HeadraceError(f"group {group.id} was completed but is not in flight")
-        self._ready[group.id] = group
+        self._places.complete(group)
 
     def drop(self, group_id: int) -> None:
         """This group will not be trained, by our decision: its slot is free."""
-        self._leave(group_id, "dropped")
+        self._places.leave(group_id, "dropped")
 
     def fail(self, group_id: int) -> None:
         """This group cannot be trained: its slot is free."""
-        self._leave(group_id, "failed")
+        self._places.leave(group_id, "failed")
 
     def filter(self, group_id: int) -> None:
         """This group is of no use for training, and another one may take its place."""
-        self._leave(group_id, "filtered")
-        self._filtered.append(group_id)
+        self._places.leave(group_id, "filtered")
+        self._filter_rate.filtered(group_id)
 
     def late(self, version: int) -> bool:
         """Whether a group with a trained token of this version can no longer make `max_lag`."""
@@ -204,14 +185,14 @@ class Window:
         prevents all of it for every group that this window admitted with tokens no older than its admission.
         """
         found = []
-        for group_id, group in sorted(self._ready.items()):
+        for group in self.ready_groups():
             versions = _token_versions(group)
             if not len(versions) or not self.late(int(versions.min())):
                 continue
             if self.on_stale == "salvage" and not self.late(int(versions.max())):
                 assert self.max_lag is not None
                 oldest = admission.oldest_on_time(self.trained_version, self.max_lag, self.republished)
-                self._ready[group_id] = masked(group, oldest)
+                self._places.ready[group.id] = masked(group, oldest)
             else:
                 found.append(group)
         return found
@@ -223,7 +204,7 @@ class Window:
             for group_id, has_seat in self._seats():
                 if not has_seat:
                     found.append(group_id)
-                elif group_id not in self._ready:
+                elif group_id not in self._places.ready:
                     break
         return found
 
@@ -233,25 +214,20 @@ class Window:
 
     def ready_groups(self) -> list[Group]:
         """Complete groups that no batch has taken, oldest first."""
-        return [self._ready[group_id] for group_id in sorted(self._ready)]
+        return [group for _, group in sorted(self._places.ready.items())]
 
     def take(self) -> list[Group] | None:
         """The next batch, oldest ready groups first, or None if it has to wait. Checks the lag of every token."""
         ids = self._next_batch()
         if ids is None:
             return None
-        for group_id in ids:
-            versions = _token_versions(self._ready[group_id])
-            admission.check_lag(self.trained_version, versions, self.lag_bound, self.republished)
         version = self.trained_version
-        self._measure(ids)
-        self.batches += 1
-        self._training[version] = self._training.get(version, 0) + len(ids)
-        self._overtakers.update(ids)
         for group_id in ids:
-            del self._unconsumed[group_id]
-        self._move_anchor()
-        return [self._ready.pop(group_id) for group_id in ids]
+            versions = _token_versions(self._places.ready[group_id])
+            admission.check_lag(version, versions, self.lag_bound, self.republished)
+        self._filter_rate.consumed(ids)
+        self.batches += 1
+        return self._places.consume(ids, version)
 
     def release(self, version: int) -> None:
         """The engines have proved `version`: free the slots of all groups that it was trained on."""
@@ -260,116 +236,100 @@ class Window:
                 f"version {version} was proved after {self.proved}, while {self.trained_version} is in training"
             )
         self.proved = version
-        kept = [trained for trained in self._training if self._own(trained) >= self._own(version)]
-        self._training = {trained: self._training[trained] for trained in kept}
-
-    def explain(self) -> str:
-        """One line: what the next admission and the next batch wait for."""
-        return f"{self.explain_admission()}; {self.explain_batch()}"
+        self._places.free(lambda trained: self._own(trained) < self._own(version))
 
     def _next_batch(self) -> list[int] | None:
         ids = self._eligible()[: self.groups]
+        return None if self._hindrance(ids) else ids
+
+    def _hindrance(self, ids: list[int]) -> str:
+        """Why the oldest groups that may be trained are not the next batch; empty if they are."""
         if len(ids) < self.groups:
-            return None
+            return "they are too few"
         # Synchronous runs are reproducible: which groups share a batch must not depend on who finished first.
-        if self.depth == 0 and ids != list(self._unconsumed)[: self.groups]:
-            return None
-        return None if self._would_be_late(ids) or self._would_overtake_too_far(ids) else ids
+        if self.depth == 0 and ids != list(self._places.unconsumed)[: self.groups]:
+            return "depth 0 trains in order"
+        if self._would_be_late(ids):
+            return f"it would exceed max_lag = {self.max_lag} later"
+        return "it is overtaken too far already" if self._would_overtake_too_far(ids) else ""
 
     def _eligible(self) -> list[int]:
         """Ready groups that may be trained, oldest first: none that is younger than one without a seat."""
         end = next((group_id for group_id, has_seat in self._seats() if not has_seat), None)
-        return [group_id for group_id in sorted(self._ready) if end is None or group_id < end]
+        return [group_id for group_id in sorted(self._places.ready) if end is None or group_id < end]
 
     def _seats(self) -> Iterator[tuple[int, bool]]:
         """Unconsumed groups, oldest first, and whether they have a seat once those before them without one are gone."""
         if not self.spares:
-            yield from ((group_id, True) for group_id in self._unconsumed)
+            yield from ((group_id, True) for group_id in self._places.unconsumed)
             return
-        older = self.batches * self.groups - len(self._overtakers)
-        for group_id, version in self._unconsumed.items():
-            before = older + sum(overtaker < group_id for overtaker in self._overtakers)
+        overtakers = self._places.overtakers
+        older = self.batches * self.groups - len(overtakers)
+        for group_id, version in self._places.unconsumed.items():
+            before = older + sum(overtaker < group_id for overtaker in overtakers)
             has_seat = admission.seated(before, self.count(version), self.capacity, self.size)
             older += has_seat
             yield group_id, has_seat
 
     def _would_overtake_too_far(self, ids: list[int]) -> bool:
         """With spares more than W groups may stand from the oldest on; only the first W of them may leave it behind."""
-        if not self.spares or not self._anchored or next(iter(self._unconsumed)) == ids[0]:
+        unconsumed, overtakers = self._places.unconsumed, self._places.overtakers
+        if not self.spares or not self._anchored or next(iter(unconsumed)) == ids[0]:
             return False
-        return sum(other < ids[-1] for other in (*self._unconsumed, *self._overtakers)) > self.capacity - 1
+        return sum(other < ids[-1] for other in (*unconsumed, *overtakers)) > self.capacity - 1
 
     def _would_be_late(self, ids: list[int]) -> bool:
         if self.max_lag is None or self.on_stale != "wait":
             return False
         taken = set(ids)
         left = [
-            self.count(self._unconsumed[group_id]) if has_seat else None
+            self.count(self._places.unconsumed[group_id]) if has_seat else None
             for group_id, has_seat in self._seats()
             if group_id not in taken
         ]
         return not admission.on_time((self.batches + 1) * self.groups, left, self.size, self.max_lag)
 
-    def _measure(self, taken: list[int]) -> None:
-        """Count what was filtered on the way to this batch; by age, so that it does not depend on who came first."""
-        settled = [group_id for group_id in self._filtered if group_id < taken[-1]]
-        self._filtered = [group_id for group_id in self._filtered if group_id > taken[-1]]
-        self._outcomes.extend([True] * len(settled) + [False] * len(taken))
-
     def _own(self, version: int) -> int:
         return int(without_republished(version, self.republished))
 
-    def _leave(self, group_id: int, how: str) -> None:
-        if self._unconsumed.pop(group_id, None) is None:
-            raise HeadraceError(f"group {group_id} was {how} but is neither in flight nor ready")
-        self._ready.pop(group_id, None)
-        self._move_anchor()
+    def _needed(self) -> int | None:
+        """How many groups more than the unconsumed ones are of any use."""
+        if self._wanted is None:
+            return None
+        return self._wanted - self.batches * self.groups - len(self._places.unconsumed)
 
-    def _move_anchor(self) -> None:
-        oldest = next(iter(self._unconsumed), None)
-        self._overtakers = {i for i in self._overtakers if oldest is not None and i > oldest}
+    def explain(self) -> str:
+        """One line: what the next admission and the next batch wait for."""
+        return f"{self.explain_admission()}; {self.explain_batch()}"
 
     def explain_admission(self) -> str:
         """What the next admission waits for."""
+        places = self._places
         if free := self.free:
             return f"{free} of {self.capacity} slots may be charged"
-        if self._wanted is not None and self.batches * self.groups + len(self._unconsumed) >= self._wanted:
+        needed = self._needed()
+        if needed is not None and needed <= 0:
             return "nothing is admitted: the last version has all its groups"
         if self.occupied >= self.capacity:
-            held = self.occupied - len(self._unconsumed)
             return (
                 f"nothing is admitted: all {self.capacity} slots are taken ({self.in_flight} groups in flight, "
-                f"{self.ready} ready, {held} until the engines prove version {self.proved + 1})"
+                f"{self.ready} ready, {places.in_training} until the engines prove version {self.proved + 1})"
             )
-        anchor = self._describe(next(iter(self._unconsumed)))
+        anchor = places.describe(next(iter(places.unconsumed)))
         return (
             f"nothing is admitted: the window of {self.capacity} groups is full behind {anchor}, "
-            f"which {len(self._overtakers)} younger ones have overtaken"
+            f"which {len(places.overtakers)} younger ones have overtaken"
         )
 
     def explain_batch(self) -> str:
         """What the next batch waits for."""
         if self._next_batch() is not None:
             return f"a batch for version {self.trained_version} is ready"
-        if len(self._eligible()) < self.groups:
-            return (
-                f"no batch: {self.ready} of {self.groups} groups are ready, "
-                f"the oldest unfinished one is {self._oldest_unfinished()}"
-            )
-        order = "it is overtaken too far already"
-        if self.depth == 0:
-            order = "depth 0 trains in order"
-        elif self._would_be_late(self._eligible()[: self.groups]):
-            order = f"it would exceed max_lag = {self.max_lag} later"
-        return f"no batch: it has to wait for {self._oldest_unfinished()} ({order})"
-
-    def _describe(self, group_id: int) -> str:
-        place = "ready, of" if group_id in self._ready else "in flight since"
-        return f"group {group_id}, {place} version {self._unconsumed[group_id]}"
-
-    def _oldest_unfinished(self) -> str:
-        oldest = next((id_ for id_ in self._unconsumed if id_ not in self._ready), None)
-        return "none" if oldest is None else self._describe(oldest)
+        oldest = self._places.oldest_unfinished()
+        ids = self._eligible()[: self.groups]
+        if len(ids) < self.groups:
+            return f"no batch: {self.ready} of {self.groups} groups are ready, the oldest unfinished one is {oldest}"
+        return f"no batch: it has to wait for {oldest} ({self._hindrance(ids)})"
 
 
 def _token_versions(group: Group) -> Int32Array:

@@ -50,7 +50,7 @@ class DropOldest(Window):
         return self.ready_groups()[: max(0, self.ready - self.groups)]
 
     def _next_batch(self) -> list[int] | None:
-        ids = sorted(self._ready)[: self.groups]
+        ids = [group.id for group in self.ready_groups()[: self.groups]]
         return ids if len(ids) == self.groups else None
 
 

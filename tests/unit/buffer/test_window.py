@@ -133,8 +133,7 @@ class WindowMachine(RuleBasedStateMachine):
     def something_can_always_move_once_groups_end(self) -> None:
         if not hasattr(self, "window"):
             return
-        later = copy.copy(self.window)
-        later.__dict__.update({name: copy.copy(value) for name, value in vars(self.window).items()})
+        later = copy.deepcopy(self.window)
         for group_id in self.at("in flight"):
             later.complete(group(group_id, self.version[group_id]))
         later.release(later.trained_version)
