@@ -1,4 +1,4 @@
-"""Everything a run writes down, and the picture that its display shows: one method an event.
+"""Everything a run writes down and shows: one method an event.
 
 The ledgers are checked as they are written: a group or rollout that would end twice, or never, is an error here and
 not a surprise in a report.
@@ -19,13 +19,14 @@ from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
 from headrace.channel.beats import Beat
 from headrace.delivery.base import Manifest, Proof
+from headrace.observe.activity import Activity
 from headrace.observe.clock import RunClock
 from headrace.observe.drift import LengthDrift
 from headrace.observe.metrics import MetricsLog
+from headrace.observe.outcomes import describe_end
 from headrace.observe.progress import Progress
-from headrace.observe.snapshot import ProcessActivity, Snapshot
-from headrace.observe.spans import busy_seconds
 from headrace.observe.timeline import Timeline
+from headrace.pipeline.picture import Picture
 from headrace.rollouts.evaluation import EvaluationResult
 from headrace.training.report import StepReport
 from headrace.types import (
@@ -36,12 +37,9 @@ from headrace.types import (
     Trace,
     Version,
     held_back_seconds,
-    without_republished,
 )
 
 Moment = Literal["before", "during", "after"]
-REWARD_MEMORY = 0.9
-"""Of the moving mean that the display shows."""
 
 
 class Recorder:
@@ -65,7 +63,6 @@ class Recorder:
         self._journal = journal
         self._metrics = metrics
         self._timeline = timeline
-        self._progress = progress
         self._window = window
         self._clock = clock
         self._next_group = before.next_group
@@ -74,22 +71,19 @@ class Recorder:
         """By id: the group, and when it was admitted, or taken up from an earlier life of the run."""
         self._drift = LengthDrift()
         self._record = record
-        self._rates: dict[str, float] = {}
-        """Process -> tokens a second, at its last beat."""
-        self._last_beat: dict[str, float] = {}
-        self._lags: Counter[int] = Counter()
+        self._activity = Activity()
+        self._picture = Picture(progress, window, versions_total)
         self.ledgers = Ledgers(before.groups, before.rollouts)
-        self.snapshot = Snapshot(versions_total=versions_total, lag_bound=window.lag_bound, capacity=window.capacity)
         self.checkpoint: Path | None = None
 
     @property
     def phase(self) -> str:
         """What the run as a whole is doing."""
-        return self.snapshot.phase
+        return self._picture.phase
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        self.snapshot.phase = phase
+        self._picture.phase = phase
 
     def now(self) -> float:
         """Wall time, as the journal keeps it."""
@@ -157,7 +151,7 @@ class Recorder:
         described = describe_end(group, reason or state, version, self._window.republished)
         self._metrics.write("group", **described, seconds=self.now() - admitted)
         if state == "failed":
-            self._progress.note(f"group {group.id} failed: {reason}")
+            self._picture.note(f"group {group.id} failed: {reason}")
 
     def abandon(self, reason: str) -> None:
         """The run ends before these groups did."""
@@ -211,24 +205,10 @@ class Recorder:
             **report.metrics,
         )
         if warning := self._drift.warning():
-            self._progress.note(warning)
+            self._picture.note(warning)
         if report.skipped:
-            self._progress.note(f"step {batch.step} was skipped: its gradient is not finite")
-        self._show_step(batch, lags, reward)
-
-    def _show_step(self, batch: Batch, lags: Counter[int], reward: float | None) -> None:
-        shown = self.snapshot
-        shown.step = batch.step
-        if batch.objective == "imitation":
-            shown.message = f"{-batch.step} supervised steps left" if batch.step else ""
-            return
-        self._lags += lags
-        shown.lag_histogram = dict(self._lags)
-        shown.trained_tokens += batch.trained_tokens
-        if reward is not None:
-            before = shown.reward_mean
-            shown.reward = reward
-            shown.reward_mean = reward if before is None else REWARD_MEMORY * before + (1 - REWARD_MEMORY) * reward
+            self._picture.note(f"step {batch.step} was skipped: its gradient is not finite")
+        self._picture.stepped(batch, lags, reward)
 
     # ---- versions
 
@@ -255,11 +235,11 @@ class Recorder:
         if proof.accepted:
             self._scheduled("swap", version=proof.version, engine=proof.engine)
         else:
-            self._progress.note(f"{proof.engine} refused version {proof.version}: {proof.reason}")
+            self._picture.note(f"{proof.engine} refused version {proof.version}: {proof.reason}")
 
     def version_proved(self, version: int) -> None:
         """Every engine holds this version."""
-        self.snapshot.version = self._versions_done + self._window.count(version)
+        self._picture.proved(self._versions_done + self._window.count(version))
 
     def evaluated(self, version: int, moment: Moment, result: EvaluationResult, started: float) -> None:
         """Held-out prompts were answered."""
@@ -285,8 +265,8 @@ class Recorder:
                 reward=answer.reward,
             )
         self._metrics.write("evaluation", version=version, moment=moment, pass_1=result.pass_1, pass_k=result.pass_k)
-        self.snapshot.heldout = result.pass_1
-        self._progress.note(
+        self._picture.evaluated(result.pass_1)
+        self._picture.note(
             f"held-out {moment} training, version {version}: {result.pass_1:.3f} right of {result.prompts} prompts"
             + (f", {result.pass_k:.3f} within {result.k} tries" if result.samples > 1 else "")
             + (f", {result.failed} failed" if result.failed else "")
@@ -309,31 +289,22 @@ class Recorder:
 
     def beat(self, process: str, beat: Beat) -> None:
         """A process has said what it did since its last beat."""
-        started = self._last_beat.get(process, beat.time)
-        self._last_beat[process] = beat.time
+        interval = self._activity.beat(process, beat)
         if self._timeline is not None:
             self._timeline.add(process, beat.spans)
-        busy = busy_seconds(beat.spans, started, beat.time)
         self._journal.activity(
             process=process,
-            started=self._clock.to_wall(started),
-            ended=self._clock.to_wall(beat.time),
-            busy_seconds=busy,
-            generated_tokens=beat.generated_tokens,
+            started=self._clock.to_wall(interval.started),
+            ended=self._clock.to_wall(interval.ended),
+            busy_seconds=interval.busy,
+            generated_tokens=interval.tokens,
         )
-        self.snapshot.generated_tokens += beat.generated_tokens
-        length = beat.time - started
-        self._rates[process] = beat.generated_tokens / length if length > 0 else 0.0
-        before = self.snapshot.processes.get(process, ProcessActivity())
-        fraction = busy / length if length > 0 else 0.0
-        self.snapshot.processes[process] = ProcessActivity(
-            phase=beat.phase, busy_fraction=0.7 * before.busy_fraction + 0.3 * fraction
-        )
+        self._picture.beat(process, beat.phase, interval)
 
     def restarted(self, process: str, reason: str, steps: tuple[int, int] | None = None) -> None:
         """A process died and comes back; what it sampled since its last delta is sampled again."""
         seconds = held_back_seconds(self.ledgers.rollouts.counts().in_flight) + STEP_SECONDS
-        unseen = round(self._rates.pop(process, 0.0) * seconds)
+        unseen = round(self._activity.died(process) * seconds)
         self._journal.restarted(process, reason, steps=steps, regenerated_tokens=unseen)
 
     def flush(self) -> None:
@@ -351,17 +322,15 @@ class Recorder:
 
     def show(self) -> None:
         """Refresh the display."""
-        self.snapshot.in_flight = self._window.in_flight
-        self.snapshot.ready = self._window.ready
-        self._progress.update(self.snapshot)
+        self._picture.show()
 
     def note(self, line: str) -> None:
         """A line for the people who watch."""
-        self._progress.note(line)
+        self._picture.note(line)
 
     def close(self, outcome: str) -> None:
         """Check the ledgers and put everything on disk."""
-        self._progress.stop()
+        self._picture.close()
         self._journal.meta("outcome", outcome)
         self._journal.meta("ended", self.now())
         self._journal.close()
@@ -369,26 +338,6 @@ class Recorder:
         if self._timeline is not None:
             self._timeline.close()
         self.ledgers.check()
-
-
-def describe_end(group: Group, outcome: str, version: int, republished: Sequence[int] = ()) -> dict[str, Any]:
-    """What a group came to: how long its answers are, how hard its prompt was, how old it was when it ended."""
-    usable = group.usable
-    rewards = [rollout.reward for rollout in usable if rollout.reward is not None]
-    oldest = [trace.oldest_version for rollout in usable for trace in rollout.traces if trace.trained.any()]
-
-    def behind(older: int) -> int:
-        return int(without_republished(version, republished) - without_republished(older, republished))
-
-    return {
-        "group": group.id,
-        "outcome": outcome,
-        "tokens": float(np.mean([rollout.sampled_tokens for rollout in usable])) if usable else None,
-        "longest": max((rollout.sampled_tokens for rollout in usable), default=None),
-        "reward": float(np.mean(rewards)) if rewards else None,
-        "age": behind(group.version),
-        "lag": behind(min(oldest)) if oldest else None,
-    }
 
 
 def _mean(lags: Counter[int]) -> float | None:
