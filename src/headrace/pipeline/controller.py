@@ -10,8 +10,8 @@
     TRAIN     a batch in the window, a free place at the  a group that completes, a step that ends
               trainer (it holds at most two batches)
     DELIVER   a published version; engines that prove it  the trainer's announcement; a loop an engine (`deliveries`)
-    SAVE      a fifth of a second                         time: new tokens of running rollouts are journalled
-    EVALUATE  (a task now and then) held-out answers      DELIVER, every `[evaluate] every` versions
+    SAVE      a fifth of a second                         time: new tokens are journalled (`partials`)
+    EVALUATE  (a task now and then) held-out answers      DELIVER, every `[evaluate] every` versions (`evaluations`)
 
 Every wait is in the book of `waits`; when nothing moves for `[pipeline] stall_seconds`, the watch loop ends the run
 with a line that says who waits for whom.
@@ -21,29 +21,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 
 from headrace.buffer.recovery import LeftGroup
 from headrace.errors import PeerDied
 from headrace.pipeline.attempts import INTERRUPTED, SURPLUS, Attempts
-from headrace.pipeline.batches import make_batch, recorded_batches
+from headrace.pipeline.batches import make_batch
 from headrace.pipeline.comeback import Comeback
 from headrace.pipeline.deliveries import Deliveries
 from headrace.pipeline.episodes import Episodes
+from headrace.pipeline.evaluations import Evaluations
+from headrace.pipeline.partials import Partials
 from headrace.pipeline.parts import Parts
-from headrace.pipeline.recording import Moment
+from headrace.pipeline.taking_up import train_again
 from headrace.pipeline.warm_start import warm_start
 from headrace.rollouts.base import AnyEpisode
-from headrace.rollouts.evaluation import evaluate
 from headrace.rollouts.groups import prepare_group, run_group
 from headrace.training.messages import Published
-from headrace.types import NO_VERSION, Batch, Group, Prompt
+from headrace.types import NO_VERSION, Group
 
 BATCHES_AT_TRAINER = 2
 """One in training and one at hand, so that the trainer never waits for a message."""
-SAVE_SECONDS = 0.2
-EVALUATION_SHARE = 4
-"""Evaluation beside training takes at most one in so many slots of the engines."""
 
 
 class Controller:
@@ -57,6 +54,8 @@ class Controller:
         self.recorder = parts.recorder
         self.episodes = Episodes(parts)
         self.attempts = Attempts(parts.source, parts.window, parts.recorder, parts.config.buffer.filter)
+        self.partials = Partials(self.attempts, parts.recorder)
+        self.evaluations = Evaluations(parts, self.episodes, lambda: self.stopping)
         self.synchronous = parts.window.depth == 0
         self.deliveries = Deliveries(
             parts.pool,
@@ -76,11 +75,8 @@ class Controller:
         self.stopping = False
         """Set by Ctrl-C: nothing new begins, what is in training is finished."""
         self._published: deque[Published] = deque()
-        self._saved: dict[str, int] = {}
-        """Rollout -> how many of its tokens are in the journal, while it goes on."""
         self._at_trainer = 0
         self._trained_batches = 0
-        self._evaluating: asyncio.Task[None] | None = None
 
     @property
     def last_version(self) -> int:
@@ -97,37 +93,20 @@ class Controller:
         parts = self.parts
         if not parts.resumed:
             await warm_start(parts, self.comeback, lambda: self.stopping)
-        if parts.first_step > parts.checkpoint_step:
-            path, until = self.recorder.journal_path, parts.first_step
-            for recorded in recorded_batches(self.config, path, parts.checkpoint_step, until):
-                if not self.stopping:
-                    await self._train(recorded.batch)
+        await train_again(parts, self.comeback, lambda: self.stopping)
         if self.stopping:
             return
         self.comeback.opened()
         await self._publish_first()
         while self.proved == NO_VERSION:
             await self._deliver_next()
-        await self._evaluate("before")
+        await self.evaluations.evaluate("before", self.proved)
 
     async def _publish_first(self) -> None:
         try:
             await self.parts.trainer.publish(self.first_version, self.parts.parent_version)
         except PeerDied as death:
             self.comeback.failed(death)  # It publishes when it comes back.
-
-    async def _train(self, batch: Batch) -> None:
-        """Train what is recorded already; after a death of the trainer again."""
-        while True:
-            await self.comeback.turn(batch.step)
-            try:
-                await self.parts.trainer.train(batch)
-            except PeerDied as death:
-                self.comeback.failed(death)
-                continue
-            self.comeback.trained(batch.step)
-            self.waits.moved()
-            return
 
     async def train(self) -> None:
         """Run the loops until the last version is proved, or until `stop` was called."""
@@ -142,7 +121,7 @@ class Controller:
         async with asyncio.TaskGroup() as loops:
             self.attempts.run_in(loops)
             self._take_up(loops)
-            saving = loops.create_task(self.save_loop(), name="save")
+            saving = loops.create_task(self.partials.save_loop(), name="save")
             loops.create_task(self.admit_loop(loops), name="admit")
             loops.create_task(self.train_loop(loops), name="train")
             delivering = loops.create_task(self.deliver_loop(loops), name="deliver")
@@ -151,7 +130,7 @@ class Controller:
 
     async def finish(self) -> None:
         """Evaluate the last version and save it."""
-        await self._evaluate("after")
+        await self.evaluations.evaluate("after", self.proved)
         if self.proved >= 0:
             await self._save()
 
@@ -210,12 +189,11 @@ class Controller:
         group = await run_group(
             group, episodes, min_group=rollouts.min_group, straggler_seconds=rollouts.straggler_seconds
         )
-        for episode in episodes:
-            self._saved.pop(episode.id, None)
+        self.partials.ended(episodes)
         self.attempts.ended(group)
         self.waits.moved()
 
-    # ---- groups of an earlier life, and what a later one continues from
+    # ---- groups of an earlier life
 
     def _take_up(self, tasks: asyncio.TaskGroup) -> None:
         """Go on with what an earlier life of the run had in flight."""
@@ -228,25 +206,10 @@ class Controller:
                 tasks.create_task(self._run_group(group, self._resume_group(group, left)), name=f"group {group.id}")
 
     def _resume_group(self, group: Group, left: LeftGroup) -> list[AnyEpisode]:
-        self._saved |= {rollout: len(trace) for rollout, trace in left.partial.items()}
-        episodes = self.episodes.resumed(group, left.members, left.partial, self._discarded)
+        self.partials.resumed(left.partial)
+        episodes = self.episodes.resumed(group, left.members, left.partial, self.partials.discarded)
         self.attempts.started(group, episodes)
         return episodes
-
-    def _discarded(self, rollout_id: str, tokens: int) -> None:
-        self._saved[rollout_id] = 0
-        self.recorder.discarded(rollout_id, tokens)
-
-    async def save_loop(self) -> None:
-        """Write down the new tokens of what is being sampled, so that a run that dies loses no more than a moment."""
-        while True:
-            await asyncio.sleep(SAVE_SECONDS)
-            for episodes in self.attempts.running.values():
-                for episode in episodes:
-                    known = self._saved.get(episode.id, 0)
-                    if (tokens := episode.since(known)) is not None:
-                        self.recorder.sampled(episode.id, episode.index, tokens)
-                        self._saved[episode.id] = known + len(tokens)
 
     # ---- TRAIN
 
@@ -304,10 +267,8 @@ class Controller:
         while self.proved < self.last_version and not self._delivered_all():
             if not await self._deliver_next():
                 return
-            self._evaluate_if_due(tasks)
-            if self.synchronous and self._evaluating is not None:
-                # Held-out requests may not mix with those of the next version: they would change its schedule.
-                await self._evaluating
+            if self.proved < self.last_version:
+                await self.evaluations.proved(self.proved, tasks)
             self.window.release(self.proved)
             self.waits.moved()
 
@@ -336,43 +297,7 @@ class Controller:
         self._published = deque(one for one in self._published if one.manifest.version >= version)
         self.deliveries.void(version)
 
-    # ---- EVALUATE, SAVE
-
-    def _evaluate_if_due(self, tasks: asyncio.TaskGroup) -> None:
-        every = self.config.evaluate.every
-        due = every and self.proved < self.last_version and self.window.count(self.proved) % every == 0
-        if due and not self.stopping and (self._evaluating is None or self._evaluating.done()):
-            self._evaluating = tasks.create_task(self._evaluate("during"), name="evaluate")
-
-    async def _evaluate(self, moment: Moment) -> None:
-        config = self.config.evaluate
-        prompts: Sequence[Prompt] = self.parts.task.heldout
-        if not prompts or self.stopping:
-            return
-        if moment == "during":
-            prompts = prompts[: config.during or None]
-        else:
-            self.recorder.phase = "evaluating"
-        version = self.proved
-        slots = self.config.engine.slots * self.config.engine.processes
-        started = self.recorder.now()
-        evaluation = asyncio.create_task(
-            evaluate(
-                prompts,
-                lambda prompt, sample: self.episodes.heldout(prompt, sample, version),
-                samples=config.samples,
-                concurrency=max(1, slots // EVALUATION_SHARE) if moment == "during" and not self.synchronous else slots,
-            )
-        )
-        evaluation.add_done_callback(lambda _: self.waits.moved())
-        try:
-            await self.waits.until(
-                "evaluate", lambda: f"{len(prompts)} held-out prompts", lambda: evaluation.done() or self.stopping
-            )
-            if evaluation.done():
-                self.recorder.evaluated(version, moment, evaluation.result(), started)
-        finally:
-            evaluation.cancel()
+    # ---- checkpoints
 
     def _save_due(self, version: int) -> bool:
         every = self.config.training.checkpoint_every

@@ -1,13 +1,19 @@
-"""What an earlier life of a run left in flight takes its slots again, before anything new is admitted.
+"""What an earlier life of a run left, before anything new begins: groups take their slots, steps are trained again.
 
 Every group of it goes on, or ends here with a reason; what has to be sampled again is counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from headrace.buffer.journal import Journal
 from headrace.buffer.recovery import LeftGroup, Recovered
 from headrace.buffer.window import Window
+from headrace.errors import PeerDied
+from headrace.pipeline.batches import recorded_batches
+from headrace.pipeline.comeback import Comeback
+from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Recorder
 from headrace.tasks.base import Task
 from headrace.types import Group, Prompt
@@ -40,6 +46,26 @@ def take_up(
     unseen = before.unseen_tokens if len(going_on) > sum(left.complete for left in going_on) else 0
     journal.restarted("controller", "resumed", steps=(checkpoint_step, before.reach), regenerated_tokens=lost + unseen)
     return going_on
+
+
+async def train_again(parts: Parts, comeback: Comeback, stopping: Callable[[], bool]) -> None:
+    """Train what came after the checkpoint once more, from the journal, where it is recorded already."""
+    if parts.first_step <= parts.checkpoint_step:
+        return
+    path, until = parts.recorder.journal_path, parts.first_step
+    for recorded in recorded_batches(parts.config, path, parts.checkpoint_step, until):
+        if stopping():
+            return
+        step = recorded.batch.step
+        while True:
+            await comeback.turn(step)
+            try:
+                await parts.trainer.train(recorded.batch)
+                break
+            except PeerDied as death:
+                comeback.failed(death)
+        comeback.trained(step)
+        parts.waits.moved()
 
 
 def _sampled(left: LeftGroup) -> int:

@@ -1,0 +1,72 @@
+"""Held-out answers before, during and after training; an evaluation is of one version, and at most one runs at a time.
+
+Beside training it takes a part of the engines' slots; a synchronous run gives it all of them, between two versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from headrace.pipeline.episodes import Episodes
+from headrace.pipeline.parts import Parts
+from headrace.pipeline.recording import Moment
+from headrace.rollouts.evaluation import evaluate
+from headrace.types import Prompt
+
+EVALUATION_SHARE = 4
+"""Evaluation beside training takes at most one in so many slots of the engines."""
+
+
+class Evaluations:
+    """When held-out prompts are answered, and by how many at a time."""
+
+    def __init__(self, parts: Parts, episodes: Episodes, stopping: Callable[[], bool]) -> None:
+        self._parts = parts
+        self._config = parts.config.evaluate
+        self._episodes = episodes
+        self._stopping = stopping
+        self._synchronous = parts.window.depth == 0
+        self._running: asyncio.Task[None] | None = None
+
+    async def proved(self, version: int, tasks: asyncio.TaskGroup) -> None:
+        """The engines hold this version, and it is not the last: evaluate it in `tasks` if it is due."""
+        due = self._config.every and self._parts.window.count(version) % self._config.every == 0
+        if due and not self._stopping() and (self._running is None or self._running.done()):
+            self._running = tasks.create_task(self.evaluate("during", version), name="evaluate")
+        if self._synchronous and self._running is not None:
+            # Held-out requests may not mix with those of the next version: they would change its schedule.
+            await self._running
+
+    async def evaluate(self, moment: Moment, version: int) -> None:
+        """Answer the held-out prompts and record how well, unless the run is stopped meanwhile."""
+        recorder, waits = self._parts.recorder, self._parts.waits
+        prompts: Sequence[Prompt] = self._parts.task.heldout
+        if not prompts or self._stopping():
+            return
+        if moment == "during":
+            prompts = prompts[: self._config.during or None]
+        else:
+            recorder.phase = "evaluating"
+        started = recorder.now()
+        evaluation = asyncio.create_task(
+            evaluate(
+                prompts,
+                lambda prompt, sample: self._episodes.heldout(prompt, sample, version),
+                samples=self._config.samples,
+                concurrency=self._concurrency(moment),
+            )
+        )
+        evaluation.add_done_callback(lambda _: waits.moved())
+        try:
+            await waits.until(
+                "evaluate", lambda: f"{len(prompts)} held-out prompts", lambda: evaluation.done() or self._stopping()
+            )
+            if evaluation.done():
+                recorder.evaluated(version, moment, evaluation.result(), started)
+        finally:
+            evaluation.cancel()
+
+    def _concurrency(self, moment: Moment) -> int:
+        slots = self._parts.config.engine.slots * self._parts.config.engine.processes
+        return max(1, slots // EVALUATION_SHARE) if moment == "during" and not self._synchronous else slots

@@ -1,0 +1,51 @@
+"""The tokens of rollouts that go on: every one is journalled once, within a moment of its sampling.
+
+A run that dies loses no more than that moment; its next life goes on from what is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from headrace.pipeline.attempts import Attempts
+from headrace.pipeline.recording import Recorder
+from headrace.rollouts.base import AnyEpisode
+from headrace.types import Trace
+
+SAVE_SECONDS = 0.2
+
+
+class Partials:
+    """How many tokens of each running rollout are in the journal."""
+
+    def __init__(self, attempts: Attempts, recorder: Recorder) -> None:
+        self._attempts = attempts
+        self._recorder = recorder
+        self._saved: dict[str, int] = {}
+        """Rollout -> tokens, while it goes on."""
+
+    async def save_loop(self) -> None:
+        """Write down the new tokens of what is being sampled, until it is cancelled."""
+        while True:
+            await asyncio.sleep(SAVE_SECONDS)
+            for episodes in self._attempts.running.values():
+                for episode in episodes:
+                    known = self._saved.get(episode.id, 0)
+                    if (tokens := episode.since(known)) is not None:
+                        self._recorder.sampled(episode.id, episode.index, tokens)
+                        self._saved[episode.id] = known + len(tokens)
+
+    def resumed(self, partial: Mapping[str, Trace]) -> None:
+        """These tokens, by rollout, are in the journal since an earlier life of the run."""
+        self._saved |= {rollout: len(trace) for rollout, trace in partial.items()}
+
+    def discarded(self, rollout_id: str, tokens: int) -> None:
+        """Tokens of an earlier life are of no use: the rollout begins again."""
+        self._saved[rollout_id] = 0
+        self._recorder.discarded(rollout_id, tokens)
+
+    def ended(self, episodes: Sequence[AnyEpisode]) -> None:
+        """These rollouts do not go on; they are journalled whole."""
+        for episode in episodes:
+            self._saved.pop(episode.id, None)
