@@ -7,9 +7,12 @@ whose bytes are proved.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from headrace.delivery.base import Canary
+from headrace.errors import DeliveryError
 from headrace.types import Float32Array, Int32Array
 
 SMALLEST_TOLERANCE = 1e-3
@@ -23,6 +26,18 @@ HEADROOM = 4.0
 def canary_sequence(vocabulary: int, length: int) -> Int32Array:
     """A fixed, arbitrary sequence of token ids: the same in every run of a model."""
     return np.random.default_rng(0).integers(0, vocabulary, length, dtype=np.int32)
+
+
+def score_canary(
+    version: int, token_ids: Int32Array, tolerance: float | None, score: Callable[[Int32Array], Float32Array]
+) -> Canary:
+    """The canary of a version, scored by its trainer, whose log-probabilities engines can be compared with."""
+    logprobs = np.asarray(score(token_ids), np.float32)
+    if logprobs.shape != (len(token_ids) - 1,):
+        raise DeliveryError(f"the canary of version {version} has log-probabilities of shape {logprobs.shape}")
+    if not np.isfinite(logprobs).all():
+        raise DeliveryError(f"the canary of version {version} has log-probabilities that are not finite")
+    return Canary(token_ids=token_ids, logprobs=logprobs, tolerance=tolerance)
 
 
 def canary_error(canary: Canary, logprobs: Float32Array) -> float:

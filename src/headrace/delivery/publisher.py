@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.delivery.base import Canary, Kind, Manifest
+from headrace.delivery.base import Kind, Manifest
+from headrace.delivery.canary import score_canary
 from headrace.delivery.delta import encode, word_bytes_of
 from headrace.delivery.digest import digest
 from headrace.delivery.held_places import HeldPlaces
@@ -88,7 +89,7 @@ class Publisher:
             if version <= self._newest:
                 raise DeliveryError(f"version {version} cannot follow version {self._newest}")
             (self._snapshots or self._sender).wait(version, self._deadline)
-            logprobs = self._score(version, canary)
+            scored = score_canary(version, self._canary_token_ids, self._tolerance, canary)
             started = time.monotonic()
             plan = self._planned(weights)
             location = ""
@@ -108,7 +109,7 @@ class Publisher:
             entries=list(plan.entries),
             plan_digest=plan.digest,
             digest=0,
-            canary=Canary(token_ids=self._canary_token_ids, logprobs=logprobs, tolerance=self._tolerance),
+            canary=scored,
             kind="adapter" if self._send == "adapter" else "full",
             base_digest=self._base_digest,
         )
@@ -203,14 +204,6 @@ class Publisher:
         if self._stream is None:
             self._stream = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._stream)
-
-    def _score(self, version: int, canary: Callable[[Int32Array], Float32Array]) -> Float32Array:
-        logprobs = np.asarray(canary(self._canary_token_ids), np.float32)
-        if logprobs.shape != (len(self._canary_token_ids) - 1,):
-            raise DeliveryError(f"the canary of version {version} has log-probabilities of shape {logprobs.shape}")
-        if not np.isfinite(logprobs).all():
-            raise DeliveryError(f"the canary of version {version} has log-probabilities that are not finite")
-        return logprobs
 
 
 def _end(manifest: Manifest) -> int:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from headrace.delivery.base import Canary, Manifest, Part
+from headrace.delivery.base import Manifest, Part
+from headrace.delivery.canary import score_canary
 from headrace.delivery.digest import Sums, digest_of_sums, region_block_sums
 from headrace.delivery.held_places import HeldPlaces
 from headrace.delivery.plan import Plan, plan_weights
@@ -76,9 +77,7 @@ class ShardedPublisher:
         if version <= self._newest:
             raise DeliveryError(f"version {version} cannot follow version {self._newest}")
         self._sender.wait(version, self._deadline)
-        logprobs = np.asarray(canary(self._canary_token_ids), np.float32)
-        if logprobs.shape != (len(self._canary_token_ids) - 1,) or not np.isfinite(logprobs).all():
-            raise DeliveryError(f"the canary of version {version} has log-probabilities that are not finite")
+        scored = score_canary(version, self._canary_token_ids, self._tolerance, canary)
         started = time.monotonic()
         whole = plan_weights(weights, self._dtype)
         tensors, regions = owned_shards(weights, self._coordinate)
@@ -97,7 +96,7 @@ class ShardedPublisher:
             entries=list(whole.entries),
             plan_digest=whole.digest,
             digest=0,
-            canary=Canary(token_ids=self._canary_token_ids, logprobs=logprobs, tolerance=self._tolerance),
+            canary=scored,
         )
         return self._parts.submit(self._finish, manifest, plan, location, regions)
 

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from pathlib import Path
 
 import msgspec
 
+from headrace.channel import pipes
 from headrace.errors import ConfigError
 from headrace.gateway.frames import LONGEST_LINE, Done, Halt, Hello, Job, Setup, pack
 
-CLOSE_SECONDS = 5.0
 START_SECONDS = 60.0
 
 
@@ -107,19 +104,7 @@ class _Worker:
     @classmethod
     async def spawn(cls, directory: Path, log: Path | None) -> _Worker:
         """Start a process that knows nothing yet, as the leader of a group of its own."""
-        with contextlib.ExitStack() as stack:
-            errors = None if log is None else stack.enter_context(log.open("ab"))
-            process = await asyncio.create_subprocess_exec(
-                # -P: files beside the user's own must not hide the modules that the worker needs.
-                *(sys.executable, "-P", "-m", "headrace.gateway.agent_main"),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=errors,
-                cwd=directory,
-                start_new_session=True,
-                limit=LONGEST_LINE,
-            )
-        return cls(process)
+        return cls(await pipes.spawn("headrace.gateway.agent_main", directory, log, LONGEST_LINE))
 
     @property
     def able(self) -> bool:
@@ -142,7 +127,7 @@ class _Worker:
         self._send(pack(setup))
         line = await self._process.stdout.readline()
         if not line:
-            return f"its worker died while it started ({await self._exit()})"
+            return f"its worker died while it started ({await pipes.how_it_ended(self._process)})"
         hello = msgspec.json.decode(line, type=Hello)
         if not hello.error:
             self._listener = asyncio.create_task(self._listen(), name="agents")
@@ -169,16 +154,10 @@ class _Worker:
     async def kill(self) -> None:
         """End it with all that it started, and wait until it is gone."""
         self._retired = True
-        if self._process.stdin is not None:
-            self._process.stdin.close()  # A worker of commands ends them when its pipe ends.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await self._process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await self._process.wait()
+        pipes.close_pipe(self._process)  # A worker of commands ends them when its pipe ends.
+        await pipes.ended(self._process)
+        pipes.kill_group(self._process)
+        await pipes.ended(self._process)
 
     def _send(self, line: bytes) -> None:
         assert self._process.stdin is not None
@@ -193,20 +172,12 @@ class _Worker:
             if job is not None and not job.done():
                 job.set_result(done)
             self._end_if_idle()
-        how = await self._exit()
+        how = await pipes.how_it_ended(self._process)
         for id, job in self._jobs.items():
             if not job.done():
                 job.set_result(Done(id=id, error=f"the agent's process died ({how})"))
         self._jobs.clear()
 
     def _end_if_idle(self) -> None:
-        if self._retired and not self._jobs and self._process.stdin is not None:
-            self._process.stdin.close()
-
-    async def _exit(self) -> str:
-        try:
-            async with asyncio.timeout(CLOSE_SECONDS):
-                code = await self._process.wait()
-        except TimeoutError:
-            return "its pipe closed"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if self._retired and not self._jobs:
+            pipes.close_pipe(self._process)

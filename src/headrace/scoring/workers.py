@@ -7,23 +7,18 @@ all that it started, and its place is taken by a fresh one when the next judgeme
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import sys
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from headrace.channel import pipes
 from headrace.errors import ConfigError
 from headrace.scoring.frames import HEADER, Answer, Hello, Setup, pack, unpack
 from headrace.scoring.functions import Question
 from headrace.tasks.base import JudgeError, Judgement
 from headrace.types import Prompt
-
-CLOSE_SECONDS = 5.0
 
 T = TypeVar("T")
 
@@ -183,21 +178,7 @@ class _Worker:
     @classmethod
     async def spawn(cls, directory: Path, log: Path | None) -> _Worker:
         """Start a process that knows nothing yet, as the leader of a group of its own."""
-        errors = log.open("ab") if log is not None else None
-        try:
-            process = await asyncio.create_subprocess_exec(
-                # -P: files beside the user's own must not hide the modules that the worker needs.
-                *(sys.executable, "-P", "-m", "headrace.scoring.worker_main"),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=errors,
-                cwd=directory,
-                start_new_session=True,
-            )
-        finally:
-            if errors is not None:
-                errors.close()
-        return cls(process)
+        return cls(await pipes.spawn("headrace.scoring.worker_main", directory, log))
 
     async def ask(self, frame: bytes, kind: type[T]) -> T:
         """Send a frame and await its answer; raises `_Gone`."""
@@ -209,35 +190,18 @@ class _Worker:
             (length,) = HEADER.unpack(await stdout.readexactly(HEADER.size))
             return unpack(await stdout.readexactly(length), kind)
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise _Gone(f"died ({await self._exit()})") from None
+            raise _Gone(f"died ({await pipes.how_it_ended(self._process)})") from None
         except msgspec.DecodeError as error:
             raise _Gone(f"spoke nonsense ({error})") from error
 
     async def end(self) -> None:
         """Close its pipe, which ends it; kill it if that does not."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await self._process.wait()
-        except TimeoutError:
+        pipes.close_pipe(self._process)
+        if not await pipes.ended(self._process):
             await self.kill()
 
     async def kill(self) -> None:
         """Kill it with all that it started, and wait until it is gone."""
-        # Its group outlives it if it left processes behind, and keeps its number from being given to others.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await self._process.wait()
-
-    async def _exit(self) -> str:
-        try:
-            async with asyncio.timeout(CLOSE_SECONDS):
-                code = await self._process.wait()
-        except TimeoutError:
-            return "its pipe closed"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        pipes.kill_group(self._process)
+        pipes.close_pipe(self._process)
+        await pipes.ended(self._process)

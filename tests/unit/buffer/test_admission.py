@@ -7,26 +7,15 @@ import random
 
 import numpy as np
 import pytest
+from groups_by_version import group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.buffer import admission
 from headrace.buffer.window import Window
 from headrace.errors import HeadraceError
-from headrace.types import Group, Prompt, Rollout, Trace
 
 SETTINGS = list(itertools.product(range(4), (1, 2, 3), (1, 2, 3), (None, 0, 1, 2, 3, 4, 9)))
-
-
-def group(group_id: int, *versions: int) -> Group:
-    trace = Trace(
-        token_ids=np.arange(len(versions), dtype=np.int32),
-        trained=np.ones(len(versions), np.bool_),
-        logprobs=np.zeros(len(versions), np.float32),
-        versions=np.array(versions, np.int32),
-    )
-    rollout = Rollout(id=f"{group_id}/0", index=0, traces=[trace], ending="finished", reward=1.0)
-    return Group(id=group_id, prompt=Prompt(id="p", text="x"), version=min(versions), rollouts=[rollout])
 
 
 def worst_lag_of_a_held_group(window: Window) -> int:

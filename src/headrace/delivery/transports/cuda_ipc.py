@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -84,19 +85,13 @@ class CudaIpcSender:
 
         What the caller does to its weights on that stream comes after the copy.
         """
-        location = self._places.take(version, lambda held: self._free(plan.nbytes, held))
-        place = self._held[location]
-        written = False
-        try:
+        with self._places.filling(version, partial(self._free, plan.nbytes), self.release) as location:
+            place = self._held[location]
             place.segment.begin(version)
             with torch.cuda.device(self._device), torch.no_grad():
                 copy_all(place.views(plan), weights)
                 place.written.record(torch.cuda.current_stream(self._device))
             place.segment.finish(version)
-            written = True
-        finally:
-            if not written:
-                self.release(location)
         return location
 
     def finish(self, location: str) -> None:

@@ -49,15 +49,10 @@ class FileSender:
 
     def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights to memory; see `Sender.write`."""
-        location = self._places.take(version, lambda held: self._storage.location_of(version))
-        copied = False
-        try:
+        where = self._storage.location_of(version)
+        with self._places.filling(version, lambda held: where, self._places.release) as location:
             packed = self._buffer(plan.nbytes)
             pack(packed, plan.entries, weights)
-            copied = True
-        finally:
-            if not copied:
-                self._places.release(location)
         with self._lock:
             self._unwritten[location] = (version, plan, packed)
         return location

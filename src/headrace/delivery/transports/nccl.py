@@ -89,19 +89,13 @@ class NcclSender:
 
     def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights into a free snapshot; see `Sender.write`."""
-        location = self._places.take(version, self._free)
-        place = self._locations.index(location)
-        written = False
-        try:
+        with self._places.filling(version, self._free, self.release) as location:
+            place = self._locations.index(location)
             with self._changed:
                 self._sequence += 1
                 held = Held(version, self._sequence, plan.nbytes)
                 self._hold(place, held)
             self._snapshots[place].fill(plan, weights)
-            written = True
-        finally:
-            if not written:
-                self.release(location)
         return location
 
     def finish(self, location: str) -> None:

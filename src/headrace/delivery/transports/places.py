@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 
 import msgspec
 
@@ -47,6 +48,17 @@ class Places:
             location = choose(self._held.keys())
             self._held[location] = _Held(version, time.monotonic())
             return location
+
+    @contextmanager
+    def filling(
+        self, version: int, choose: Callable[[Collection[str]], str], release: Callable[[str], None]
+    ) -> Iterator[str]:
+        """As `take`, for a place that is filled inside; `release` lets go of it again unless that ends well."""
+        location = self.take(version, choose)
+        with ExitStack() as undo:
+            undo.callback(release, location)
+            yield location
+            undo.pop_all()
 
     def holds(self, location: str) -> bool:
         """Whether this location is held."""

@@ -7,6 +7,7 @@ before and after its copy. Locations are the segments' paths.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,18 +38,13 @@ class ShmSender:
 
     def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights into a free segment; see `Sender.write`."""
-        location = self._places.take(version, lambda held: self._free_segment(plan.nbytes, held))
-        segment = self._segments[location]
-        written = False
-        try:
+        choose = partial(self._free_segment, plan.nbytes)
+        with self._places.filling(version, choose, self.release) as location:
+            segment = self._segments[location]
             segment.begin(version)
             with torch.no_grad():
                 copy_all(self._views[location].of(plan.entries), weights)
             segment.finish(version)
-            written = True
-        finally:
-            if not written:
-                self.release(location)
         return location
 
     def finish(self, location: str) -> None:

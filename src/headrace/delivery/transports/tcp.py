@@ -57,11 +57,9 @@ class TcpSender:
 
     def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights into a free snapshot; see `Sender.write`."""
-        location = self._places.take(version, self._free)
-        place = self._locations.index(location)
-        held = self._held[place]
-        written = False
-        try:
+        with self._places.filling(version, self._free, self.release) as location:
+            place = self._locations.index(location)
+            held = self._held[place]
             with self._lock:
                 self._sequence += 1
                 held.whole, held.version, held.sequence = False, version, self._sequence
@@ -70,10 +68,7 @@ class TcpSender:
                     held.buffer = torch.empty(plan.nbytes, dtype=torch.uint8)
             pack(held.buffer, plan.entries, weights)
             with self._lock:
-                held.whole = written = True
-        finally:
-            if not written:
-                self.release(location)
+                held.whole = True
         return location
 
     def finish(self, location: str) -> None:
