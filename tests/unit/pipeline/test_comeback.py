@@ -162,6 +162,19 @@ def crash(run: FakeRun, to: Path) -> None:
     shutil.copytree(run.path / "segments", to / "segments")
 
 
+def crash_at_every_batch(run: FakeRun, directory: Path) -> list[Path]:
+    """What a run that dies when a batch reaches the trainer leaves, for each batch."""
+    crashed: list[Path] = []
+
+    def on_batch() -> None:
+        run.recorder.flush()
+        crash(run, directory / f"after{len(crashed)}")
+        crashed.append(directory / f"after{len(crashed)}")
+
+    run.trainer.on_batch = on_batch
+    return crashed
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("publish_every", [1, 2])
 async def test_a_run_killed_at_any_step_is_resumed_with_everything(
@@ -171,14 +184,7 @@ async def test_a_run_killed_at_any_step_is_resumed_with_everything(
     engine = {"lengths": lognormal_lengths(4, 1.0, seed=2), "token_seconds": 0.002}
     (tmp_path / "first").mkdir()
     run = FakeRun(tmp_path / "first", *settings, engine=engine, train_seconds=0.02)
-    crashed: list[Path] = []
-
-    def on_batch() -> None:
-        run.recorder.flush()
-        crash(run, tmp_path / f"after{len(crashed)}")
-        crashed.append(tmp_path / f"after{len(crashed)}")
-
-    run.trainer.on_batch = on_batch
+    crashed = crash_at_every_batch(run, tmp_path)
     await run.run()
     original = {batch.step: batch for batch in run.trainer.batches}
     for number, path in enumerate(crashed[1::2]):
@@ -234,14 +240,7 @@ async def test_options_of_the_buffer_survive_deaths(tmp_path: Path, options: str
     run = FakeRun(tmp_path / "first", *settings, engine=engine, train_seconds=0.01)
     run.trainer.died_in = [4]
     revive(run, None)
-    crashed: list[Path] = []
-
-    def on_batch() -> None:
-        run.recorder.flush()
-        crash(run, tmp_path / f"after{len(crashed)}")
-        crashed.append(tmp_path / f"after{len(crashed)}")
-
-    run.trainer.on_batch = on_batch
+    crashed = crash_at_every_batch(run, tmp_path)
     await run.run()
     check_end(run)
     original = {batch.step: content(batch) for batch in run.trainer.batches}
