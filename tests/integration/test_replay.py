@@ -94,13 +94,20 @@ def test_a_recorded_step_that_was_changed_is_found(recorded: Path, tmp_path: Pat
     """Two groups trade places between two steps: from there on the weights are others, and the first is named."""
     copied = shutil.copytree(recorded, tmp_path / "run")
     with sqlite3.connect(copied / "journal.db") as db:
-        ((first,),) = db.execute("SELECT MIN(id) FROM groups WHERE step = 20").fetchall()
-        ((second,),) = db.execute("SELECT MIN(id) FROM groups WHERE step = 21").fetchall()
+        # One that teaches something: a group whose rewards are all alike has no gradient.
+        ((first, step),) = db.execute(
+            """
+            SELECT groups.id, groups.step FROM groups JOIN rollouts ON rollouts.group_id = groups.id
+            WHERE groups.step BETWEEN 10 AND 29
+            GROUP BY groups.id HAVING MIN(reward) <> MAX(reward) ORDER BY groups.step, groups.id LIMIT 1
+            """
+        ).fetchall()
+        ((second,),) = db.execute("SELECT MIN(id) FROM groups WHERE step = ?", (step + 1,)).fetchall()
         db.execute("DELETE FROM schedule")
-        for group_id, step in ((first, 21), (second, 20)):
-            db.execute("UPDATE groups SET step = ? WHERE id = ?", (step, group_id))
-            db.execute("UPDATE rollouts SET step = ? WHERE group_id = ?", (step, group_id))
+        for group_id, other in ((first, step + 1), (second, step)):
+            db.execute("UPDATE groups SET step = ? WHERE id = ?", (other, group_id))
+            db.execute("UPDATE rollouts SET step = ? WHERE group_id = ?", (other, group_id))
     again = headrace("replay", str(copied), "--json")
     found = json.loads(again.stdout)
     assert (again.returncode, found["identical"]) == (1, False)
-    assert found["other"][0] == 20
+    assert found["other"][0] == step
