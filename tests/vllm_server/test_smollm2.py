@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 MODEL = Path("examples/smollm2/model")
 MAX_LENGTH = 256
 CONFIG = EngineConfig(kind="vllm", python=PYTHON, device="cpu", slots=4, block_size=32, arguments=["--enforce-eager"])
-TOKENS = 160
+TOKENS = 96
 """Of an answer: enough that the update, which takes seconds, comes in its middle."""
 PROMPT = [504, 3575, 282, 253, 1165, 3365, 2152, 1165, 282, 260, 905, 28] * 4
 """Long enough that the prefix cache holds a block of it."""
