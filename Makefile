@@ -8,9 +8,8 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_VERSION := 0.32.0
 VLLM_TORCH := 2.13.0
-PARALLEL := --numprocesses 2 --dist loadgroup
-# By files, the longest first: those of one file share a server.
-VLLM_PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# By files, in their order (tests/conftest.py): tests of one file share what they have set up.
+PARALLEL := --numprocesses 2 --no-loadscope-reorder
 THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .PHONY: setup quickstart quickstart-control test lint fmt docs unit slow chaos examples smollm2 vllm test-vllm clean
@@ -77,7 +76,7 @@ $(VLLM_STAMP): pyproject.toml
 # On real servers: the engine contract, the example, a fleet whose members are killed, and what else docs/vllm.md says.
 test-vllm: setup vllm
 	$(BIN)/python examples/smollm2/fetch.py
-	$(THREADS) HEADRACE_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/pytest -m vllm $(VLLM_PARALLEL) tests/vllm_server
+	$(THREADS) HEADRACE_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/pytest -m vllm $(PARALLEL) tests/vllm_server
 
 fmt: setup
 	$(BIN)/ruff check --fix .

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +25,29 @@ if not torch.cuda.is_available():
     interpreter._patch_lang_tensor = patch_tensor_and_index
 
 
-KILLERS = {"segments_left", "worker_pids"}
-"""What tests import that kill processes of runs, or look for what these leave behind."""
+KILLERS = ("segments_left", "worker_pids")
+"""What files name whose tests kill processes of runs, or look for what these leave behind."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of one file share a worker, and so do all that would see what others have killed."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "killers" if kills(config.rootpath / file) else file
+
+    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one file share a worker, and so do all that would see what others have killed."""
-    for item in items:
-        kills = not KILLERS.isdisjoint(vars(getattr(item, "module", None) or object))
-        item.add_marker(pytest.mark.xdist_group("killers" if kills else item.path.name))
+    """Those that kill go first: they are the longest of all that share a worker."""
+    items.sort(key=lambda item: not kills(item.path))
+
+
+@functools.cache
+def kills(file: Path) -> bool:
+    text = file.read_text()
+    return any(name in text for name in KILLERS)
