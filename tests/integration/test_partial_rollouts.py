@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import subprocess
 import time
 from pathlib import Path
 
@@ -25,6 +26,10 @@ LONG = (
     "evaluate.prompts=1",
     "buffer.depth=2",
 )
+
+WHOLE = """(SELECT json_extract(value, '$.version') FROM meta WHERE key = 'checkpoint') = (SELECT MAX(id) FROM versions)
+    AND (SELECT MAX(step) FROM steps) = (SELECT step FROM versions ORDER BY id DESC LIMIT 1)"""
+"""The newest version has a checkpoint, and no step was trained after it."""
 
 
 @pytest.mark.parametrize("interrupt", ["never", "abort", "drain", "block"])
@@ -51,24 +56,33 @@ def wait_for(run_dir: Path, sql: str, seconds: float = 150) -> None:
     raise TimeoutError(sql)
 
 
-def begin(directory: Path) -> tuple[object, Path]:
+def begin(directory: Path) -> tuple[subprocess.Popen[str], Path]:
     settings = [part for one in small_settings(directory, *LONG, "run.versions=8") for part in ("--set", one)]
     run = start("train", str(QUICKSTART), *settings)
     # Tokens of a version that has a checkpoint, of rollouts that go on.
-    saved = "(SELECT json_extract(value, '$.version') FROM meta WHERE key = 'checkpoint')"
-    newest = f"(SELECT MAX(step) FROM steps) >= 3 AND {saved} = (SELECT MAX(id) FROM versions)"
-    sql = f"SELECT COUNT(*) > 3 FROM partials WHERE {newest}"
-    wait_for(directory / "run", sql)
+    wait_for(
+        directory / "run", f"SELECT COUNT(*) > 3 FROM partials WHERE (SELECT MAX(step) FROM steps) >= 3 AND {WHOLE}"
+    )
     return run, directory / "run"
 
 
+def killed(directory: Path) -> Path:
+    """A run that was killed when its last step had a checkpoint: a step that is trained again leaves none."""
+    for attempt in range(5):
+        run, run_dir = begin(directory / str(attempt))
+        run.kill()
+        run.communicate(timeout=30)
+        deadline = time.monotonic() + 30
+        while worker_pids(run_dir) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        with sqlite3.connect(run_dir / "journal.db") as db:
+            if db.execute(f"SELECT {WHOLE}").fetchone()[0]:
+                return run_dir
+    raise AssertionError("a step was trained between each look and its kill")
+
+
 def test_saved_and_resumed_across_a_restart(tmp_path: Path) -> None:
-    run, run_dir = begin(tmp_path)
-    run.kill()
-    run.communicate(timeout=30)
-    deadline = time.monotonic() + 30
-    while worker_pids(run_dir) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    run_dir = killed(tmp_path)
     with sqlite3.connect(run_dir / "journal.db") as db:
         saved = dict(db.execute("SELECT rollout, SUM(tokens) FROM partials GROUP BY rollout"))
         last = db.execute("SELECT MAX(id) FROM versions").fetchone()[0]

@@ -17,10 +17,16 @@ from headrace.pipeline.launchers.base import Launcher, WorkerSpec
 from headrace.pipeline.launchers.choice import make_launcher
 from headrace.pipeline.launchers.forked import ForkedLauncher
 from headrace.pipeline.launchers.local import LocalLauncher
+from headrace.pipeline.launchers.seed_line import SHARED
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "examples/quickstart/quickstart.toml"
 SECONDS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def no_shared_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SHARED, raising=False)
 
 
 @pytest.fixture(params=[LocalLauncher, ForkedLauncher])
