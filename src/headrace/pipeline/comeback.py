@@ -21,9 +21,13 @@ from headrace.types import NO_VERSION, Batch
 class Comeback:
     """Whose turn it is at the trainer. `returned` is called by supervision, the rest by the controller's loops."""
 
-    def __init__(self, parts: Parts, on_void: Callable[[int], None]) -> None:
-        """`on_void` is told the version before which nothing can be fetched any more."""
+    def __init__(self, parts: Parts, on_lost: Callable[[int], None], on_void: Callable[[int], None]) -> None:
+        """`on_lost` is told the last version of a trainer that died.
+
+        `on_void` is told, when one has come back, the version before which nothing can be fetched any more.
+        """
         self._parts = parts
+        self._on_lost = on_lost
         self._on_void = on_void
         self._here = True
         self._trained = parts.checkpoint_step if parts.resumed else -parts.config.warm_start.steps
@@ -63,6 +67,7 @@ class Comeback:
     def lost(self) -> None:
         """The trainer is gone."""
         self._here = False
+        self._on_lost(self._announced)
 
     async def returned(self, checkpoint_step: int | None, version: int) -> None:
         """The trainer is back at this checkpoint, of `version`, or at its first weights: bring it to where it was."""

@@ -67,7 +67,7 @@ class Controller:
             together=self.synchronous,
             end=parts.end_engine,
         )
-        self.comeback = Comeback(parts, self._void)
+        self.comeback = Comeback(parts, self.deliveries.orphan, self._void)
         self.first_version = parts.window.first_version
         self.versions_done = parts.first_step // self.config.delivery.publish_every
         self.total_batches = (self.config.run.versions - self.versions_done) * self.config.delivery.publish_every

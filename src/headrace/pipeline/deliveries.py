@@ -65,6 +65,9 @@ class Deliveries:
         self._first_proof: dict[int, float] = {}
         self._void = NO_VERSION
         """Older versions cannot be fetched any more."""
+        self._orphaned = NO_VERSION
+        """This version and older ones were published by a trainer that is gone: they can be fetched while their bytes
+        last, and be sent again by nobody."""
         self._unsent = NO_VERSION
         """A version that was refused, and could not be sent again because the trainer is gone."""
 
@@ -90,6 +93,10 @@ class Deliveries:
         self._first_proof.pop(manifest.version, None)
         await self._acknowledge()
         return True
+
+    def orphan(self, version: int) -> None:
+        """The trainer is gone, and this was the last version that it published."""
+        self._orphaned = version
 
     def void(self, version: int) -> None:
         """What is older than this version went with the trainer that published it."""
@@ -138,7 +145,7 @@ class Deliveries:
                 return
             if attempt < ATTEMPTS:
                 try:
-                    manifest = await self._trainer.resend(manifest)
+                    manifest = await self._resend(manifest)
                 except PeerDied:
                     self._unsent = manifest.version  # A trainer that comes back publishes under another id.
                     return
@@ -147,6 +154,12 @@ class Deliveries:
                     return
                 self._unacknowledged.add(manifest.version)
         self._give_up(engine, manifest.version, proof.reason)
+
+    async def _resend(self, manifest: Manifest) -> Manifest:
+        if manifest.version <= self._orphaned:
+            # The one that has come back meanwhile never had it, whatever it would answer.
+            raise PeerDied(self._trainer.name, "it went after it had published this version")
+        return await self._trainer.resend(manifest)
 
     def _lose(self, engine: Engine, error: ChannelError) -> None:
         # Whoever watches over the process knows how it ended, and says so; until then it is given nothing.

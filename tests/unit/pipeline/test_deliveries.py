@@ -91,7 +91,7 @@ class Rig:
             **{"patience": 10.0, "clock": lambda: self.now, **options},
         )
 
-    def offer(self, version: int) -> asyncio.Task[None]:
+    def offer(self, version: int) -> asyncio.Task[bool]:
         return asyncio.create_task(self.deliveries.deliver(POLICY.manifest(version, parent=version - 1)))
 
     async def delivered(self, version: int) -> None:
@@ -356,6 +356,20 @@ async def test_what_the_trainer_cannot_send_again_is_no_fault_of_the_engine() ->
         assert "version 2 cannot be sent any more" in fleet.book.notes[0]
         await fleet.delivered(3)
         assert fleet.pool.proved("engine-1") == 3
+
+
+async def test_what_went_with_its_trainer_is_not_asked_of_the_one_that_comes_back() -> None:
+    async with rig(1) as fleet:
+        await fleet.delivered(1)
+        fleet.engines[0].script(2, "reject")
+        fleet.deliveries.orphan(2)
+        offered = fleet.offer(2)
+        await settle()
+        assert not fleet.trainer.resent and not offered.done(), "it waits for the same weights under another id"
+        fleet.deliveries.void(3)
+        assert await asyncio.wait_for(offered, 5) is False
+        await fleet.delivered(3)
+        assert fleet.pool.proved("engine-0") == 3
 
 
 async def test_a_request_waits_for_an_engine_that_serves_and_then_says_why_there_is_none() -> None:
