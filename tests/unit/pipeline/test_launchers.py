@@ -10,9 +10,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headrace.config import dump_config, load_config
+from headrace.errors import DeadlineError
 from headrace.pipeline.launchers.base import Launcher, WorkerSpec
 from headrace.pipeline.launchers.choice import make_launcher
 from headrace.pipeline.launchers.forked import ForkedLauncher
@@ -109,6 +111,32 @@ async def test_a_seed_that_dies_takes_its_workers_along_and_another_grows(spec: 
         exited = await asyncio.wait_for(launcher.next_exit(), SECONDS)
         assert (exited.name, exited.code) == ("trainer-0", -signal.SIGKILL)
         await until(lambda: not seen(spec.run_dir))
+    await launcher.stop(0.0)
+
+
+async def test_workers_that_start_at_once_have_one_seed(spec: WorkerSpec) -> None:
+    launcher = ForkedLauncher()
+    other = msgspec.structs.replace(spec, rank=1)
+    await asyncio.gather(launcher.start(spec), launcher.start(other))
+    await until(lambda: len(seen(spec.run_dir)) == 2)
+    first, second = seen(spec.run_dir)
+    assert parent(first) == parent(second)
+    await launcher.stop(0.0)
+    assert not seen(spec.run_dir)
+
+
+async def test_a_seed_that_does_not_come_up_is_one_line_and_leaves_nothing(
+    spec: WorkerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "msgspec.py").write_text("raise ImportError('this copy is broken')\n")
+    places = tmp_path / "places"
+    places.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(places))
+    launcher = ForkedLauncher({"PYTHONPATH": str(tmp_path)})
+    with pytest.raises(DeadlineError, match=r"no process to fork workers from .*seed\.log") as caught:
+        await launcher.start(spec)
+    assert "\n" not in str(caught.value)
+    assert not any(places.iterdir())
     await launcher.stop(0.0)
 
 

@@ -31,12 +31,14 @@ class ForkedLauncher:
         self._idle.set()
         self._exits: asyncio.Queue[Exit] = asyncio.Queue()
         self._seed: SeedLine | None = None
+        self._opening = asyncio.Lock()
 
     async def start(self, spec: WorkerSpec) -> None:
         """See `Launcher.start`."""
         log = worker_log(spec)
-        if self._seed is None:
-            self._seed = await SeedLine.open(log.parent / "seed.log", self._environment, self._ended, self._lost)
+        async with self._opening:  # Workers that died with their seed are all started again at once, from one.
+            if self._seed is None:
+                self._seed = await SeedLine.open(log.parent / "seed.log", self._environment, self._ended, self._lost)
         self._logs[spec.name] = log
         self._idle.clear()
         self._seed.send(

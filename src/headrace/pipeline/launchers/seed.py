@@ -106,6 +106,7 @@ class Seed:
             owner.kill()
             self._selector.unregister(owner.connection)
             owner.connection.close()
+            self._forget(owner)
             return
         *lines, owner.lines = (owner.lines + received).split(b"\n")
         for line in lines:
@@ -155,12 +156,18 @@ class Seed:
             os.read(self._deaths, 1 << 12)
         while (ended := _next_ended()) is not None:
             pid, status = ended
-            owner = next(owner for owner in self._owners if pid in owner.workers)
+            owner = next((owner for owner in self._owners if pid in owner.workers), None)
+            if owner is None:
+                continue  # Not a worker: what a library has started while it was loaded.
             message = Ended(name=owner.workers.pop(pid), code=os.waitstatus_to_exitcode(status))
             with contextlib.suppress(OSError):  # Its launcher is gone, and nobody asks any more.
                 owner.connection.sendall(msgspec.json.encode(message) + b"\n")
-            if owner.connection.fileno() < 0 and not owner.workers:
-                self._owners.remove(owner)
+            self._forget(owner)
+
+    def _forget(self, owner: Owner) -> None:
+        """Unless it is connected, or some of its workers still end."""
+        if owner.connection.fileno() < 0 and not owner.workers:
+            self._owners.remove(owner)
 
 
 def _next_ended() -> tuple[int, int] | None:

@@ -79,6 +79,7 @@ class SeedLine:
             except OSError as error:
                 gone = self._process is not None and self._process.returncode is not None
                 if gone or time.monotonic() - began > LISTEN_SECONDS:
+                    await self._end()
                     why = f"{error}; see {self._log}"
                     raise DeadlineError(f"no process to fork workers from at {path}: {why}") from None
                 await asyncio.sleep(0.01)
