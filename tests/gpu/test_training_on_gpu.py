@@ -151,11 +151,11 @@ def test_a_checkpoint_goes_on_alike(tmp_path):
 
 def test_a_step_does_not_wait_for_the_device(tmp_path):
     trainer = trainer_of(model_dir(tmp_path / "model"), "cuda")
-    batch = next(iter(warm_up_batches(61)))
+    batch = next(iter(warm_up_batches(61, 640)))
     for _ in range(2):
-        accumulate(trainer.model, batch, imitation, micro_batch_tokens=64, share_prefixes=True, half=trainer._half)
+        accumulate(trainer.model, batch, imitation, micro_batch_tokens=256, share_prefixes=True, half=trainer._half)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        accumulate(trainer.model, batch, imitation, micro_batch_tokens=64, share_prefixes=True, half=trainer._half)
+        accumulate(trainer.model, batch, imitation, micro_batch_tokens=256, share_prefixes=True, half=trainer._half)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -149,13 +149,14 @@ class Trainer:
         )
 
     def warm_up(self) -> None:
-        """Compile what is to be compiled, by two small passes whose gradients are dropped. Idempotent."""
+        """Compile what is to be compiled, by two passes whose gradients are dropped. Idempotent."""
         layers = compiled_layers(self.model)
         if self._warm or layers is None:
             return
         self._warm = True
         try:
-            for batch in warm_up_batches(int(self.model.get_output_embeddings().weight.shape[0])):
+            vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
+            for batch in warm_up_batches(vocabulary, self._training.micro_batch_tokens):
                 accumulate(
                     self.model,
                     batch,
