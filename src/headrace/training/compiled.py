@@ -18,6 +18,10 @@ from headrace.training.head import PLAIN, Arithmetic, compiled_arithmetic
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "headrace_compiled"
+COMPILATIONS = 64
+"""Of one layer's code; at the limit torch would raise."""
+OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.mix_order_reduction": False}
+"""This fusion pays only in long rows, so it compiles a layer anew for every range of lengths."""
 
 
 class CompiledLayers:
@@ -31,13 +35,16 @@ class CompiledLayers:
 
         self.failure: type[Exception] = torch._dynamo.exc.TorchDynamoException
         """What a compilation that fails raises."""
-        # Layers differ in their index only: taken as a variable, one graph serves them all.
+        # Layers differ in their index only, which some look at: taken as a variable, one graph serves them all.
         torch._dynamo.config.allow_unspec_int_on_nn_module = True
+        # Kinds of layers, passes with and without gradients, and models in one process add up on one function.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILATIONS)
         for layer in layers:
             layer.forward = self._switched(layer.forward, backend)
 
     def _switched(self, forward: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
-        compiled = torch.compile(forward, dynamic=True, fullgraph=True, backend=backend)
+        options = OPTIONS if backend == "inductor" else None
+        compiled = torch.compile(forward, dynamic=True, fullgraph=True, backend=backend, options=options)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return (compiled if self.on else forward)(*args, **kwargs)
