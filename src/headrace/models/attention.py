@@ -26,12 +26,16 @@ ATTENTION = "headrace"
 _IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
 _IGNORED |= {"output_router_logits", "return_dict", "num_items_in_batch", "past_key_values", "cu_seq_lens_q"}
 
+UNTOLD = -1
+"""The layer of a call that is compiled for training: who looks at the index compiles the first layers one by one."""
+
 
 @dataclass(frozen=True)
 class AttentionCall:
     """One layer's attention over packed tokens. T tokens, H query heads, K key/value heads, D the head size."""
 
     layer: int
+    """Or `UNTOLD`."""
     query: torch.Tensor  # [1, H, T, D]
     key: torch.Tensor  # [1, K, T, D], not repeated
     value: torch.Tensor  # [1, K, T, Dv]
@@ -122,11 +126,15 @@ def _attention(
     unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _IGNORED)
     if unknown:
         raise ModelError(f"{type(module).__name__} asks its attention for {', '.join(unknown)}: not supported")
-    layer = getattr(module, "layer_idx")  # noqa: B009 - not declared on nn.Module
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
+    if (
+        torch.compiler.is_compiling()
+        and torch.is_grad_enabled()
+        and (query.requires_grad or key.requires_grad or value.requires_grad)
+    ):
+        return _trained(query, key, value, sinks, UNTOLD, scale, window or 0, float(softcap or 0.0))[0], None
+    layer = getattr(module, "layer_idx")  # noqa: B009 - not declared on nn.Module
     if torch.compiler.is_compiling():
-        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            return _trained(query, key, value, sinks, layer, scale, window or 0, float(softcap or 0.0))[0], None
         return _opaque(query, key, value, sinks, layer, scale, window or 0, float(softcap or 0.0)), None
     return _in_context(query, key, value, sinks, int(layer), scale, window or 0, float(softcap or 0.0)), None
 

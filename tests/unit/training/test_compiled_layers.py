@@ -49,6 +49,19 @@ def test_compiled_and_uncompiled_training_agree(tmp_path):
         torch.testing.assert_close(compiled.weights()[name], tensor, rtol=1e-3, atol=2e-4)
 
 
+def test_one_compilation_serves_all_layers_and_lengths(tmp_path):
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    reports, _ = trained(model_dir(tmp_path / "model"), backend=backend)
+    assert all(report.micro_batches > 1 for report in reports)
+    assert len(graphs) == 1
+
+
 def test_a_failed_compilation_is_said_and_training_goes_on(tmp_path, caplog):
     path = model_dir(tmp_path / "model")
     expected, _ = trained(path)
