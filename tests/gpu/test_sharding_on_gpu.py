@@ -21,7 +21,9 @@ from headrace.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-TRAINING = TrainingConfig(learning_rate=1e-3, micro_batch_tokens=48, activation_checkpointing=True)
+TRAINING = TrainingConfig(
+    learning_rate=1e-3, micro_batch_tokens=48, activation_checkpointing=True, compute_dtype="float32", compile=False
+)
 
 
 def losses(model, ranks, training):
