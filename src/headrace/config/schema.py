@@ -336,7 +336,7 @@ class TrainingConfig(Section, frozen=True):
     micro_batch_tokens: Positive = 8192
     """Tokens that one forward and backward pass holds."""
     share_prefixes: bool = True
-    """Compute the prompt that a group's answers share once."""
+    """Compute the prompt that a group's answers share once; on a GPU where it is long enough to pay."""
     checkpoint_every: NonNegative = 0
     """Versions between checkpoints; 0 writes only the last one."""
     keep_checkpoints: Positive = 2

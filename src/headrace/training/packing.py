@@ -20,6 +20,10 @@ Index = npt.NDArray[np.int64]
 PAIRS_PER_TOKEN = 6144
 """Pairs of query and key that cost as much as a token's way through the matrices: six times a hidden size of 1024."""
 
+JOIN_COST = 0.25
+"""What joining a token's attention to a shared prefix with that to its own segment takes on a GPU: passes over queries,
+outputs and gradients in every layer, as a share of computing the token."""
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -96,12 +100,18 @@ class _Family:
         return self.tokens + pairs / PAIRS_PER_TOKEN
 
 
-def plan(batch: Batch, *, micro_batch_tokens: int, share_prefixes: bool, ranks: int = 1) -> list[MicroBatch]:
-    """The rows of a step, in the order in which they are computed; `passes` hands them out to several ranks."""
+def plan(
+    batch: Batch, *, micro_batch_tokens: int, share_prefixes: bool, ranks: int = 1, join_cost: float = 0.0
+) -> list[MicroBatch]:
+    """The rows of a step, in the order in which they are computed; `passes` hands them out to several ranks.
+
+    Prefixes are shared where that saves more tokens than `join_cost` times those that continue them.
+    """
     families: dict[int, list[_Sequence]] = {}
     for number, (group, sequence) in enumerate(_sequences(batch)):
         families.setdefault(group if share_prefixes else number, []).append(sequence)
-    pieces = [piece for members in families.values() for piece in _pieces(members, micro_batch_tokens)]
+    shared = [part for members in families.values() for part in _where_it_pays(members, join_cost)]
+    pieces = [piece for members in shared for piece in _pieces(members, micro_batch_tokens)]
     rows = _first_fit(pieces, micro_batch_tokens)
     if ranks > 1 and rows:
         rows = _even(pieces, micro_batch_tokens, -(-len(rows) // ranks) * ranks, ranks)
@@ -168,6 +178,14 @@ def _sequences(batch: Batch) -> Iterator[tuple[int, _Sequence]]:
             raise ValueError("the first token of a sequence has nothing before it to be predicted from")
         tokens = batch.token_ids[start:end]
         yield int(group), _Sequence(int(start), tokens[: int(trained[-1])], trained, tokens[trained])
+
+
+def _where_it_pays(members: Sequence[_Sequence], join_cost: float) -> Sequence[Sequence[_Sequence]]:
+    """These members as one family, or each alone."""
+    prefix = _common_prefix(members)
+    saved = prefix * (len(members) - 1)
+    joined = sum(len(member.token_ids) - prefix for member in members)
+    return [members] if saved >= join_cost * joined else [[member] for member in members]
 
 
 def _pieces(members: Sequence[_Sequence], budget: int) -> Iterator[_Family]:

@@ -19,7 +19,7 @@ from headrace.observe.spans import SpanRecorder
 from headrace.training.attention import PackedAttention
 from headrace.training.half import HalfWeights
 from headrace.training.logprobs import read_row
-from headrace.training.packing import MicroBatch, passes, plan
+from headrace.training.packing import JOIN_COST, MicroBatch, passes, plan
 from headrace.training.policies import FrozenPolicy
 from headrace.training.ranks import Ranks
 from headrace.training.reading import EntropyOf
@@ -84,9 +84,16 @@ def accumulate(
     masters get the gradients. `chunk_elements` is how many logits are held at once.
     """
     rank, shares = (ranks.data, ranks.data_ranks) if ranks else (0, 1)
-    rows = plan(batch, micro_batch_tokens=micro_batch_tokens, share_prefixes=share_prefixes, ranks=shares)
+    on_host = input_device(model).type == "cpu"
+    rows = plan(
+        batch,
+        micro_batch_tokens=micro_batch_tokens,
+        share_prefixes=share_prefixes,
+        ranks=shares,
+        join_cost=0.0 if on_host else JOIN_COST,
+    )
     mine = passes(rows, rank, shares) if ranks else [(row, True) for row in rows]
-    ordered = deterministic if input_device(model).type == "cpu" else nullcontext
+    ordered = deterministic if on_host else nullcontext
     with spans.span("score") if spans and policies else nullcontext(), ordered():
         scores = {name: policy.logprobs([row for row, _ in mine], batch) for name, policy in (policies or {}).items()}
     sums: dict[str, torch.Tensor] = {}

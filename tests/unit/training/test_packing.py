@@ -123,6 +123,36 @@ def test_sharing_never_costs_tokens_and_plans_repeat(batch, budget):
     assert [row.token_ids.tolist() for row in first] == [row.token_ids.tolist() for row in second]
 
 
+@given(batches(), st.integers(1, 40), st.sampled_from([0.25, 1.0, 100.0]))
+@settings(max_examples=50, deadline=None)
+def test_prefixes_that_do_not_pay_are_not_shared(batch, budget, cost):
+    rows = plan(batch, micro_batch_tokens=budget, share_prefixes=True, join_cost=cost)
+    assert sorted(np.concatenate([row.sources for row in rows]).tolist() if rows else []) == sorted(contexts(batch))
+    # No group here saves 100 times what it has of its own, unless that is nothing.
+    assert cost < 100 or not any(s.length for row in rows for s in row.segments if s.prefix is not None)
+
+
+def test_sharing_pays_by_hand():
+    # Two answers of 8 tokens, of which 7 are computed, save their 4 common tokens once and are joined 14 times.
+    tokens = np.array([1, 2, 3, 4, *range(5, 13), 1, 2, 3, 4, *range(15, 23)], np.int32)
+    zeros = np.zeros(24, np.float32)
+    batch = Batch(
+        step=1,
+        version=1,
+        token_ids=tokens,
+        lengths=np.array([12, 12], np.int32),
+        groups=np.array([0, 0], np.int32),
+        trained=np.tile(np.arange(12) >= 4, 2),
+        logprobs=zeros,
+        versions=zeros.astype(np.int32),
+        advantages=zeros,
+        weights=zeros,
+    )
+    for cost, computed in ((4 / 14, 18), (0.29, 22)):
+        (row,) = plan(batch, micro_batch_tokens=40, share_prefixes=True, join_cost=cost)
+        assert len(row) == computed
+
+
 def test_a_group_by_hand():
     batch = Batch(
         step=1,
