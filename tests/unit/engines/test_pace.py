@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engines.embedded.device.pace import LAUNCH_SECONDS, LAUNCHES, SLACK, STEPS, Pace
+from headrace.engines.embedded.device.pace import LAUNCH_SECONDS, LONGEST_TURN, SLACK, STEPS, Pace
 
 SECONDS = st.floats(0.0, 10.0)
 
@@ -40,10 +40,25 @@ def test_steps_by_hand() -> None:
 
 def test_a_hurry_is_one_step_at_a_time_and_ends() -> None:
     pace = paced(1.5e-3, 5e-3)
-    pace.hurried = True
-    assert (pace.steps, pace.launches) == (1, 1)
-    pace.hurried = False
-    assert (pace.steps, pace.launches) == (7, LAUNCHES)
+    pace.haste = "soon"
+    assert pace.steps == 1
+    pace.haste = "now"
+    assert pace.steps == 1
+    pace.haste = "none"
+    assert pace.steps == 7
+
+
+def test_one_launch_may_be_of_one_step() -> None:
+    pace = paced(1.5e-3, 5e-3)
+    pace.single = True
+    assert pace.steps == 1
+
+
+def test_a_turn_that_captured_a_step_is_soon_forgotten() -> None:
+    pace = paced(4.6e-3, 5.0)
+    for _ in range(40):
+        pace.turned(1e-3)
+    assert pace.steps == 1
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), max_size=50))
@@ -58,7 +73,7 @@ def test_a_launch_covers_the_host_or_is_as_long_as_may_be(times: list[tuple[floa
 @given(st.floats(1e-6, 1.0), st.floats(0.0, 1.0))
 def test_the_device_never_runs_dry_unless_at_the_bound(step: float, turn: float) -> None:
     steps = paced(step, turn).steps
-    assert steps == STEPS or steps * step >= SLACK * turn
+    assert steps == STEPS or steps * step >= SLACK * min(turn, LONGEST_TURN) * (1 - 1e-12)
 
 
 @given(st.floats(1e-6, 1.0), st.floats(0.0, 1.0))

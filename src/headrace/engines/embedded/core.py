@@ -17,6 +17,7 @@ from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Installed, Receiver, Staged
 from headrace.engines.base import Delta, EngineStats, Request
+from headrace.engines.embedded.device.pace import Haste
 from headrace.engines.embedded.endings import Ending, ending, refusal
 from headrace.engines.embedded.fork import fork_requests
 from headrace.engines.embedded.runner import Sampled, Scoring, Timings
@@ -37,7 +38,7 @@ class _Unproved:
     manifest: Manifest
     installed: Installed
     canary: Scoring | None = None
-    """Scored after the next launch, so that none waits for it."""
+    """Scored behind launches that are under way, so that neither they nor their first token wait for it."""
 
     def ready(self) -> bool:
         """Whether the proof need not wait."""
@@ -184,6 +185,8 @@ class EngineCore:
         with self._runner.active():
             if self._live == NO_VERSION or not self._sequences:
                 return deltas + self._take(self._runner.drain())
+            if self._runner.holds:
+                return deltas + self._take(self._runner.collect()) + self._flush_due()
             ahead = self._runner.ahead
             if self._scheduler.shortage(ahead):
                 deltas += self._take(self._runner.drain())
@@ -202,23 +205,25 @@ class EngineCore:
                 with self._span("decode" if all(c.count == 1 for c in plan.chunks) else "prefill"):
                     sampled = self._runner.run(plan, self._live)
                 self._scheduler.advance(plan, self._live)
-                if self._unproved is not None:
-                    self._score_canary()
                 self._prefilled += sum(c.count for c in plan.chunks if not c.decodes)
                 deltas += self._take(sampled)
+            if self._unproved is not None and (self.drawn_version >= self._live or not self._runner.busy):
+                self._score_canary()
         return deltas + self._flush_due()
 
     def stage(self, manifest: Manifest) -> Staged:
         """Fetch and check weights beside the live ones; raises `DeliveryError`. May run in another thread."""
         try:
-            return self._receiver.stage(manifest, self._hurry)
+            staged = self._receiver.stage(manifest, lambda: self._hurry("soon"))
         except DeliveryError:
-            self._runner.hurry(False)
+            self._runner.hurry("none")
             raise
+        self._hurry("now")
+        return staged
 
     def install(self, staged: Staged) -> None:
         """Make staged weights the live ones, between two steps; `proof` tells later whether they are right."""
-        self._runner.hurry(False)
+        self._runner.hurry("none")
         with self._span("swap"), self._runner.active():
             if not self._keep_kv or self._unproved is not None:
                 self._ready += self._settle()
@@ -273,8 +278,9 @@ class EngineCore:
         """Let go of what deliveries hold. Idempotent."""
         self._receiver.close()
 
-    def _hurry(self) -> None:
-        self._runner.hurry(self._swaps_soon)
+    def _hurry(self, haste: Haste) -> None:
+        if self._swaps_soon:
+            self._runner.hurry(haste)
 
     def _started(self) -> set[str]:
         return {s.id for s in self._scheduler.running} | {s.id for s in self._sequences.values() if s.sampled}

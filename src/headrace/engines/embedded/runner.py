@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from headrace.engines.embedded.attention import DenseContext, PagedContext
+from headrace.engines.embedded.device.pace import Haste
 from headrace.engines.embedded.kv_cache import KVCache
 from headrace.engines.embedded.sampler import draw
 from headrace.engines.embedded.scheduler import Chunk, Plan
@@ -85,8 +86,13 @@ class Runner(Protocol):
         """Where this runner's work, and the copying of weights, takes place."""
         ...
 
-    def hurry(self, on: bool) -> None:
-        """Have as little under way as can be: something is about to wait for its end. From any thread."""
+    def hurry(self, haste: Haste) -> None:
+        """Have as little under way as can be, and wait for none of it `now`: others are next. From any thread."""
+        ...
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing is to be begun before what is under way has ended, or the hurry: then `collect`."""
         ...
 
     @property
@@ -96,6 +102,10 @@ class Runner(Protocol):
 
     def run(self, plan: Plan, version: int) -> list[Sampled]:
         """Begin the plan under the live weights of this version; tokens that are known by now."""
+        ...
+
+    def collect(self) -> list[Sampled]:
+        """Tokens of the oldest that is under way, and all that are there; none if something else is next."""
         ...
 
     def drain(self) -> list[Sampled]:
@@ -125,7 +135,7 @@ class HostRunner:
     def __init__(self, model: Any, cache: KVCache, routing: RoutingShape | None = None) -> None:
         self.ahead = 1
         self.prefill_chunk = 512
-        self.busy = False
+        self.busy = self.holds = False
         self.timings = Timings()
         self._model = model
         self._cache = cache
@@ -137,7 +147,7 @@ class HostRunner:
         """See `Runner.active`."""
         return nullcontext()
 
-    def hurry(self, on: bool) -> None:
+    def hurry(self, haste: Haste) -> None:
         """Nothing to do: nothing is ever under way."""
 
     @torch.inference_mode()
@@ -157,6 +167,10 @@ class HostRunner:
         self.timings.steps += 1
         self.timings.host_seconds += time.perf_counter() - started
         return drawn
+
+    def collect(self) -> list[Sampled]:
+        """Nothing is ever under way."""
+        return []
 
     def drain(self) -> list[Sampled]:
         """Nothing is ever under way."""

@@ -19,7 +19,7 @@ import torch
 from headrace.engines.embedded.device.context import PrefillContext
 from headrace.engines.embedded.device.graphs import StepGraphs
 from headrace.engines.embedded.device.memory import DeviceCache
-from headrace.engines.embedded.device.pace import STEPS, Pace
+from headrace.engines.embedded.device.pace import LAUNCHES, STEPS, Haste, Pace
 from headrace.engines.embedded.device.state import DeviceState
 from headrace.engines.embedded.device.step import DecodeStep, Variant, variant_of
 from headrace.engines.embedded.device.transfer import Arriving, Mark
@@ -85,17 +85,22 @@ class DeviceRunner:
         self._launches: deque[_Launch] = deque()
         self._skipped = 0
         self._pace = Pace()
-        self._answered: float | None = None
-        """When the device's last answer was read, if more are under way."""
+        self._busy_since: float | None = None
+        """When the host's turn began, put off by what it waited; unknown if nothing was under way then."""
 
     @property
     def ahead(self) -> int:
         """See `Runner.ahead`."""
         return self._pace.steps
 
-    def hurry(self, on: bool) -> None:
+    def hurry(self, haste: Haste) -> None:
         """See `Runner.hurry`."""
-        self._pace.hurried = on
+        self._pace.haste = haste
+
+    @property
+    def holds(self) -> bool:
+        """See `Runner.holds`."""
+        return bool(self._launches) and self._pace.haste != "none"
 
     def active(self) -> AbstractContextManager[Any]:
         """The engine's own stream: graphs cannot be captured on the default one."""
@@ -128,9 +133,16 @@ class DeviceRunner:
         self.timings.host_seconds += time.perf_counter() - started
         return self._collect(idle=not prefill and len(self._launches) == launched)
 
+    def collect(self) -> list[Sampled]:
+        """See `Runner.collect`."""
+        # Nothing was launched since the last time: that is no turn to learn from.
+        self._busy_since = None
+        return self._collect(idle=True)
+
     @torch.inference_mode()
     def drain(self) -> list[Sampled]:
         """See `Runner.drain`."""
+        self._busy_since = None
         sampled: list[Sampled] = []
         while self._launches:
             sampled += self._read(self._launches.popleft())
@@ -147,6 +159,8 @@ class DeviceRunner:
     def installed(self, version: int) -> None:
         """See `Runner.installed`."""
         self._state.version.fill_(version)
+        # Whoever waits for the first token under these weights waits for its step alone.
+        self._pace.single = bool(self._launches)
 
     def clear(self, blocks: Seq[int]) -> None:
         """Nothing to do: the kernels do not read slots that were not written for their sequence."""
@@ -230,6 +244,7 @@ class DeviceRunner:
         self._state.cursor.zero_()
         for _ in range(steps):
             self._graphs.step(bucket, variant)
+        self._pace.single = False
         self._launched(entries, steps, variant, begun, decodes=True)
 
     def _variant(self, sequences: Seq[Sequence]) -> Variant:
@@ -261,20 +276,24 @@ class DeviceRunner:
 
     def _collect(self, *, idle: bool) -> list[Sampled]:
         """Results that are there; the oldest too if too many are not, or if there is nothing else to do."""
+        started, waited = time.perf_counter(), 0.0
+        if self._busy_since is not None:
+            self._pace.turned(started - self._busy_since)
         sampled: list[Sampled] = []
-        while self._launches and (
-            len(self._launches) > self._pace.launches or idle or self._launches[0].records.ready()
-        ):
+        while self._launches and (len(self._launches) > LAUNCHES or idle or self._launches[0].records.ready()):
+            asked = time.perf_counter()
+            there = self._launches[0].records.wait(lambda: self._pace.haste == "now")
+            waited += time.perf_counter() - asked
+            if not there:
+                break
             sampled += self._read(self._launches.popleft())
             idle = False
+        self._busy_since = started + waited if self._launches else None
         return sampled
 
     def _read(self, launch: _Launch) -> list[Sampled]:
-        if self._answered is not None:
-            self._pace.turned(time.perf_counter() - self._answered)
         records = launch.records.numpy()
         started = time.perf_counter()
-        self._answered = started if self._launches else None
         seconds = launch.records.mark.seconds_since(launch.begun)
         if launch.decodes:
             self._pace.stepped(seconds / launch.steps)

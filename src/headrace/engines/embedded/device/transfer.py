@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,13 +48,21 @@ class Arriving:
         """Whether `numpy` would not wait."""
         return self.mark.passed()
 
-    def numpy(self) -> npt.NDArray[Any]:
-        """The numbers, as soon as they are here."""
+    def wait(self, unless: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until it is there; False if `unless` holds and it is not."""
         deadline = time.monotonic() + GPU_SECONDS
         while not self.ready():
             if time.monotonic() > deadline:
                 raise DeadlineError(f"the GPU has not finished what was asked of it within {GPU_SECONDS:.0f} s")
+            # First of all: whoever makes `unless` hold needs the interpreter for what comes of it.
             time.sleep(_POLL_SECONDS)
+            if unless():
+                return self.ready()
+        return True
+
+    def numpy(self) -> npt.NDArray[Any]:
+        """The numbers, as soon as they are here."""
+        self.wait()
         return np.asarray(self._host.numpy())
 
     def result(self) -> Float32Array:
