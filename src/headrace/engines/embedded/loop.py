@@ -80,8 +80,14 @@ class EngineLoop:
     def load(self, manifest: Manifest) -> Future[Proof]:
         """Stage, swap and prove these weights. A rejected load resolves to a proof that is not accepted."""
         future: Future[Proof] = Future()
-        if not self._post(lambda: self._queue_load(manifest, future), future):
-            future.set_exception(HeadraceError(self._gone()))
+        with self._changed:
+            if self._ended or self._stopping:
+                future.set_exception(HeadraceError(self._gone()))
+                return future
+            self._futures.add(future)
+            self._loads.append((manifest, future))
+        # From here, not from the loop's thread: that may be in a step for as long as staging takes.
+        self._next_load()
         return future
 
     def score(self, token_ids: Int32Array) -> Future[Float32Array]:
@@ -171,20 +177,16 @@ class EngineLoop:
         self._core.submit(ended)
         self._deliver(self._core.abort(ids))
 
-    def _queue_load(self, manifest: Manifest, future: Future[Proof]) -> None:
-        self._loads.append((manifest, future))
-        self._next_load()
-
     def _next_load(self) -> None:
         """Begin to stage the next version, unless one is under way: a delivery has the staging buffer for itself."""
-        if self._loading or not self._loads:
-            return
-        manifest, future = self._loads.popleft()
-        self._loading = future
-        staging = self._stager.submit(self._core.stage, manifest)
-        staging.add_done_callback(lambda staged: self._post(lambda: self._swap(manifest, staged, future)))
+        with self._changed:
+            if self._ended or self._loading or not self._loads:
+                return
+            manifest, self._loading = self._loads.popleft()
+            staging = self._stager.submit(self._core.stage, manifest)
+        staging.add_done_callback(lambda staged: self._post(lambda: self._swap(manifest, staged)))
 
-    def _swap(self, manifest: Manifest, staging: Future[Staged], future: Future[Proof]) -> None:
+    def _swap(self, manifest: Manifest, staging: Future[Staged]) -> None:
         try:
             staged = staging.result(timeout=0)
             if self._interrupt == "abort":
@@ -229,7 +231,8 @@ class EngineLoop:
             self._loaded(proof)
 
     def _loaded(self, proof: Proof) -> None:
-        future, self._loading = self._loading, None
+        with self._changed:
+            future, self._loading = self._loading, None
         assert future is not None
         self._settle(future, proof)
         self._next_load()
