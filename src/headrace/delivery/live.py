@@ -77,7 +77,8 @@ class DeviceSide:
     """A receiver's streams on a GPU, and what keeps them in order."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stage, self._digest = _stream(device), _stream(device)
+        # New weights are waited for: what stages them goes before the next kernels of steps. Their proof does not.
+        self._stage, self._digest = _stream(device, priority=-1), _stream(device)
         self._copied: torch.cuda.Event | None = None
         self._prepared: dict[tuple[int, tuple[int, ...]], DeviceDigest] = {}
         self._live: DeviceDigest | None = None
@@ -142,8 +143,8 @@ class DeviceSide:
         return self._prepared[key]
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
 
 def _timed_event() -> torch.cuda.Event:

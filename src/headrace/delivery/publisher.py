@@ -202,7 +202,8 @@ class Publisher:
         if gpu is None:
             return nullcontext()
         if self._stream is None:
-            self._stream = torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
+            # Before the trainer's next kernels: engines hear of the version when this is done.
+            self._stream = torch.cuda.Stream(gpu, priority=-1)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._stream)
 
 
