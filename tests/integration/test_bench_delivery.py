@@ -11,7 +11,7 @@ import torch
 from runs import headrace
 from tiny_models import make_model
 
-from headrace.bench.delivery import bench_delivery
+from headrace.bench.delivery import LEGS, bench_delivery
 from headrace.bench.delivery_options import RANK, DeliveryBench, Row, check_options, rows
 from headrace.bench.delivery_sets import flip_words
 from headrace.bench.delivery_table import table
@@ -88,6 +88,11 @@ def test_adapters_arrive_while_an_engine_decodes(model_dir: Path) -> None:
     assert row["step_seconds"] > 0 and row["swap_seconds"]["min"] > 0
     first = row["first_token_seconds"]
     assert first["min"] > row["ready_seconds"]["min"] + row["stage_seconds"]["min"] + row["swap_seconds"]["min"]
+    legs = [row[f"leg_{name}_seconds"] for name in LEGS]
+    assert sum(leg["min"] for leg in legs) <= first["min"] + 1e-9 and first["max"] - 1e-9 <= sum(
+        leg["max"] for leg in legs
+    )
+    assert row["leg_install_seconds"]["min"] > 0 and row["leg_stage_seconds"]["min"] >= row["stage_seconds"]["min"]
     assert row["first_token_beyond_a_step_seconds"] == pytest.approx(first["median"] - row["step_seconds"])
 
 

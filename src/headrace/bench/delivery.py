@@ -34,6 +34,9 @@ Say = Callable[[str], None]
 DEADLINE = 600.0
 WARM_UP = 2
 """Versions that are not measured: there are two places to write a version to."""
+LEGS = ("snapshot", "digest", "travel", "stage", "notice", "install", "under_way", "first_step")
+"""Of the way to a first token: the trainer copies, and digests; the manifest comes to the engine, which fetches and
+digests, gets to it between two steps, and launches the copy; what was under way ends; copy and first step."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +205,25 @@ def _figures(row: Row, delivered: list[_Delivered], step: float) -> dict[str, An
         first = [max(taken.first_token_at for taken in one.taken) - one.done.began for one in delivered]
         found |= {"step_seconds": step, "first_token_seconds": _spread(first)}
         found["first_token_beyond_a_step_seconds"] = found["first_token_seconds"]["median"] - step
+        legs = [_legs(one.done, max(one.taken, key=lambda taken: taken.first_token_at)) for one in delivered]
+        found |= {f"leg_{name}_seconds": _spread([leg[name] for leg in legs]) for name in LEGS}
     return found
+
+
+def _legs(done: Done, taken: Taken) -> dict[str, float]:
+    """Where the time from the publish to the first token went, one leg after the other; see `LEGS`."""
+    moments = [
+        done.began,
+        done.began + done.lost_seconds,
+        done.began + done.ready_seconds,
+        taken.received_at,
+        taken.staged_at,
+        taken.install_began_at,
+        taken.installed_at,
+        taken.last_token_at,
+        taken.first_token_at,
+    ]
+    return {name: end - start for name, start, end in zip(LEGS, moments, moments[1:], strict=False)}
 
 
 def _wire_bytes(manifest: Manifest) -> int:

@@ -6,14 +6,13 @@ Sequences that end are replaced, so the batch is always full, and a delivery is 
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from headrace.bench.delivery_engine import Enter, Taken
 from headrace.bench.delivery_sets import load, served_adapter
 from headrace.config.schema import EngineConfig
-from headrace.delivery.base import Manifest, Proof
+from headrace.delivery.base import Manifest
 from headrace.delivery.receiver import Staged
 from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.core import EngineCore
@@ -48,28 +47,24 @@ class DecodingEngine:
         self._draw = np.random.default_rng(enter.seed)
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._submitted = 0
-        self._staging = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
         self._submit(enter.decode)
         self.step_seconds = self._warm()
 
-    def take(self, manifest: Manifest) -> Taken:
-        """Stage beside the steps, install between two, go on until it is proved and has drawn a token."""
-        staged = self._staged(self._staging.submit(self._core.stage, manifest))
+    def stage(self, manifest: Manifest) -> Staged:
+        """See `Engine.stage`."""
+        return self._core.stage(manifest)
+
+    def take(self, staged: Staged) -> Taken:
+        """Install between two steps, go on until it is proved and has drawn a token."""
         self._core.timings.longest_gap_seconds = 0.0
         began = time.monotonic()
         self._core.install(staged)
-        stood_still = time.monotonic() - began
-        proof, proved_at, first_token_at = self._proved(manifest.version)
-        return Taken(
-            proof=proof,
-            fetch_seconds=staged.fetch_seconds,
-            stage_seconds=staged.seconds,
-            # The host stands still for the whole of it where host and device are one.
-            swap_seconds=self._core.timings.longest_gap_seconds or stood_still,
-            canary_seconds=0.0,
-            proved_at=proved_at,
-            first_token_at=first_token_at,
-        )
+        installed = time.monotonic()
+        taken = self._proved(staged, installed)
+        # The host stands still for the whole of it where host and device are one.
+        taken.swap_seconds = self._core.timings.longest_gap_seconds or installed - began
+        taken.install_began_at = began
+        return taken
 
     def turn(self) -> None:
         """One step."""
@@ -81,31 +76,36 @@ class DecodingEngine:
 
     def close(self) -> None:
         """See `Engine.close`."""
-        self._staging.shutdown(wait=True, cancel_futures=True)
         self._core.close()
 
-    def _staged(self, staging: Future[Staged]) -> Staged:
-        deadline = time.monotonic() + DEADLINE
-        while not staging.done():
-            self.turn()
-            if time.monotonic() > deadline:
-                raise DeliveryError(f"staging did not end within {DEADLINE:g} s")
-        return staging.result()
-
-    def _proved(self, version: int) -> tuple[Proof, float, float]:
-        deadline = time.monotonic() + DEADLINE
-        proof, proved_at, first_token_at = None, 0.0, 0.0
+    def _proved(self, staged: Staged, installed: float) -> Taken:
+        version, proof = staged.manifest.version, None
+        proved_at, last_token_at, first_token_at = 0.0, installed, 0.0
         while proof is None or not first_token_at:
             if proof is None and (proof := self._core.proof(wait=False)) is not None:
                 proved_at = time.monotonic()
                 if not proof.accepted:
                     break
+            known = self._core.stats().generated_tokens
             self.turn()
+            now = time.monotonic()
             if not first_token_at and self._core.drawn_version >= version:
-                first_token_at = time.monotonic()
-            if time.monotonic() > deadline:
+                first_token_at = now
+            elif not first_token_at and self._core.stats().generated_tokens > known:
+                last_token_at = now
+            if now > installed + DEADLINE:
                 raise DeliveryError(f"version {version} was not proved within {DEADLINE:g} s")
-        return proof, proved_at, first_token_at
+        return Taken(
+            proof=proof,
+            fetch_seconds=staged.fetch_seconds,
+            stage_seconds=staged.seconds,
+            swap_seconds=0.0,
+            canary_seconds=0.0,
+            proved_at=proved_at,
+            installed_at=installed,
+            last_token_at=last_token_at,
+            first_token_at=first_token_at,
+        )
 
     def _submit(self, count: int) -> None:
         requests = []

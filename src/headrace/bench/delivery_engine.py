@@ -6,7 +6,10 @@ what a delivery takes from it is measured where it is felt: between two steps.
 
 from __future__ import annotations
 
+import gc
+import queue
 import sys
+import threading
 import time
 from typing import Any, Protocol
 
@@ -17,9 +20,9 @@ from headrace.bench.delivery_sets import load, served_adapter
 from headrace.bench.engine_rescore import plain_twin, row_logprobs
 from headrace.bench.side import Line
 from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.receiver import Receiver
+from headrace.delivery.receiver import Receiver, Staged
 from headrace.engines.base import Sampling
-from headrace.errors import DeliveryError
+from headrace.errors import DeliveryError, HeadraceError
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array
 
@@ -67,6 +70,14 @@ class Taken(msgspec.Struct, kw_only=True):
     """0 where it ran beside decoding."""
     proved_at: float
     """Without the canary, where that was scored apart."""
+    received_at: float = 0.0
+    """When the engine's process had the manifest."""
+    staged_at: float = 0.0
+    install_began_at: float = 0.0
+    installed_at: float = 0.0
+    """When the copy was launched, behind what was under way."""
+    last_token_at: float = 0.0
+    """When the host knew the last token of the old version; not before `installed_at`."""
     first_token_at: float = 0.0
     """When the host first knew a token of the new version."""
 
@@ -76,8 +87,12 @@ class Engine(Protocol):
 
     step_seconds: float
 
-    def take(self, manifest: Manifest) -> Taken:
-        """Fetch, swap and prove."""
+    def stage(self, manifest: Manifest) -> Staged:
+        """Fetch and check; in a thread of its own."""
+        ...
+
+    def take(self, staged: Staged) -> Taken:
+        """Swap and prove."""
         ...
 
     def turn(self) -> None:
@@ -105,10 +120,13 @@ class HoldingEngine:
         )
         self._twin: Any = plain_twin(model)
 
-    def take(self, manifest: Manifest) -> Taken:
+    def stage(self, manifest: Manifest) -> Staged:
+        """See `Engine.stage`."""
+        return self._receiver.stage(manifest)
+
+    def take(self, staged: Staged) -> Taken:
         """See `Engine.take`."""
-        staged = self._receiver.stage(manifest)
-        began = time.monotonic()
+        manifest, began = staged.manifest, time.monotonic()
         with torch.no_grad():
             installed = self._receiver.install(staged)
         while not installed.ready():
@@ -130,7 +148,6 @@ class HoldingEngine:
 
     def turn(self) -> None:
         """Nothing runs here meanwhile."""
-        time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -151,17 +168,55 @@ def make_engine(enter: Enter) -> Engine:
     return DecodingEngine(enter)
 
 
+class Orders:
+    """Versions as they come, staged at once: an engine looks only between two steps."""
+
+    def __init__(self, line: Line, engine: Engine) -> None:
+        self._line = line
+        self._engine = engine
+        self._staged: queue.SimpleQueue[tuple[Staged, float, float] | BaseException] = queue.SimpleQueue()
+        threading.Thread(target=self._receive, name="orders", daemon=True).start()
+
+    def waiting(self) -> bool:
+        """Whether `next` need not wait."""
+        return not self._staged.empty()
+
+    def next(self) -> tuple[Staged, float, float]:
+        """The next version, when it was received and when it was staged. Raises `EOFError` once the line is closed."""
+        got = self._staged.get(timeout=IDLE_SECONDS)
+        if isinstance(got, BaseException):
+            raise got
+        return got
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                manifest = self._line.receive(Take, IDLE_SECONDS).manifest
+                received = time.monotonic()
+                self._staged.put((self._engine.stage(manifest), received, time.monotonic()))
+        except (EOFError, OSError, HeadraceError, RuntimeError) as error:
+            # Raised where the engine is driven, not lost with this thread.
+            self._staged.put(error)
+
+
 def serve(line: Line) -> None:
     """Obey until the line closes."""
     enter = line.receive(Enter, IDLE_SECONDS)
     torch.set_num_threads(enter.threads)
     engine = make_engine(enter)
+    # As an engine's own process does, once everything is loaded.
+    gc.collect()
+    gc.freeze()
     line.send(Entered(step_seconds=engine.step_seconds))
+    orders = Orders(line, engine)
     try:
         while True:
-            while enter.decode and not line.waiting():
+            while enter.decode and not orders.waiting():
                 engine.turn()
-            line.send(engine.take(line.receive(Take, IDLE_SECONDS).manifest))
+            staged, received_at, staged_at = orders.next()
+            taken = engine.take(staged)
+            taken.received_at, taken.staged_at = received_at, staged_at
+            line.send(taken)
     except EOFError:
         return
     finally:

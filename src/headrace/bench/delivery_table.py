@@ -56,6 +56,9 @@ def _remarks(row: dict[str, Any]) -> list[str]:
             f"first token of the new version {_ms(row['first_token_seconds']['median'])} ms after the publish began, "
             f"{_ms(row['first_token_beyond_a_step_seconds'])} ms beyond one step of {_ms(row['step_seconds'])} ms"
         )
+        legs = [(name, value) for name, value in row.items() if name.startswith("leg_")]
+        spent = (f"{name[4:-8].replace('_', ' ')} {_ms(value['median'])}" for name, value in legs)
+        found.append(f"of it, ms: {', '.join(spent)}")
     return found
 
 

@@ -26,7 +26,7 @@ _END_SECONDS = 5.0
 
 
 class Line:
-    """One end of the line. Used by one thread at a time."""
+    """One end of the line. One thread may receive while another one sends."""
 
     def __init__(self, descriptor: int) -> None:
         self._connection = Connection(descriptor)
@@ -45,10 +45,6 @@ class Line:
         count = int.from_bytes(self._connection.recv_bytes(), "little")
         frames: list[Frame] = [self._connection.recv_bytes() for _ in range(count)]
         return decode(kind, frames)
-
-    def waiting(self) -> bool:
-        """Whether `receive` need not wait."""
-        return self._connection.poll(0)
 
     def close(self) -> None:
         """Close this end; the other one sees it. Idempotent."""
