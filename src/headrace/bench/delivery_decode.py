@@ -34,13 +34,8 @@ class DecodingEngine:
         adapter, base = served_adapter(model) if enter.adapter else (None, None)
         positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", LONGEST))
         self._longest = min(LONGEST, positions)
-        # A compiled layer takes minutes to make and changes nothing about a swap.
-        config = EngineConfig(
-            kv="keep",
-            slots=enter.decode,
-            cache_tokens=(enter.decode + 1) * (self._longest + 64),
-            compile=False,
-        )
+        # With layers compiled, as in a run: new weights wait for steps, and steps are shorter then.
+        config = EngineConfig(kv="keep", slots=enter.decode, cache_tokens=(enter.decode + 1) * (self._longest + 64))
         self._core = EngineCore(
             model, config, name=enter.name, max_length=self._longest, version=0, adapter=adapter, base_digest=base
         )
