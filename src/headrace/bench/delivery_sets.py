@@ -90,10 +90,11 @@ def make_sets(options: DeliveryBench, model: Any, dtype: str, kind: Kind) -> Set
 def flip_words(tensor: torch.Tensor, share: float, draw: torch.Generator) -> torch.Tensor:
     """A copy in which the last bit of this share of words, drawn at random, is another one."""
     changed = tensor.clone()
-    if not tensor.is_floating_point():
+    count = round(share * tensor.numel())
+    if not count or not tensor.is_floating_point():
         return changed
     words = changed.view(-1).view(torch.int16 if tensor.itemsize == 2 else torch.int32)
-    chosen = torch.randperm(len(words), generator=draw)[: round(share * len(words))]
+    chosen = torch.randperm(len(words), generator=draw)[:count]
     words[chosen] ^= 1
     return changed
 
