@@ -2,15 +2,20 @@
 
 vLLM's first model runner keeps one generator per request and restarts it with every request; before each draw this sets
 it anew. (Its second runner hashes seed and position by itself.) A draw that the runner takes back, because the prompt
-was not read to its end, needs no rewinding for the same reason.
+was not read to its end, needs no rewinding for the same reason. What `truncation` cuts is cut here too:
+logits are tempered by now, and log-probabilities are taken from what this leaves.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
 from vllm.v1.sample.logits_processor.interface import LogitsProcessor
+
+from headrace_vllm_plugin.truncation import truncate, wanted
+from headrace_vllm_plugin.wire import Truncation
 
 _MASK = (1 << 64) - 1
 
@@ -40,7 +45,15 @@ class Reseeded(torch.Generator):
 
 
 class PositionNoise(LogitsProcessor):  # type: ignore[misc]
-    """Changes no logit. Until `attach` it does nothing: the driver attaches it before the first request."""
+    """Until `attach` it does nothing: the driver attaches it before the first request.
+
+    What a row wants is looked up with its request at each step, so it moves in the batch as its request does.
+    """
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Refuse a truncation that makes no sense before it is in a batch with others."""
+        wanted(sampling_params)
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._runner: Any = None
@@ -50,7 +63,7 @@ class PositionNoise(LogitsProcessor):  # type: ignore[misc]
         self._runner = runner
 
     def is_argmax_invariant(self) -> bool:
-        """Greedy rows draw nothing."""
+        """Greedy rows draw nothing, and truncation leaves the best token."""
         return True
 
     def update_state(self, batch_update: Any) -> None:
@@ -62,13 +75,19 @@ class PositionNoise(LogitsProcessor):  # type: ignore[misc]
                     generators[row] = Reseeded(device="cpu")
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Seed every row's generator for the position that is drawn next."""
+        """Seed every row's generator for the position that is drawn next, and cut what the row's request has cut."""
         if self._runner is not None:
             batch = self._runner.input_batch
             for row, generator in batch.generators.items():
                 request = self._runner.requests[batch.req_ids[row]]
                 position = request.num_prompt_tokens + len(request.output_token_ids)
                 generator.manual_seed(noise_seed(request.sampling_params.seed, position))
+            rows: dict[Truncation, list[int]] = defaultdict(list)
+            for row, name in enumerate(batch.req_ids):
+                rule = wanted(self._runner.requests[name].sampling_params)
+                if rule is not None:
+                    rows[rule].append(row)
+            truncate(logits, rows)
         return logits
 
 

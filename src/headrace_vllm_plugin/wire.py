@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from headrace.delivery.base import Entry
 
 BACKEND = "headrace"
 """The name of the weight-transfer engine."""
-PROTOCOL = 2
+PROTOCOL = 3
 """Counts changes of what is said here; both sides must have the same."""
+TRUNCATION = "headrace_truncation"
+"""Among the `extra_args` of a request: how the plugin truncates it, which vLLM is not asked to then."""
 
 
 class Facts(msgspec.Struct, kw_only=True):
@@ -32,6 +36,16 @@ class Facts(msgspec.Struct, kw_only=True):
     workers: int
     position_noise: bool
     """Whether a token's noise follows from (seed, position)."""
+    truncation: bool
+    """Whether it heeds a request's `Truncation`."""
+
+
+class Truncation(msgspec.Struct, frozen=True):
+    """`top_k`, then `top_p` of the mass that is left, then `min_p`; 0, 1 and 0 cut nothing."""
+
+    top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
 
 
 class Order(msgspec.Struct, kw_only=True):

@@ -33,6 +33,7 @@ class HeadraceWorker:
         """What this worker is and can do; from now on its noise follows positions."""
         config = self.vllm_config
         transfer = config.weight_transfer_config
+        attached = not self.use_v2_model_runner and attach(self.model_runner)
         facts = Facts(
             protocol=PROTOCOL,
             vllm=vllm.__version__,
@@ -47,7 +48,8 @@ class HeadraceWorker:
             block_size=config.cache_config.block_size,
             prefix_caching=bool(config.cache_config.enable_prefix_caching),
             workers=config.parallel_config.world_size,
-            position_noise=self.use_v2_model_runner or attach(self.model_runner),
+            position_noise=self.use_v2_model_runner or attached,
+            truncation=attached,
         )
         return _answer(facts)
 

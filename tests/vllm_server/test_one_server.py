@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import test_engine
@@ -21,11 +22,14 @@ from headrace.config.schema import LoraConfig
 from headrace.delivery.digest import digest_as
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports.shm import ShmSender
+from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.engine import VllmEngine
 from headrace.engines.vllm.server import VllmServer
+from headrace.errors import HttpError
 from headrace.models.loading import named_weights
 from headrace.training.lora import TrainedAdapter
 from headrace.types import Float32Array, Int32Array
+from headrace_vllm_plugin.wire import TRUNCATION
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -33,15 +37,55 @@ LORA = LoraConfig(rank=4, alpha=6.0, modules=["model.norm"])
 
 
 async def test_truncated_draws_are_from_the_kept_tokens_and_name_them(subject: Subject) -> None:
-    """All rules but `min_p` together with others, which vLLM applies first; no kept sets."""
-    kinds = {name: kind for name, kind in test_engine.TRUNCATIONS.items() if name != "all"}
+    """All rules, but no kept sets."""
     requests = [
         test_engine.ask(f"{name}/{seed}", max_tokens=2, seed=seed, **kind)
-        for name, kind in kinds.items()
+        for name, kind in test_engine.TRUNCATIONS.items()
         for seed in range(4)
     ]
     for request, completion in zip(requests, await test_engine.complete_all(subject.engine, requests), strict=True):
         test_engine.assert_drawn(subject, request, completion, 1)
+
+
+async def test_what_is_cut_follows_its_request_while_others_come_and_go(subject: Subject) -> None:
+    """More requests than slots, of many lengths: rows of the batch are left, taken again and moved between draws."""
+    rules: list[dict[str, object]] = [
+        {"top_p": 0.7, "min_p": 0.3},
+        {"temperature": 0.0, "top_p": 0.7, "min_p": 0.3},
+        {"temperature": 1.4, "top_k": 6, "min_p": 0.5},
+        {},
+        {"temperature": 0.8, "top_k": 12, "top_p": 0.6, "min_p": 0.4},
+    ]
+    requests = [
+        test_engine.ask(f"{i}", [i + 1, 2, 3], max_tokens=3 + 7 * i % 10, seed=i, **rules[i % len(rules)])
+        for i in range(3 * subject.slots)
+    ]
+    otherwise = 0
+    for request, completion in zip(requests, await test_engine.complete_all(subject.engine, requests), strict=True):
+        sampling = request.sampling
+        assert len(completion.token_ids) == sampling.max_tokens, completion.error
+        if sampling.temperature == 0 or sampling.min_p == 0:
+            test_engine.assert_recorded(subject, request, completion)
+            continue
+        before = [*request.token_ids.tolist(), *completion.token_ids[:-1]]
+        resumed = msgspec.structs.replace(request, token_ids=np.array(before, np.int32))
+        last = test_engine.Completion(completion.token_ids[-1:], completion.logprobs[-1:])
+        test_engine.assert_drawn(subject, resumed, last, 1)
+        p = test_engine.alternatives(subject, before, sampling.temperature)
+        left = np.where(p >= sampling.min_p * p.max(), p, 0)
+        theirs = test_engine.kept_by_definition(left, sampling)
+        otherwise += theirs != test_engine.kept_by_definition(p, sampling)
+    assert otherwise > 2, "in vLLM's own order other tokens would have been left"
+
+
+async def test_a_truncation_that_makes_no_sense_fails_its_request_alone(server: VllmServer, subject: Subject) -> None:
+    client = VllmClient(server.url, KEY)
+    for wrong in ({"top_p": 0.0}, {"min_p": "x"}, [1]):
+        params = {"max_tokens": 1, "logprobs": 0, "detokenize": False, "extra_args": {TRUNCATION: wrong}}
+        with pytest.raises(HttpError) as caught:
+            await anext(client.generate("wrong", [1], params, salt="wrong"))
+        assert caught.value.status == 400
+    assert (await test_engine.complete(subject.engine, test_engine.ask("after"))).finish == "length"
 
 
 async def test_recording_what_was_kept_changes_no_token(subject: Subject) -> None:

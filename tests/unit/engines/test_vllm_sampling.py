@@ -2,10 +2,12 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm_stub import FACTS
 
 from headrace.engines.base import Request, Sampling
 from headrace.engines.vllm.client import Piece, Span
@@ -23,20 +25,55 @@ def test_every_parameter_is_passed() -> None:
         temperature=0.7,
         top_p=0.9,
         top_k=5,
-        min_p=0.1,
         forbidden=(2, 70),
         seed=(1 << 63) + 5,
         stop_token_ids=(9, 4),
         stop_sequences=((7,), (1, 2)),
     )
-    params = sampling_params(sampling, 20, vocabulary=64)
+    params = sampling_params(sampling, 20, FACTS)
     assert {name: params[name] for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed")} == {
-        "max_tokens": 20, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 5,
+        "max_tokens": 20, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.0, "seed": 5,
     }  # fmt: skip
+    assert "extra_args" not in params
     assert params["stop_token_ids"] == [4, 7, 9], "a sequence of one token is a stop token"
     assert list(params["logit_bias"]) == ["2"], "a token that does not exist forbids nothing"
     assert np.exp(np.float32(30 + params["logit_bias"]["2"])) == 0.0
     assert params["logprobs"] == 0 and params["ignore_eos"] is True and json.loads(json.dumps(params)) == params
+
+
+NOTHING = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@pytest.mark.parametrize("rules", [{"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}])
+def test_min_p_together_with_others_is_left_to_the_plugin(rules: dict[str, float]) -> None:
+    """All of it, and vLLM cuts nothing: a rule that both applied would be applied to what the other left."""
+
+    def passed(truncation: bool = True, **changes: float) -> dict[str, object]:
+        facts = msgspec.structs.replace(FACTS, truncation=truncation)
+        options = {"max_tokens": 4, **rules, "min_p": 0.1, **changes}
+        params = sampling_params(Sampling(**options), 4, facts)  # type: ignore[arg-type]
+        assert json.loads(json.dumps(params)) == params
+        return {name: params[name] for name in (*NOTHING, "extra_args") if name in params}
+
+    alone = {**NOTHING, **rules}
+    assert passed() == {**NOTHING, "extra_args": {"headrace_truncation": {**alone, "min_p": 0.1}}}
+    assert passed(min_p=0.0) == alone
+    assert passed(top_k=0, top_p=1.0) == {**NOTHING, "min_p": 0.1}
+    assert passed(temperature=0.0) == passed(truncation=False) == {**alone, "min_p": 0.1}
+
+
+def test_a_server_of_another_order_is_asked_for_nothing_that_depends_on_it() -> None:
+    def reason(**sampling: float) -> str:
+        options = {"max_tokens": 4, **sampling}
+        request = Request(id="a", token_ids=np.array([1], np.int32), sampling=Sampling(**options))  # type: ignore[arg-type]
+        assert refusal(request, FACTS, max_length=32) == ""
+        return refusal(request, msgspec.structs.replace(FACTS, truncation=False), max_length=32)
+
+    for rules in ({"top_p": 0.9}, {"top_p": 0.9, "top_k": 5}):
+        line = reason(min_p=0.1, **rules)
+        assert "min_p together with top_p" in line and "VLLM_USE_V2_MODEL_RUNNER=0" in line and "\n" not in line
+        assert reason(**rules) == reason(min_p=0.1, temperature=0.0, **rules) == ""
+    assert reason(min_p=0.1) == reason(min_p=0.1, top_k=5) == ""
 
 
 @given(TOKENS, STOPS, st.lists(st.integers(0, 3), max_size=2), st.integers(0, 12))
@@ -90,9 +127,9 @@ def test_an_answer_is_the_same_however_it_comes_in_pieces(
 def test_what_cannot_be_served_is_said(prompt: list[int], sampling: dict[str, object], about: str) -> None:
     options = {"max_tokens": 4, **sampling}
     request = Request(id="a", token_ids=np.array(prompt, np.int32), sampling=Sampling(**options))  # type: ignore[arg-type]
-    assert about in refusal(request, vocabulary=64, max_length=32)
+    assert about in refusal(request, FACTS, max_length=32)
     fine = Request(id="a", token_ids=np.array([1], np.int32), sampling=Sampling(max_tokens=4))
-    assert refusal(fine, vocabulary=64, max_length=32) == ""
+    assert refusal(fine, FACTS, max_length=32) == ""
 
 
 def test_tokens_of_another_version_are_noticed() -> None:

@@ -20,7 +20,7 @@ from headrace_vllm_plugin.wire import BACKEND, PROTOCOL, Facts
 FACTS = Facts(
     protocol=PROTOCOL, vllm="0.32.0", backend=BACKEND, model="stub", dtype="float32", vocabulary=64, max_length=4096,
     logprobs_mode="processed_logprobs", slots=8, blocks=100, block_size=32, prefix_caching=True, workers=1,
-    position_noise=True,
+    position_noise=True, truncation=True,
 )  # fmt: skip
 
 

@@ -103,7 +103,7 @@ class VllmCore:
             self._orders += 1
             if self._closed:
                 self._hand_out(sequence.ended("failed", self._closed))
-            elif reason := refusal(request, self._facts.vocabulary, self._max_length):
+            elif reason := refusal(request, self._facts, self._max_length):
                 self._hand_out(sequence.ended("failed", f"request {request.id}: {reason}"))
             else:
                 heapq.heappush(self._waiting, sequence)
@@ -260,7 +260,7 @@ class VllmCore:
         version = self.version
         room = sequence.room(self._max_length)
         assert room > 0, "an answer that is long enough has ended"
-        params = sampling_params(sequence.request.sampling, room, self._facts.vocabulary)
+        params = sampling_params(sequence.request.sampling, room, self._facts)
         tokens = [*sequence.request.token_ids.tolist(), *sequence.sampled]
         stream = self._client.generate(sequence.server_id, tokens, params, salt=f"{self._salt}-{version}")
         try:

@@ -158,7 +158,7 @@ def arguments(plan: ServerPlan, python: str, port: int) -> list[str]:
     if plan.weights == "random":
         command += ["--load-format", "dummy"]
     if on_cpu(config):
-        # vLLM's second model runner, which needs a GPU, has such noise by itself and takes no logits processors.
+        # vLLM's second model runner, which needs a GPU, has such noise by itself and takes no processors of this kind.
         command += ["--logits-processors", NOISE, "--block-size", str(-(-config.block_size // CPU_BLOCK) * CPU_BLOCK)]
     if on_cpu(config) or config.cache_tokens:
         command += ["--kv-cache-memory-bytes", str(cache_bytes(plan))]
