@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from headrace.delivery.device_copies import DeviceCopies
 from headrace.delivery.plan import Plan, dtype_of
 from headrace.errors import DeliveryError
 
@@ -79,6 +80,7 @@ class DeviceSide:
     def __init__(self, device: torch.device) -> None:
         # New weights are waited for: what stages them goes before the next kernels of steps. Their proof does not.
         self._stage, self._digest = _stream(device, priority=-1), _stream(device)
+        self._copies = DeviceCopies(device)
         self._copied: torch.cuda.Event | None = None
         self._prepared: dict[tuple[int, tuple[int, ...]], DeviceDigest] = {}
         self._live: DeviceDigest | None = None
@@ -106,13 +108,18 @@ class DeviceSide:
         self._live = self._prepare(plan, live)
 
     def install(
-        self, copy: Callable[[], None], buffer: torch.Tensor | None, installed: Callable[[], None] | None
+        self,
+        plan: Plan,
+        live: Mapping[str, torch.Tensor],
+        staged: Mapping[str, torch.Tensor],
+        buffer: torch.Tensor | None,
+        installed: Callable[[], None] | None,
     ) -> DeviceCheck:
-        """Copy out of the buffer on the current stream, and begin the digest once that is done."""
+        """Copy what is staged, in the buffer if there is one, on the current stream; begin the digest once it is."""
         stream = torch.cuda.current_stream(self._stage.device)
         began, ended = _timed_event(), _timed_event()
         began.record(stream)
-        copy()
+        self._copies.copy(plan.digest, live, staged)
         if buffer is not None:
             buffer.record_stream(stream)
         self._copied = stream.record_event()
@@ -128,6 +135,7 @@ class DeviceSide:
     def close(self) -> None:
         """Let go of the tensors. Idempotent."""
         self._prepared.clear()
+        self._copies.close()
         self._live = None
 
     def _prepare(self, plan: Plan, weights: Mapping[str, torch.Tensor]) -> DeviceDigest:

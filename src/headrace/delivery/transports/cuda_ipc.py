@@ -17,7 +17,8 @@ import msgspec
 import torch
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import Plan, copy_all, unpack
+from headrace.delivery.device_copies import DeviceCopies
+from headrace.delivery.plan import Plan, unpack
 from headrace.delivery.transports.cuda_memory import allocate, open_handle
 from headrace.delivery.transports.places import Places
 from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, Segment
@@ -74,6 +75,7 @@ class CudaIpcSender:
         self._device = _gpu(device, "trainer")
         self._run_id = run_id
         self._held: dict[str, _Place] = {}
+        self._copies = DeviceCopies(self._device)
         self._places = Places("buffer")
 
     def wait(self, version: int, timeout: float) -> None:
@@ -89,7 +91,7 @@ class CudaIpcSender:
             place = self._held[location]
             place.segment.begin(version)
             with torch.cuda.device(self._device), torch.no_grad():
-                copy_all(place.views(plan), weights)
+                self._copies.copy(plan.digest, place.views(plan), weights)
                 place.written.record(torch.cuda.current_stream(self._device))
             place.segment.finish(version)
         return location
@@ -112,6 +114,7 @@ class CudaIpcSender:
     def close(self) -> None:
         """Remove the segments; the memory goes with the last view of it."""
         self._places.close()
+        self._copies.close()
         places, self._held = self._held, {}
         for place in places.values():
             place.segment.remove()
