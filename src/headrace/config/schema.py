@@ -403,8 +403,8 @@ class DeliveryConfig(Section, frozen=True):
     canary_tokens: Positive = 16
     """Length of the fixed sequence that trainer and engine must score alike."""
     canary_tolerance: PositiveFloat | None = None
-    """Largest difference between trainer and engine on the canary's log-probabilities; by default four times that of
-    the first version, at least 1e-3."""
+    """Mean difference between trainer and engine on the canary's log-probabilities, at most; by default four times that
+    of the first version, at least 1e-3."""
     deadline: PositiveFloat = 120.0
     """Seconds in which an engine must prove a version."""
 

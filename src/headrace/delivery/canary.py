@@ -41,26 +41,34 @@ def score_canary(
 
 
 def canary_error(canary: Canary, logprobs: Float32Array) -> float:
-    """The largest absolute difference from the trainer's log-probabilities; infinite if they cannot be compared."""
+    """The mean absolute difference from the trainer's log-probabilities; infinite if they cannot be compared.
+
+    The mean: in 16 bits one unlikely token may be off by half a nat under the right weights, and wrong ones move all.
+    """
     scored = np.asarray(logprobs, np.float32)
     if scored.shape != canary.logprobs.shape or not np.isfinite(scored).all():
         return float("inf")
-    return float(np.abs(scored - canary.logprobs).max(initial=0.0))
+    return float(np.abs(scored - canary.logprobs).mean()) if len(scored) else 0.0
 
 
 class Tolerance:
-    """One engine's limit for canary errors."""
+    """One engine's limit for canary errors. It grows with the log-probabilities, as rounding does."""
 
     def __init__(self) -> None:
         self._found: float | None = None
+        """For log-probabilities of size 1."""
 
     def of(self, canary: Canary) -> float:
         """The limit that holds for this version's canary."""
         if canary.tolerance is not None:
             return canary.tolerance
-        return LARGEST_FIRST_ERROR if self._found is None else self._found
+        return LARGEST_FIRST_ERROR if self._found is None else max(SMALLEST_TOLERANCE, self._found * _size(canary))
 
-    def proved(self, error: float) -> None:
-        """A version was proved with this error; the first one calibrates the limit."""
+    def proved(self, canary: Canary, error: float) -> None:
+        """This version was proved with this error; the first one calibrates the limit."""
         if self._found is None:
-            self._found = min(LARGEST_FIRST_ERROR, max(SMALLEST_TOLERANCE, HEADROOM * error))
+            self._found = HEADROOM * error / _size(canary)
+
+
+def _size(canary: Canary) -> float:
+    return max(1.0, float(np.abs(canary.logprobs).mean())) if len(canary.logprobs) else 1.0

@@ -154,7 +154,7 @@ class Receiver:
         self._quarantined = bool(reason)
         if not reason:
             self._proved = version
-            self._tolerance.proved(error)
+            self._tolerance.proved(staged.manifest.canary, error)
         return Proof(
             engine=self._engine,
             version=version,
@@ -205,8 +205,9 @@ class Receiver:
         self._quarantined = True
         live: HostCheck | DeviceCheck
         if self._gpu:
+            assert self._plan is not None
             buffer = self._staging.buffer
-            live = self._gpu.install(lambda: copy_all(self._live, staged.weights), buffer, self._after_copy)
+            live = self._gpu.install(self._plan, self._live, staged.weights, buffer, self._after_copy)
         else:
             copy_all(self._live, staged.weights)
             if self._after_copy:

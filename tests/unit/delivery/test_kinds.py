@@ -11,7 +11,7 @@ import torch
 from bigram import CANARY, make_weights, score
 
 from headrace.delivery.base import Canary, Manifest, Proof
-from headrace.delivery.canary import Tolerance
+from headrace.delivery.canary import Tolerance, canary_error
 from headrace.delivery.digest import digest
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.receiver import Receiver
@@ -214,15 +214,32 @@ def test_an_adapter_to_other_weights_is_rejected(tmp_path: Path):
         pair.close()
 
 
+def test_the_error_of_a_canary_by_hand():
+    canary = Canary(token_ids=np.arange(4, dtype=np.int32), logprobs=np.array([-1.0, -2.0, -30.0], np.float32))
+    assert canary_error(canary, np.array([-1.0, -2.5, -29.0], np.float32)) == pytest.approx(0.5)
+    assert canary_error(canary, np.array([-1.0, -2.0, np.nan], np.float32)) == np.inf
+    assert canary_error(canary, np.array([-1.0, -2.0], np.float32)) == np.inf
+    alone = Canary(token_ids=np.zeros(1, np.int32), logprobs=np.zeros(0, np.float32))
+    assert canary_error(alone, np.zeros(0, np.float32)) == 0
+
+
 def test_the_first_version_calibrates_the_canary():
     canary = Canary(token_ids=CANARY, logprobs=np.zeros(len(CANARY) - 1, np.float32))
     tolerance = Tolerance()
     assert tolerance.of(canary) == 0.5
-    tolerance.proved(0.02)
+    tolerance.proved(canary, 0.02)
     assert tolerance.of(canary) == pytest.approx(0.08)
-    tolerance.proved(0.07)
+    tolerance.proved(canary, 0.07)
     assert tolerance.of(canary) == pytest.approx(0.08)
+    unlikely, less_likely = (
+        msgspec.structs.replace(canary, logprobs=np.full(len(CANARY) - 1, -size, np.float32)) for size in (20, 30)
+    )
+    sixteen_bits = Tolerance()
+    sixteen_bits.proved(unlikely, 0.2)
+    assert sixteen_bits.of(unlikely) == pytest.approx(0.8)
+    assert sixteen_bits.of(less_likely) == pytest.approx(1.2)
+    assert sixteen_bits.of(canary) == pytest.approx(0.04)
     exact = Tolerance()
-    exact.proved(1e-7)
+    exact.proved(canary, 1e-7)
     assert exact.of(canary) == 1e-3
     assert tolerance.of(msgspec.structs.replace(canary, tolerance=0.3)) == 0.3

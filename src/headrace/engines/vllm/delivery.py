@@ -85,7 +85,7 @@ class Delivery:
         self._quarantined = bool(reason)
         if not reason:
             self._proved = manifest.version
-            self._tolerance.proved(error)
+            self._tolerance.proved(manifest.canary, error)
             self._plan = manifest.plan_digest
         whole = [one for one in live if not one.hidden]
         return Proof(
