@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,21 +32,29 @@ def test_without_a_device_clock_launches_stay_long() -> None:
 
 
 def test_steps_by_hand() -> None:
-    assert LAUNCH_SECONDS == 4e-3 and SLACK == 2.0
+    assert LAUNCH_SECONDS == 2e-3 and SLACK == 1.5
     assert paced(4.6e-3, 1e-3).steps == 1, "one step is enough for a host this quick"
-    assert paced(1.5e-3, 1e-3).steps == 3, "4 ms in steps of 1.5"
-    assert paced(1.5e-3, 5e-3).steps == 7, "twice the host's 5 ms in steps of 1.5"
+    assert paced(1.5e-3, 1e-3).steps == 2, "2 ms in steps of 1.5"
+    assert paced(5e-4, 1e-4).steps == 4, "2 ms in steps of 0.5, however quick the host is"
+    assert paced(1.5e-3, 5.9e-3).steps == 6, "half as much again as the host's 5.9 ms, in steps of 1.5"
     assert paced(1e-4, 5e-3).steps == STEPS
 
 
+def test_spare_time_by_hand() -> None:
+    assert paced(4.6e-3, 1.6e-3).spare(1) == pytest.approx(4.6e-3 - 2.4e-3), "the host's turn is kept, with slack"
+    assert paced(4.6e-3, 1e-4).spare(2) == pytest.approx(9.2e-3 - 2e-3)
+    assert paced(1.5e-3, 1e-3).spare(1) == 0
+    assert Pace().spare(8) == 0, "nobody knows yet"
+
+
 def test_a_hurry_is_one_step_at_a_time_and_ends() -> None:
-    pace = paced(1.5e-3, 5e-3)
+    pace = paced(1.5e-3, 5.9e-3)
     pace.haste = "soon"
     assert pace.steps == 1
     pace.haste = "now"
     assert pace.steps == 1
     pace.haste = "none"
-    assert pace.steps == 7
+    assert pace.steps == 6
 
 
 def test_one_launch_may_be_of_one_step() -> None:
@@ -84,7 +93,21 @@ def test_no_step_more_than_needed(step: float, turn: float) -> None:
 
 def test_measurements_are_followed() -> None:
     pace = paced(1e-3, 1e-4)
-    assert pace.steps == 4
+    assert pace.steps == 2
     for _ in range(100):
-        pace.stepped(4e-3)
-    assert pace.steps == 2, "they come close to 4 ms and never quite reach it"
+        pace.stepped(2e-3)
+    assert pace.steps == 2, "they come close to 2 ms and never quite reach it"
+
+
+def test_steps_that_cover_prompts_by_hand() -> None:
+    pace = paced(4e-3, 1e-3)
+    assert pace.cover == STEPS, "nobody knows yet how long prompts take"
+    pace.enqueued_prompts(15e-3)
+    assert pace.cover == 4
+    pace.haste = "now"
+    assert pace.cover == 1
+    pace.haste = "none"
+    for _ in range(100):
+        pace.enqueued_prompts(1e-4)
+    assert pace.cover == 1
+    assert pace.steps == 1, "prompts are no part of a turn"

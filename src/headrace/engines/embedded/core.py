@@ -98,6 +98,8 @@ class EngineCore:
         """What the live weights are proved to be; -1 before the first proof and while quarantined."""
         self.drawn_version = NO_VERSION
         """The newest version that a token was drawn under, as far as the host knows."""
+        self.drawn_at = 0.0
+        """When it came to know that."""
         self._live = NO_VERSION
         if version != NO_VERSION:
             self._go_live(version)
@@ -315,7 +317,7 @@ class EngineCore:
     def _score_canary(self) -> Scoring:
         assert self._unproved is not None
         if self._unproved.canary is None:
-            self._unproved.canary = self._runner.score(self._unproved.manifest.canary.token_ids.copy())
+            self._unproved.canary = self._runner.score(self._unproved.manifest.canary.token_ids.copy(), again=True)
         return self._unproved.canary
 
     def _withdraw(self, version: int) -> None:
@@ -357,8 +359,8 @@ class EngineCore:
             routing=None if new.routing is None else new.routing[:count],
         )
         self._generated += count
-        if count:
-            self.drawn_version = max(self.drawn_version, int(new.versions[count - 1]))
+        if count and new.versions[count - 1] > self.drawn_version:
+            self.drawn_version, self.drawn_at = int(new.versions[count - 1]), self._clock()
         return end
 
     def _finish(self, sequence: Sequence, end: Ending) -> Delta:

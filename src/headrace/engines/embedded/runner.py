@@ -124,8 +124,11 @@ class Runner(Protocol):
         """What these blocks hold is not finite."""
         ...
 
-    def score(self, token_ids: Int32Array) -> Scoring:
-        """Begin to score tokens 1..n given their prefix, untempered, without the cache."""
+    def score(self, token_ids: Int32Array, *, again: bool = False) -> Scoring:
+        """Begin to score tokens 1..n given their prefix, untempered, without the cache.
+
+        With `again`, rows of this length will come again and again: what makes them quicker is worth preparing.
+        """
         ...
 
 
@@ -188,9 +191,10 @@ class HostRunner:
         self._cache.clear(blocks)
 
     @torch.inference_mode()
-    def score(self, token_ids: Int32Array) -> Scored:
-        """See `Runner.score`."""
-        return Scored(score_tokens(self._model, token_ids).cpu())
+    def score(self, token_ids: Int32Array, *, again: bool = False) -> Scored:
+        """See `Runner.score`. There is nothing to prepare."""
+        ids = torch.from_numpy(np.array(token_ids, np.int64)).to(self._device)
+        return Scored(score_ids(self._model, ids).cpu())
 
     def _forward(
         self,
@@ -225,15 +229,11 @@ class Scored:
         return np.asarray(self.logprobs.numpy(), np.float32)
 
 
-def score_tokens(model: Any, token_ids: Int32Array) -> torch.Tensor:
-    """Log-probabilities of tokens 1..n given their prefix, on the model's device ([n - 1])."""
-    device = next(model.parameters()).device
-    host = torch.from_numpy(np.array(token_ids, np.int64))
-    # Pinned: a copy of other memory would wait for all that was launched before.
-    ids = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+def score_ids(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities of tokens 1..n given their prefix ([n - 1]); `ids` are on the model's device."""
     if len(ids) < 2:
-        return torch.zeros(0, device=device)
-    positions = torch.arange(len(ids) - 1, device=device)
+        return torch.zeros(0, device=ids.device)
+    positions = torch.arange(len(ids) - 1, device=ids.device)
     with attending(DenseContext()):
         logits = model(input_ids=ids[None, :-1], position_ids=positions[None], use_cache=False).logits[0]
     logits = logits.float()

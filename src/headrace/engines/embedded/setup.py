@@ -88,9 +88,10 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tup
     runner = DeviceRunner(
         model, cache, rows=config.slots, max_length=max_length, capture=config.graphs, routing=routing
     )
-    if compiled:
-        # Scoring is compiled too, and here: the canary of the first swap would otherwise stop decoding for it.
-        runner.score(np.zeros(min(CANARY_LENGTH, max_length), np.int32)).result()
+    if parameter.device.type == "cuda":
+        # Compiled and captured here: the canary of the first swap would otherwise stop decoding for it.
+        with runner.active():
+            runner.score(np.zeros(min(CANARY_LENGTH, max_length), np.int32), again=True).result()
     return runner, BlockPool(blocks, config.block_size)
 
 

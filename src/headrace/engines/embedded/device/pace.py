@@ -16,9 +16,9 @@ STEPS = 8
 """Decode steps of one launch at most: an ended row idles for as many."""
 LAUNCHES = 1
 """Launches that are under way while the host plans the next: each lasts longer than that takes."""
-LAUNCH_SECONDS = 4e-3
+LAUNCH_SECONDS = 2e-3
 """A launch that lasts longer need not have more steps."""
-SLACK = 2.0
+SLACK = 1.5
 """A launch lasts this many times what the host needs for one, so that a slow turn of the host is no gap."""
 LONGEST_TURN = 0.05
 """A turn of the host that lasts longer captured a step or waited for somebody, and says nothing of the next."""
@@ -35,6 +35,7 @@ class Pace:
         """The next launch is of one step: somebody waits for its token."""
         self._step: float | None = None
         self._turn: float | None = None
+        self._prompts: float | None = None
 
     @property
     def steps(self) -> int:
@@ -46,9 +47,28 @@ class Pace:
         wanted = max(LAUNCH_SECONDS, SLACK * self._turn)
         return math.ceil(min(STEPS, wanted / self._step))
 
+    @property
+    def cover(self) -> int:
+        """Steps that last about as long as the host needs to enqueue a pass over prompts."""
+        if self.single or self.haste != "none":
+            return 1
+        if not self._step or self._prompts is None:
+            return STEPS
+        return max(1, math.ceil(min(STEPS, self._prompts / self._step)))
+
+    def spare(self, steps: int) -> float:
+        """Seconds of a launch of so many steps that are more than the host needs to have the next one ready."""
+        if not self._step or self._turn is None:
+            return 0.0
+        return max(0.0, steps * self._step - max(LAUNCH_SECONDS, SLACK * self._turn))
+
     def stepped(self, seconds: float) -> None:
         """A decode step took the device so long."""
         self._step = _follow(self._step, seconds)
+
+    def enqueued_prompts(self, seconds: float) -> None:
+        """The host needed so long for a pass over prompts."""
+        self._prompts = _follow(self._prompts, min(seconds, LONGEST_TURN))
 
     def turned(self, seconds: float) -> None:
         """The host was busy so long for one launch: with reading, planning and launching, not with waiting."""

@@ -20,17 +20,20 @@ from headrace.engines.embedded.device.context import PrefillContext
 from headrace.engines.embedded.device.graphs import StepGraphs
 from headrace.engines.embedded.device.memory import DeviceCache
 from headrace.engines.embedded.device.pace import LAUNCHES, STEPS, Haste, Pace
+from headrace.engines.embedded.device.scoring import TokenScores
 from headrace.engines.embedded.device.state import DeviceState
 from headrace.engines.embedded.device.step import DecodeStep, Variant, variant_of
 from headrace.engines.embedded.device.transfer import Arriving, Mark
 from headrace.engines.embedded.kernels.rows import IDLE
-from headrace.engines.embedded.runner import Sampled, Timings, score_tokens
+from headrace.engines.embedded.runner import Sampled, Timings
 from headrace.engines.embedded.scheduler import Chunk, Plan
 from headrace.engines.embedded.sequence import Sequence
 from headrace.models.attention import attending
 from headrace.models.experts import RoutingRecorder, RoutingShape, recording
 from headrace.types import Int32Array
 
+_WAITED = 2e-4
+"""A host that waited for a launch longer than this knows when the next one began."""
 SKIPS = 4
 """Passes over prompts alone, one after the other, while a batch fills up; then whoever decodes has its turn."""
 
@@ -80,6 +83,7 @@ class DeviceRunner:
             self._state = DeviceState(max(rows, 2), -(-max_length // cache.block_size), STEPS, device)
             self._step = DecodeStep(model, self._state, cache, routing)
             self._graphs = StepGraphs(self._step, self._state, capture=capture)
+            self._scores = TokenScores(model, device, capture=capture)
         self._decoding: dict[int, Sequence] = {}
         self._variants: dict[int, Variant] = {}
         self._launches: deque[_Launch] = deque()
@@ -91,7 +95,7 @@ class DeviceRunner:
     @property
     def ahead(self) -> int:
         """See `Runner.ahead`."""
-        return self._pace.steps
+        return max(self._pace.steps, self._pace.cover)
 
     def hurry(self, haste: Haste) -> None:
         """See `Runner.hurry`."""
@@ -120,16 +124,17 @@ class DeviceRunner:
         started = time.perf_counter()
         self._admit(plan)
         prefill = [c for c in plan.chunks if not c.decodes]
-        if prefill:
-            self._prefill(prefill)
         launched = len(self._launches)
         # While more sequences begin than decode, a batch that is filling up would step at a fraction of its size.
-        if prefill and plan.upcoming > len(self._decoding) and self._skipped < SKIPS:
-            self._skipped += 1
+        filling = bool(prefill) and plan.upcoming > len(self._decoding) and self._skipped < SKIPS
+        self._skipped = self._skipped + 1 if filling else 0
+        if filling:
             plan.chunks = prefill
         else:
-            self._skipped = 0
-            self._decode()
+            # Before prompts, which the host enqueues for longer than a step lasts: the device has work meanwhile.
+            self._decode(self._pace.cover if prefill else self._pace.steps)
+        if prefill:
+            self._enqueue_prompts(prefill)
         self.timings.host_seconds += time.perf_counter() - started
         return self._collect(idle=not prefill and len(self._launches) == launched)
 
@@ -166,9 +171,11 @@ class DeviceRunner:
         """Nothing to do: the kernels do not read slots that were not written for their sequence."""
 
     @torch.inference_mode()
-    def score(self, token_ids: Int32Array) -> Arriving:
+    def score(self, token_ids: Int32Array, *, again: bool = False) -> Arriving:
         """See `Runner.score`."""
-        return Arriving(score_tokens(self._model, token_ids))
+        if again:
+            self._scores.prepare(len(token_ids))
+        return self._scores.begin(token_ids)
 
     def _admit(self, plan: Plan) -> None:
         if plan.copies:
@@ -191,6 +198,15 @@ class DeviceRunner:
         for sequence in sequences:
             assert sequence.row is not None
             self._decoding[sequence.row] = sequence
+
+    def _enqueue_prompts(self, chunks: list[Chunk]) -> None:
+        started = time.perf_counter()
+        self._prefill(chunks)
+        seconds = time.perf_counter() - started
+        self._pace.enqueued_prompts(seconds)
+        if self._busy_since is not None:
+            # No part of the turn: the device had steps to cover it.
+            self._busy_since += seconds
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         begun = Mark(self._state.device)
@@ -231,12 +247,12 @@ class DeviceRunner:
         self._launched(sequences, 1, variant, begun, decodes=False)
         self._begin_decoding(sequences)
 
-    def _decode(self) -> None:
+    def _decode(self, steps: int) -> None:
         limits = [(s, _left(s, self._max_length)) for s in self._decoding.values() if s.ending is None]
         entries = [s for s, left in limits if left > 0]
         if not entries:
             return
-        steps = min(self._pace.steps, max(left for _, left in limits))
+        steps = min(steps, max(left for _, left in limits))
         bucket, variant = self._graphs.bucket(len(entries)), self._variant(entries)
         self._graphs.prepare(bucket, variant)
         begun = Mark(self._state.device)
@@ -288,8 +304,17 @@ class DeviceRunner:
                 break
             sampled += self._read(self._launches.popleft())
             idle = False
+        if waited > _WAITED and len(self._launches) == 1 and self._launches[0].decodes:
+            waited += self._linger(self._launches[0])
         self._busy_since = started + waited if self._launches else None
         return sampled
+
+    def _linger(self, launch: _Launch) -> float:
+        """Put off the next launch while this one, which just began, lasts: what is not under way can be forestalled."""
+        began = time.perf_counter()
+        until = began + self._pace.spare(launch.steps)
+        launch.records.wait(lambda: self._pace.haste != "none" or time.perf_counter() >= until)
+        return time.perf_counter() - began
 
     def _read(self, launch: _Launch) -> list[Sampled]:
         records = launch.records.numpy()
