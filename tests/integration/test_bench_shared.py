@@ -9,7 +9,7 @@ import pytest
 
 from headrace.bench.shared import bench_shared
 from headrace.bench.shared_table import table
-from headrace.bench.shared_work import SharedBench, check_options, steady_rate
+from headrace.bench.shared_work import SharedBench, check_options, lasting_versions, steady_rate
 from headrace.bench.workload import write_model
 from headrace.errors import UserError
 
@@ -18,7 +18,7 @@ def test_both_modes_do_the_same_work(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     options = SharedBench(
         model=str(tmp_path / "model"),
-        versions=4,
+        versions=1,
         in_flight=4,
         group_size=2,
         lengths="lognormal:5:12",
@@ -31,7 +31,7 @@ def test_both_modes_do_the_same_work(tmp_path: Path) -> None:
     found = json.loads(json.dumps(bench_shared(options, said.append), allow_nan=False))
     assert [line.partition(":")[0] for line in said] == ["depth 0", "depth 1", "generation alone"]
     synchronous, asynchronous = found["synchronous"], found["asynchronous"]
-    assert synchronous["versions"] == 2 and asynchronous["versions"] == 1
+    assert synchronous["versions"] == asynchronous["versions"] == 1
     assert synchronous["lag_max"] == 0
     assert found["ratio"] == pytest.approx(asynchronous["tokens_per_second"] / synchronous["tokens_per_second"])
     bound = 1 / (1 / found["generation_alone"] + 1 / found["training_alone"])
@@ -47,10 +47,15 @@ def test_the_rate_leaves_out_both_ends() -> None:
     assert steady_rate(steps, 1)["training_seconds"] == 1.0
 
 
+def test_the_window_outlasts_the_longest_answer() -> None:
+    assert lasting_versions("equal:512") == 2
+    assert lasting_versions("lognormal:256:2048") == 8
+
+
 def test_mistakes_are_one_line() -> None:
     for changes, line in (
         ({"in_flight": 12}, "--in-flight 12: not a multiple of --group-size 8"),
-        ({"versions": 4}, "--versions 4: at least 5 at depth 2"),
+        ({"versions": 0}, "--versions 0: must be at least 1"),
         ({"lengths": "equal:0"}, "--lengths equal:0: must be equal:N or lognormal:MEAN:CUT"),
         ({"one_gpu": "both"}, "--one-gpu both: turns, slices or mps"),
     ):

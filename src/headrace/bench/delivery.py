@@ -94,7 +94,6 @@ class _Bench:
         self._files: list[str] = []
         self._directory = Path()
         self._engines: list[Side] = []
-        self._step = 0.0
         self._version = 0
 
     @contextlib.contextmanager
@@ -111,7 +110,8 @@ class _Bench:
                 stack.callback(engine.close)
                 engine.tell(self._enter(number))
                 self._engines.append(engine)
-            self._step = max(engine.answer(Entered, DEADLINE).step_seconds for engine in self._engines)
+            for engine in self._engines:
+                engine.answer(Entered, DEADLINE)
             yield
 
     def row(self, row: Row) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class _Bench:
         self._say(f"{row}: {options.versions} versions to {options.engines} engine(s)")
         with contextlib.closing(PublisherProcess(self._begin(row), DEADLINE, _environment(0))) as publisher:
             delivered = [self._deliver(publisher, row) for _ in range(WARM_UP + options.versions)][WARM_UP:]
-        return _figures(row, delivered, self._step)
+        return _figures(row, delivered, decodes=bool(options.decode))
 
     def _deliver(self, publisher: PublisherProcess, row: Row) -> _Delivered:
         self._version += 1
@@ -171,7 +171,7 @@ class _Bench:
         )
 
 
-def _figures(row: Row, delivered: list[_Delivered], step: float) -> dict[str, Any]:
+def _figures(row: Row, delivered: list[_Delivered], *, decodes: bool) -> dict[str, Any]:
     """The figures of a row; what engines say is that of the slowest one of a version."""
     wire = statistics.median(_wire_bytes(one.manifest) for one in delivered)
     whole = sum(entry.nbytes for entry in delivered[0].manifest.entries)
@@ -201,7 +201,8 @@ def _figures(row: Row, delivered: list[_Delivered], step: float) -> dict[str, An
         bare = statistics.median(one.socket_seconds for one in delivered)
         found |= {"socket_gb_per_second": wire / bare / 1e9, "ratio_to_socket": bare / seconds["median"]}
         found["fetch_ratio_to_socket"] = bare / fetch["median"]
-    if step:
+    if decodes:
+        step = statistics.median(max(taken.step_seconds for taken in one.taken) for one in delivered)
         first = [max(taken.first_token_at for taken in one.taken) - one.done.began for one in delivered]
         found |= {"step_seconds": step, "first_token_seconds": _spread(first)}
         found["first_token_beyond_a_step_seconds"] = found["first_token_seconds"]["median"] - step

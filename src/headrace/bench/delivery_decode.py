@@ -43,7 +43,7 @@ class DecodingEngine:
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._submitted = 0
         self._submit(enter.decode)
-        self.step_seconds = self._warm()
+        self._first_step_seconds = self._warm()
 
     def stage(self, manifest: Manifest) -> Staged:
         """See `Engine.stage`."""
@@ -51,14 +51,15 @@ class DecodingEngine:
 
     def take(self, staged: Staged) -> Taken:
         """Install between two steps, go on until it is proved and has drawn a token."""
-        self._core.timings.longest_gap_seconds = 0.0
+        step = self._step()
+        self._core.timings.reset()
         began = time.monotonic()
         self._core.install(staged)
         installed = time.monotonic()
         taken = self._proved(staged, installed)
         # The host stands still for the whole of it where host and device are one.
         taken.swap_seconds = self._core.timings.longest_gap_seconds or installed - began
-        taken.install_began_at = began
+        taken.install_began_at, taken.step_seconds = began, step
         return taken
 
     def turn(self) -> None:
@@ -85,7 +86,7 @@ class DecodingEngine:
             self.turn()
             now = time.monotonic()
             if not first_token_at and self._core.drawn_version >= version:
-                first_token_at = now
+                first_token_at = self._core.drawn_at
             elif not first_token_at and self._core.stats().generated_tokens > known:
                 last_token_at = now
             if now > installed + DEADLINE:
@@ -101,6 +102,13 @@ class DecodingEngine:
             last_token_at=last_token_at,
             first_token_at=first_token_at,
         )
+
+    def _step(self) -> float:
+        """Seconds of a decode step since this was last asked, or of the first ones."""
+        timings = self._core.timings
+        if not timings.steps:
+            return self._first_step_seconds
+        return (timings.device_seconds or timings.host_seconds) / timings.steps
 
     def _submit(self, count: int) -> None:
         requests = []

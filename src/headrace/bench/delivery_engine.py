@@ -47,9 +47,6 @@ class Enter(msgspec.Struct, kw_only=True):
 class Entered(msgspec.Struct, kw_only=True):
     """The model is there."""
 
-    step_seconds: float = 0.0
-    """Of a decode step without any delivery."""
-
 
 class Take(msgspec.Struct, kw_only=True):
     """Make this version the live one."""
@@ -80,12 +77,12 @@ class Taken(msgspec.Struct, kw_only=True):
     """When the host knew the last token of the old version; not before `installed_at`."""
     first_token_at: float = 0.0
     """When the host first knew a token of the new version."""
+    step_seconds: float = 0.0
+    """Of a decode step, in the mean over those since the delivery before."""
 
 
 class Engine(Protocol):
     """What a process of the benchmark does with manifests."""
-
-    step_seconds: float
 
     def stage(self, manifest: Manifest) -> Staged:
         """Fetch and check; in a thread of its own."""
@@ -106,8 +103,6 @@ class Engine(Protocol):
 
 class HoldingEngine:
     """The weights of a model, and a canary that the plain model scores."""
-
-    step_seconds = 0.0
 
     def __init__(self, enter: Enter) -> None:
         model = load(enter.model, enter.dtype, enter.device, enter.seed)
@@ -207,7 +202,7 @@ def serve(line: Line) -> None:
     # As an engine's own process does, once everything is loaded.
     gc.collect()
     gc.freeze()
-    line.send(Entered(step_seconds=engine.step_seconds))
+    line.send(Entered())
     orders = Orders(line, engine)
     try:
         while True:

@@ -121,6 +121,7 @@ class _Bench:
             "answer_lengths": work.lengths if self._options.lengths else None,
             "seconds": run.seconds,
             "tokens_per_second": run.tokens / run.seconds,
+            "tokens_per_second_while_full": self._while_full(run),
             "steps": run.steps,
             "prefilled_tokens": run.prefilled,
             "preemptions": run.preemptions,
@@ -142,6 +143,11 @@ class _Bench:
             "ceiling_tokens_per_second": tokens / (ideal * steps),
             "fraction_of_ceiling": ideal / (seconds / steps),
         }
+
+    def _while_full(self, run: Run) -> float | None:
+        """Until the last request had its place; None where all had theirs from the beginning."""
+        mark = run.full_until
+        return mark.tokens / mark.seconds if mark and len(run.answers) > self._options.batch else None
 
     def _tail(self, run: Run) -> dict[str, Any]:
         """The steps after all but the tail's rows ended."""

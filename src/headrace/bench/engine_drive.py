@@ -54,6 +54,8 @@ class Run:
     device_seconds: float | None = None
     prefilled: int = 0
     preemptions: int = 0
+    full_until: Mark | None = None
+    """When nobody waited for a place any more."""
     tail_from: Mark | None = None
     """When only the tail was left."""
 
@@ -92,9 +94,11 @@ class Driver:
             if stats.prefilled_tokens == prefilled:
                 run.decode_steps += self._steps() - steps
                 run.decode_seconds += now - then
+            mark = Mark(now - started, self._steps() - first_step, stats.generated_tokens - before.generated_tokens)
+            if run.full_until is None and not stats.waiting:
+                run.full_until = mark
             if tail_rows and run.tail_from is None and len(self._open) <= tail_rows:
-                tokens = stats.generated_tokens - before.generated_tokens
-                run.tail_from = Mark(now - started, self._steps() - first_step, tokens)
+                run.tail_from = mark
         run.seconds, run.steps = now - started, self._steps() - first_step
         run.prefilled = stats.prefilled_tokens - before.prefilled_tokens
         run.preemptions = stats.preemptions - before.preemptions

@@ -33,6 +33,8 @@ class EngineBench(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 0
     """0 takes as many as `batch`."""
     prompt: int = 64
+    group_size: int = 1
+    """Requests to one prompt."""
     generate: int = 512
     lengths: str = ""
     """`lognormal:MEAN:CUT`."""
@@ -103,7 +105,8 @@ def make_work(options: EngineBench, vocabulary: int) -> Work:
     """The measured round."""
     draw = np.random.default_rng(options.seed)
     count = options.requests or options.batch
-    prompts = list(draw.integers(0, vocabulary, (count, options.prompt)).astype(np.int32))
+    groups = draw.integers(0, vocabulary, (-(-count // options.group_size), options.prompt)).astype(np.int32)
+    prompts = list(np.repeat(groups, options.group_size, axis=0)[:count])
     lengths = [options.generate] * count
     rows = 0
     if options.lengths:
@@ -138,9 +141,10 @@ def draw_lengths(count: int, mean: float, cut: int, seed: int) -> npt.NDArray[np
 def check_options(options: EngineBench) -> None:
     """Raise a one-line `UserError` for the first option that makes no sense."""
     count = options.requests or options.batch
-    for name, value in (("--batch", options.batch), ("--prompt", options.prompt), ("--generate", options.generate)):
+    least_one = {"batch": options.batch, "prompt": options.prompt, "group-size": options.group_size}
+    for name, value in (least_one | {"generate": options.generate}).items():
         if value < 1:
-            raise UserError(f"{name} {value}: must be at least 1")
+            raise UserError(f"--{name} {value}: must be at least 1")
     for name, number in (("--requests", options.requests), ("--threads", options.threads), ("--top-k", options.top_k)):
         if number < 0:
             raise UserError(f"{name} {number}: must not be negative")

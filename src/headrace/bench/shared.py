@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
-from headrace.bench.shared_work import SharedBench, check_options, run_config, steady_rate
+from headrace.bench.shared_work import SharedBench, check_options, lasting_versions, run_config, steady_rate
 from headrace.bench.workload import write_tokenizer
 from headrace.errors import HeadraceError, UserError
 from headrace.models.shapes import SHAPES, build_shape
@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 ALONE_SECONDS = 600.0
 ROUNDS = 4
-"""Answers of the engine alone, in units of those in flight: its batch is full most of the time."""
+"""Answers of the engine alone, in units of those in flight; it is measured until the last of them has its place."""
 _SAMPLE_SECONDS = 0.25
 _WATCH_END_SECONDS = 10.0
 
@@ -41,13 +41,14 @@ _WATCH_END_SECONDS = 10.0
 def bench_shared(options: SharedBench, say: Say) -> dict[str, Any]:
     """Measure and return all figures; `say` gets a line before each part."""
     check_options(options)
+    options = msgspec.structs.replace(options, depth=options.depth or lasting_versions(options.lengths))
     cuda = choose_device(options.device) == "cuda"
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
         model, weights = _model(options, directory, say, cuda=cuda)
 
         def measure(depth: int) -> dict[str, Any]:
-            say(f"depth {depth}: {options.versions} versions of {options.in_flight} answers")
+            say(f"depth {depth}: {options.versions} versions of {options.in_flight} answers, and those at both ends")
             return _run(run_config(options, directory, model, weights, depth, cuda=cuda), depth, cuda=cuda)
 
         synchronous = measure(0)
@@ -127,15 +128,16 @@ def _watched_memory(*, cuda: bool) -> Iterator[list[int]]:
 
 
 def _generation(options: SharedBench, model: Path, weights: str, *, cuda: bool) -> float:
-    """Tokens a second of the engine alone, in a process of its own."""
+    """Tokens a second of the engine alone, all its places taken, in a process of its own."""
     kind, _, rest = options.lengths.partition(":")
     command = [sys.executable, "-m", "headrace", "bench", "engine", str(model), "--json", "--rescore", "0"]
     command += ["--batch", str(options.in_flight), "--requests", str(ROUNDS * options.in_flight)]
-    command += ["--prompt", str(options.prompt), "--device", "cuda" if cuda else "cpu", "--seed", str(options.seed)]
+    command += ["--prompt", str(options.prompt), "--group-size", str(options.group_size)]
+    command += ["--device", "cuda" if cuda else "cpu", "--seed", str(options.seed)]
     command += ["--generate", rest] if kind == "equal" else ["--lengths", options.lengths]
     command += ["--random-weights"] if weights == "random" else []
     done = subprocess.run(command, capture_output=True, text=True, timeout=ALONE_SECONDS, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise HeadraceError(f"the engine alone could not be measured: {last}")
-    return float(json.loads(done.stdout)["tokens_per_second"])
+    return float(json.loads(done.stdout)["tokens_per_second_while_full"])

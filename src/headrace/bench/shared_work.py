@@ -17,16 +17,22 @@ WARM_VERSIONS = 2
 """Versions at the beginning of a run that are not counted: kernels are loaded, steps captured, the pipeline filled."""
 
 
+MEAN_OF = 100_000
+"""Drawn lengths that their mean is taken of."""
+
+
 class SharedBench(msgspec.Struct, frozen=True, kw_only=True):
     """The options of `headrace bench loop MODEL`, as they were given."""
 
     model: str
-    versions: int = 10
+    versions: int = 6
+    """That are counted; a run has others before and behind them."""
     in_flight: int = 256
     lengths: str = "lognormal:256:2048"
     prompt: int = 64
     group_size: int = 8
-    depth: int = 2
+    depth: int = 0
+    """0 takes `lasting_versions`."""
     micro_batch_tokens: int = 16384
     one_gpu: str = "turns"
     device: str = "auto"
@@ -36,18 +42,23 @@ class SharedBench(msgspec.Struct, frozen=True, kw_only=True):
 def check_options(options: SharedBench) -> None:
     """Raise a one-line `UserError` for the first option that makes no sense."""
     make_lengths(options.lengths, 1, 0)
-    for name in ("in_flight", "prompt", "group_size", "micro_batch_tokens"):
+    for name in ("versions", "in_flight", "prompt", "group_size", "micro_batch_tokens"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 1")
     if options.in_flight % options.group_size:
         raise UserError(f"--in-flight {options.in_flight}: not a multiple of --group-size {options.group_size}")
-    least = WARM_VERSIONS + options.depth + 1
-    if options.versions < least:
-        raise UserError(f"--versions {options.versions}: at least {least} at depth {options.depth}")
     if options.one_gpu not in ("turns", "slices", "mps"):
         raise UserError(f"--one-gpu {options.one_gpu}: turns, slices or mps")
     if options.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {options.device}: auto, cpu or cuda")
+
+
+def lasting_versions(lengths: str) -> int:
+    """Versions that the longest answer lasts, at least 2: a window of fewer would wait for it.
+
+    A version trains as many answers as are in flight, so about one is trained while an answer of mean length grows.
+    """
+    return max(2, round(longest_of(lengths) / float(make_lengths(lengths, MEAN_OF, 0).mean())))
 
 
 def run_config(options: SharedBench, directory: Path, model: Path, weights: str, depth: int, *, cuda: bool) -> Any:
@@ -61,7 +72,7 @@ def run_config(options: SharedBench, directory: Path, model: Path, weights: str,
             "run": {
                 "name": f"depth-{depth}",
                 "directory": str(directory),
-                "versions": options.versions,
+                "versions": WARM_VERSIONS + options.versions + depth,
                 "seed": options.seed,
             },
             "model": {"path": str(model), "weights": weights, "dtype": "bfloat16" if cuda else "float32"},

@@ -25,12 +25,15 @@ def loop(
     model: Annotated[
         str, typer.Argument(metavar="[MODEL_OR_SHAPE]", help="A model directory or a named shape; none is a tiny one.")
     ] = "",
-    versions: Annotated[int, typer.Option(help="Versions that each run trains; 0 takes 30, 10 with a model.")] = 0,
+    versions: Annotated[int, typer.Option(help="Versions that are counted; 0 takes 30, 6 with a model.")] = 0,
     in_flight: Annotated[int, typer.Option(help="With a model: answers that are generated together.")] = 256,
     lengths: Annotated[str, typer.Option(help="With a model: equal:N or lognormal:MEAN:CUT.")] = "lognormal:256:2048",
     prompt: Annotated[int, typer.Option(help="With a model: tokens of each prompt.")] = 64,
     group_size: Annotated[int, typer.Option(help="With a model: answers to one prompt.")] = 8,
-    depth: Annotated[int, typer.Option(help="With a model: of the asynchronous run.", min=1)] = 2,
+    depth: Annotated[
+        int,
+        typer.Option(help="With a model: of the asynchronous run; 0 takes what the longest answer lasts.", min=0),
+    ] = 0,
     micro_batch_tokens: Annotated[int, typer.Option(help="With a model: tokens that a training pass holds.")] = 16384,
     one_gpu: Annotated[str, typer.Option(help="With a model: turns, slices or mps.")] = "turns",
     device: Annotated[str, typer.Option(help="With a model: auto, cpu or cuda.")] = "auto",
@@ -67,7 +70,7 @@ def loop(
 
     options = SharedBench(
         model=model,
-        versions=versions or 10,
+        versions=versions or 6,
         in_flight=in_flight,
         lengths=lengths,
         prompt=prompt,
@@ -91,6 +94,7 @@ def engine(
     batch: Annotated[int, typer.Option(help="Sequences that decode together.")] = 256,
     requests: Annotated[int, typer.Option(help="Requests in all; 0 takes as many as --batch.")] = 0,
     prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
+    group_size: Annotated[int, typer.Option(help="Requests to one prompt, one after the other.")] = 1,
     generate: Annotated[int, typer.Option(help="Tokens of each answer (without --lengths).")] = 512,
     lengths: Annotated[str, typer.Option(help="lognormal:MEAN:CUT draws the length of each answer.")] = "",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
@@ -121,6 +125,7 @@ def engine(
         batch=batch,
         requests=requests,
         prompt=prompt,
+        group_size=group_size,
         generate=generate,
         lengths=lengths,
         tail=tail,
