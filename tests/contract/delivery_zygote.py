@@ -105,7 +105,7 @@ def arm_trainer(step: str, sender: Sender) -> None:
             files._write_all = after(files._write_all, 2)  # the header, and the first tensor
         case "mid-write", name:
             module: Any = {"shm": shm, "tcp": tcp, "nccl": nccl_sessions}[name]
-            if name == "shm":
+            if name in ("shm", "tcp"):
                 module.copy_all = half_copied(module.copy_all)
             else:
                 module.pack = half_packed(module.pack)

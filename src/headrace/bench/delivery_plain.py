@@ -52,7 +52,7 @@ class Snapshot:
 
     def seconds(self, weights: Mapping[str, torch.Tensor], repeats: int = 1) -> float:
         """To copy weights of these shapes."""
-        return median_seconds(lambda: copy_all(self._targets, weights), self._device, repeats)
+        return median_seconds(lambda: copy_all(self._targets, weights, threads=1), self._device, repeats)
 
 
 def proof_seconds(weights: Mapping[str, torch.Tensor], device: str) -> dict[str, float]:

@@ -31,14 +31,13 @@ import functools
 import hashlib
 import itertools
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.delivery.cores import share, threads_here
 from headrace.delivery.plan import dtype_name, dtype_of
 
 Sums = npt.NDArray[np.int32]
@@ -49,14 +48,12 @@ BLOCK = 1 << 13
 HEAD = 1 << 11
 """Words at a tensor's beginning whose upper halves count twice: all of most norms and biases."""
 MASK = (1 << 64) - 1
-MOST_THREADS = 4
-"""A few read as fast as the memory of most hosts gives; more would only take cores from decoding and training."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
-_SPAN = 128 * BLOCK
+SPAN = 128 * BLOCK
 """Words that a thread takes at a time."""
-_WORTH_THREADS = 8 * _SPAN
+_WORTH_THREADS = 8 * SPAN
 _GATHERED = 32
 """Short runs that are multiplied at a time: so many stay in a second-level cache."""
 _BAND = 16 * BLOCK
@@ -80,14 +77,9 @@ def digest(weights: Iterable[tuple[str, torch.Tensor]], threads: int | None = No
 
         total += DeviceDigest.value(DeviceDigest(pairs).launch())
     lengths = [count_sums(tensor.nbytes) for _, tensor in on_host]
-    sums = _whole_sums([tensor for _, tensor in on_host], lengths, threads or min(MOST_THREADS, cores()))
+    sums = _whole_sums([tensor for _, tensor in on_host], lengths, threads or threads_here())
     keys = [name_key(name, dtype_name(tensor.dtype)) for name, tensor in on_host]
-    return (total + _fold(keys, lengths, sums)) & MASK
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (total + fold(keys, lengths, sums)) & MASK
 
 
 def digest_as(weights: Mapping[str, torch.Tensor], dtype: str) -> int:
@@ -101,7 +93,7 @@ def digest_of_sums(sums: Mapping[tuple[str, str], Sums]) -> int:
     """The digest of whole tensors whose sums these are, by (name, dtype)."""
     keys = [name_key(name, dtype) for name, dtype in sums]
     joined = np.concatenate([_no_sums(0), *sums.values()])[1:]
-    return _fold(keys, [len(each) for each in sums.values()], joined)
+    return fold(keys, [len(each) for each in sums.values()], joined)
 
 
 def block_sums(part: torch.Tensor, numel: int | None = None, start: int = 0) -> Sums:
@@ -127,6 +119,7 @@ def region_block_sums(part: torch.Tensor, full_shape: Sequence[int], offsets: Se
     return sums
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def name_key(name: str, dtype: str) -> int:
     """The key of a tensor's first block, before it is mixed."""
     return int.from_bytes(hashlib.blake2b(f"{dtype} {name}".encode(), digest_size=8).digest(), "little")
@@ -168,13 +161,13 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values ^ values >> np.uint64(32)
 
 
-def _fold(keys: Sequence[int], lengths: Sequence[int], sums: Sums) -> int:
+def fold(keys: Sequence[int], lengths: Sequence[int], sums: Sums) -> int:
     """The digest of tensors with these keys, whose sums of these lengths lie one after another."""
     unsigned = sums.view(np.uint32).astype(np.uint64)
     return int((unsigned * sum_keys(keys, lengths)).sum())
 
 
-_Piece = tuple[int, Sums, int]
+Piece = tuple[int, Sums, int]
 """Where the sums of a tensor begin, a run of its words that starts with a block, and the first one's index."""
 
 
@@ -182,22 +175,19 @@ def _whole_sums(tensors: Sequence[torch.Tensor], lengths: Sequence[int], threads
     """The sums of all, one after another; the threads share the words, whatever tensor they are of."""
     sums = np.zeros(sum(lengths), np.int32)
     starts = itertools.accumulate(lengths, initial=0)
-    words = [(start, _borrowed(tensor)) for start, tensor in zip(starts, tensors, strict=False)]
+    words = [(start, borrowed(tensor)) for start, tensor in zip(starts, tensors, strict=False)]
     total = sum(len(each) for _, each in words)
     if threads == 1 or total < _WORTH_THREADS:
-        _add_pieces(sums, ((start, each, 0) for start, each in words))
+        add_pieces(sums, ((start, each, 0) for start, each in words))
         return sums
-    pieces: list[_Piece] = [
-        (start, each[first : first + _SPAN], first) for start, each in words for first in range(0, len(each), _SPAN)
+    pieces: list[Piece] = [
+        (start, each[first : first + SPAN], first) for start, each in words for first in range(0, len(each), SPAN)
     ]
-    # One iterator for all: a thread whose core is busy with other work takes fewer.
-    shared = itertools.repeat(iter(pieces), threads)
-    with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
-        list(pool.map(functools.partial(_add_pieces, sums), shared))
+    share(functools.partial(add_pieces, sums), pieces, threads, "digest")
     return sums
 
 
-def _add_pieces(sums: Sums, pieces: Iterable[_Piece]) -> None:
+def add_pieces(sums: Sums, pieces: Iterable[Piece]) -> None:
     """Add pieces of which no two have words of one block."""
     factors = table()
     ends, heads = _Gather(sums, factors[:BLOCK]), _Gather(sums, factors[BLOCK:], shift=16)
@@ -276,7 +266,7 @@ def _runs(rows: torch.Tensor, pitch: int) -> Iterator[tuple[int, torch.Tensor]]:
         yield first * pitch, held.reshape(-1)[: (len(held) - 1) * pitch + width]
 
 
-def _borrowed(tensor: torch.Tensor) -> Sums:
+def borrowed(tensor: torch.Tensor) -> Sums:
     """The words of a tensor that the caller keeps alive, in place if they can be read there."""
     address, nbytes = tensor.data_ptr(), tensor.nbytes
     if address % 4 or nbytes % 4 or not nbytes or not tensor.is_contiguous():

@@ -16,6 +16,8 @@ import msgspec
 import torch
 
 from headrace.delivery.base import Entry
+from headrace.delivery.cores import threads_here
+from headrace.delivery.host_copy import Pair, copy_together, divisible
 from headrace.errors import DeliveryError
 
 ALIGNMENT = 64
@@ -96,23 +98,35 @@ def pack(packed: torch.Tensor, entries: Iterable[Entry], weights: Mapping[str, t
 
 
 def copy_all(
-    targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor], *, non_blocking: bool = False
+    targets: Mapping[str, torch.Tensor],
+    sources: Mapping[str, torch.Tensor],
+    *,
+    non_blocking: bool = False,
+    threads: int | None = None,
 ) -> None:
     """Copy every source over the target of its name, cast to its dtype, in few launches.
 
-    On a GPU torch fuses those of one pair of dtypes. Raises `DeliveryError` before the first copy if a shape differs.
+    On a GPU torch fuses those of one pair of dtypes. `threads` share what is in host memory; without it, one for every
+    core that this process may use, up to `MOST_THREADS`; 1 leaves it to torch. Raises `DeliveryError` before the first
+    copy if a shape differs.
     """
+    wanted = threads or threads_here()
+    together: list[Pair] = []
     pairs: defaultdict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]]
     pairs = defaultdict(lambda: ([], []))
     for name, target in targets.items():
         source = sources[name]
         if target.shape != source.shape:
             raise DeliveryError(f"{name} has shape {tuple(source.shape)}, not {tuple(target.shape)}")
+        if wanted > 1 and divisible(target, source):
+            together.append((target, source))
+            continue
         into, out_of = pairs[target.dtype, source.dtype]
         into.append(target)
         out_of.append(source)
     for into, out_of in pairs.values():
         torch._foreach_copy_(into, out_of, non_blocking=non_blocking)
+    copy_together(together, wanted)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +17,13 @@ import torch
 from headrace.delivery.base import Entry, Manifest
 from headrace.delivery.delta import apply
 from headrace.delivery.digest import digest
+from headrace.delivery.growing_digest import GrowingDigest
 from headrace.delivery.live import DeviceSide
 from headrace.delivery.parts import fetch_parts
 from headrace.delivery.plan import Plan, copy_all, pack, unpack
 from headrace.delivery.regions import whole
 from headrace.delivery.transports import source
-from headrace.delivery.transports.base import Relaying, Source
+from headrace.delivery.transports.base import Growing, Relaying, Source
 from headrace.errors import DeliveryError
 
 
@@ -80,32 +82,45 @@ class Staging:
         self.buffer = self._unpacked = None
 
     def _digested(self, manifest: Manifest, plan: Plan, on_arrival: Callable[[], None]) -> Arrived:
-        weights, shared = (
-            (self._patched(manifest, plan), False) if manifest.kind == "delta" else self._fetched(manifest, plan)
-        )
-        fetched = time.monotonic()
-        on_arrival()
-        found = self._gpu.digest_staged(plan, weights) if self._gpu else digest(weights.items())
+        with closing(GrowingDigest(plan.entries)) as growing:
+            weights, shared = (
+                (self._patched(manifest, plan), False)
+                if manifest.kind == "delta"
+                else self._fetched(manifest, plan, growing)
+            )
+            fetched = time.monotonic()
+            on_arrival()
+            found = self._found(plan, weights, growing)
         if found != manifest.digest:
             raise DeliveryError(
                 f"version {manifest.version} arrived wrong: its digest is {found:016x}, not {manifest.digest:016x}"
             )
         return Arrived(weights, shared, fetched)
 
+    def _found(self, plan: Plan, weights: Mapping[str, torch.Tensor], growing: GrowingDigest) -> int:
+        """The digest of what has arrived."""
+        if self._gpu:
+            return self._gpu.digest_staged(plan, weights)
+        return growing.value() if growing.begun else digest(weights.items())
+
     def _source(self, transport: str) -> Source:
         if transport not in self._sources:
             self._sources[transport] = source(transport, keys=self._keys, device=str(self._device))
         return self._sources[transport]
 
-    def _opened(self, manifest: Manifest, entries: Sequence[Entry]) -> tuple[Source, dict[str, torch.Tensor]]:
-        opened = self._source(manifest.transport)
-        return opened, opened.open(manifest.location, manifest.version, entries)
+    def _opened(
+        self, manifest: Manifest, entries: Sequence[Entry], growing: GrowingDigest | None = None
+    ) -> tuple[Source, dict[str, torch.Tensor]]:
+        opened, location, version = self._source(manifest.transport), manifest.location, manifest.version
+        if growing and isinstance(opened, Growing) and not self._gpu:
+            return opened, opened.open_growing(location, version, entries, growing.grown)
+        return opened, opened.open(location, version, entries)
 
-    def _fetched(self, manifest: Manifest, plan: Plan) -> tuple[dict[str, torch.Tensor], bool]:
+    def _fetched(self, manifest: Manifest, plan: Plan, growing: GrowingDigest) -> tuple[dict[str, torch.Tensor], bool]:
         """The weights where they can be copied from in one go, and whether that is the trainer's memory."""
         if manifest.parts:
             return self._composed(manifest, plan), False
-        opened, published = self._opened(manifest, plan.entries)
+        opened, published = self._opened(manifest, plan.entries, growing)
         # A place is not written again before its version is acknowledged: what is on our device already stays there.
         here = all(tensor.device == self._device for tensor in published.values())
         weights = published if here else self._copied(published, plan)

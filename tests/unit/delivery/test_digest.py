@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.delivery import digest as digest_module
+from headrace.delivery.cores import MOST_THREADS
 from headrace.delivery.digest import (
     BLOCK,
     HEAD,
-    MOST_THREADS,
     Sums,
     block_sums,
     digest,
@@ -152,10 +152,10 @@ def test_sums_of_several_tensors_make_one_digest():
 
 def test_threads_share_the_words_and_change_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headrace.delivery.digest._WORTH_THREADS", 0)
-    monkeypatch.setattr("headrace.delivery.digest._SPAN", 2 * BLOCK)
+    monkeypatch.setattr("headrace.delivery.digest.SPAN", 2 * BLOCK)
     weights = {"large": random_tensor(31 * BLOCK + 5, torch.float32), "small": random_tensor(9, torch.bfloat16, 1)}
     alone = digest(weights.items(), threads=1)
-    real, together = digest_module._add_pieces, threading.Barrier(3, timeout=30)
+    real, together = digest_module.add_pieces, threading.Barrier(3, timeout=30)
     taken: list[list[int]] = []
 
     def watched(sums: Sums, pieces: Iterable[tuple[int, Sums, int]]) -> None:
@@ -171,7 +171,7 @@ def test_threads_share_the_words_and_change_nothing(monkeypatch: pytest.MonkeyPa
         real(sums, noted())
         taken.append(mine)
 
-    monkeypatch.setattr(digest_module, "_add_pieces", watched)
+    monkeypatch.setattr(digest_module, "add_pieces", watched)
     assert digest(weights.items(), threads=3) == alone
     assert len(taken) == 3 and all(taken)
     assert sum(map(sum, taken)) == 31 * BLOCK + 5 + 5, "each word once"
@@ -180,7 +180,7 @@ def test_threads_share_the_words_and_change_nothing(monkeypatch: pytest.MonkeyPa
 def test_a_digest_takes_the_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
     monkeypatch.setattr(digest_module, "_whole_sums", lambda tensors, lengths, threads: asked.append(threads))
-    monkeypatch.setattr(digest_module, "_fold", lambda *_: 0)
+    monkeypatch.setattr(digest_module, "fold", lambda *_: 0)
     for allowed in ({3}, {0, 5}, set(range(64))):
         monkeypatch.setattr("os.sched_getaffinity", lambda pid, allowed=allowed: allowed)
         digest([])

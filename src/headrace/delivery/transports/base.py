@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -97,4 +97,22 @@ class Relaying(Protocol):
 
     def share(self, location: str, version: int) -> None:
         """What `open` gave last was proved: others may have it from here until the next `open`."""
+        ...
+
+
+@runtime_checkable
+class Growing(Protocol):
+    """A source in whose own memory a version fills up from its first packed byte."""
+
+    def open_growing(
+        self,
+        location: str,
+        version: int,
+        entries: Sequence[Entry],
+        grown: Callable[[Mapping[str, torch.Tensor], int], None],
+    ) -> dict[str, torch.Tensor]:
+        """`open`, which tells meanwhile how many bytes from the beginning are in place and are not written again.
+
+        `grown` gets the views that are returned in the end, and is called by this thread, in the end for all bytes.
+        """
         ...

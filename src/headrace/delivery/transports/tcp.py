@@ -16,7 +16,7 @@ import msgspec
 import torch
 import zmq
 
-from headrace.delivery.plan import Plan, pack, unpack
+from headrace.delivery.plan import Plan, Views, copy_all
 from headrace.delivery.transports.keys import read_keys
 from headrace.delivery.transports.places import LIMIT, Places
 from headrace.delivery.transports.tcp_server import Server, decode_ask, nothing_held, refusal_of, refuse
@@ -41,6 +41,7 @@ class TcpSender:
         self._places = Places("snapshot")
         self._lock = threading.Lock()
         self._held = [nothing_held() for _ in range(LIMIT)]
+        self._views = [Views(held.buffer) for held in self._held]
         self._trees = [Tree() for _ in range(LIMIT)]
         self._sequence = 0
         try:
@@ -66,7 +67,9 @@ class TcpSender:
                 self._trees[place] = Tree()
                 if len(held.buffer) != plan.nbytes:
                     held.buffer = torch.empty(plan.nbytes, dtype=torch.uint8)
-            pack(held.buffer, plan.entries, weights)
+                    self._views[place] = Views(held.buffer)
+            with torch.no_grad():
+                copy_all(self._views[place].of(plan.entries), weights)
             with self._lock:
                 held.whole = True
         return location
@@ -78,7 +81,7 @@ class TcpSender:
         """Views of a snapshot that was written and not released."""
         if not self._places.holds(location):
             raise DeliveryError(f"snapshot {location} holds nothing")
-        return unpack(self._held[self._locations.index(location)].buffer, plan.entries)
+        return self._views[self._locations.index(location)].of(plan.entries)
 
     def release(self, location: str) -> None:
         """The snapshot is no longer served and may be written again."""
@@ -91,6 +94,7 @@ class TcpSender:
         self._places.close()
         self._server.close()
         self._held = [nothing_held() for _ in range(LIMIT)]
+        self._views = [Views(held.buffer) for held in self._held]
 
     def _free(self, held: Collection[str]) -> str:
         return next(location for location in self._locations if location not in held)

@@ -11,7 +11,8 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ _SIGN_OF_LIFE = 1.0
 logger = logging.getLogger(__name__)
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Grown = Callable[[Mapping[str, torch.Tensor], int], None]
 
 
 class _Fetch:
@@ -52,6 +54,12 @@ class _Fetch:
         self.missing = deque(range(0, nbytes, BUCKET_BYTES))
         self.relay = ""
         """Where some of it came from, if not from the trainer."""
+        self.grown: Callable[[int], None] = lambda nbytes: None
+        """Whom to tell how many bytes from the beginning are here."""
+
+    def tell(self) -> None:
+        """Say how much is here without a gap."""
+        self.grown(self.missing[0] if self.missing else self.key[2])
 
 
 class TcpSource:
@@ -81,6 +89,12 @@ class TcpSource:
 
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
         """Fetch the version; see `Source.open`. One that was relayed and not proved is fetched from the trainer."""
+        return self.open_growing(location, version, entries, lambda weights, nbytes: None)
+
+    def open_growing(
+        self, location: str, version: int, entries: Sequence[Entry], grown: Grown
+    ) -> dict[str, torch.Tensor]:
+        """Fetch the version, and tell of what has come; see `Growing.open_growing`."""
         nbytes = max(entry.offset + entry.nbytes for entry in entries)
         if self._relay is not None:
             self._relay.withdraw()
@@ -94,14 +108,17 @@ class TcpSource:
         assert self._buffer is not None
         assert self._views is not None
         distrusted = suspect.relay if suspect is not None and suspect.key == self._fetch.key else ""
+        weights = self._views.of(entries)
+        self._fetch.grown = partial(grown, weights)
         try:
+            self._fetch.tell()
             self._bring(self._fetch, self._buffer.numpy(), distrusted)
         except _Refused:
             self._fetch = None
             raise
         self._complete, self._fetch = self._fetch, None
         self._suspect = self._complete if self._complete.relay else None
-        return self._views.of(entries)
+        return weights
 
     def verify(self, location: str, version: int) -> None:
         """Ask the trainer whether the version is still there and no write came between."""
@@ -248,6 +265,7 @@ class TcpSource:
             raise _Refused(f"{fetch.key[0]} sent {len(payload)} bytes that were not asked for")
         buffer[answer.start : answer.stop] = np.frombuffer(payload, np.uint8)
         fetch.missing.remove(answer.start)
+        fetch.tell()
 
     def _check(self, fetch: _Fetch, answer: Answer) -> None:
         location, version, nbytes = fetch.key
