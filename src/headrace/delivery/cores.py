@@ -1,4 +1,4 @@
-"""Work on host memory that the cores share: a trainer waits for it before its next step, an engine before its next token.
+"""Work on host memory that the cores share: a trainer's next step waits for it, or an engine's next token.
 
 Every piece is taken by exactly one thread, and all are done on return. No torch here.
 """

@@ -26,36 +26,35 @@ It guards against mistakes, not against an attacker. It costs one 32-bit multipl
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import hashlib
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from headrace.delivery.cores import share, threads_here
-from headrace.delivery.plan import dtype_name, dtype_of
+from headrace.delivery.digest_factors import BLOCK, HEAD, MASK, Sums, count_sums, fold, name_key, sum_keys, table
+from headrace.delivery.digest_layout import SPAN, Layout, Piece, layout_of, readable, where
+from headrace.delivery.plan import dtype_of
 
-Sums = npt.NDArray[np.int32]
-"""h, then r of every block of the whole tensor. Those of disjoint parts are added with wrap-around."""
+__all__ = [
+    "BLOCK",
+    "HEAD",
+    "MASK",
+    "Sums",
+    "block_sums",
+    "count_sums",
+    "digest",
+    "digest_as",
+    "digest_of_sums",
+    "name_key",
+    "region_block_sums",
+    "sum_keys",
+    "table",
+]
 
-BLOCK = 1 << 13
-"""Words under one table: it stays in a first-level cache, and the sums are small beside the weights."""
-HEAD = 1 << 11
-"""Words at a tensor's beginning whose upper halves count twice: all of most norms and biases."""
-MASK = (1 << 64) - 1
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
-SPAN = 128 * BLOCK
-"""Words that a thread takes at a time."""
 _WORTH_THREADS = 8 * SPAN
-_GATHERED = 32
-"""Short runs that are multiplied at a time: so many stay in a second-level cache."""
 _BAND = 16 * BLOCK
 """Elements of a larger tensor that are laid out at a time around the rows of a region."""
 
@@ -76,10 +75,10 @@ def digest(weights: Iterable[tuple[str, torch.Tensor]], threads: int | None = No
         from headrace.delivery.digest_kernel import DeviceDigest
 
         total += DeviceDigest.value(DeviceDigest(pairs).launch())
-    lengths = [count_sums(tensor.nbytes) for _, tensor in on_host]
-    sums = _whole_sums([tensor for _, tensor in on_host], lengths, threads or threads_here())
-    keys = [name_key(name, dtype_name(tensor.dtype)) for name, tensor in on_host]
-    return (total + fold(keys, lengths, sums)) & MASK
+    # All are held here while they are read, by address.
+    held = [(name, tensor if readable(tensor) else _readable_copy(tensor)) for name, tensor in on_host]
+    layout = layout_of(tuple(where(name, tensor) for name, tensor in held))
+    return (total + fold(_whole_sums(layout, threads or threads_here()), layout.keys)) & MASK
 
 
 def digest_as(weights: Mapping[str, torch.Tensor], dtype: str) -> int:
@@ -93,7 +92,7 @@ def digest_of_sums(sums: Mapping[tuple[str, str], Sums]) -> int:
     """The digest of whole tensors whose sums these are, by (name, dtype)."""
     keys = [name_key(name, dtype) for name, dtype in sums]
     joined = np.concatenate([_no_sums(0), *sums.values()])[1:]
-    return fold(keys, [len(each) for each in sums.values()], joined)
+    return fold(joined, sum_keys(keys, [len(each) for each in sums.values()]))
 
 
 def block_sums(part: torch.Tensor, numel: int | None = None, start: int = 0) -> Sums:
@@ -119,118 +118,21 @@ def region_block_sums(part: torch.Tensor, full_shape: Sequence[int], offsets: Se
     return sums
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def name_key(name: str, dtype: str) -> int:
-    """The key of a tensor's first block, before it is mixed."""
-    return int.from_bytes(hashlib.blake2b(f"{dtype} {name}".encode(), digest_size=8).digest(), "little")
-
-
-def sum_keys(keys: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """What every one of the sums counts, for tensors of these `name_key`s and numbers of sums, one after another."""
-    counts = np.array(lengths, np.int64)
-    places = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-    blocks = np.maximum(places - 1, 0).astype(np.uint64)
-    mixed = _mix(np.repeat(np.array(keys, np.uint64), counts) + blocks * _GOLDEN) | np.uint64(1)
-    # h stands above r(0) in one 64-bit number: neither can hide what the other shows.
-    return mixed << np.where(places == 0, 32, 0).astype(np.uint64)
-
-
-def count_sums(nbytes: int) -> int:
-    """How many sums a tensor of so many bytes has."""
-    return 1 + -(-nbytes // (4 * BLOCK))
-
-
-@functools.cache
-def table() -> Sums:
-    """T, then U, as signed words."""
-    joined = np.concatenate([_odd_words(BLOCK, 1), _odd_words(HEAD, 1 + BLOCK)])
-    return joined.astype(np.uint32).view(np.int32)
-
-
-def _odd_words(count: int, seed: int) -> npt.NDArray[np.uint64]:
-    """Random high bits over the odd numbers below 2 * count in random order."""
-    noise = _mix(np.arange(seed, seed + count).astype(np.uint64) * _GOLDEN)
-    low = 2 * np.argsort(noise).astype(np.uint64) + np.uint64(1)
-    return (_mix(noise) >> np.uint64(32)) // np.uint64(2 * count) * np.uint64(2 * count) + low
-
-
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A bijection of 64-bit numbers under which neighbours become strangers."""
-    values = (values ^ values >> np.uint64(32)) * _MULTIPLIER
-    values = (values ^ values >> np.uint64(32)) * _MULTIPLIER
-    return values ^ values >> np.uint64(32)
-
-
-def fold(keys: Sequence[int], lengths: Sequence[int], sums: Sums) -> int:
-    """The digest of tensors with these keys, whose sums of these lengths lie one after another."""
-    unsigned = sums.view(np.uint32).astype(np.uint64)
-    return int((unsigned * sum_keys(keys, lengths)).sum())
-
-
-Piece = tuple[int, Sums, int]
-"""Where the sums of a tensor begin, a run of its words that starts with a block, and the first one's index."""
-
-
-def _whole_sums(tensors: Sequence[torch.Tensor], lengths: Sequence[int], threads: int) -> Sums:
+def _whole_sums(layout: Layout, threads: int) -> Sums:
     """The sums of all, one after another; the threads share the words, whatever tensor they are of."""
-    sums = np.zeros(sum(lengths), np.int32)
-    starts = itertools.accumulate(lengths, initial=0)
-    words = [(start, borrowed(tensor)) for start, tensor in zip(starts, tensors, strict=False)]
-    total = sum(len(each) for _, each in words)
-    if threads == 1 or total < _WORTH_THREADS:
-        add_pieces(sums, ((start, each, 0) for start, each in words))
-        return sums
-    pieces: list[Piece] = [
-        (start, each[first : first + SPAN], first) for start, each in words for first in range(0, len(each), SPAN)
-    ]
-    share(functools.partial(add_pieces, sums), pieces, threads, "digest")
-    return sums
+    found = [torch.empty(0, dtype=torch.int32)] * len(layout.pieces)
+    numbered = list(enumerate(layout.pieces))
+    share(functools.partial(_take, found), numbered, threads if layout.words >= _WORTH_THREADS else 1, "digest")
+    return layout.joined(found)
 
 
-def add_pieces(sums: Sums, pieces: Iterable[Piece]) -> None:
-    """Add pieces of which no two have words of one block."""
-    factors = table()
-    ends, heads = _Gather(sums, factors[:BLOCK]), _Gather(sums, factors[BLOCK:], shift=16)
-    for start, words, first in pieces:
-        rows, rest = divmod(len(words), BLOCK)
-        block = start + 1 + first // BLOCK
-        if rows:
-            whole = torch.from_numpy(words[: rows * BLOCK].reshape(rows, BLOCK))
-            sums[block : block + rows] = torch.mv(whole, _whole()).numpy()
-        if rest:
-            ends.add(words[rows * BLOCK :], block + rows)
-        if not first and len(words):
-            heads.add(words[:HEAD], start)
-    ends.flush()
-    heads.flush()
+def _take(found: list[torch.Tensor], pieces: Iterator[tuple[int, Piece]]) -> None:
+    for number, piece in pieces:
+        found[number] = piece.sums()
 
 
-class _Gather:
-    """Short runs of words, multiplied many at a time: a call costs more than what it computes for one of them."""
-
-    def __init__(self, sums: Sums, factors: Sums, shift: int = 0) -> None:
-        self._sums = sums
-        self._factors = torch.from_numpy(factors)
-        self._shift = shift
-        self._rows = np.empty((_GATHERED, len(factors)), np.int32)
-        self._places: list[int] = []
-
-    def add(self, words: Sums, place: int) -> None:
-        """What these words make is the sum at this place."""
-        row = self._rows[len(self._places)]
-        row[: len(words)] = words
-        row[len(words) :] = 0
-        self._places.append(place)
-        if len(self._places) == _GATHERED:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the sums of what was added."""
-        held = self._rows[: len(self._places)]
-        if self._shift:
-            held >>= self._shift
-        self._sums[self._places] = torch.mv(torch.from_numpy(held), self._factors).numpy()
-        self._places.clear()
+def _readable_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _no_sums(nbytes: int) -> Sums:
@@ -264,15 +166,6 @@ def _runs(rows: torch.Tensor, pitch: int) -> Iterator[tuple[int, torch.Tensor]]:
             band[: len(held), :width] = held
             held = band[: len(held)]
         yield first * pitch, held.reshape(-1)[: (len(held) - 1) * pitch + width]
-
-
-def borrowed(tensor: torch.Tensor) -> Sums:
-    """The words of a tensor that the caller keeps alive, in place if they can be read there."""
-    address, nbytes = tensor.data_ptr(), tensor.nbytes
-    if address % 4 or nbytes % 4 or not nbytes or not tensor.is_contiguous():
-        return _words(tensor.detach(), 0)
-    # By address: the ways through torch's views take ten times as long, and a model has hundreds of tensors.
-    return np.frombuffer(memoryview((ctypes.c_int32 * (nbytes // 4)).from_address(address)), np.int32)
 
 
 def _words(run: torch.Tensor, place: int) -> Sums:

@@ -2,7 +2,7 @@ import hashlib
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from headrace.delivery.digest import (
     region_block_sums,
     table,
 )
+from headrace.delivery.digest_layout import Piece
 
 DTYPES = [
     torch.float32,
@@ -152,39 +153,52 @@ def test_sums_of_several_tensors_make_one_digest():
 
 def test_threads_share_the_words_and_change_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headrace.delivery.digest._WORTH_THREADS", 0)
-    monkeypatch.setattr("headrace.delivery.digest.SPAN", 2 * BLOCK)
+    monkeypatch.setattr("headrace.delivery.digest_layout.SPAN", 2 * BLOCK)
     weights = {"large": random_tensor(31 * BLOCK + 5, torch.float32), "small": random_tensor(9, torch.bfloat16, 1)}
     alone = digest(weights.items(), threads=1)
-    real, together = digest_module.add_pieces, threading.Barrier(3, timeout=30)
+    assert alone == sum(reference(name, tensor) for name, tensor in weights.items()) % 2**64
+    real, together = digest_module._take, threading.Barrier(3, timeout=30)
     taken: list[list[int]] = []
 
-    def watched(sums: Sums, pieces: Iterable[tuple[int, Sums, int]]) -> None:
+    def watched(found: list[torch.Tensor], pieces: Iterator[tuple[int, Piece]]) -> None:
         mine: list[int] = []
 
-        def noted() -> Iterator[tuple[int, Sums, int]]:
-            for piece in pieces:
+        def noted() -> Iterator[tuple[int, Piece]]:
+            for number, piece in pieces:
                 if not mine:
                     together.wait()  # every thread has some
-                mine.append(len(piece[1]))
-                yield piece
+                mine.extend(piece.places)
+                yield number, piece
 
-        real(sums, noted())
+        real(found, noted())
         taken.append(mine)
 
-    monkeypatch.setattr(digest_module, "add_pieces", watched)
+    monkeypatch.setattr(digest_module, "_take", watched)
     assert digest(weights.items(), threads=3) == alone
     assert len(taken) == 3 and all(taken)
-    assert sum(map(sum, taken)) == 31 * BLOCK + 5 + 5, "each word once"
+    assert sorted(itertools.chain(*taken)) == list(range(33 + 2)), "each sum once"
 
 
 def test_a_digest_takes_the_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
-    monkeypatch.setattr(digest_module, "_whole_sums", lambda tensors, lengths, threads: asked.append(threads))
-    monkeypatch.setattr(digest_module, "fold", lambda *_: 0)
+    real = digest_module._whole_sums
+    monkeypatch.setattr(
+        digest_module, "_whole_sums", lambda layout, threads: asked.append(threads) or real(layout, threads)
+    )
     for allowed in ({3}, {0, 5}, set(range(64))):
         monkeypatch.setattr("os.sched_getaffinity", lambda pid, allowed=allowed: allowed)
-        digest([])
+        assert digest([]) == 0
     assert asked == [1, 2, MOST_THREADS]
+
+
+def test_what_lies_where_other_tensors_lay_is_read_anew():
+    """A layout is kept by address: the same memory with other values, names or dtypes is another digest."""
+    memory = random_tensor(3 * BLOCK, torch.float32)
+    seen = {digest([("w", memory)]), digest([("v", memory)]), digest([("w", memory.view(torch.int32))])}
+    memory[BLOCK] += 1
+    seen |= {digest([("w", memory)]), digest([("w", memory[:-1])])}
+    assert len(seen) == 5
+    assert digest([("w", memory)]) == reference("w", memory)
 
 
 @settings(deadline=None)
