@@ -27,6 +27,7 @@ from headrace.bench.engine_swaps import CANARY_TOLERANCE
 from headrace.bench.publishing import Begin, Done, PublisherProcess, save_sets
 from headrace.bench.side import Side
 from headrace.delivery.base import Kind, Manifest
+from headrace.delivery.cores import threads_here
 from headrace.errors import DeliveryError, UserError
 
 Say = Callable[[str], None]
@@ -253,6 +254,7 @@ def _head(options: DeliveryBench, device: str, dtype: str) -> dict[str, Any]:
         "device_name": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "cpu",
         "dtype": dtype,
         "threads": options.threads,
+        "sharing_threads": threads_here(),
         "engines": options.engines,
         "adapter_rank": RANK,
         "torch": torch.__version__,

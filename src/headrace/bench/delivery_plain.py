@@ -1,4 +1,4 @@
-"""What a delivery is compared with: the same bytes copied in memory or through a bare socket, by as many threads.
+"""What a delivery is compared with: the same bytes copied in memory or through a bare socket, by torch's threads.
 
 Measured in the same run, next to what is compared: a machine that is busy is so for both.
 """
@@ -51,7 +51,7 @@ class Snapshot:
         self._targets = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
 
     def seconds(self, weights: Mapping[str, torch.Tensor], repeats: int = 1) -> float:
-        """To copy weights of these shapes."""
+        """To copy weights of these shapes, by torch's own threads: a delivery may use more cores."""
         return median_seconds(lambda: copy_all(self._targets, weights, threads=1), self._device, repeats)
 
 

@@ -10,11 +10,17 @@ _COLUMNS = ("", "MB", "acked", "lost", "copies", "stage", "fetch", "swap", "cana
 def table(found: dict[str, Any]) -> list[str]:
     """One line a row; what only some rows have comes after."""
     threads = "one thread" if found["threads"] == 1 else f"{found['threads']} threads"
+    if found["device"] == "cpu":
+        threads += (
+            f" in each process and for plain copies, {found['sharing_threads']} for those of a delivery and digests"
+        )
+    else:
+        threads += " in each process"
     decoding = found["arguments"]["decode"]
     doing = f", each decoding {decoding} sequences" if decoding else ""
     lines = [
         f"{found['model']}, {found['dtype']}, {found['device']} ({found['device_name']}), torch {found['torch']}",
-        f"{found['engines']} engine(s){doing}; {threads} in each process; milliseconds are medians over "
+        f"{found['engines']} engine(s){doing}; {threads}; milliseconds are medians over "
         f"{found['arguments']['versions']} versions, digests included, canary apart",
         "acked: from the publish until every engine has proved it; lost: of the trainer's time, and how many copies of"
         " what is sent that is; fetch: a part of stage",
