@@ -2,6 +2,7 @@
 
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -11,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import zmq
 
 from headrace.delivery.plan import plan_weights
 from headrace.delivery.transports import tcp, tcp_source
 from headrace.delivery.transports.keys import make_keys, read_keys
 from headrace.delivery.transports.tcp import TcpSender
+from headrace.delivery.transports.tcp_plain import PlainLine
 from headrace.delivery.transports.tcp_source import TcpSource
 from headrace.delivery.transports.tcp_wire import LARGEST_BUCKET, Answer, Ask, parse_location
 from headrace.errors import ConfigError, DeliveryError
@@ -145,15 +146,13 @@ def test_many_engines_at_once_and_one_that_vanishes(sender: Watched):
         found.append(torch.equal(source.open(location, 1, PLAN.entries)["w"], WEIGHTS["w"]))
         source.close()
 
-    rude = zmq.Context()
-    line = rude.socket(zmq.DEALER)
-    line.connect(parse_location(location).endpoint)
+    rude = PlainLine(parse_location(location))
     for _ in range(50):
-        line.send(msgspec.msgpack.encode(Ask(1, 0, 1, 0, 4000)))
+        rude.send(Ask(1, 0, 1, 0, 4000))
     engines = [threading.Thread(target=engine) for _ in range(4)]
     for thread in engines:
         thread.start()
-    rude.destroy(linger=0)
+    rude.close()
     for thread in engines:
         thread.join(20)
     assert found == [True] * 4
@@ -169,6 +168,42 @@ def test_nonsense_is_answered_with_a_refusal():
         (header,) = sender._answer([msgspec.msgpack.encode(Ask(1, 0, 1, start, stop))])
         assert msgspec.msgpack.decode(header, type=Answer).refusal
     sender.close()
+
+
+def test_a_client_that_speaks_of_something_else_is_left(source: TcpSource):
+    sender = TcpSender()
+    location = sender.write(1, PLAN, WEIGHTS)
+
+    def said(nonsense: bytes) -> bytes:
+        with socket.create_connection(("127.0.0.1", parse_location(location).port), timeout=10) as stranger:
+            stranger.sendall(nonsense)
+            stranger.shutdown(socket.SHUT_WR)
+            try:
+                return b"".join(iter(lambda: stranger.recv(4096), b""))
+            except ConnectionResetError:
+                return b""
+
+    assert said(b"GET / HTTP/1.1\r\n\r\n") == said(b"\xff" * 100) == b""
+    assert b"not a request for weights" in said(struct.pack("<IQ", 3, 0) + b"abc")
+    assert torch.equal(source.open(location, 1, PLAN.entries)["w"], WEIGHTS["w"])
+    sender.close()
+
+
+def test_a_server_closes_while_clients_wait_and_while_they_do_not_read(source: TcpSource):
+    weights = {"w": torch.zeros(16 << 20)}
+    plan = plan_weights(weights, "float32")
+    sender = TcpSender()
+    location = sender.write(1, plan, weights)
+    source.open(sender.write(2, PLAN, WEIGHTS), 2, PLAN.entries)
+    full = PlainLine(parse_location(location))
+    full.send(Ask(1, 0, 1, 0, LARGEST_BUCKET))
+    time.sleep(0.1)
+    started = time.monotonic()
+    sender.close()
+    assert time.monotonic() - started < 5
+    full.close()
+    with pytest.raises(DeliveryError, match="is gone"):
+        source.open(location, 1, plan.entries)
 
 
 # ---- beyond the host

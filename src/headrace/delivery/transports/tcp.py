@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 import torch
-import zmq
 
 from headrace.delivery.plan import Plan, Views, copy_all
 from headrace.delivery.transports.keys import read_keys
 from headrace.delivery.transports.places import LIMIT, Places
-from headrace.delivery.transports.tcp_server import Server, decode_ask, nothing_held, refusal_of, refuse
+from headrace.delivery.transports.tcp_memory import ServedMemory
+from headrace.delivery.transports.tcp_server import decode_ask, nothing_held, refusal_of, refuse, serve
 from headrace.delivery.transports.tcp_tree import TRAINER, TREE_ABOVE, Tree
 from headrace.delivery.transports.tcp_wire import Answer, Ask, is_loopback
 from headrace.errors import ConfigError, DeliveryError
@@ -41,13 +41,14 @@ class TcpSender:
         self._places = Places("snapshot")
         self._lock = threading.Lock()
         self._held = [nothing_held() for _ in range(LIMIT)]
+        self._memory = [ServedMemory() for _ in range(LIMIT)]
         self._views = [Views(held.buffer) for held in self._held]
         self._trees = [Tree() for _ in range(LIMIT)]
         self._sequence = 0
         try:
             # Looked up at every request: tests replace it.
-            self._server = Server(bind, run_keys, lambda frames: self._answer(frames))
-        except zmq.ZMQError as error:
+            self._server = serve(bind, run_keys, lambda frames: self._answer(frames))
+        except OSError as error:
             raise ConfigError(f"[delivery] bind: cannot listen on {bind}: {error.strerror}") from error
         tree = receivers > TREE_ABOVE
         self._locations = [str(self._server.location(place, tree=tree)) for place in range(LIMIT)]
@@ -66,7 +67,8 @@ class TcpSender:
                 held.whole, held.version, held.sequence = False, version, self._sequence
                 self._trees[place] = Tree()
                 if len(held.buffer) != plan.nbytes:
-                    held.buffer = torch.empty(plan.nbytes, dtype=torch.uint8)
+                    self._memory[place] = ServedMemory(plan.nbytes)
+                    held.buffer = self._memory[place].bytes
                     self._views[place] = Views(held.buffer)
             with torch.no_grad():
                 copy_all(self._views[place].of(plan.entries), weights)
@@ -94,6 +96,7 @@ class TcpSender:
         self._places.close()
         self._server.close()
         self._held = [nothing_held() for _ in range(LIMIT)]
+        self._memory = [ServedMemory() for _ in range(LIMIT)]
         self._views = [Views(held.buffer) for held in self._held]
 
     def _free(self, held: Collection[str]) -> str:
@@ -114,9 +117,9 @@ class TcpSender:
                 parent=parent or TRAINER,
                 wait=parent is None,
             )
-            # Sent from where they lie; the frame keeps the buffer alive, and `sequence` shows if it was written again.
-            payload = held.buffer.numpy().data[ask.start : ask.stop]
-        self.sent_bytes += len(payload)
+            # Sent from where they lie; the part keeps the memory alive, and `sequence` shows if it was written again.
+            payload = self._memory[ask.place].part(ask.start, ask.stop)
+            self.sent_bytes += len(payload)
         return [msgspec.msgpack.encode(header), payload]
 
     def _parent(self, ask: Ask) -> str | None:

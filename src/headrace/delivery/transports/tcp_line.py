@@ -1,16 +1,20 @@
-"""A connection to one server of the `tcp` transport, made again when it breaks; no wait is longer than its deadline."""
+"""A client of the `tcp` transport: one connection, made again when it breaks; no wait is longer than its deadline.
+
+On loopback a connection is plain, beyond it ZeroMQ's CURVE encrypts it and proves to both ends who the other is.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from headrace.delivery.transports.keys import read_keys
-from headrace.delivery.transports.tcp_wire import Answer, Ask, Location
+from headrace.delivery.transports.tcp_wire import Answer, Ask, Into, Location
 from headrace.errors import DeliveryError
 
 RECONNECT_MS = 100
@@ -23,26 +27,48 @@ _BROKEN = (
 )
 
 
-class Line:
-    """A client of one server. Used by one thread at a time."""
+class Line(Protocol):
+    """A connection to one server. Used by one thread at a time."""
+
+    endpoint: str
+    encrypted: bool
+
+    def send(self, ask: Ask) -> None:
+        """Ask, without waiting for anything."""
+        ...
+
+    def receive(self, patience: float, into: Into) -> Answer | None:
+        """The next answer, its bytes where `into` wants them, or None when the connection broke.
+
+        Raises `DeliveryError` when nothing comes in time, and what `into` raises.
+        """
+        ...
+
+    def forget_the_past(self) -> None:
+        """Connections that broke while nobody asked for anything say nothing about the next fetch."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        ...
+
+
+class CurveLine:
+    """An encrypted connection; see `Line`."""
+
+    encrypted = True
 
     def __init__(self, context: zmq.Context[Any], location: Location, keys: Path | None) -> None:
-        """`keys` is the file with the keys of the run, for a location that is encrypted."""
+        """`keys` is the file with the keys of the run."""
         self.endpoint = location.endpoint
-        self.encrypted = location.encrypted
+        run_keys = read_keys(keys)
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.IPV6, location.host.startswith("["))
-        try:
-            if location.encrypted:
-                run_keys = read_keys(keys)
-                self._socket.setsockopt(zmq.CURVE_SERVERKEY, run_keys.server_public.encode())
-                self._socket.setsockopt(zmq.CURVE_PUBLICKEY, run_keys.client_public.encode())
-                self._socket.setsockopt(zmq.CURVE_SECRETKEY, run_keys.client_secret.encode())
-        except DeliveryError:
-            self._socket.close()
-            raise
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, run_keys.server_public.encode())
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, run_keys.client_public.encode())
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, run_keys.client_secret.encode())
         self._monitor = self._socket.get_monitor_socket(_BROKEN)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -50,14 +76,14 @@ class Line:
         self._socket.connect(self.endpoint)
 
     def send(self, ask: Ask) -> None:
-        """Ask, without waiting for anything."""
+        """See `Line.send`."""
         try:
             self._socket.send(msgspec.msgpack.encode(ask), flags=zmq.NOBLOCK)
         except zmq.Again as error:
             raise DeliveryError(f"the server at {self.endpoint} is gone: nothing can be sent to it") from error
 
-    def receive(self, patience: float) -> tuple[Answer, Any] | None:
-        """The next answer and its bytes, or None when the connection broke. Raises when nothing comes in time."""
+    def receive(self, patience: float, into: Into) -> Answer | None:
+        """See `Line.receive`."""
         ready = dict(self._poller.poll(round(patience * 1000)))
         if self._socket in ready:
             header, *payload = self._socket.recv_multipart(copy=False)
@@ -65,7 +91,11 @@ class Line:
                 answer = msgspec.msgpack.decode(header.buffer, type=Answer)
             except msgspec.DecodeError as error:
                 raise DeliveryError(f"the server at {self.endpoint} does not speak of weights: {error}") from error
-            return answer, payload[0].buffer if payload else b""
+            data = payload[0].buffer if payload else b""
+            target = into(answer, len(data))
+            if target is not None:
+                np.frombuffer(target, np.uint8)[:] = np.frombuffer(data, np.uint8)
+            return answer
         if self._monitor in ready:
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise DeliveryError(f"the server at {self.endpoint} does not accept the keys of this run")
@@ -73,12 +103,12 @@ class Line:
         raise DeliveryError(f"the server at {self.endpoint} said nothing for {patience:.3g} s")
 
     def forget_the_past(self) -> None:
-        """Connections that broke while nobody asked for anything say nothing about the next fetch."""
+        """See `Line.forget_the_past`."""
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """See `Line.close`."""
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()

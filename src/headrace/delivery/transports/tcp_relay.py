@@ -24,10 +24,9 @@ from typing import Any
 
 import msgspec
 import torch
-import zmq
 
 from headrace.delivery.transports.keys import read_keys
-from headrace.delivery.transports.tcp_server import Held, Server, decode_ask, nothing_held, refusal_of, refuse
+from headrace.delivery.transports.tcp_server import Held, decode_ask, nothing_held, refusal_of, refuse, serve
 from headrace.delivery.transports.tcp_wire import Answer, Location
 from headrace.errors import DeliveryError
 
@@ -41,8 +40,8 @@ class Relay:
         self._held = nothing_held()
         address = _own_address(trainer)
         try:
-            self._server = Server(address, read_keys(keys) if trainer.encrypted else None, self._answer)
-        except zmq.ZMQError as error:
+            self._server = serve(address, read_keys(keys) if trainer.encrypted else None, self._answer)
+        except OSError as error:
             raise DeliveryError(f"cannot listen on {address}: {error.strerror}") from error
         self.location = str(self._server.location(0))
 

@@ -1,4 +1,4 @@
-"""A socket that serves byte ranges of versions: the trainer's, and that of every engine that hands weights on.
+"""Who serves byte ranges of versions: the trainer, and every engine that hands weights on.
 
 Nothing listens beyond this host without the keys of the run: there, every byte is encrypted and every client known.
 Nothing that a client sends ends the thread that answers.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import threading
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -17,15 +16,14 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from headrace.delivery.transports.keys import RunKeys
-from headrace.delivery.transports.tcp_wire import LARGEST_BUCKET, Answer, Ask, Location
+from headrace.delivery.transports.tcp_memory import Part
+from headrace.delivery.transports.tcp_plain import PlainServer
+from headrace.delivery.transports.tcp_wire import LARGEST_BUCKET, Answer, Ask, Location, Respond
 from headrace.errors import DeadlineError
 
 _POLL_MS = 100
 _CLOSE_SECONDS = 10.0
 _ZAP_DOMAIN = "headrace"
-
-Respond = Callable[[list[bytes]], list[Any]]
-"""From the frames of a request to those of its answer."""
 
 
 class Held(msgspec.Struct):
@@ -42,17 +40,41 @@ def nothing_held() -> Held:
     return Held(torch.empty(0, dtype=torch.uint8))
 
 
-class Server:
-    """Answers from the moment it is made until it is closed, in a thread of its own."""
+class Server(Protocol):
+    """Answers from the moment it is made until it is closed, beside everything else."""
 
-    def __init__(self, bind: str, keys: RunKeys | None, respond: Respond) -> None:
-        """`bind` is an address of this host. Raises `zmq.ZMQError` when nothing can listen there."""
+    def location(self, place: int, *, tree: bool = False) -> Location:
+        """What clients call this place of the server."""
+        ...
+
+    def close(self) -> None:
+        """Stop answering, and let go of the port. Idempotent."""
+        ...
+
+
+def serve(bind: str, keys: RunKeys | None, respond: Respond) -> Server:
+    """A server on an address of this host, encrypted where there are keys.
+
+    `respond` may be called from several threads. Raises `OSError` when nothing can listen there.
+    """
+    if keys is None:
+        return PlainServer(bind, respond)
+    try:
+        return CurveServer(bind, keys, respond)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, error.strerror) from error
+
+
+class CurveServer:
+    """A server that encrypts, and knows its clients."""
+
+    def __init__(self, bind: str, keys: RunKeys, respond: Respond) -> None:
+        """Raises `zmq.ZMQError` when nothing can listen there."""
         self._respond = respond
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
-        self._encrypted = keys is not None
         six = ipaddress.ip_address(bind).version == 6
         self._host = f"[{bind}]" if six else bind
         try:
@@ -65,11 +87,11 @@ class Server:
         self._thread.start()
 
     def location(self, place: int, *, tree: bool = False) -> Location:
-        """What clients call this place of the server."""
-        return Location(self._encrypted, self._host, self._port, place, tree)
+        """See `Server.location`."""
+        return Location(True, self._host, self._port, place, tree)
 
     def close(self) -> None:
-        """Stop answering, and let go of the port. Idempotent."""
+        """See `Server.close`."""
         self._closing.set()
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
@@ -78,15 +100,14 @@ class Server:
             if not self._context.closed:
                 self._end_context()
 
-    def _listen(self, keys: RunKeys | None, six: bool) -> zmq.Socket[bytes]:
+    def _listen(self, keys: RunKeys, six: bool) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, six)
-        if keys is not None:
-            self._authenticator = _authenticator(self._context, keys)
-            socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN.encode())
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
+        self._authenticator = _authenticator(self._context, keys)
+        socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN.encode())
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
         try:
             socket.bind(f"tcp://{self._host}:*")
         except zmq.ZMQError:
@@ -104,7 +125,9 @@ class Server:
             while not self._closing.is_set():
                 if self._socket.poll(_POLL_MS):
                     identity, *frames = self._socket.recv_multipart()
-                    self._socket.send_multipart([identity, *self._respond(frames)], copy=False)
+                    header, *payload = self._respond(frames)
+                    views = (part.view if isinstance(part, Part) else part for part in payload)
+                    self._socket.send_multipart([identity, header, *views], copy=False)
         finally:
             self._socket.close()
 

@@ -22,9 +22,10 @@ import zmq
 
 from headrace.delivery.base import Entry
 from headrace.delivery.plan import Views
-from headrace.delivery.transports.tcp_line import Line
+from headrace.delivery.transports.tcp_line import CurveLine, Line
+from headrace.delivery.transports.tcp_plain import PlainLine
 from headrace.delivery.transports.tcp_relay import Relay
-from headrace.delivery.transports.tcp_wire import BUCKET_BYTES, Answer, Ask, Location, parse_location
+from headrace.delivery.transports.tcp_wire import BUCKET_BYTES, Answer, Ask, Into, Location, parse_location
 from headrace.errors import DeliveryError
 
 WINDOW = 4
@@ -189,8 +190,7 @@ class TcpSource:
         trainer, relay = parse_location(fetch.key[0]), parse_location(parent)
         if relay.encrypted != trainer.encrypted:
             raise DeliveryError(f"{parent} is not encrypted as the trainer is")
-        assert self._context is not None
-        line = Line(self._context, relay, self._keys)
+        line = self._line_to(relay)
         fetch.relay = parent
         try:
             self._pull(fetch, buffer, line, relay, RELAY_PATIENCE)
@@ -213,7 +213,7 @@ class TcpSource:
             if time.monotonic() - told > _SIGN_OF_LIFE:
                 told = time.monotonic()
                 self._say_alive(fetch)
-            answer = self._awaited(line, patience)
+            answer = self._awaited(line, patience, partial(self._room, fetch, buffer))
             if answer is None:
                 broken += 1
                 if broken > RESUMES:
@@ -224,8 +224,9 @@ class TcpSource:
                 self._ticket += 1
                 continue
             broken = 0
-            self._store(fetch, *answer, buffer)
-            asked.discard(answer[0].start)
+            fetch.missing.remove(answer.start)
+            fetch.tell()
+            asked.discard(answer.start)
 
     def _say_alive(self, fetch: _Fetch) -> None:
         """Others may wait for what is fetched here."""
@@ -243,29 +244,32 @@ class TcpSource:
             line.send(Ask(self._ticket, ask.place, ask.version, 0, 0, ask.engine, ask.offer, ask.lost))
             answer = self._awaited(line, self._patience)
             if answer is not None:
-                return answer[0]
+                return answer
         self._disconnect()
         raise DeliveryError(f"the server at {line.endpoint} is gone")
 
-    def _awaited(self, line: Line, patience: float) -> tuple[Answer, Any] | None:
-        """The next answer to what was asked last, not to what was given up before."""
+    def _awaited(self, line: Line, patience: float, into: Into = lambda answer, nbytes: None) -> Answer | None:
+        """The next answer to what was asked last, not to what was given up before: nobody wants its bytes."""
+
+        def wanted(answer: Answer, nbytes: int) -> memoryview | None:
+            return into(answer, nbytes) if answer.ticket == self._ticket and not answer.refusal else None
+
         deadline = time.monotonic() + patience
         while (left := deadline - time.monotonic()) > 0:
-            received = line.receive(left)
-            if received is None or received[0].ticket == self._ticket:
-                if received is not None and received[0].refusal:
-                    raise _Refused(f"the server at {line.endpoint} refused: {received[0].refusal}")
-                return received
+            answer = line.receive(left, wanted)
+            if answer is None or answer.ticket == self._ticket:
+                if answer is not None and answer.refusal:
+                    raise _Refused(f"the server at {line.endpoint} refused: {answer.refusal}")
+                return answer
         raise DeliveryError(f"the server at {line.endpoint} said nothing of use for {patience:.3g} s")
 
-    def _store(self, fetch: _Fetch, answer: Answer, payload: Any, buffer: Bytes) -> None:
+    def _room(self, fetch: _Fetch, buffer: Bytes, answer: Answer, nbytes: int) -> memoryview:
+        """Where the bytes of this answer belong, which must be some that are missing."""
         self._check(fetch, answer)
         stop = min(fetch.key[2], answer.start + BUCKET_BYTES)
-        if answer.stop != stop or len(payload) != stop - answer.start or answer.start not in fetch.missing:
-            raise _Refused(f"{fetch.key[0]} sent {len(payload)} bytes that were not asked for")
-        buffer[answer.start : answer.stop] = np.frombuffer(payload, np.uint8)
-        fetch.missing.remove(answer.start)
-        fetch.tell()
+        if answer.stop != stop or nbytes != stop - answer.start or answer.start not in fetch.missing:
+            raise _Refused(f"{fetch.key[0]} sent {nbytes} bytes that were not asked for")
+        return buffer.data[answer.start : answer.stop]
 
     def _check(self, fetch: _Fetch, answer: Answer) -> None:
         location, version, nbytes = fetch.key
@@ -283,10 +287,15 @@ class TcpSource:
         ):
             self._disconnect()
         if self._line is None:
-            self._context = self._context or zmq.Context()
-            self._line = Line(self._context, location, self._keys)
+            self._line = self._line_to(location)
         self._line.forget_the_past()
         return self._line
+
+    def _line_to(self, location: Location) -> Line:
+        if not location.encrypted:
+            return PlainLine(location)
+        self._context = self._context or zmq.Context()
+        return CurveLine(self._context, location, self._keys)
 
     def _disconnect(self) -> None:
         if self._line is not None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -53,6 +55,12 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     """In a tree: others fetch now, and will serve; ask again."""
 
 
+Respond = Callable[[list[bytes]], list[Any]]
+"""From the frames of a request to those of its answer: a header, and bytes or a `Part` unless it is a refusal."""
+Into = Callable[[Answer, int], memoryview | None]
+"""Where the bytes of an answer, so many, are to go; None if nobody wants them."""
+
+
 class Location(msgspec.Struct, frozen=True):
     """A place of a server."""
 
@@ -65,7 +73,7 @@ class Location(msgspec.Struct, frozen=True):
 
     @property
     def endpoint(self) -> str:
-        """What ZeroMQ connects to."""
+        """What a client connects to."""
         return f"tcp://{self.host}:{self.port}"
 
     def __str__(self) -> str:

@@ -1,0 +1,233 @@
+"""The `tcp` transport on loopback: plain sockets, from the memory that is served into the memory that is filled.
+
+A message is a header and bytes, after the lengths of both. Nothing that a client sends, or does not read, touches
+another: every connection has a thread of its own. Every wait of a client has its deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from headrace.delivery.transports.tcp_memory import Part
+from headrace.delivery.transports.tcp_wire import Answer, Ask, Into, Location, Respond
+from headrace.errors import DeadlineError, DeliveryError
+
+RECONNECT_SECONDS = 0.1
+"""Between two attempts to connect."""
+BUFFERED = 1 << 20
+"""Bytes between the two ends, at most: what is read soon after it was sent is still in a cache."""
+_LENGTHS = struct.Struct("<IQ")
+_LARGEST_HEADER = 1 << 16
+_CLOSE_SECONDS = 10.0
+_DROPPED = 1 << 20
+"""Bytes that nobody wants are read in pieces of this size."""
+
+
+class PlainServer:
+    """Answers from the moment it is made until it is closed, in threads of its own."""
+
+    def __init__(self, bind: str, respond: Respond) -> None:
+        """`bind` is an address of this host. Raises `OSError` when nothing can listen there."""
+        self._respond = respond
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._closing = False
+        self._six = ":" in bind
+        self._bind = bind
+        self._listener = socket.create_server((bind, 0), family=socket.AF_INET6 if self._six else socket.AF_INET)
+        self._port = int(self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._accept, name="weights", daemon=True)
+        self._thread.start()
+
+    def location(self, place: int, *, tree: bool = False) -> Location:
+        """What clients call this place of the server."""
+        return Location(False, f"[{self._bind}]" if self._six else self._bind, self._port, place, tree)
+
+    def close(self) -> None:
+        """Stop answering, and let go of the port. Idempotent."""
+        with self._lock:
+            self._closing = True
+            opened = dict(self._open)
+        _shut(self._listener)
+        # Not everywhere does that wake who waits for a client; one more client does.
+        with contextlib.suppress(OSError):
+            socket.create_connection((self._bind, self._port), timeout=RECONNECT_SECONDS).close()
+        for connection in opened:
+            _shut(connection)
+        for thread in (self._thread, *opened.values()):
+            thread.join(_CLOSE_SECONDS)
+            if thread.is_alive():
+                raise DeadlineError(
+                    f"the server of weights on port {self._port} did not end within {_CLOSE_SECONDS:g} s"
+                )
+
+    def _accept(self) -> None:
+        with self._listener:
+            while True:
+                try:
+                    connection = self._listener.accept()[0]
+                except OSError:
+                    # Closed, or a client that was gone before it was served.
+                    if self._closing:
+                        return
+                    time.sleep(RECONNECT_SECONDS)
+                    continue
+                thread = threading.Thread(target=self._serve, args=(connection,), name="weights", daemon=True)
+                with self._lock:
+                    if self._closing:
+                        connection.close()
+                        return
+                    self._open[connection] = thread
+                    thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            _tune(connection)
+            while (request := _request(connection)) is not None:
+                header, *payload = self._respond([request])
+                _send(connection, header, *payload)
+        except OSError:
+            # The client is gone: what it asked for is nobody's loss.
+            pass
+        finally:
+            with self._lock:
+                del self._open[connection]
+            connection.close()
+
+
+class PlainLine:
+    """A connection to such a server, made again when it breaks. Used by one thread at a time."""
+
+    encrypted = False
+
+    def __init__(self, location: Location) -> None:
+        self.endpoint = location.endpoint
+        self._address = (location.host.strip("[]"), location.port)
+        self._connection: socket.socket | None = None
+
+    def send(self, ask: Ask) -> None:
+        """Ask, without waiting for an answer. That the server is not there shows at `receive`."""
+        with contextlib.suppress(OSError):
+            if self._connection is None:
+                self._connection = socket.create_connection(self._address, timeout=RECONNECT_SECONDS)
+                _tune(self._connection)
+            _send(self._connection, msgspec.msgpack.encode(ask))
+
+    def receive(self, patience: float, into: Into) -> Answer | None:
+        """The next answer, its bytes where `into` wants them, or None when the connection broke.
+
+        Raises when nothing comes in time.
+        """
+        if self._connection is None:
+            time.sleep(RECONNECT_SECONDS)
+            return None
+        whole = False
+        try:
+            answer = self._received(self._connection, time.monotonic() + patience, into)
+            whole = True
+            return answer
+        except TimeoutError:
+            raise DeliveryError(f"the server at {self.endpoint} said nothing for {patience:.3g} s") from None
+        except OSError:
+            return None
+        finally:
+            # What follows in the middle of a message has no meaning.
+            if not whole:
+                self._disconnect()
+
+    def forget_the_past(self) -> None:
+        """A connection that broke while nobody asked for anything says nothing about the next fetch."""
+        if self._connection is not None and _at_end(self._connection):
+            self._disconnect()
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._disconnect()
+
+    def _received(self, connection: socket.socket, deadline: float, into: Into) -> Answer:
+        header, nbytes = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size, deadline))
+        if header > _LARGEST_HEADER:
+            raise DeliveryError(f"the server at {self.endpoint} does not speak of weights")
+        try:
+            answer = msgspec.msgpack.decode(_exactly(connection, header, deadline), type=Answer)
+        except msgspec.DecodeError as error:
+            raise DeliveryError(f"the server at {self.endpoint} does not speak of weights: {error}") from error
+        target = into(answer, nbytes)
+        if target is not None:
+            _fill(connection, target, deadline)
+            return answer
+        scratch = memoryview(bytearray(min(nbytes, _DROPPED)))
+        while nbytes:
+            _fill(connection, scratch[: min(nbytes, _DROPPED)], deadline)
+            nbytes -= min(nbytes, _DROPPED)
+        return answer
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for way in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, way, BUFFERED)
+
+
+def _request(connection: socket.socket) -> bytes | None:
+    """What the client asks next; None when it has left, or speaks of something else."""
+    start = connection.recv(_LENGTHS.size, socket.MSG_WAITALL)
+    if len(start) < _LENGTHS.size:
+        return None
+    header, nbytes = _LENGTHS.unpack(start)
+    if header > _LARGEST_HEADER or nbytes:
+        return None
+    request = connection.recv(header, socket.MSG_WAITALL)
+    return request if len(request) == header else None
+
+
+def _send(connection: socket.socket, header: bytes, payload: Any = b"") -> None:
+    connection.sendall(_LENGTHS.pack(len(header), len(payload)) + header)
+    if isinstance(payload, Part):
+        payload.send(connection)
+    elif payload:
+        connection.sendall(payload)
+
+
+def _exactly(connection: socket.socket, count: int, deadline: float) -> bytearray:
+    found = bytearray(count)
+    _fill(connection, memoryview(found), deadline)
+    return found
+
+
+def _fill(connection: socket.socket, target: memoryview, deadline: float) -> None:
+    while target:
+        connection.settimeout(max(1e-3, deadline - time.monotonic()))
+        count = connection.recv_into(target)
+        if not count:
+            raise ConnectionResetError("the other end was closed")
+        target = target[count:]
+
+
+def _at_end(connection: socket.socket) -> bool:
+    """Whether the other end has left: nothing else is there to be read while nothing was asked for."""
+    connection.settimeout(0)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _shut(connection: socket.socket) -> None:
+    """Wake whoever waits in it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
