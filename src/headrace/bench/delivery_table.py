@@ -20,8 +20,8 @@ def table(found: dict[str, Any]) -> list[str]:
     doing = f", each decoding {decoding} sequences" if decoding else ""
     lines = [
         f"{found['model']}, {found['dtype']}, {found['device']} ({found['device_name']}), torch {found['torch']}",
-        f"{found['engines']} engine(s){doing}; {threads}; milliseconds are medians over "
-        f"{found['arguments']['versions']} versions, digests included, canary apart",
+        f"{found['engines']} engine(s){doing}; {threads}",
+        f"milliseconds are medians over {found['arguments']['versions']} versions, digests included, canary apart",
         "acked: from the publish until every engine has proved it; lost: of the trainer's time, and how many copies of"
         " what is sent that is; fetch: a part of stage",
         "",
