@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch.autograd.graph import increment_version
 
 from headrace.delivery.plan import copy_all
 
@@ -41,6 +42,9 @@ class DeviceCopies:
                 del self._recorded[next(iter(self._recorded))]
             self._recorded[key] = self._record(targets, sources)
         self._recorded[key].replay()
+        # A replay does not: who keeps something that was made of a tensor looks at its version.
+        for target in targets.values():
+            increment_version(target)
 
     def close(self) -> None:
         """Forget everything. Idempotent."""

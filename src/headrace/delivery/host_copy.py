@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch.autograd.graph import increment_version
 
 from headrace.delivery.cores import share
 
@@ -40,6 +41,9 @@ def copy_together(pairs: Sequence[Pair], threads: int) -> None:
     nbytes = sum(target.nbytes for target, _ in pairs)
     pieces = [piece for target, source in pairs for piece in _pieces(target, source)]
     share(_do, pieces, threads if nbytes >= WORTH_THREADS else 1, "copy")
+    # Torch has not seen it: who keeps something that was made of a tensor looks at its version.
+    for target, _ in pairs:
+        increment_version(target)
 
 
 def _do(pieces: Iterator[_Piece]) -> None:

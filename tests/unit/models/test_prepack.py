@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from headrace.config.schema import EngineConfig
 from headrace.delivery.digest import digest
+from headrace.delivery.plan import copy_all
 from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import ModelError
@@ -105,7 +106,8 @@ def test_every_layer_equals_a_float64_product(directory: Path, rows: int) -> Non
                 torch.testing.assert_close(module(x).double(), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_weights_that_are_copied_in_are_the_ones_that_answer(directory: Path) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_weights_that_are_copied_in_are_the_ones_that_answer(directory: Path, threads: int) -> None:
     model, reference = load_model(directory), plain(directory)
     before = digest(named_weights(model).items())
     PackedLinears(model)
@@ -115,9 +117,9 @@ def test_weights_that_are_copied_in_are_the_ones_that_answer(directory: Path) ->
     first = score(ids)
     generator = torch.Generator().manual_seed(1)
     new = {name: torch.randn(w.shape, generator=generator) * 0.2 for name, w in named_weights(model).items()}
-    for target in (model, reference):
-        for name, live in named_weights(target).items():
-            live.copy_(new[name])
+    copy_all(named_weights(model), new, threads=threads)
+    for name, live in named_weights(reference).items():
+        live.copy_(new[name])
     with torch.no_grad():
         logprobs = reference(input_ids=torch.from_numpy(ids).long()[None]).logits[0].log_softmax(-1)
     wanted = logprobs[:-1].gather(1, torch.from_numpy(ids[1:]).long()[:, None])[:, 0].numpy()
