@@ -390,6 +390,22 @@ def test_tokens_are_not_held_back() -> None:
     assert sizes == [[1], [], [], [3], [], [], [3], [], [], [3], [], []]
 
 
+def test_what_began_together_is_not_sent_together_ever_after() -> None:
+    now = [0.0]
+    config = EngineConfig(slots=8, block_size=4)
+    core = EngineCore(make_model("llama"), config, name="e", max_length=64, version=0, clock=lambda: now[0])
+    core.submit(request(f"r{i}", prompts([4])[0], 60) for i in range(8))
+    sent: list[dict[str, int]] = []
+    for _ in range(24):
+        sent.append({d.id: len(d.token_ids) for d in core.step()})
+        now[0] += 0.0101  # a little more than an eighth of what tokens are held back
+    assert len(sent[0]) == 8
+    assert all(len(deltas) == 1 for deltas in sent[1:])
+    for name in (f"r{i}" for i in range(8)):
+        turns = [turn for turn, deltas in enumerate(sent) if name in deltas]
+        assert turns[1] <= 8 and np.diff(turns[1:]).tolist() == [8] * (len(turns) - 2)
+
+
 async def test_the_engine_streams_pauses_and_ends(trainer: Trainer) -> None:
     config = EngineConfig(slots=4, block_size=4)
     model = make_model("llama", seed=0)

@@ -6,7 +6,6 @@ what a delivery takes from it is measured where it is felt: between two steps.
 
 from __future__ import annotations
 
-import gc
 import queue
 import sys
 import threading
@@ -22,6 +21,7 @@ from headrace.bench.side import Line
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Receiver, Staged
 from headrace.engines.base import Sampling
+from headrace.engines.collector import keep_collector_away
 from headrace.errors import DeliveryError, HeadraceError
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array
@@ -200,8 +200,7 @@ def serve(line: Line) -> None:
     torch.set_num_threads(enter.threads)
     engine = make_engine(enter)
     # As an engine's own process does, once everything is loaded.
-    gc.collect()
-    gc.freeze()
+    keep_collector_away()
     line.send(Entered())
     orders = Orders(line, engine)
     try:

@@ -26,6 +26,7 @@ from headrace.bench.engine_swaps import SwapStream, install, swap_figures, two_s
 from headrace.bench.engine_tags import check_tags
 from headrace.bench.engine_work import EngineBench, Work, check_options, make_work
 from headrace.config.schema import EngineConfig
+from headrace.engines.collector import keep_collector_away
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import UserError
 from headrace.models.loading import load_model
@@ -78,8 +79,7 @@ class _Bench:
         driver.run([work.request("first", work.prompts[0], 1, seed=0)])
         start_seconds = time.perf_counter() - started
         # As an engine's own process does, once everything is loaded.
-        gc.collect()
-        gc.freeze()
+        keep_collector_away()
         self._say("warming up")
         warm = driver.run(work.warm_up().requests("warm"))
         self._say(f"generating {work.tokens} tokens for {len(work.prompts)} requests")

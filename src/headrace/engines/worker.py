@@ -6,7 +6,6 @@ controller and a slow controller never holds a step.
 
 from __future__ import annotations
 
-import gc
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -27,6 +26,7 @@ from headrace.config.schema import LoraConfig
 from headrace.delivery.digest import digest_as
 from headrace.delivery.transports.keys import KEYS
 from headrace.engines.base import Delta
+from headrace.engines.collector import keep_collector_away
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.loop import EngineLoop
 from headrace.engines.embedded.setup import choose_device
@@ -117,9 +117,7 @@ def serve(desk: Desk, config: Config) -> None:
 
     turns = EngineTurns(desk.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
     loop = EngineLoop(core, emit, interrupt=engine.interrupt, turns=turns)
-    # What is loaded stays: a collector that looks through all of it again and again would stop the engine each time.
-    gc.collect()
-    gc.freeze()
+    keep_collector_away()
     desk.ready(parameters=sum(p.numel() for p in model.parameters()))
     threading.Thread(target=_pass_messages, args=(desk, loop), name="messages", daemon=True).start()
     loop.run()

@@ -30,6 +30,9 @@ from headrace.models.lora import Adapter
 from headrace.observe.spans import SpanRecorder
 from headrace.types import NO_VERSION, Float32Array, Int32Array, held_back_seconds
 
+PHASES = 8
+"""Moments, spread over the time that tokens are held back, at which sequences are sent."""
+
 
 @dataclass
 class _Unproved:
@@ -339,28 +342,24 @@ class EngineCore:
         """Record new tokens; the last deltas of sequences that ended, unless their tokens are held back."""
         deltas = []
         for new in sampled:
+            sequence = new.sequence
             # A sequence may have ended (by a rule that only the host knows) while the device went on.
-            if self._sequences.get(new.sequence.id) is not new.sequence or new.sequence.ending is not None:
+            if sequence.ending is not None or self._sequences.get(sequence.id) is not sequence:
                 continue
-            new.sequence.ending = self._record(new)
-            if new.sequence.ending is not None and finish and self._unproved is None:
-                deltas.append(self._finish(new.sequence, new.sequence.ending))
+            sequence.ending = end = self._record(new)
+            if end is not None and finish and self._unproved is None:
+                deltas.append(self._finish(sequence, end))
         return deltas
 
     def _record(self, new: Sampled) -> Ending | None:
         """Append tokens up to where the sequence ends, if it does."""
-        end = ending(new, self.max_length)
-        count = len(new.tokens) if end is None else end.tokens
-        new.sequence.extend(
-            new.tokens[:count],
-            new.logprobs[:count],
-            new.versions[:count],
-            kept=None if new.kept is None else new.kept[:count],
-            routing=None if new.routing is None else new.routing[:count],
-        )
-        self._generated += count
-        if count and new.versions[count - 1] > self.drawn_version:
-            self.drawn_version, self.drawn_at = int(new.versions[count - 1]), self._clock()
+        end = ending(new)
+        if end is not None:
+            new.cut(end.tokens)
+        new.sequence.extend(new.tokens, new.logprobs, new.versions, kept=new.kept, routing=new.routing)
+        self._generated += len(new.tokens)
+        if new.versions and new.versions[-1] > self.drawn_version:
+            self.drawn_version, self.drawn_at = int(new.versions[-1]), self._clock()
         return end
 
     def _finish(self, sequence: Sequence, end: Ending) -> Delta:
@@ -381,9 +380,14 @@ class EngineCore:
         for sequence in self._sequences.values():
             if not sequence.unsent:
                 continue
-            if sequence.flushed_at is None or now - sequence.flushed_at >= patience:
+            if sequence.flushed_at is None:
+                # Whoever began together is not sent together ever after: no turn of the host is a long one.
+                sequence.flushed_at = now - patience * (sequence.rank[1] % PHASES) / PHASES
+            elif now - sequence.flushed_at >= patience:
                 sequence.flushed_at = now
-                due.append(sequence.delta())
+            else:
+                continue
+            due.append(sequence.delta())
         return due
 
     def _too_long(self, sequence: Sequence) -> str:

@@ -24,13 +24,16 @@ class Ending:
     """Under which the token was drawn that ended it."""
 
 
-def ending(new: Sampled, max_length: int) -> Ending | None:
+def ending(new: Sampled) -> Ending | None:
     """Where the sequence ends among its new tokens, if it does: at the first stop, or at its longest."""
     sequence, sampling = new.sequence, new.sequence.sampling
-    room = min(sampling.max_tokens - sequence.sampled, max_length - len(sequence.tokens))
-    count = min(len(new.tokens), room)
+    room, count = sequence.limit - len(sequence.tokens), len(new.tokens)
+    stops = bool(sampling.stop_token_ids or sampling.stop_sequences)
+    if count < room and new.sound and not stops:
+        return None
+    count = min(count, room)
     broken = count if new.sound else next((i for i in range(count) if not math.isfinite(new.logprobs[i])), count)
-    stop = _first_stop(new, broken) if sampling.stop_token_ids or sampling.stop_sequences else None
+    stop = _first_stop(new, broken) if stops else None
     if stop is not None:
         return Ending("stop", stop + 1, version=new.versions[stop])
     if broken < count:

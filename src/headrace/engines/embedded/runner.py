@@ -40,6 +40,13 @@ class Sampled:
     kept: list[Int32Array] | None = None
     routing: list[Int16Array] | None = None
 
+    def cut(self, count: int) -> None:
+        """Forget all but the first `count` tokens."""
+        del self.tokens[count:], self.logprobs[count:], self.versions[count:]
+        for records in (self.kept, self.routing):
+            if records is not None:
+                del records[count:]
+
 
 @dataclass
 class Timings:

@@ -84,6 +84,9 @@ class Scheduler:
 
     def shortage(self, ahead: int) -> bool:
         """Whether `plan` with this `ahead` would have to preempt somebody: drain first, then plan one step."""
+        # What a sequence has covers what is under way: it lacks the blocks of `ahead` tokens at most.
+        if len(self.running) * self.pool.blocks_for(ahead) <= self.pool.free:
+            return False
         lacking = sum(count for _, count in self._lacking(ahead))
         return lacking > self.pool.free and lacking > self.pool.free + self._sharing.evictable()
 

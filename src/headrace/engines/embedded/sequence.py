@@ -7,6 +7,7 @@ known, and survive preemption and a swap of weights.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ class Sequence:
     def __init__(self, request: Request, order: int) -> None:
         prompt = np.asarray(request.token_ids, np.int32)
         self.request = request
+        self.id = request.id
         self.sampling = request.sampling
         self.rank = (request.priority, order)
         """Lower is served first and preempted last."""
@@ -61,11 +63,6 @@ class Sequence:
         self._kept: list[Int32Array] = []
         self._routing: list[Int16Array] = []
         self._sent = 0
-
-    @property
-    def id(self) -> str:
-        """The request's id."""
-        return self.request.id
 
     @property
     def sampled(self) -> int:
@@ -126,11 +123,15 @@ class Sequence:
         self.tokens += tokens
         self._logprobs += logprobs
         self._versions += versions
-        self._kept += kept if kept is not None else ()
-        self._routing += routing if routing is not None else ()
-        for records in (self._versions, self._kept, self._routing):
-            if records and len(records) != len(self._logprobs):
-                raise RuntimeError(f"sequence {self.id}: {len(records)} records of {len(self._logprobs)} tokens")
+        if kept is not None or self._kept:
+            self._record(self._kept, kept or ())
+        if routing is not None or self._routing:
+            self._record(self._routing, routing or ())
+
+    def _record(self, records: list[Any], new: Seq[Any]) -> None:
+        records += new
+        if len(records) != len(self._logprobs):
+            raise RuntimeError(f"sequence {self.id}: {len(records)} records of {len(self._logprobs)} tokens")
 
     def cover(self, end: int, version: int) -> None:
         """Its first `end` tokens are in the cache now, the new ones among them computed under this version."""

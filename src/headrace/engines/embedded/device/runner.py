@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.engines.embedded.device.context import PrefillContext
@@ -72,7 +73,6 @@ class DeviceRunner:
         self.timings = Timings()
         self._model = model
         self._cache = cache
-        self._max_length = max_length
         self._routing = routing
         device = next(model.parameters()).device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -188,7 +188,7 @@ class DeviceRunner:
             self._variants[sequence.row] = variant_of(sequence.sampling)
         if new:
             live = [c.decodes for c in new]
-            self._state.set_rows([c.sequence for c in new], self._max_length, self._cache.block_size, live)
+            self._state.set_rows([c.sequence for c in new], self._cache.block_size, live)
             self._begin_decoding([c.sequence for c in new if c.decodes])
         fresh = {c.sequence.id for c in new}
         if grown := [s for s in plan.grown if s.row is not None and s.id not in fresh]:
@@ -248,11 +248,15 @@ class DeviceRunner:
         self._begin_decoding(sequences)
 
     def _decode(self, steps: int) -> None:
-        limits = [(s, _left(s, self._max_length)) for s in self._decoding.values() if s.ending is None]
-        entries = [s for s, left in limits if left > 0]
+        entries, longest = [], 0
+        for sequence in self._decoding.values():
+            left = sequence.limit - len(sequence.tokens) - sequence.in_flight
+            if left > 0 and sequence.ending is None:
+                entries.append(sequence)
+                longest = max(longest, left)
         if not entries:
             return
-        steps = min(steps, max(left for _, left in limits))
+        steps = min(steps, longest)
         bucket, variant = self._graphs.bucket(len(entries)), self._variant(entries)
         self._graphs.prepare(bucket, variant)
         begun = Mark(self._state.device)
@@ -328,17 +332,17 @@ class DeviceRunner:
             gap = launch.begun.seconds_since(launch.after)
             self.timings.longest_gap_seconds = max(self.timings.longest_gap_seconds, gap)
         tokens = records[:, 0].T
-        # An entry runs from the first step of a launch on, if at all, and stops once.
-        lengths = (tokens != IDLE).sum(1).tolist()
+        ran = tokens != IDLE
         logprobs = np.ascontiguousarray(records[:, 1].T).view(np.float32)
         sound = bool(np.isfinite(logprobs).all())
         sampled = [
-            Sampled(sequence, drawn[:n], values[:n], versions[:n], sound)
-            for sequence, n, drawn, values, versions in zip(
-                launch.entries, lengths, tokens.tolist(), logprobs.tolist(), records[:, 2].T.tolist(), strict=True
+            Sampled(sequence, drawn, values, versions, sound)
+            for sequence, drawn, values, versions in zip(
+                launch.entries, tokens.tolist(), logprobs.tolist(), records[:, 2].T.tolist(), strict=True
             )
-            if n
         ]
+        if not ran.all():
+            sampled = _without_idle(sampled, ran)
         for sequence in launch.entries:
             sequence.in_flight -= launch.steps
         if launch.kept is not None or launch.routing is not None:
@@ -347,10 +351,11 @@ class DeviceRunner:
         return sampled
 
 
-def _left(sequence: Sequence, max_length: int) -> int:
-    """Steps until the sequence is at its longest, counting those under way."""
-    limit = min(sequence.prompt_length + sequence.sampling.max_tokens, max_length)
-    return limit - len(sequence.tokens) - sequence.in_flight
+def _without_idle(sampled: list[Sampled], ran: npt.NDArray[np.bool_]) -> list[Sampled]:
+    """Without the steps in which an entry was idle: it runs from the first on, if at all, and stops once."""
+    for new, steps in zip(sampled, ran.sum(1).tolist(), strict=True):
+        new.cut(steps)
+    return [new for new in sampled if new.tokens]
 
 
 def _packed(chunks: Seq[Chunk], block_size: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:

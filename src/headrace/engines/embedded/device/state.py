@@ -63,11 +63,11 @@ class DeviceState:
         """Nobody uses this row any more; launches under way still may, and are done before it is set again."""
         self._free.append(row)
 
-    def set_rows(self, sequences: Seq[Sequence], max_length: int, block_size: int, live: Seq[bool]) -> None:
+    def set_rows(self, sequences: Seq[Sequence], block_size: int, live: Seq[bool]) -> None:
         """Describe sequences that just got their rows; live ones decode from their last token on."""
         fields = np.array(
             [
-                (s.tokens[-1], len(s.tokens) - 1, _limit(s, max_length), len(s.blocks) * block_size, alive)
+                (s.tokens[-1], len(s.tokens) - 1, s.limit, len(s.blocks) * block_size, alive)
                 for s, alive in zip(sequences, live, strict=True)
             ],
             np.int32,
@@ -118,7 +118,3 @@ class DeviceState:
         """These numbers on the device, without waiting for it."""
         host = torch.from_numpy(np.ascontiguousarray(values))
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
-
-
-def _limit(sequence: Sequence, max_length: int) -> int:
-    return min(sequence.prompt_length + sequence.sampling.max_tokens, max_length)
