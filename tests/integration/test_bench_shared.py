@@ -42,9 +42,10 @@ def test_both_modes_do_the_same_work(tmp_path: Path) -> None:
 def test_the_rate_leaves_out_both_ends() -> None:
     ended = [10.0, 12.0, 13.0, 15.0, 15.5]
     steps = [{"ended": at, "trained_tokens": 100 * i, "seconds": 0.5} for i, at in enumerate(ended)]
-    assert steady_rate(steps, 0)["tokens_per_second"] == pytest.approx((200 + 300 + 400) / 3.5)
-    assert steady_rate(steps, 1)["tokens_per_second"] == pytest.approx((200 + 300) / 3.0)
-    assert steady_rate(steps, 1)["training_seconds"] == 1.0
+    assert steady_rate(steps, 0, 2)["tokens_per_second"] == pytest.approx((200 + 300 + 400) / 3.5)
+    assert steady_rate(steps, 1, 2)["tokens_per_second"] == pytest.approx((200 + 300) / 3.0)
+    assert steady_rate(steps, 1, 3)["tokens_per_second"] == pytest.approx(300 / 2.0)
+    assert steady_rate(steps, 1, 2)["training_seconds"] == 1.0
 
 
 def test_the_window_outlasts_the_longest_answer() -> None:

@@ -68,6 +68,8 @@ class Work:
     """How many of the last requests run on after all others ended."""
     fork: tuple[int, int] | None = None
     """How many continuations, and how many tokens lie before them."""
+    group_size: int = 1
+    """Requests, one after the other, to one prompt."""
     sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=1))
 
     @property
@@ -78,14 +80,19 @@ class Work:
     def requests(self, name: str) -> list[Request]:
         """The round's requests, each with a seed of its own."""
         return [
-            self.request(f"{name}/{i}", prompt, length, seed=i)
+            self.request(f"{name}/{i}", prompt, length, seed=i, group=self._group(name, i))
             for i, (prompt, length) in enumerate(zip(self.prompts, self.lengths, strict=True))
         ]
 
-    def request(self, name: str, prompt: Int32Array, length: int, *, seed: int, parent: str = "") -> Request:
+    def request(
+        self, name: str, prompt: Int32Array, length: int, *, seed: int, parent: str = "", group: str = ""
+    ) -> Request:
         """One request that samples as all do."""
         sampling = msgspec.structs.replace(self.sampling, max_tokens=length, seed=self.sampling.seed + seed)
-        return Request(id=name, token_ids=prompt, sampling=sampling, parent=parent)
+        return Request(id=name, token_ids=prompt, sampling=sampling, parent=parent, group=group)
+
+    def _group(self, name: str, number: int) -> str:
+        return f"{name}/group-{number // self.group_size}" if self.group_size > 1 else ""
 
     def warm_up(self) -> Work:
         """A short round through the same batch sizes: answers end in the same order."""
@@ -94,7 +101,7 @@ class Work:
             max(2, round(length * WARM_TOKENS / longest)) if longest > WARM_TOKENS else length
             for length in self.lengths
         ]
-        return Work(self.rolled(1).prompts, scaled, sampling=self.sampling)
+        return dataclasses.replace(self.rolled(1), lengths=scaled, tail_rows=0, fork=None)
 
     def rolled(self, by: int) -> Work:
         """The same round with other prompts, of which no cache knows the beginnings."""
@@ -120,6 +127,7 @@ def make_work(options: EngineBench, vocabulary: int) -> Work:
         lengths=lengths,
         tail_rows=rows,
         fork=parse_pair("--fork", "N:AT", options.fork) if options.fork else None,
+        group_size=options.group_size,
         sampling=Sampling(
             max_tokens=1,
             temperature=options.temperature,

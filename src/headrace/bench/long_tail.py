@@ -82,7 +82,7 @@ def _measure(directory: Path, name: str, versions: int, depth: int) -> dict[str,
     with open_journal(outcome.run_dir.path) as journal:
         steps = [dict(step) for step in policy_steps(journal)]
     names = ("trainer_idle_fraction", "engine_idle_fraction", "lag_mean", "lag_max")
-    return steady_rate(steps, depth) | {name: outcome.summary[name] for name in names}
+    return steady_rate(steps, depth, WARM_VERSIONS) | {name: outcome.summary[name] for name in names}
 
 
 def _config(directory: Path, name: str, versions: int, depth: int) -> Config:

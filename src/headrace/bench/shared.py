@@ -20,7 +20,14 @@ from typing import Any
 import msgspec
 import torch
 
-from headrace.bench.shared_work import SharedBench, check_options, lasting_versions, run_config, steady_rate
+from headrace.bench.shared_work import (
+    WARM_VERSIONS,
+    SharedBench,
+    check_options,
+    lasting_versions,
+    run_config,
+    steady_rate,
+)
 from headrace.bench.workload import write_tokenizer
 from headrace.errors import HeadraceError, UserError
 from headrace.models.shapes import SHAPES, build_shape
@@ -99,7 +106,7 @@ def _run(config: Any, depth: int, *, cuda: bool) -> dict[str, Any]:
         steps = [dict(step) for step in policy_steps(journal)]
     names = ("trainer_idle_fraction", "engine_idle_fraction", "lag_mean", "lag_max", "train_seconds")
     return (
-        steady_rate(steps, depth)
+        steady_rate(steps, depth, WARM_VERSIONS + depth)
         | {name: outcome.summary[name] for name in names}
         | {"tokens_per_second_with_ends": outcome.summary["tokens_per_second"], "peak_memory_bytes": memory[0] or None}
     )

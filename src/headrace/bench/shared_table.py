@@ -25,11 +25,13 @@ def table(found: dict[str, Any]) -> list[str]:
 
 def _run(run: dict[str, Any]) -> str:
     memory = run["peak_memory_bytes"]
-    return (
-        f"{run['tokens_per_second']:,.0f} tokens/s   idle: trainer {_share(run['trainer_idle_fraction'])}, engine "
-        f"{_share(run['engine_idle_fraction'])}   lag {run['lag_mean']:.2f} (max {run['lag_max']})"
-        + ("" if memory is None else f"   {memory / 2**30:.1f} GiB")
-    )
+    parts = [
+        f"{run['tokens_per_second']:,.0f} tokens/s",
+        f"training {run['training_seconds'] / run['seconds']:.2f} of the time",
+        f"idle: trainer {_share(run['trainer_idle_fraction'])}, engine {_share(run['engine_idle_fraction'])}",
+        f"lag {run['lag_mean']:.2f} (max {run['lag_max']})",
+    ]
+    return "   ".join(parts + ([] if memory is None else [f"{memory / 2**30:.1f} GiB"]))
 
 
 def _share(fraction: float | None) -> str:

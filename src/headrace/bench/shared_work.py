@@ -14,8 +14,7 @@ from headrace.bench.lengths import longest_of, make_lengths
 from headrace.errors import UserError
 
 WARM_VERSIONS = 2
-"""Versions at the beginning of a run that are not counted: kernels are loaded, steps captured, the pipeline filled."""
-
+"""Versions at the beginning of a run that are not counted: kernels are loaded, steps captured."""
 
 MEAN_OF = 100_000
 """Drawn lengths that their mean is taken of."""
@@ -72,7 +71,7 @@ def run_config(options: SharedBench, directory: Path, model: Path, weights: str,
             "run": {
                 "name": f"depth-{depth}",
                 "directory": str(directory),
-                "versions": WARM_VERSIONS + options.versions + depth,
+                "versions": WARM_VERSIONS + depth + options.versions + depth,
                 "seed": options.seed,
             },
             "model": {"path": str(model), "weights": weights, "dtype": "bfloat16" if cuda else "float32"},
@@ -91,13 +90,14 @@ def run_config(options: SharedBench, directory: Path, model: Path, weights: str,
     )
 
 
-def steady_rate(steps: list[dict[str, Any]], depth: int) -> dict[str, float]:
-    """Consumed tokens a second, from the end of the warm versions to where the end of the run begins to show.
+def steady_rate(steps: list[dict[str, Any]], depth: int, warm: int) -> dict[str, float]:
+    """Consumed tokens a second, from the end of the `warm` versions to where the end of the run begins to show.
 
-    The last `depth` versions of a run are trained while nothing more is generated: they would count too well.
+    The last `depth` versions of a run are trained while nothing more is generated: they would count too well, and so
+    may as many of the first, generated while the trainer was still getting ready.
     """
-    counted = steps[WARM_VERSIONS : len(steps) - depth]
-    seconds = counted[-1]["ended"] - steps[WARM_VERSIONS - 1]["ended"]
+    counted = steps[warm : len(steps) - depth]
+    seconds = counted[-1]["ended"] - steps[warm - 1]["ended"]
     tokens = sum(step["trained_tokens"] for step in counted)
     return {
         "tokens_per_second": tokens / seconds,

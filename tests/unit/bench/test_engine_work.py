@@ -83,6 +83,17 @@ def test_requests_are_those_of_the_options() -> None:
         assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (20, 0.5, 3, 0.9)
 
 
+def test_requests_of_one_prompt_are_a_group() -> None:
+    alone = make_work(options(requests=4), 50).requests("r")
+    assert {request.group for request in alone} == {""}
+    made = make_work(options(requests=6, group_size=3), 50)
+    for requests in (made.requests("r"), made.warm_up().requests("r")):
+        assert [request.group for request in requests] == ["r/group-0"] * 3 + ["r/group-1"] * 3
+        for first in (0, 3):
+            prompts = {request.token_ids.tobytes() for request in requests[first : first + 3]}
+            assert len(prompts) == 1
+
+
 def test_the_warm_up_ends_in_the_same_order() -> None:
     work = make_work(options(requests=40, lengths="lognormal:60:256"), 50)
     warm = work.warm_up()
