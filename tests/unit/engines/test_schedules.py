@@ -285,6 +285,7 @@ class Schedule:
             self.happened["compared"] += 1
 
 
+@pytest.mark.timeout(300 + SCHEDULES // 5)
 def test_no_schedule_leaks_a_block_mistags_a_token_or_stalls(models: Models) -> None:
     happened: Counter[str] = Counter()
     for seed in range(SCHEDULES):
