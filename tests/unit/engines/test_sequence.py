@@ -49,6 +49,8 @@ def test_records_of_some_tokens_only_are_an_error() -> None:
     sequence.append(5, -0.5, 1)
     with pytest.raises(RuntimeError, match="1 records of 2 tokens"):
         sequence.append(6, -0.5, 1, kept=np.array([6], np.int32))
+    with pytest.raises(RuntimeError, match="1 records of 2 tokens"):
+        make().extend([5, 6], [-0.5, -0.5], [1])
 
 
 def test_sampled_tokens_say_what_was_computed_and_under_which_version() -> None:

@@ -7,7 +7,6 @@ known, and survive preemption and a swap of weights.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import numpy as np
 
@@ -123,13 +122,15 @@ class Sequence:
         self.tokens += tokens
         self._logprobs += logprobs
         self._versions += versions
+        self._check(self._versions)
         if kept is not None or self._kept:
-            self._record(self._kept, kept or ())
+            self._kept += kept or ()
+            self._check(self._kept)
         if routing is not None or self._routing:
-            self._record(self._routing, routing or ())
+            self._routing += routing or ()
+            self._check(self._routing)
 
-    def _record(self, records: list[Any], new: Seq[Any]) -> None:
-        records += new
+    def _check(self, records: Seq[object]) -> None:
         if len(records) != len(self._logprobs):
             raise RuntimeError(f"sequence {self.id}: {len(records)} records of {len(self._logprobs)} tokens")
 
