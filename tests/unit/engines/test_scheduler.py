@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.kv_cache import BlockPool
-from headrace.engines.embedded.scheduler import Chunk, Plan, Scheduler
+from headrace.engines.embedded.scheduler import HELD_PLANS, Chunk, Plan, Scheduler
 from headrace.engines.embedded.sequence import Sequence
 
 
@@ -21,10 +21,17 @@ class Harness:
     """A cache that holds, in each slot, which tokens it stands for and the version that computed it."""
 
     def __init__(
-        self, *, blocks: int = 16, block_size: int = 4, slots: int = 4, chunk: int = 8, max_length: int | None = None
+        self,
+        *,
+        blocks: int = 16,
+        block_size: int = 4,
+        slots: int = 4,
+        chunk: int = 8,
+        max_length: int | None = None,
+        gather: int = 0,
     ) -> None:
         self.pool = BlockPool(blocks, block_size)
-        self.scheduler = Scheduler(self.pool, slots=slots, prefill_chunk=chunk, max_length=max_length)
+        self.scheduler = Scheduler(self.pool, slots=slots, prefill_chunk=chunk, max_length=max_length, gather=gather)
         self.order = 0
         self.log: list[Any] = []
         self.slots: dict[int, list[Any]] = {block: [None] * block_size for block in range(blocks)}
@@ -473,6 +480,49 @@ def test_a_truncated_sequence_starts_over_and_leaves_what_others_share_alone() -
     h.finish()
 
 
+def decoding(count: int, slots: int, gather: int) -> Harness:
+    """So many that decode, with room for others."""
+    h = Harness(blocks=64, slots=slots, chunk=64, gather=gather)
+    for i in range(count):
+        h.submit(f"{i}", 3, 60)
+    h.step()
+    assert len(h.scheduler.running) == count
+    return h
+
+
+def prompts(plan: Plan) -> list[str]:
+    return [chunk.sequence.id for chunk in plan.chunks if chunk.count > 1]
+
+
+def test_few_prompts_wait_for_others_but_not_for_long() -> None:
+    h = decoding(8, slots=12, gather=4)
+    h.submit("late", [5, 6, 7, 8], 9)
+    assert [prompts(h.step()) for _ in range(HELD_PLANS + 1)] == [[]] * HELD_PLANS + [["late"]]
+
+
+def test_prompts_begin_together_once_they_are_enough() -> None:
+    h = decoding(8, slots=12, gather=4)
+    h.submit("first", [5, 6, 7, 8], 9)
+    assert prompts(h.step()) == []
+    h.submit("second", [8, 7, 6, 5], 9)
+    assert prompts(h.step()) == ["first", "second"]
+
+
+def test_nobody_waits_for_company_where_few_run() -> None:
+    h = decoding(3, slots=12, gather=4)
+    h.submit("late", [5, 6, 7, 8], 9)
+    assert prompts(h.step()) == ["late"]
+
+
+def test_whoever_needs_no_prompt_computed_does_not_wait_for_those_who_do() -> None:
+    h = decoding(8, slots=12, gather=2)
+    parent = h.scheduler.running[0]
+    h.submit("late", [5, 6, 7, 8], 9)
+    h.submit("fork", parent.tokens, 9, parent=parent.id)
+    assert "fork" in [c.sequence.id for c in h.step().chunks]
+    assert [s.id for s in h.scheduler.waiting] == ["late"]
+
+
 def test_a_plan_without_changes_is_cheap() -> None:
     h = Harness(blocks=1024 * 8, block_size=16, slots=1024, chunk=1024 * 20)
     for i in range(1024):
@@ -508,6 +558,7 @@ REQUESTS = st.lists(
     fork_every=st.integers(2, 9),
     keep=st.booleans(),
     ahead=st.integers(1, 5),
+    gather=st.integers(0, 2),
 )
 def test_every_schedule_ends_without_leaks_and_repeats(
     requests: list[tuple[int, int, str, int]],
@@ -519,10 +570,11 @@ def test_every_schedule_ends_without_leaks_and_repeats(
     fork_every: int,
     keep: bool,
     ahead: int,
+    gather: int,
 ) -> None:
     logs = []
     for _ in range(2):
-        h = Harness(blocks=blocks, block_size=4, slots=slots, chunk=chunk)
+        h = Harness(blocks=blocks, block_size=4, slots=slots, chunk=chunk, gather=gather)
         sequences = [h.submit(f"{i}", *r[:2], group=r[2], priority=r[3]) for i, r in enumerate(requests)]
         version = 0
         for i in range(30):

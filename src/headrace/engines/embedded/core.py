@@ -78,6 +78,7 @@ class EngineCore:
             self._pool,
             slots=config.slots,
             prefill_chunk=config.prefill_chunk or self._runner.prefill_chunk,
+            gather=self._runner.gather,
             max_length=max_length,
         )
         weights = adapter.weights() if adapter is not None else named_weights(model)

@@ -82,6 +82,8 @@ class Runner(Protocol):
 
     prefill_chunk: int
     """Prompt tokens that it likes to compute in one pass."""
+    gather: int
+    """See `Scheduler`."""
     timings: Timings
 
     @property
@@ -145,6 +147,7 @@ class HostRunner:
     def __init__(self, model: Any, cache: KVCache, routing: RoutingShape | None = None) -> None:
         self.ahead = 1
         self.prefill_chunk = 512
+        self.gather = 0
         self.busy = self.holds = False
         self.timings = Timings()
         self._model = model

@@ -49,10 +49,20 @@ class Plan:
     """Sequences that could run beside these and still wait for their prompts to be computed."""
 
 
-class Scheduler:
-    """Continuous batching over a pool of blocks, with chunked prefill and preemption by recomputing."""
+HELD_PLANS = 8
+"""Plans that a sequence waits for company, at most."""
 
-    def __init__(self, pool: BlockPool, *, slots: int, prefill_chunk: int, max_length: int | None = None) -> None:
+
+class Scheduler:
+    """Continuous batching over a pool of blocks, with chunked prefill and preemption by recomputing.
+
+    With `gather`, prompts are computed together, one for every so many sequences that run; fewer wait for others, a few
+    plans long.
+    """
+
+    def __init__(
+        self, pool: BlockPool, *, slots: int, prefill_chunk: int, max_length: int | None = None, gather: int = 0
+    ) -> None:
         self.pool = pool
         self.slots = slots
         self.prefill_chunk = prefill_chunk
@@ -62,6 +72,8 @@ class Scheduler:
         """Whether sequences that have no token yet may begin."""
         self._ahead = 1
         self.preemptions = 0
+        self._gather = gather
+        self._held_plans = 0
         self._max_length = max_length
         self._sharing = Sharing(pool)
         # Blocks that the copies of the plan in the making will fill, and from where.
@@ -186,8 +198,15 @@ class Scheduler:
         if plan.preempted:
             plan.grown = [sequence for sequence in plan.grown if sequence.blocks]
 
+    def _gathered(self) -> bool:
+        """Whether the prompts that wait are worth a pass, or have waited for long enough."""
+        coming = min(len(self.waiting), self.slots - len(self.running))
+        return not self._gather or coming * self._gather >= len(self.running) or self._held_plans >= HELD_PLANS
+
     def _admit(self, plan: Plan, budget: int) -> None:
         self._origins.clear()
+        gathered, held = self._gathered(), 0
+        self._held_plans = 0 if gathered else self._held_plans + 1
         for sequence in list(self.waiting):
             if not self.admits_new and not sequence.sampled:
                 continue
@@ -199,6 +218,11 @@ class Scheduler:
             if beginning is None:
                 continue
             decodes = 0 < beginning.tokens == len(sequence.tokens) - 1
+            if not decodes and not gathered:
+                held += 1
+                if len(self.running) + held >= self.slots:
+                    return
+                continue
             if (budget <= 0 and not decodes) or not self._place(sequence, beginning, plan):
                 return
             chunk = Chunk(sequence, sequence.computed, min(len(sequence.tokens) - sequence.computed, max(budget, 1)))

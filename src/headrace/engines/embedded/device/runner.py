@@ -35,6 +35,9 @@ from headrace.types import Int32Array
 
 _WAITED = 2e-4
 """A host that waited for a launch longer than this knows when the next one began."""
+GATHER = 32
+"""A pass over a few prompts takes about as long as one over many: where so many decode, one more new sequence waits for
+company."""
 SKIPS = 4
 """Passes over prompts alone, one after the other, while a batch fills up; then whoever decodes has its turn."""
 
@@ -70,6 +73,7 @@ class DeviceRunner:
         routing: RoutingShape | None = None,
     ) -> None:
         self.prefill_chunk = 16384
+        self.gather = GATHER
         self.timings = Timings()
         self._model = model
         self._cache = cache
@@ -215,7 +219,7 @@ class DeviceRunner:
         ends = counts.cumsum()
         tokens = self._state.upload(_packed(chunks, self._cache.block_size))
         table = np.array([[c.sequence.row for c in chunks], [c.start for c in chunks], ends - counts], np.int32)
-        rows, starts, offsets = self._state.upload(np.pad(table, ((0, 0), (0, 1)), constant_values=ends[-1]))
+        rows, starts, offsets = self._state.upload_rows(np.pad(table, ((0, 0), (0, 1)), constant_values=ends[-1]))
         context = PrefillContext(
             self._cache,
             self._state.tables,
@@ -240,7 +244,7 @@ class DeviceRunner:
     def _draw_first(self, sequences: list[Sequence], logits: torch.Tensor, begun: Mark) -> None:
         """The first tokens after prompts; their rows decode from here on."""
         table = np.array([[s.row for s in sequences], [len(s.tokens) - 1 for s in sequences]], np.int32)
-        rows, positions = self._state.upload(table)
+        rows, positions = self._state.upload_rows(table)
         variant = self._variant(sequences)
         self._state.cursor.zero_()
         self._step.draw(logits, rows, positions, variant)

@@ -114,6 +114,14 @@ class DeviceState:
             self.entries[:bucket].copy_(self.upload(np.array(rows, np.int32)))
             self._chosen = rows
 
+    def upload_rows(self, table: npt.NDArray[np.int32]) -> Seq[torch.Tensor]:
+        """The rows of a table as tensors of their own, in one copy; each begins at a multiple of 16 bytes.
+
+        Kernels are compiled anew for addresses that are none.
+        """
+        width = table.shape[1]
+        return [row[:width] for row in self.upload(np.pad(table, ((0, 0), (0, -width % 4))))]
+
     def upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         """These numbers on the device, without waiting for it."""
         host = torch.from_numpy(np.ascontiguousarray(values))

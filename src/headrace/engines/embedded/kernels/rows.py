@@ -14,7 +14,11 @@ IDLE = -1
 """The position of an idle entry, and the token that it reports."""
 
 
-@triton.jit
+LEAST_SIZE = 256
+"""Smaller batches are computed as if they were as large: that takes no longer, and every size is compiled by itself."""
+
+
+@triton.jit(do_not_specialize=["count"])
 def _begin(rows, token, position, capacity, live, positions, input_ids, position_ids, count, size: tl.constexpr):
     entry = tl.program_id(0) * size + tl.arange(0, size)
     inside = entry < count
@@ -28,7 +32,7 @@ def _begin(rows, token, position, capacity, live, positions, input_ids, position
     tl.store(input_ids + entry, tl.load(token + row, mask=inside, other=0).to(tl.int64), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _advance(
     rows,
     positions,
@@ -104,7 +108,7 @@ def advance(
     The ring is int32 `[slots, 3, width]`: token (`IDLE` for an idle entry), log-probability (as bits), version.
     """
     # One program: it also moves the cursor that the others would read.
-    size = triton.next_power_of_2(len(rows))
+    size = max(LEAST_SIZE, triton.next_power_of_2(len(rows)))
     _advance[(1,)](
         rows,
         positions,
