@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from headrace.config.schema import EngineConfig
@@ -262,3 +264,19 @@ def test_a_swap_between_launches_tags_every_token(
                 np.testing.assert_allclose(np.array(mine.logprobs)[new], whole[new], atol=2e-5)
     finally:
         trainer.publisher.close()
+
+
+def test_layers_are_compiled_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe of the memory, the canary, prompts of any number and length, and steps of any batch share one graph."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # what is traced is the same
+    torch._dynamo.reset()
+    counters.clear()
+    config = EngineConfig(slots=4, block_size=4, prefill_chunk=16)
+    core = EngineCore(model, config, name="device", max_length=64, version=1, make_runner=make_device_runner)
+    core.score(np.arange(16, dtype=np.int32))
+    for name, lengths in (("a", [5]), ("b", [1, 8]), ("c", [20, 2, 2, 16, 3])):
+        core.submit([ask(f"{name}{i}", list(range(length)), max_tokens=3) for i, length in enumerate(lengths)])
+        while core.has_work:
+            core.step()
+    assert core.stats().generated_tokens == 24
+    assert counters["stats"]["unique_graphs"] == 1

@@ -46,8 +46,9 @@ class DeviceCache:
 def layer_shapes(model: Any) -> list[LayerShape]:
     """What each layer stores of a token, found by asking the model."""
     probe = _Probe()
-    ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
     with torch.inference_mode(), attending(probe):
+        # Made in inference mode, as in every pass: layers would be compiled again for tensors that were not.
+        ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
         model(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=1)
     return [probe.shapes[layer] for layer in sorted(probe.shapes)]
 

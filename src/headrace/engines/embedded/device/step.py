@@ -44,7 +44,9 @@ class DecodeStep:
         )
         self._positions = torch.zeros(rows, dtype=torch.int32, device=device)
         self._input_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._position_ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        with torch.inference_mode():
+            # As the positions of prompts are: layers would be compiled again for tensors of another kind.
+            self._position_ids = torch.zeros(rows, dtype=torch.int64, device=device)
         slots = state.ring.shape[0]
         self.recorder = RoutingRecorder(routing, rows, device) if routing is not None else None
         self.routing_ring: torch.Tensor | None = None
