@@ -1,0 +1,81 @@
+"""What a run learned, and how fast: reward and held-out accuracy over its seconds, as a picture, and the gain in words.
+
+python benchmarks/learning_curve.py runs/NAME [--svg docs/NAME.svg]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from headrace.observe.charts import Series, line_chart, moving_mean
+from headrace.observe.records import open_journal, policy_steps, rows
+
+WIDTH, HEIGHT = 640, 320
+WINDOW = 5
+"""Steps that a point of the reward is the mean of."""
+STYLE = """
+text { font: 12px sans-serif; fill: #555; } .mid { text-anchor: middle; } .end { text-anchor: end; }
+.grid { stroke: #e3e6e3; } .axis { stroke: #888; } path.line { fill: none; stroke-width: 2; }
+.line.a { stroke: #17758c; } .line.b { stroke: #c76b29; } .a { fill: #17758c; } .b { fill: #c76b29; }
+.hit rect, .target { fill: transparent; } .hit .dot { opacity: 0; } .hit.shown .dot { opacity: 1; }
+"""
+
+
+def main() -> None:
+    """Read, say, draw."""
+    parser = argparse.ArgumentParser(description="Draw what a run learned over time.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--svg", type=Path)
+    given = parser.parse_args()
+    with open_journal(given.run_dir) as journal:
+        steps = [dict(step) for step in policy_steps(journal)]
+        evaluations = [dict(row) for row in rows(journal, "SELECT * FROM evaluations ORDER BY version, started")]
+    if len(evaluations) < 2 or not steps:
+        raise SystemExit("learning_curve.py: the run has no steps, or was not evaluated before and after them")
+    print(gain(steps, evaluations))
+    if given.svg is not None:
+        given.svg.write_text(picture(steps, evaluations))
+
+
+def gain(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
+    """Held-out accuracy, last minus first, in standard errors too, and the time between."""
+    first, last = evaluations[0], evaluations[-1]
+    more = last["pass_1"] - first["pass_1"]
+    error = math.sqrt(sum(e["pass_1"] * (1 - e["pass_1"]) / e["prompts"] for e in (first, last)))
+    minutes = (steps[-1]["ended"] - first["ended"]) / 60
+    return (
+        f"held out {first['pass_1']:.3f} -> {last['pass_1']:.3f} ({first['prompts']} and {last['prompts']} prompts): "
+        f"{more:+.3f}, {more / error:.1f} standard errors, {len(steps)} steps in {minutes:.1f} minutes"
+    )
+
+
+def picture(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
+    """Two lines over the seconds since the first evaluation; it stands alone, without the report's page."""
+    began = evaluations[0]["ended"]
+    reward = [(step["ended"] - began, step["reward_mean"]) for step in steps]
+    heldout = [(max(0.0, e["started"] - began), e["pass_1"]) for e in evaluations]
+    chart = line_chart(
+        [
+            Series(label=f"reward, mean of {WINDOW} steps", points=moving_mean(reward, WINDOW), hover=False),
+            Series(label="held out, second", points=heldout, tone="b", dots=True),
+        ],
+        name="What the run learned",
+        x_label="seconds since the first evaluation",
+        y_label="reward in training (line), held out (dots)",
+        width=WIDTH,
+        height=HEIGHT,
+        from_zero=True,
+    )
+    return (
+        chart.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
+            ">", f'><style>{STYLE}</style><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>', 1
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
