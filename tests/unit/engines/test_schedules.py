@@ -23,8 +23,11 @@ from headrace.config.schema import EngineConfig
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.fork import fork_requests
+from headrace.engines.embedded.kv_cache import BlockPool
+from headrace.engines.embedded.runner import Runner
 from headrace.engines.embedded.sampler import uniforms
 from headrace.engines.embedded.sequence import Sequence
+from headrace.engines.embedded.setup import MakeRunner, make_host_runner
 from headrace.models.attention import ATTENTION
 from headrace.models.loading import named_weights
 
@@ -100,6 +103,17 @@ class Watched:
         return [value for delta in self.deltas for value in getattr(delta, name).tolist()]
 
 
+def gathering(gather: int) -> MakeRunner:
+    """A runner for which prompts wait for each other, as on a GPU."""
+
+    def make(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
+        runner, pool = make_host_runner(model, config, max_length)
+        runner.gather = gather
+        return runner, pool
+
+    return make
+
+
 class Schedule:
     def __init__(self, models: Models, seed: int) -> None:
         self.models = models
@@ -117,7 +131,13 @@ class Schedule:
         models.install(models.first)
         clock = count()
         self.core = EngineCore(
-            models.served, self.config, name="core", max_length=MAX_LENGTH, version=0, clock=lambda: 0.1 * next(clock)
+            models.served,
+            self.config,
+            name="core",
+            max_length=MAX_LENGTH,
+            version=0,
+            clock=lambda: 0.1 * next(clock),
+            make_runner=gathering(pick([0, 1, 2])),
         )
         self.watched: dict[str, Watched] = {}
         self.happened: Counter[str] = Counter()
