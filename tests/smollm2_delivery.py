@@ -22,6 +22,7 @@ from headrace.delivery.canary import canary_sequence
 from headrace.delivery.digest import digest_as
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import nccl_group
+from headrace.delivery.transports.cuda_ipc import CudaIpcSender
 from headrace.delivery.transports.tcp import TcpSender
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.core import EngineCore
@@ -39,6 +40,8 @@ QUESTION = "<|im_start|>user\nWhat is {} + {}?<|im_end|>\n<|im_start|>assistant\
 TOKENS = 6
 MISSED = 11
 """The version that one of the engines does not hear of."""
+TRANSPORTS = transports.WITHOUT_GPU
+DEVICE = "cpu"
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -56,15 +59,15 @@ def tokenizer() -> Any:
     return Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 
 
-def new_trainer(learning_rate: float, lora: LoraConfig | None = None) -> Trainer:
-    model = load_model(MODEL)
+def new_trainer(learning_rate: float, lora: LoraConfig | None = None, device: str = "cpu") -> Trainer:
+    model = load_model(MODEL, device=device)
     adapter = TrainedAdapter(model, lora, base=MODEL) if lora is not None else None
-    training = TrainingConfig(learning_rate=learning_rate)
+    training = TrainingConfig(learning_rate=learning_rate, compute_dtype="float32", compile=False)
     return Trainer(model, AlgorithmConfig(), training, total_steps=100, warm_start=WarmStartConfig(), adapter=adapter)
 
 
 def new_engine(name: str, **options: Any) -> EngineCore:
-    config = EngineConfig(slots=4, block_size=16, device="cpu")
+    config = EngineConfig(slots=4, block_size=16, compile=False)
     return EngineCore(options.pop("model", None) or load_model(MODEL), config, name=name, max_length=64, **options)
 
 
@@ -204,15 +207,18 @@ class Wire:
             monkeypatch.setattr(nccl_group.Group, "broadcast", broadcasting)
 
     def count(self, manifest: Manifest) -> int:
+        if isinstance(self._sender, CudaIpcSender):
+            return self._sender._held[manifest.location].nbytes
         return self.nbytes or Path(manifest.location).stat().st_size
 
 
 def test_of_a_lora_run_only_the_adapter_travels_and_is_served_as_trained(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    device = request.module.DEVICE
     lora = LoraConfig(rank=16)
-    trainer = new_trainer(learning_rate=1e-3, lora=lora)
-    model = load_model(MODEL)
+    trainer = new_trainer(learning_rate=1e-3, lora=lora, device=device)
+    model = load_model(MODEL, device=device)
     base = digest_as(named_weights(model), "float32")
     engine = new_engine("engine-0", model=model, adapter=attach(model, lora_spec(lora), "merged"), base_digest=base)
     own = sum(tensor.nbytes for tensor in trainer.weights().values())
@@ -222,10 +228,10 @@ def test_of_a_lora_run_only_the_adapter_travels_and_is_served_as_trained(
         if isinstance(layer, torch.nn.Linear) and name != "lm_head"
     )
     prompt = np.array(tokenizer.encode(QUESTION.format(17, 25)).ids, np.int32)
-    for version, transport in enumerate(transports.WITHOUT_GPU):
+    for version, transport in enumerate(request.module.TRANSPORTS):
         if version:
             trainer.step(rl_batch(engine, tokenizer, version))
-        sender = transports.sender(transport, "smollm2-lora", directory=tmp_path / "weights")
+        sender = transports.sender(transport, "smollm2-lora", directory=tmp_path / "weights", device=device)
         publisher = Publisher(sender, "float32", None, canary_sequence(49152, 16), send="adapter", base_digest=base)
         try:
             wire = Wire(sender, monkeypatch)

@@ -132,10 +132,10 @@ def kept_logprobs(kind: str, prompt: np.ndarray, tokens: np.ndarray, versions: n
     return table.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
-def make_sender(transport: str, run_id: str, directory: Path, receivers: int = 1) -> Sender:
+def make_sender(transport: str, run_id: str, directory: Path, receivers: int = 1, device: str = "cpu") -> Sender:
     if transport == "nccl":
         return NcclSender(bucket_bytes=BUCKET_BYTES, patience=5.0)
-    return transports.sender(transport, run_id, directory=directory, receivers=receivers)
+    return transports.sender(transport, run_id, directory=directory, receivers=receivers, device=device)
 
 
 def base_digest() -> int:
@@ -145,9 +145,11 @@ def base_digest() -> int:
 class Publishing:
     """The trainer's end of one transport, for one kind."""
 
-    def __init__(self, transport: str, kind: str, run_id: str, directory: Path, receivers: int = 1) -> None:
-        self.kind = kind
-        self.sender = make_sender(transport, run_id, directory, receivers)
+    def __init__(
+        self, transport: str, kind: str, run_id: str, directory: Path, receivers: int = 1, device: str = "cpu"
+    ) -> None:
+        self.kind, self.device = kind, device
+        self.sender = make_sender(transport, run_id, directory, receivers, device)
         self.publisher = Publisher(
             self.sender,
             str(dtype_of_kind(kind)).removeprefix("torch."),
@@ -159,7 +161,7 @@ class Publishing:
         )
 
     def publish(self, version: int) -> Manifest:
-        weights = {name: weight.clone() for name, weight in trained(self.kind, version).items()}
+        weights = {name: weight.clone().to(self.device) for name, weight in trained(self.kind, version).items()}
         future = self.publisher.publish(
             version, version - 1, version, weights, lambda ids: whole_logprobs(self.kind, version, ids)
         )
@@ -198,19 +200,31 @@ class Holding:
 def same_bits(live: Weights, wanted: Weights) -> bool:
     assert wanted.keys() == live.keys()
     return all(
-        torch.equal(tensor.float().view(torch.int32), wanted[name].view(torch.int32)) for name, tensor in live.items()
+        torch.equal(tensor.cpu().float().view(torch.int32), wanted[name].view(torch.int32))
+        for name, tensor in live.items()
     )
 
 
 class Serving:
     """A real embedded engine whose loop runs in a thread; every step hands out its tokens."""
 
-    def __init__(self, kind: str, interrupt: str = "never", kv: str = "recompute", *, base_seed: int = 0) -> None:
+    def __init__(
+        self, kind: str, interrupt: str = "never", kv: str = "recompute", *, base_seed: int = 0, device: str = "cpu"
+    ) -> None:
         self.kind, self.kv = kind, kv
-        model = tiny(seed=base_seed)
+        model = tiny(seed=base_seed).to(device)
         found = digest_as(named_weights(model), "float32") if kind == "adapter" else None
         adapter = attach(model, LORA, "unmerged" if kv == "keep" else "merged") if kind == "adapter" else None
-        config = EngineConfig(slots=3, block_size=8, interrupt=interrupt, kv=kv)  # type: ignore[arg-type]
+        # Uncaptured: what runs must still run when the next version comes.
+        config = EngineConfig(
+            slots=3,
+            block_size=8,
+            interrupt=interrupt,  # type: ignore[arg-type]
+            kv=kv,  # type: ignore[arg-type]
+            device=device,  # type: ignore[arg-type]
+            graphs=False,
+            compile=False,
+        )
         self._core = EngineCore(
             model,
             config,

@@ -17,15 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 import zmq
 from delivery_parts import BUCKET_BYTES, Publishing, Serving
 
 from headrace.channel.codec import decode, encode
 from headrace.delivery import receiver
 from headrace.delivery.base import Manifest, Proof
+from headrace.delivery.device_copies import DeviceCopies
+from headrace.delivery.plan import copy_all
 from headrace.delivery.receiver import Receiver
 from headrace.delivery.transports import file, files, nccl_sessions, nccl_source, nccl_wire, shm, tcp, tcp_source
 from headrace.delivery.transports.base import Sender
+from headrace.delivery.transports.cuda_ipc import CudaIpcSource
 from headrace.delivery.transports.shm import ShmSource
 from headrace.delivery.transports.tcp import TcpSender
 from headrace.delivery.transports.tcp_relay import Relay
@@ -69,6 +73,12 @@ def half_copied(real: Callable[..., None]) -> Callable[..., None]:
     return copy_all
 
 
+def half_replayed(self: DeviceCopies, plan: int, targets: Any, sources: Any) -> None:
+    copy_all(dict(list(targets.items())[: len(targets) // 2]), sources)
+    torch.cuda.synchronize()
+    die()
+
+
 def one_piece(*arguments: Any) -> Any:
     yield nccl_wire.pieces(*arguments)[0]
     die()
@@ -85,6 +95,10 @@ def arm_engine(step: str, transport: str) -> None:
             TcpSource._room = after(TcpSource._room, 2)  # type: ignore[method-assign]
         case "mid-fetch", "nccl":
             nccl_source.pieces = one_piece
+        case "mid-fetch", "cuda_ipc":
+            CudaIpcSource.verify = die  # type: ignore[method-assign]
+        case "mid-swap", "cuda_ipc":
+            DeviceCopies.copy = half_replayed  # type: ignore[method-assign]
         case "mid-relay", "tcp":
             # Who asks for the fifth bucket has got the first: four are asked for at a time.
             Relay._answer = after(Relay._answer, 5)  # type: ignore[method-assign]
@@ -104,6 +118,8 @@ def arm_trainer(step: str, sender: Sender) -> None:
             sender.write = die  # type: ignore[method-assign]
         case "mid-write", "file":
             files._write_all = after(files._write_all, 2)  # the header, and the first tensor
+        case "mid-write", "cuda_ipc":
+            DeviceCopies.copy = half_replayed  # type: ignore[method-assign]
         case "mid-write", name:
             module: Any = {"shm": shm, "tcp": tcp, "nccl": nccl_sessions}[name]
             if name in ("shm", "tcp"):
@@ -119,8 +135,8 @@ def arm_trainer(step: str, sender: Sender) -> None:
             raise ValueError(step)
 
 
-def engine(line: zmq.Socket[bytes], transport: str, kind: str) -> None:
-    serving = Serving(kind)
+def engine(line: zmq.Socket[bytes], transport: str, kind: str, device: str) -> None:
+    serving = Serving(kind, device=device)
     serving.submit("r", 4000)
     while True:
         command, *frames = line.recv_multipart()
@@ -140,8 +156,8 @@ def engine(line: zmq.Socket[bytes], transport: str, kind: str) -> None:
                 line.send(json.dumps(sorted(served)).encode())
 
 
-def trainer(line: zmq.Socket[bytes], transport: str, kind: str, run_id: str, directory: str) -> None:
-    publishing = Publishing(transport, kind, run_id, Path(directory))
+def trainer(line: zmq.Socket[bytes], transport: str, kind: str, run_id: str, directory: str, device: str) -> None:
+    publishing = Publishing(transport, kind, run_id, Path(directory), device=device)
     while True:
         match line.recv().decode().split("|"):
             case ["publish", version, *step]:

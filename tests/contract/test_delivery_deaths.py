@@ -1,6 +1,7 @@
 """kill -9 at every step of a delivery: who is left serves one whole version, and the next one is delivered.
 
 Every step on every transport; the kind changes from case to case so that each also meets each step and each transport.
+`tests/gpu/test_delivery_deaths_on_gpu.py` is the same for trainers and engines on a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from headrace.channel.codec import decode
 from headrace.delivery import staging
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.transports import WITHOUT_GPU, file, tcp_source
+from headrace.delivery.transports.cuda_ipc import CudaIpcSource
 from headrace.delivery.transports.files import sweep_directory
 from headrace.delivery.transports.nccl_source import NcclSource
 from headrace.delivery.transports.segments import segment_directories, sweep
@@ -32,18 +34,31 @@ from headrace.delivery.transports.tcp import TcpSender
 pytestmark = pytest.mark.slow
 
 RUN_ID = f"deaths-{os.getpid()}"
+TRANSPORTS = WITHOUT_GPU
+DEVICE = "cpu"
 ENGINE_STEPS = ("mid-fetch", "after stage", "mid-swap", "before acknowledge")
 TRAINER_STEPS = ("before write", "mid-write", "before announce", "after announce", "mid-fetch", "before acknowledge")
 
 Fork = Callable[..., Child]
 
 
-def cases(steps: tuple[str, ...]) -> list[tuple[str, str, str]]:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for name, steps in (("engine_step", ENGINE_STEPS), ("trainer_step", TRAINER_STEPS)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(("transport", name, "kind"), cases(metafunc.module.TRANSPORTS, steps))
+
+
+def cases(transports: tuple[str, ...], steps: tuple[str, ...]) -> list[tuple[str, str, str]]:
     return [
         (transport, step, KINDS[(row + column) % 3])
-        for row, transport in enumerate(WITHOUT_GPU)
+        for row, transport in enumerate(transports)
         for column, step in enumerate(steps)
     ]
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.module.DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +68,8 @@ def zygote() -> Iterator[Any]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # The last: who asks whether there is a GPU must leave it to the forks.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
     )
     yield process
     process.communicate(timeout=30)
@@ -88,21 +104,22 @@ def leftovers(directory: Path) -> list[str]:
     return segments + [path.name for path in directory.glob("*")]
 
 
-@pytest.mark.parametrize(("transport", "step", "kind"), cases(ENGINE_STEPS))
-def test_an_engine_killed_in_a_delivery(fork: Fork, tmp_path: Path, transport: str, step: str, kind: str) -> None:
+def test_an_engine_killed_in_a_delivery(
+    fork: Fork, tmp_path: Path, device: str, transport: str, engine_step: str, kind: str
+) -> None:
     directory = tmp_path / "weights"
-    trainer = Publishing(transport, kind, RUN_ID, directory)
+    trainer = Publishing(transport, kind, RUN_ID, directory, device=device)
     try:
-        victim = fork("engine", transport, kind)
+        victim = fork("engine", transport, kind, device)
         assert victim.loaded(trainer.publish(1))[0].accepted
         trainer.acknowledge(1)
         second = trainer.publish(2)
         assert second.kind == kind
-        victim.tell(f"load|{step}", second)
+        victim.tell(f"load|{engine_step}", second)
         victim.await_death()
 
         # Another takes its place: it gets the current version, whole, before it serves anything.
-        engine = fork("engine", transport, kind)
+        engine = fork("engine", transport, kind, device)
         proof, holds = engine.loaded(second)
         if kind == "delta":
             assert proof.needs_full and "unproved weights" not in proof.reason
@@ -124,18 +141,23 @@ def test_an_engine_killed_in_a_delivery(fork: Fork, tmp_path: Path, transport: s
     assert leftovers(directory) == []
 
 
-@pytest.mark.parametrize(("transport", "step", "kind"), cases(TRAINER_STEPS))
 def test_a_trainer_killed_in_a_delivery(
-    fork: Fork, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, step: str, kind: str
+    fork: Fork,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    transport: str,
+    trainer_step: str,
+    kind: str,
 ) -> None:
     directory = tmp_path / "weights"
-    engine = Serving(kind)
+    engine = Serving(kind, device=device)
     try:
         engine.submit("r", 4000)
-        victim = fork("trainer", transport, kind, RUN_ID, str(directory))
+        victim = fork("trainer", transport, kind, RUN_ID, str(directory), device)
         assert engine.load(victim.published(1)).accepted
         victim.tell("acknowledge|1")
-        proof = killed_at(step, victim, engine, transport, monkeypatch)
+        proof = killed_at(trainer_step, victim, engine, transport, monkeypatch)
         version = 2 if proof is not None and proof.accepted else 1
         assert proof is None or not proof.quarantined
         assert engine.holds(version), "all of one version"
@@ -145,7 +167,7 @@ def test_a_trainer_killed_in_a_delivery(
         sweep()
         sweep_directory(directory)
         assert leftovers(directory) == []
-        trainer = fork("trainer", transport, kind, RUN_ID, str(directory))
+        trainer = fork("trainer", transport, kind, RUN_ID, str(directory), device)
         for version in (3, 4):
             manifest = trainer.published(version)
             assert manifest.kind == ("full" if kind == "delta" and version == 3 else kind)
@@ -167,7 +189,7 @@ def test_an_engine_killed_while_it_hands_weights_on(fork: Fork, tmp_path: Path, 
     trainer = Publishing("tcp", kind, RUN_ID, tmp_path, receivers=7)
     others = [Holding(kind, "second"), Holding(kind, "third")]
     try:
-        victim = fork("engine", "tcp", kind)
+        victim = fork("engine", "tcp", kind, "cpu")
         manifest = trainer.publish(1)
         victim.tell("load|mid-relay", manifest)
         assert victim.hear()[1] == b"bit for bit"
@@ -203,7 +225,7 @@ def killed_at(
     if step == "after announce":
         victim.kill()
         proof = engine.load(manifest)
-        return refused(proof) if transport in ("tcp", "nccl") else proof
+        return refused(proof) if transport in ("tcp", "nccl", "cuda_ipc") else proof
     proof = engine.load(manifest)
     assert proof.accepted
     victim.kill()
@@ -216,10 +238,11 @@ def refused(proof: Proof) -> Proof:
 
 
 def kill_while_read(victim: Child, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes of `shm` and `file` outlive their writer: it dies while the engine is half through."""
-    if transport == "shm":
-        verify = ShmSource.verify
-        monkeypatch.setattr(ShmSource, "verify", lambda *a: (victim.kill(), verify(*a)))
+    """It dies while the engine is half through; the bytes of `shm` and `file` outlive it, a GPU's do not."""
+    source: Any = {"shm": ShmSource, "cuda_ipc": CudaIpcSource}.get(transport)
+    if source is not None:
+        verify = source.verify
+        monkeypatch.setattr(source, "verify", lambda *a: (victim.kill(), verify(*a)))
     else:
         read = file._read_all
         monkeypatch.setattr(file, "_read_all", lambda *a: (victim.kill(), read(*a)))
