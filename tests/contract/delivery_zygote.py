@@ -203,7 +203,7 @@ class Child:
         return msgspec.json.decode(proof, type=Proof), bool(holds)
 
     def await_death(self, seconds: float = 30.0) -> None:
-        assert dead(self.pid, seconds), f"process {self.pid} lives"
+        assert dead(self.pid, seconds), f"process {self.pid} lives, and says {self.hear(0)}"
 
     def kill(self) -> None:
         if not dead(self.pid, 0):

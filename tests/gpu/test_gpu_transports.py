@@ -254,6 +254,21 @@ def test_both_ends_may_be_in_one_process_and_buffers_are_reused_and_freed():
     assert before - torch.cuda.mem_get_info()[0] < 256 << 20
 
 
+def test_a_buffer_serves_all_versions_that_fit_into_it():
+    sender, source = CudaIpcSender(RUN_ID), CudaIpcSource()
+    locations = []
+    for version, rows in enumerate((4096, 8, 2048, 16, 8192, 8), start=1):
+        weights = make_weights({"w": (rows, 1024)}, version)
+        plan = plan_weights(weights, "float32")
+        locations.append(sender.write(version, plan, weights))
+        assert torch.equal(source.open(locations[-1], version, plan.entries)["w"], weights["w"])
+        source.verify(locations[-1], version)
+        sender.release(locations[-1])
+    assert len(set(locations[:4])) == 1 and locations[4] == locations[5] != locations[0]
+    sender.close()
+    source.close()
+
+
 def timed(publisher: Publisher, engine: Engine, weights: dict[str, torch.Tensor], versions: range) -> list[list[float]]:
     """Milliseconds that the trainer lost, from publish to the manifest, of staging, of the copy; a row per version."""
     rows = []

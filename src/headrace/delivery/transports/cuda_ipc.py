@@ -3,6 +3,9 @@
 A buffer is found through a small segment: its header says which version the buffer holds, its payload how to map it.
 The order on the GPU is kept by an event that all processes share; the segment's header, read before and after a copy,
 shows a buffer that was written again. Locations are the segments' paths: what a killed trainer leaves is swept.
+
+What engines may have mapped is not freed before the end, so a buffer serves all sizes up to its own: a change to the
+weights lies where all of them have lain.
 """
 
 from __future__ import annotations
@@ -75,6 +78,8 @@ class CudaIpcSender:
         self._device = _gpu(device, "trainer")
         self._run_id = run_id
         self._held: dict[str, _Place] = {}
+        self._outgrown: list[_Place] = []
+        """Buffers that became too small. Freeing what another process has mapped is undefined."""
         self._copies = DeviceCopies(self._device)
         self._places = Places("buffer")
 
@@ -118,13 +123,16 @@ class CudaIpcSender:
         places, self._held = self._held, {}
         for place in places.values():
             place.segment.remove()
+        self._outgrown.clear()
 
     def _free(self, nbytes: int, held: Collection[str]) -> str:
         for location in [location for location in self._held if location not in held]:
-            if self._held[location].nbytes == nbytes:
+            if self._held[location].nbytes >= nbytes:
                 return location
-            self._held.pop(location).segment.remove()
-        place = _Place(self._run_id, nbytes, self._device)
+            self._outgrown.append(self._held.pop(location))
+            self._outgrown[-1].segment.remove()
+        largest = max((place.nbytes for place in self._held.values()), default=0)
+        place = _Place(self._run_id, max(nbytes, largest), self._device)
         self._held[str(place.segment.path)] = place
         return str(place.segment.path)
 
