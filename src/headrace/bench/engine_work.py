@@ -20,8 +20,9 @@ from headrace.types import Int32Array
 PEERS = ("transformers", "generate")
 SPREAD = 0.8
 """The sigma of drawn answer lengths."""
-WARM_TOKENS = 16
-"""What the longest answer of the warm-up round has; the others in proportion."""
+WARM_TOKENS = 64
+"""What the longest answer of the warm-up round has; the others in proportion. While the last of a full batch begin, the
+first must not have ended: else its largest step would be captured in the measured round."""
 
 
 class EngineBench(msgspec.Struct, frozen=True, kw_only=True):

@@ -97,6 +97,6 @@ def test_requests_of_one_prompt_are_a_group() -> None:
 def test_the_warm_up_ends_in_the_same_order() -> None:
     work = make_work(options(requests=40, lengths="lognormal:60:256"), 50)
     warm = work.warm_up()
-    assert max(warm.lengths) <= 16 and min(warm.lengths) >= 1
+    assert max(warm.lengths) == 64 and min(warm.lengths) >= 1
     by_length = np.argsort(work.lengths, kind="stable")
     assert (np.diff(np.array(warm.lengths)[by_length]) >= 0).all()

@@ -129,8 +129,9 @@ class DeviceRunner:
         self._admit(plan)
         prefill = [c for c in plan.chunks if not c.decodes]
         launched = len(self._launches)
-        # While more sequences begin than decode, a batch that is filling up would step at a fraction of its size.
-        filling = bool(prefill) and plan.upcoming > len(self._decoding) and self._skipped < SKIPS
+        # While as many sequences begin as decode, a batch that is filling up would step at a fraction of its size.
+        beginning = len(prefill) + plan.upcoming
+        filling = bool(prefill) and beginning >= len(self._decoding) and self._skipped < SKIPS
         self._skipped = self._skipped + 1 if filling else 0
         if filling:
             plan.chunks = prefill
