@@ -14,7 +14,7 @@ from runs import QUICKSTART, headrace, recompute, segments_left, small_settings,
 pytestmark = pytest.mark.slow
 
 TRANSPORTS = "headrace.delivery.transports"
-VERSIONS = 6
+VERSIONS = 8
 
 
 def settings(directory: Path, *more: str) -> list[str]:
