@@ -142,7 +142,7 @@ def test_a_crowd_of_requests_gets_the_same_tokens(model: Any) -> None:
 def test_a_batch_that_fills_up_does_not_step_in_between(model: Any) -> None:
     config = EngineConfig(slots=8, block_size=4, prefill_chunk=8, compile=False)
     core = EngineCore(model, config, name="device", max_length=64, version=1, make_runner=make_device_runner)
-    core.submit([ask(f"r{i}", [1 + i, 2, 3, 4], max_tokens=30) for i in range(8)])
+    core.submit([ask(f"r{i}", [1 + i, 2, 3, 4], max_tokens=8) for i in range(8)])
     joined: dict[str, Joined] = {}
     # Two prompts a pass: until the last two, as many begin as would decode.
     for passes in (1, 2, 3):
@@ -151,7 +151,7 @@ def test_a_batch_that_fills_up_does_not_step_in_between(model: Any) -> None:
         assert not any(launch.decodes for launch in core._runner._launches) and core.timings.steps <= passes
     collect(joined, core.step())
     assert core.stats().prefilled_tokens == 32 and not core.stats().waiting
-    assert all(len(answer.tokens) == 30 for answer in finish(core, joined).values())
+    assert all(len(answer.tokens) == 8 for answer in finish(core, joined).values())
 
 
 def test_truncated_rows_beside_whole_ones(model: Any) -> None:
