@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from headrace.errors import UserError
 from headrace.observe.charts import Series, line_chart, moving_mean
 from headrace.observe.records import open_journal, policy_steps, rows
 
@@ -30,9 +31,12 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--svg", type=Path)
     given = parser.parse_args()
-    with open_journal(given.run_dir) as journal:
-        steps = [dict(step) for step in policy_steps(journal)]
-        evaluations = [dict(row) for row in rows(journal, "SELECT * FROM evaluations ORDER BY version, started")]
+    try:
+        with open_journal(given.run_dir) as journal:
+            steps = [dict(step) for step in policy_steps(journal)]
+            evaluations = [dict(row) for row in rows(journal, "SELECT * FROM evaluations ORDER BY version, started")]
+    except UserError as error:
+        raise SystemExit(f"learning_curve.py: {error}") from None
     if len(evaluations) < 2 or not steps:
         raise SystemExit("learning_curve.py: the run has no steps, or was not evaluated before and after them")
     print(gain(steps, evaluations))
@@ -46,9 +50,11 @@ def gain(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
     more = last["pass_1"] - first["pass_1"]
     error = math.sqrt(sum(e["pass_1"] * (1 - e["pass_1"]) / e["prompts"] for e in (first, last)))
     minutes = (steps[-1]["ended"] - first["ended"]) / 60
+    # Where all were right or all were wrong, both times, there is no spread to compare with.
+    errors = f"{more / error:.1f} standard errors, " if error else ""
     return (
         f"held out {first['pass_1']:.3f} -> {last['pass_1']:.3f} ({first['prompts']} and {last['prompts']} prompts): "
-        f"{more:+.3f}, {more / error:.1f} standard errors, {len(steps)} steps in {minutes:.1f} minutes"
+        f"{more:+.3f}, {errors}{len(steps)} steps in {minutes:.1f} minutes"
     )
 
 

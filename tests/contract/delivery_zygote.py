@@ -203,7 +203,9 @@ class Child:
         return msgspec.json.decode(proof, type=Proof), bool(holds)
 
     def await_death(self, seconds: float = 30.0) -> None:
-        assert dead(self.pid, seconds), f"process {self.pid} lives, and says {self.hear(0)}"
+        assert dead(self.pid, seconds), (
+            f"process {self.pid} lives, and says {self.hear(0) if self._line.poll(0) else ''}"
+        )
 
     def kill(self) -> None:
         if not dead(self.pid, 0):

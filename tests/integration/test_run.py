@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
-from runs import recompute, segments_left, small_config, worker_pids
+from runs import ROOT, recompute, segments_left, small_config, worker_pids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace import Run
@@ -113,6 +116,24 @@ def test_the_run_directory_is_complete(finished: Path) -> None:
     assert evaluated[0] == ("before", 0)
     assert evaluated[-1] == ("after", 6)
     assert ("during", 2) in evaluated or ("during", 4) in evaluated
+
+
+def test_its_learning_curve_can_be_drawn(finished: Path, tmp_path: Path) -> None:
+    run_dir, picture = tmp_path / "run", tmp_path / "curve.svg"
+    run_dir.mkdir()
+    with sqlite3.connect(finished / "journal.db") as run, sqlite3.connect(run_dir / "journal.db") as mine:
+        run.backup(mine)
+        # So small a run learns nothing.
+        mine.execute("UPDATE evaluations SET pass_1 = 0.1 + version / 20.0, prompts = 100")
+    command = [sys.executable, str(ROOT / "benchmarks" / "learning_curve.py")]
+    done = subprocess.run([*command, str(run_dir), "--svg", str(picture)], capture_output=True, text=True, check=True)
+    # 0.3 over the root of 0.1 * 0.9 / 100 + 0.4 * 0.6 / 100.
+    known = "held out 0.100 -> 0.400 (100 and 100 prompts): +0.300, 5.2 standard errors, 6 steps in "
+    assert done.stdout.startswith(known)
+    drawn = ElementTree.fromstring(picture.read_text())
+    assert len(drawn.findall(".//{*}path")) >= 2
+    wrong = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 1 and wrong.stderr.startswith("learning_curve.py: ") and wrong.stderr.count("\n") == 1
 
 
 def test_nothing_stays_behind(finished: Path) -> None:
