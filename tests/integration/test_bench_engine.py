@@ -69,7 +69,7 @@ def test_the_figures_of_a_round_fit_together(model_dir: Path) -> None:
     assert found["bytes_a_step"]["kv"] == pytest.approx(4 * sum(range(9, 20)) * kv_token / 12)
     check_ceiling(found, 48, found["seconds"], found["steps"])
     assert found["rescore"]["tokens"] == 48 and found["rescore"]["max_error"] < 1e-4
-    assert found["tail"] is found["fork"] is found["swaps"] is None
+    assert found["before_tail"] is found["tail"] is found["fork"] is found["swaps"] is None
 
 
 def test_drawn_lengths_in_fewer_slots(model_dir: Path) -> None:
@@ -96,6 +96,16 @@ def test_the_tail_is_measured_by_itself(model_dir: Path) -> None:
     assert tail["seconds"] < found["seconds"]
     assert tail["bytes_a_step"]["kv"] == pytest.approx(2 * found["kv_bytes_a_token"] * sum(range(20, 48)) / 28)
     check_ceiling(tail, tail["tokens"], tail["seconds"], tail["steps"])
+    before = found["before_tail"]
+    assert (before["rows"], before["tokens"], before["steps"]) == (4, 4 * 12, 12)
+    assert before["seconds"] + tail["seconds"] == pytest.approx(found["seconds"])
+    assert before["tokens_per_second"] == pytest.approx(48 / before["seconds"])
+    assert before["step_ms"] == pytest.approx(1e3 * before["seconds"] / 12)
+    # Tokens 2 to 12 of each row are drawn over 9 to 19 tokens, 154 in all; the first comes from the prompt's pass.
+    assert before["bytes_a_step"]["kv"] == pytest.approx(4 * found["kv_bytes_a_token"] * 154 / 12)
+    check_ceiling(before, before["tokens"], before["seconds"], before["steps"])
+    read = [part["bytes_a_step"]["kv"] * part["steps"] for part in (before, tail, found)]
+    assert read[0] + read[1] == pytest.approx(read[2]), "the round is the two stretches, and nothing between them"
 
 
 def test_swaps_are_counted_timed_and_tagged(model_dir: Path) -> None:

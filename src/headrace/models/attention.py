@@ -19,6 +19,7 @@ import torch
 from transformers import AttentionInterface
 
 from headrace.errors import ModelError
+from headrace.models.compiling import LAYER, number_of
 
 ATTENTION = "headrace"
 """The name to load models with: `attn_implementation=ATTENTION`."""
@@ -133,10 +134,11 @@ def _attention(
         and (query.requires_grad or key.requires_grad or value.requires_grad)
     ):
         return _trained(query, key, value, sinks, UNTOLD, scale, window or 0, float(softcap or 0.0))[0], None
-    layer = getattr(module, "layer_idx")  # noqa: B009 - not declared on nn.Module
     if torch.compiler.is_compiling():
+        layer = number_of(module, LAYER)
         return _opaque(query, key, value, sinks, layer, scale, window or 0, float(softcap or 0.0)), None
-    return _in_context(query, key, value, sinks, int(layer), scale, window or 0, float(softcap or 0.0)), None
+    layer = int(getattr(module, LAYER))
+    return _in_context(query, key, value, sinks, layer, scale, window or 0, float(softcap or 0.0)), None
 
 
 def _in_context(
@@ -176,7 +178,18 @@ def _call(
 
 
 # To the compiler attention is one opaque operation: the context is found when it runs, not when it is compiled.
-_opaque = torch.library.custom_op("headrace::attend", _in_context, mutates_args=())
+@torch.library.custom_op("headrace::attend", mutates_args=())
+def _opaque(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    layer: torch.Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    return _in_context(query, key, value, sinks, int(layer), scaling, window, softcap)
 
 
 @_opaque.register_fake
@@ -185,7 +198,7 @@ def _shape_of_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     sinks: torch.Tensor | None,
-    layer: int,
+    layer: torch.Tensor,
     scaling: float,
     window: int,
     softcap: float,

@@ -18,12 +18,11 @@ from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from headrace.errors import ModelError
+from headrace.models.compiling import COLUMN, number_of
 
 EXPERTS = "headrace"
 """The name to set: `model.set_experts_implementation(EXPERTS)`; `prepare_experts` does it."""
 
-_COLUMN = "headrace_column"
-"""The attribute of an experts module that says which column of the record is its own."""
 _DISPATCHED = ("is_transposed", "has_gate", "has_bias")
 """What transformers' decorator leaves on a module that it dispatches; there is no base class to ask for."""
 _ROUTING_CLASS = re.compile(r"(Experts?|Router|Gating|MoE|Moe|Mo[eE]Block)$")
@@ -96,7 +95,7 @@ def prepare_experts(model: Any) -> RoutingShape | None:
     if not (dispatched and layers and per_token and len(counts) == 1 and max(counts) <= _MOST_EXPERTS):
         return RoutingShape(layers=layers, per_token=per_token, experts=max(counts), recorded=False)
     for column, module in enumerate(modules.values()):
-        setattr(module, _COLUMN, column)
+        setattr(module, COLUMN, column)
     return RoutingShape(layers=layers, per_token=per_token, experts=max(counts))
 
 
@@ -123,14 +122,14 @@ def _first(config: Any, names: tuple[str, ...]) -> int | None:
 
 
 @torch.library.custom_op("headrace::record_routing", mutates_args=())
-def _record_routing(index: torch.Tensor, column: int) -> torch.Tensor:
+def _record_routing(index: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     # Returning the index makes the record a step on the way to the products: a compiler can neither drop nor move it.
-    _record(index, column)
+    _record(index, int(column))
     return index.clone()
 
 
 @_record_routing.register_fake
-def _(index: torch.Tensor, column: int) -> torch.Tensor:
+def _(index: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(index)
 
 
@@ -141,14 +140,13 @@ def _record(index: torch.Tensor, column: int) -> None:
 
 def _experts(module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
     """The weighted sum of each token's experts, [T, H], by transformers' experts interface."""
-    column = getattr(module, _COLUMN, None)
-    if column is None:
+    if not hasattr(module, COLUMN):
         pass
     elif torch.compiler.is_compiling():
         # Opaque to the compiler, so that one compiled layer serves passes with and without a recorder.
-        top_k_index = _record_routing(top_k_index, column)
+        top_k_index = _record_routing(top_k_index, number_of(module, COLUMN))
     else:
-        _record(top_k_index, column)
+        _record(top_k_index, getattr(module, COLUMN))
     if top_k_weights.shape != top_k_index.shape:
         raise ModelError(f"{type(module).__name__} weighs its experts in a form that is not known: it cannot be served")
     compute = _grouped if _groups(module, hidden) else _every_expert

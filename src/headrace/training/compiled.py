@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
+from headrace.models.compiling import prepare_to_compile
 from headrace.training.head import PLAIN, Arithmetic, compiled_arithmetic
 
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "headrace_compiled"
-COMPILATIONS = 64
-"""Of one layer's code; at the limit torch would raise."""
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.mix_order_reduction": False}
 """This fusion pays only in long rows, so it compiles a layer anew for every range of lengths."""
 
@@ -30,15 +29,11 @@ class CompiledLayers:
     def __init__(self, layers: Iterable[torch.nn.Module], *, backend: str | Callable[..., Any] = "inductor") -> None:
         self.on = True
         self.arithmetic = compiled_arithmetic() if backend == "inductor" else PLAIN
-        # Loaded here: it takes a second, and most processes compile nothing.
+        # Loaded here, as by `prepare_to_compile`.
         import torch._dynamo
 
         self.failure: type[Exception] = torch._dynamo.exc.TorchDynamoException
         """What a compilation that fails raises."""
-        # Layers differ in their index only, which some look at: taken as a variable, one graph serves them all.
-        torch._dynamo.config.allow_unspec_int_on_nn_module = True
-        # Kinds of layers, passes with and without gradients, and models in one process add up on one function.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILATIONS)
         for layer in layers:
             layer.forward = self._switched(layer.forward, backend)
 
@@ -61,6 +56,7 @@ def compile_model(
     model: Any, layers: Iterable[torch.nn.Module], *, backend: str | Callable[..., Any] = "inductor"
 ) -> None:
     """Compile these layers of a model in place, when they are first used."""
+    prepare_to_compile(model)
     model.__dict__[_ATTRIBUTE] = CompiledLayers(layers, backend=backend)
 
 

@@ -15,6 +15,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from headrace.errors import ModelError
+from headrace.models.compiling import prepare_to_compile
 from headrace.models.experts import EXPERTS, RoutingRecorder, RoutingShape, prepare_experts, recording
 
 KINDS = {
@@ -161,6 +162,7 @@ def test_a_pass_that_does_not_fit_is_refused(tokens: int, per_token: int) -> Non
 def test_a_compiled_layer_records_and_is_compiled_once(dtype: torch.dtype) -> None:
     module = make_experts(experts=11).to(dtype)
     module.headrace_column = 0
+    prepare_to_compile(module)
     compiles = 0
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -188,6 +190,7 @@ def test_a_compiled_layer_records_and_is_compiled_once(dtype: torch.dtype) -> No
 def test_the_record_survives_the_removal_of_dead_code() -> None:
     module = make_experts()
     module.headrace_column = 0
+    prepare_to_compile(module)
     torch._dynamo.reset()
     layer = torch.compile(module, backend="aot_eager", fullgraph=True)
     recorder = RoutingRecorder(RoutingShape((0,), 2, 5), tokens=4, device="cpu")

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 
+from headrace.models.compiling import prepare_to_compile
+
 
 def compile_layers(model: Any) -> bool:
     """Compile every decoder layer in place, lazily; False if the model's layers were not found."""
     layers = getattr(model.get_decoder() if hasattr(model, "get_decoder") else model, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList):
         return False
-    # Layers differ in their index only: taken as a variable, one graph serves them all.
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    prepare_to_compile(model)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True)
     return True
