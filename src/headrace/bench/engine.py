@@ -88,6 +88,7 @@ class _Bench:
             self._head() | {"start_seconds": start_seconds, "warm_up_seconds": warm.seconds} | self._figures(measured)
         )
         found["rescore"] = self._rescored(measured)
+        found["before_tail"] = self._before_tail(measured) if measured.tail_from else None
         found["tail"] = self._tail(measured) if measured.tail_from else None
         found["fork"] = self._forked(driver)
         found["swaps"] = self._swapped(driver, measured) if options.swap_every else None
@@ -149,6 +150,14 @@ class _Bench:
         mark = run.full_until
         return mark.tokens / mark.seconds if mark and len(run.answers) > self._options.batch else None
 
+    def _before_tail(self, run: Run) -> dict[str, Any]:
+        """The steps from submitting until only the tail's rows were left, prompts included."""
+        assert run.tail_from is not None
+        work, mark = self._work, run.tail_from
+        drawn = drawn_before_tail(work.lengths, work.tail_rows, mark.tokens)
+        kv = self._footprint.kv_read(decode_contexts(self._options.prompt, drawn))
+        return self._stretch(len(drawn), kv, mark.tokens, mark.steps, mark.seconds)
+
     def _tail(self, run: Run) -> dict[str, Any]:
         """The steps after all but the tail's rows ended."""
         assert run.tail_from is not None
@@ -156,9 +165,13 @@ class _Bench:
         tokens, steps, seconds = run.tokens - mark.tokens, run.steps - mark.steps, run.seconds - mark.seconds
         last = self._options.prompt + self._work.lengths[-1] - 1
         kv = self._footprint.kv_read([(last - tokens // rows + 1, last)] * rows)
+        return self._stretch(rows, kv, tokens, steps, seconds)
+
+    def _stretch(self, rows: int, kv_bytes: int, tokens: int, steps: int, seconds: float) -> dict[str, Any]:
+        """The figures of a part of a round's steps."""
         found = {"rows": rows, "tokens": tokens, "steps": steps, "seconds": seconds}
         found |= {"tokens_per_second": tokens / seconds, "step_ms": 1e3 * seconds / steps}
-        return found | self._ceiling(kv, tokens, steps, seconds)
+        return found | self._ceiling(kv_bytes, tokens, steps, seconds)
 
     def _rescored(self, run: Run) -> dict[str, Any] | None:
         if not self._options.rescore:
@@ -225,6 +238,12 @@ def _free_memory(device: str) -> None:
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
+
+
+def drawn_before_tail(lengths: list[int], tail_rows: int, tokens: int) -> list[int]:
+    """Tokens of each row when only the tail's were left, of so many in all: the others had every token of theirs."""
+    ended = lengths[:-tail_rows]
+    return ended + [(tokens - sum(ended)) // tail_rows] * tail_rows
 
 
 def _step_ms(run: Run) -> dict[str, float | None]:

@@ -73,7 +73,10 @@ class Swap:
 
 
 class SwapStream:
-    """Swaps every so often, while it is entered. Call `tick` between two steps."""
+    """Swaps every so often, while it is entered. Call `tick` between two steps.
+
+    `every` lies between one `install` and the beginning of the next staging: a swap that is late moves all that follow.
+    """
 
     def __init__(self, core: EngineCore, twin: Any, sets: tuple[Weights, Weights], *, every: float, dtype: str) -> None:
         self.swaps: list[Swap] = []
@@ -133,7 +136,7 @@ class SwapStream:
             raise DeliveryError(f"version {proof.version} was not accepted: {proof.reason}")
         stall = self._core.timings.longest_gap_seconds or self._stood_still
         self.swaps.append(Swap(self._began, proof.version, stall, proof.swap_seconds, staged.seconds))
-        self._due = max(self._due + self._every, time.perf_counter())
+        self._due = self._began + self._every
         self._unproved = None
         self._swapped.set()
 

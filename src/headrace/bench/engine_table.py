@@ -8,7 +8,8 @@ from typing import Any
 def table(found: dict[str, Any]) -> list[str]:
     """One aligned line a figure, in sections."""
     rows = [*_speed(found), *_ceiling(found)]
-    for name, section in (("rescore", _rescore), ("tail", _tail), ("fork", _fork), ("swaps", _swaps)):
+    sections = {"rescore": _rescore, "before_tail": _before_tail, "tail": _tail, "fork": _fork, "swaps": _swaps}
+    for name, section in sections.items():
         if found[name]:
             rows += section(found[name])
     for name, peer in found["peers"].items():
@@ -58,14 +59,22 @@ def _rescore(found: dict[str, Any]) -> list[tuple[str, str]]:
     return [("log-probability error", text + outside)]
 
 
+def _before_tail(found: dict[str, Any]) -> list[tuple[str, str]]:
+    return _stretch("before the tail", found)
+
+
 def _tail(found: dict[str, Any]) -> list[tuple[str, str]]:
+    return _stretch("tail", found)
+
+
+def _stretch(name: str, found: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         (
-            "tail",
+            name,
             f"{found['rows']} rows, {found['steps']:,} steps of {found['step_ms']:.3f} ms, "
             f"{1e3 / found['step_ms']:,.0f} steps/s, {found['tokens_per_second']:,.0f} tokens/s",
         ),
-        ("tail, of the ceiling", f"{found['fraction_of_ceiling']:.3f} of {found['ceiling_step_ms']:.3f} ms a step"),
+        (f"{name}, of the ceiling", f"{found['fraction_of_ceiling']:.3f} of {found['ceiling_step_ms']:.3f} ms a step"),
     ]
 
 

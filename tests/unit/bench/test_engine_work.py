@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.bench.engine import drawn_before_tail
 from headrace.bench.engine_work import EngineBench, check_options, draw_lengths, make_work
 from headrace.errors import UserError
 
@@ -71,6 +72,13 @@ def test_drawn_lengths_are_lognormal_with_the_mean_that_was_asked_for() -> None:
 def test_the_tail_is_the_last_rows() -> None:
     work = make_work(options(tail="1:90"), 50)
     assert work.lengths == [20, 20, 20, 90] and work.tail_rows == 1 and work.tokens == 150
+
+
+def test_before_the_tail_the_others_have_ended_and_the_tail_has_the_rest() -> None:
+    assert drawn_before_tail([20, 20, 90, 90], 2, 80) == [20, 20, 20, 20]
+    assert drawn_before_tail([20, 20, 90, 90], 2, 86) == [20, 20, 23, 23], "a launch ends a few steps later"
+    assert drawn_before_tail([20, 20, 90, 90], 2, 87) == [20, 20, 23, 23]
+    assert drawn_before_tail([20, 90], 1, 39) == [20, 19], "its prompt was computed one step later"
 
 
 def test_requests_are_those_of_the_options() -> None:

@@ -1,0 +1,93 @@
+"""How regular the engine benchmark's stream of swaps is, with a core and a publisher that only take their time."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.bench import engine_swaps
+from headrace.bench.engine_swaps import SwapStream
+
+EVERY = 0.05
+EARLY = 0.005
+"""Clocks and timers may differ by so much."""
+
+
+class Publisher:
+    """Publishes at once, but for the first version."""
+
+    def __init__(self, first_seconds: float) -> None:
+        self._first_seconds = first_seconds
+
+    def publish(self, version: int) -> Any:
+        if version == 1:
+            time.sleep(self._first_seconds)
+        return SimpleNamespace(manifest=version)
+
+    def acknowledged(self, version: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Core:
+    """Stages and proves; the first version takes longer. `installed` is when each was made live."""
+
+    version = 0
+
+    def __init__(self, first_stage_seconds: float, first_proof_seconds: float) -> None:
+        self.timings = SimpleNamespace(longest_gap_seconds=0.0)
+        self.installed: list[float] = []
+        self._first_stage_seconds = first_stage_seconds
+        self._first_proof_seconds = first_proof_seconds
+
+    def stats(self) -> Any:
+        return SimpleNamespace(prefilled_tokens=0)
+
+    def stage(self, manifest: int) -> Any:
+        if manifest == 1:
+            time.sleep(self._first_stage_seconds)
+        return SimpleNamespace(manifest=manifest, seconds=0.0)
+
+    def install(self, staged: Any) -> None:
+        self.installed.append(time.perf_counter())
+
+    def proof(self, *, wait: bool) -> Any:
+        lasts = self._first_proof_seconds if len(self.installed) == 1 else 0.0
+        if time.perf_counter() < self.installed[-1] + lasts:
+            return None
+        return SimpleNamespace(accepted=True, version=len(self.installed), swap_seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    ("publish", "stage", "proof"),
+    [
+        pytest.param(0.0, 0.0, 0.0, id="nothing is late"),
+        pytest.param(1.8, 0.0, 0.0, id="the first is published late"),
+        pytest.param(0.0, 0.8, 0.0, id="the first is staged slowly"),
+        pytest.param(0.0, 2.5, 0.0, id="the first is staged for longer than an interval"),
+        pytest.param(0.0, 0.5, 0.8, id="the first is proved late"),
+    ],
+)
+def test_no_two_swaps_are_nearer_than_asked_for(
+    monkeypatch: pytest.MonkeyPatch, publish: float, stage: float, proof: float
+) -> None:
+    """How late the first is, in intervals: those after it do not make up for that."""
+    monkeypatch.setattr(engine_swaps, "_start_publisher", lambda *_: Publisher(publish * EVERY))
+    core: Any = Core(stage * EVERY, proof * EVERY)
+    stream = SwapStream(core, None, ({}, {}), every=EVERY, dtype="float32")
+    deadline = time.perf_counter() + 30
+    began = time.perf_counter()
+    with stream:
+        while len(stream.swaps) < 5 and time.perf_counter() < deadline:
+            stream.tick()
+            time.sleep(0.001)
+    assert len(stream.swaps) == 5
+    assert core.installed[0] >= began + EVERY - EARLY
+    assert np.diff(core.installed).min() >= EVERY - EARLY
+    assert np.diff([swap.at for swap in stream.swaps]).min() >= EVERY - EARLY
