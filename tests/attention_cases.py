@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from headrace.engines.embedded.kernels.cache import write_cache
 from headrace.engines.embedded.kernels.decode import launch_decode, paged_decode
-from headrace.engines.embedded.kernels.prefill import launch_prefill, paged_prefill
+from headrace.engines.embedded.kernels.prefill import choose_queries, launch_prefill, paged_prefill, tiles_of
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,12 @@ def check_prefill(case: Case, counts: tuple[int, ...], *, device: str = "cpu", s
     write_cache(heads_first(key), heads_first(value), world.keys, world.values, slots)
     offsets = torch.tensor([0, *counts]).cumsum(0).tolist()
     arguments = (heads_first(query), world.keys, world.values, world.tables, world.index(world.row_of))
-    chunks = (world.index(list(starts)), world.index(offsets), max(counts))
     options = {"scaling": world.scaling, "window": case.window, "softcap": case.softcap, "sinks": world.sinks}
+    queries = launch.pop("queries", 0) or choose_queries(max(counts), case.size, query.element_size())
+    # Some that are none, as in a pass that is filled up.
+    tiles = np.pad(tiles_of(np.array(counts), queries), ((0, 0), (1, 2)), constant_values=-1)
+    chunks = (world.index(list(starts)), world.index(offsets), torch.tensor(tiles, device=device))
+    options["queries"] = queries
     with fresh_memory_is_nan():
         if launch:
             out = launch_prefill(*arguments, *chunks, **options, **launch, num_warps=4, num_stages=2)

@@ -114,6 +114,16 @@ def test_versions_are_staged_installed_and_proved(live: torch.dtype):
     delivery.close()
 
 
+def test_decoding_does_not_wait_until_the_copy_is_recorded(delivery: Delivery):
+    for version in range(1, 4):
+        staged = delivery.receiver.stage(delivery.publish(version))
+        recorded = dict(delivery.receiver._gpu._copies._recorded)
+        assert len(recorded) == 1
+        assert delivery.receiver.swap(staged, delivery.score).accepted
+        assert delivery.receiver._gpu._copies._recorded == recorded
+        assert delivery.holds(version)
+
+
 def test_live_weights_that_change_after_the_copy_quarantine(delivery: Delivery):
     staged = delivery.receiver.stage(delivery.publish(1))
     broken = Receiver(delivery.live, "engine-0", installed=lambda: delivery.live["layer.1"][3, 5].add_(1))

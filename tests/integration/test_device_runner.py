@@ -18,6 +18,7 @@ from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports.shm import ShmSender
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.core import EngineCore
+from headrace.engines.embedded.device import prompts, runner
 from headrace.engines.embedded.device.transfer import Mark
 from headrace.engines.embedded.setup import make_device_runner, make_host_runner
 from headrace.models.attention import ATTENTION
@@ -49,6 +50,18 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
             return looks[mark] < 0
 
         monkeypatch.setattr(Mark, "passed", passed)
+
+
+@pytest.fixture(params=["computed", "replayed"])
+def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps and passes over prompts as they are, and as where they are captured: filled up, in buffers of their own."""
+    if request.param == "replayed":
+        monkeypatch.setattr(prompts, "LEAST_TOKENS", 8)
+        monkeypatch.setattr(prompts, "LEAST_CHUNKS", 2)
+        if DEVICE == "cpu":
+            monkeypatch.setattr(runner, "make_recorder", lambda device, *, capture: lambda body: body)
+    else:
+        monkeypatch.setattr(prompts, "HOST_BOUND", 0)
 
 
 @pytest.fixture
@@ -125,6 +138,7 @@ def assert_same(left: dict[str, Joined], right: dict[str, Joined]) -> None:
         np.testing.assert_allclose(left[id].logprobs, right[id].logprobs, atol=2e-5)
 
 
+@pytest.mark.usefixtures("passes")
 def test_a_crowd_of_requests_gets_the_same_tokens(model: Any) -> None:
     host, device = cores(model)
     requests = [
@@ -153,6 +167,7 @@ def test_a_batch_that_fills_up_does_not_step_in_between(model: Any) -> None:
     assert all(len(answer.tokens) == 8 for answer in finish(core, joined).values())
 
 
+@pytest.mark.usefixtures("passes")
 def test_truncated_rows_beside_whole_ones(model: Any) -> None:
     host, device = cores(model)
     requests = [
@@ -166,6 +181,7 @@ def test_truncated_rows_beside_whole_ones(model: Any) -> None:
     assert_same(left, right)
 
 
+@pytest.mark.usefixtures("passes")
 def test_a_cache_that_is_too_small_preempts_and_finishes(model: Any) -> None:
     host, device = cores(model, cache_tokens=48)
     requests = [ask(str(i), [i, i + 1, i + 2], max_tokens=12, seed=i) for i in range(5)]
@@ -173,6 +189,7 @@ def test_a_cache_that_is_too_small_preempts_and_finishes(model: Any) -> None:
     assert host.stats().preemptions > 0 and device.stats().preemptions > 0
 
 
+@pytest.mark.usefixtures("passes")
 def test_forks_share_and_continue(model: Any) -> None:
     _, device = cores(model)
     joined: dict[str, Joined] = {}
@@ -196,6 +213,7 @@ def _sampling(request: Request) -> dict[str, Any]:
     return {"max_tokens": request.sampling.max_tokens, "seed": request.sampling.seed}
 
 
+@pytest.mark.usefixtures("passes")
 def test_experts_are_recorded_alike() -> None:
     host, device = cores(moe_model())
     requests = [ask(str(i), [i, 3, 2], seed=i) for i in range(3)]

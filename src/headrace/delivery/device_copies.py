@@ -1,4 +1,4 @@
-"""Copies of many tensors on a GPU as one launch: recorded when first made, replayed from then on.
+"""Copies of many tensors on a GPU as one launch: recorded when first made or before, replayed from then on.
 
 Enqueuing hundreds of tensors takes the host longer than the GPU copies them, and a GPU that runs out of work meanwhile
 goes on with another process. What is replayed is found by the addresses that it copies between.
@@ -16,6 +16,7 @@ from headrace.delivery.plan import copy_all
 KEPT = 8
 """Recorded copies: between the few places that weights come to lie in, and those where they are used."""
 
+_Tensors = Mapping[str, torch.Tensor]
 _Key = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
@@ -27,30 +28,50 @@ class DeviceCopies:
         # A recording is made on a stream of its own: what others have under way is not part of it.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._recorded: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._next: tuple[_Tensors, _Tensors, torch.cuda.CUDAGraph] | None = None
 
-    def copy(self, plan: int, targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+    def copy(self, plan: int, targets: _Tensors, sources: _Tensors) -> None:
         """Copy every source over the target of its name, as `copy_all` does, on the current stream.
 
         `plan` is the digest of the plan that both follow: with their addresses it says all that a copy depends on.
         """
-        if any(tensor.device != self._device for tensor in sources.values()):
+        graph = self._recording(plan, targets, sources)
+        if graph is None:
             copy_all(targets, sources)
             return
+        graph.replay()
+        # A replay does not: who keeps something that was made of a tensor looks at its version.
+        for target in targets.values():
+            increment_version(target)
+
+    def prepare(self, plan: int, targets: _Tensors, sources: _Tensors) -> None:
+        """Record the copy that is to be made next, unless it is recorded: that takes longer than the copy.
+
+        Until then neither tensors nor their addresses may change.
+        """
+        graph = self._recording(plan, targets, sources)
+        self._next = (targets, sources, graph) if graph is not None else None
+
+    def close(self) -> None:
+        """Forget everything. Idempotent."""
+        self._recorded.clear()
+        self._next = None
+
+    def _recording(self, plan: int, targets: _Tensors, sources: _Tensors) -> torch.cuda.CUDAGraph | None:
+        """The recorded copy; None for one that comes from elsewhere."""
+        prepared, self._next = self._next, None
+        if prepared is not None and prepared[0] is targets and prepared[1] is sources:
+            return prepared[2]
+        if any(tensor.device != self._device for tensor in sources.values()):
+            return None
         key = plan, _addresses(targets, targets), _addresses(targets, sources)
         if key not in self._recorded:
             if len(self._recorded) >= KEPT:
                 del self._recorded[next(iter(self._recorded))]
             self._recorded[key] = self._record(targets, sources)
-        self._recorded[key].replay()
-        # A replay does not: who keeps something that was made of a tensor looks at its version.
-        for target in targets.values():
-            increment_version(target)
+        return self._recorded[key]
 
-    def close(self) -> None:
-        """Forget everything. Idempotent."""
-        self._recorded.clear()
-
-    def _record(self, targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> torch.cuda.CUDAGraph:
+    def _record(self, targets: _Tensors, sources: _Tensors) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(capture_error_mode="thread_local")

@@ -103,8 +103,9 @@ class DeviceSide:
         prepared = self._prepare(plan, weights)
         return prepared.value(prepared.launch())
 
-    def prepare_live(self, plan: Plan, live: Mapping[str, torch.Tensor]) -> None:
-        """Make the digest of the live weights, in the dtypes of the plan, ready for `install`."""
+    def prepare_install(self, plan: Plan, live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor]) -> None:
+        """Make ready what `install` takes, so that decoding does not wait for it: the copy, and the live digest."""
+        self._copies.prepare(plan.digest, live, staged)
         self._live = self._prepare(plan, live)
 
     def install(

@@ -117,7 +117,7 @@ class Receiver:
             arrived = self._staging.fetch(manifest, plan, on_arrival)
             check_casts(arrived.weights, self._live)
             if self._gpu:
-                self._gpu.prepare_live(plan, self._live)
+                self._gpu.prepare_install(plan, self._live, arrived.weights)
             self._staged = Staged(
                 manifest,
                 arrived.weights,

@@ -135,8 +135,8 @@ def _attention(
     ):
         return _trained(query, key, value, sinks, UNTOLD, scale, window or 0, float(softcap or 0.0))[0], None
     if torch.compiler.is_compiling():
-        layer = number_of(module, LAYER)
-        return _opaque(query, key, value, sinks, layer, scale, window or 0, float(softcap or 0.0)), None
+        number = number_of(module, LAYER)
+        return _opaque(query, key, value, sinks, number, scale, window or 0, float(softcap or 0.0)), None
     layer = int(getattr(module, LAYER))
     return _in_context(query, key, value, sinks, layer, scale, window or 0, float(softcap or 0.0)), None
 

@@ -29,14 +29,14 @@ def test_rows_shorter_than_the_splits_leave_no_trace_of_the_idle_ones(splits: in
 @pytest.mark.parametrize(("block_size", "tile"), [(8, 16), (8, 32), (16, 64), (24, 16), (24, 32), (32, 16), (32, 32)])
 def test_keys_are_found_in_blocks_of_any_size(block_size: int, tile: int) -> None:
     check_decode(replace(BASE, block_size=block_size), splits=2, tile=tile)
-    check_prefill(Case((45, 20), block_size=block_size, kv_heads=1), (18, 20), query_tile=32, tile=tile)
+    check_prefill(Case((45, 20), block_size=block_size, kv_heads=1), (18, 20), queries=32, tile=tile)
 
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 17), (2, 8), (3, 1), (3, 3), (2, 4)])
 def test_each_query_head_gets_its_key_head(kv_heads: int, group: int) -> None:
     case = Case((19, 5), kv_heads=kv_heads, group=group, sinks=True)
     check_decode(case, splits=2, tile=16)
-    check_prefill(replace(case, lengths=(5,)), (3,), query_tile=16, tile=16)
+    check_prefill(replace(case, lengths=(5,)), (3,), queries=16, tile=16)
 
 
 @pytest.mark.parametrize(("size", "value_size"), [(8, 8), (80, 80), (96, 64), (24, 40), (128, 128)])
@@ -44,7 +44,7 @@ def test_heads_of_any_size_are_padded_without_a_trace(size: int, value_size: int
     case = replace(BASE, size=size, value_size=value_size, lengths=(40, 1, 18))
     check_decode(case, splits=1)
     check_decode(case, splits=2, tile=16)
-    check_prefill(case, (20, 1, 18), query_tile=32, tile=32)
+    check_prefill(case, (20, 1, 18), queries=32, tile=32)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -52,7 +52,7 @@ def test_half_precision_is_as_close_as_it_can_be(dtype: torch.dtype) -> None:
     case = replace(BASE, dtype=dtype, size=64, sinks=True)
     check_decode(case, splits=1)
     check_decode(case, splits=2, tile=16)
-    check_prefill(case, (1, 0, 30, 17), query_tile=32, tile=32)
+    check_prefill(case, (1, 0, 30, 17), queries=32, tile=32)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -69,7 +69,7 @@ def test_logits_too_large_for_exp_do_not_overflow(splits: int) -> None:
 
 @pytest.mark.parametrize("case", with_options(Case((50, 33, 1), kv_heads=1)), ids=str)
 def test_prefill_equals_float64(case: Case) -> None:
-    check_prefill(case, (50, 9, 1), query_tile=16, tile=16)
+    check_prefill(case, (50, 9, 1), queries=16, tile=16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

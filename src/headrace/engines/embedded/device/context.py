@@ -56,16 +56,21 @@ class PrefillContext:
         starts: torch.Tensor,
         offsets: torch.Tensor,
         slots: torch.Tensor,
-        longest: int,
+        tiles: torch.Tensor,
+        queries: int,
     ) -> None:
-        """Chunk c holds the tokens `offsets[c]:offsets[c + 1]`, from position `starts[c]` of row `rows[c]` on."""
+        """Chunk c holds the tokens `offsets[c]:offsets[c + 1]`, from position `starts[c]` of row `rows[c]` on.
+
+        `tiles` are those of `tiles_of` for so many queries.
+        """
         self._cache = cache
         self._tables = tables
         self._rows = rows
         self._starts = starts
         self._offsets = offsets
         self._slots = slots
-        self._longest = longest
+        self._tiles = tiles
+        self._queries = queries
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The attention output of one layer, [1, T, H, Dv]."""
@@ -79,7 +84,8 @@ class PrefillContext:
             self._rows,
             self._starts,
             self._offsets,
-            self._longest,
+            self._tiles,
+            queries=self._queries,
             scaling=call.scaling,
             window=call.window,
             softcap=call.softcap,

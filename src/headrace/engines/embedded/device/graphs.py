@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections.abc import Callable
 
 import torch
 
@@ -14,6 +15,34 @@ from headrace.engines.embedded.device.state import DeviceState
 from headrace.engines.embedded.device.step import DecodeStep, Variant
 
 logger = logging.getLogger(__name__)
+
+Replay = Callable[[], object]
+"""Does again what was recorded, with what its buffers hold now."""
+Record = Callable[[Callable[[], object]], Replay]
+"""Records what a function enqueues, which has run before; nothing is done yet."""
+CAPTURE_ERRORS = (RuntimeError, torch.AcceleratorError)
+
+
+def make_recorder(device: torch.device, *, capture: bool) -> Record | None:
+    """Captures CUDA graphs in one memory pool: they are replayed on one stream, one after the other."""
+    if not capture or device.type != "cuda":
+        return None
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(body: Callable[[], object]) -> Replay:
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may stage weights meanwhile.
+        with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            body()
+        return graph.replay
+
+    return record
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def buckets(rows: int) -> list[int]:
@@ -30,13 +59,12 @@ def buckets(rows: int) -> list[int]:
 class StepGraphs:
     """Runs a step for a number of entries, by replay where that is possible."""
 
-    def __init__(self, step: DecodeStep, state: DeviceState, *, capture: bool) -> None:
+    def __init__(self, step: DecodeStep, state: DeviceState, record: Record | None) -> None:
         self._step = step
         self._state = state
-        self._capture = capture and state.device.type == "cuda"
+        self._record = record
         self._buckets = buckets(state.rows)
-        self._graphs: dict[tuple[int, Variant], torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self._capture else None
+        self._replays: dict[tuple[int, Variant], Replay] = {}
 
     def bucket(self, entries: int) -> int:
         """The smallest batch size that holds this many entries."""
@@ -44,32 +72,22 @@ class StepGraphs:
 
     def prepare(self, bucket: int, variant: Variant) -> None:
         """Capture, unless that has been done. Changes the batch and the ring: call it before they are set."""
-        if self._capture and (bucket, variant) not in self._graphs:
+        if self._record is not None and (bucket, variant) not in self._replays:
             self._state.choose([], bucket)
             self._state.cursor.zero_()
             # Once outside of the graph: kernels are compiled and library handles made.
             self._step.run(bucket, variant)
             self._state.cursor.zero_()
             try:
-                self._graphs[bucket, variant] = self._captured(bucket, variant)
-            except (RuntimeError, torch.AcceleratorError) as error:
-                logger.warning("decode steps run uncaptured: %s", str(error).strip().splitlines()[0])
-                self._capture = False
+                self._replays[bucket, variant] = self._record(lambda: self._step.run(bucket, variant))
+            except CAPTURE_ERRORS as error:
+                logger.warning("decode steps run uncaptured: %s", first_line(error))
+                self._record = None
 
     def step(self, bucket: int, variant: Variant) -> None:
         """One step of the current batch."""
-        graph = self._graphs.get((bucket, variant))
-        if graph is not None:
-            graph.replay()
+        replay = self._replays.get((bucket, variant))
+        if replay is not None:
+            replay()
         else:
             self._step.run(bucket, variant)
-
-    def _captured(self, bucket: int, variant: Variant) -> torch.cuda.CUDAGraph:
-        torch.cuda.synchronize(self._state.device)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may stage weights meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
-        ):
-            self._step.run(bucket, variant)
-        return graph

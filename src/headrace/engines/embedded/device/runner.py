@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.engines.embedded.device.context import PrefillContext
-from headrace.engines.embedded.device.graphs import StepGraphs
+from headrace.engines.embedded.device.graphs import StepGraphs, make_recorder
 from headrace.engines.embedded.device.memory import DeviceCache
 from headrace.engines.embedded.device.pace import LAUNCHES, STEPS, Haste, Pace
+from headrace.engines.embedded.device.prompts import MOST_TOKENS, PromptPasses
 from headrace.engines.embedded.device.scoring import TokenScores
 from headrace.engines.embedded.device.state import DeviceState
 from headrace.engines.embedded.device.step import DecodeStep, Variant, variant_of
@@ -29,8 +29,7 @@ from headrace.engines.embedded.kernels.rows import IDLE
 from headrace.engines.embedded.runner import Sampled, Timings
 from headrace.engines.embedded.scheduler import Chunk, Plan
 from headrace.engines.embedded.sequence import Sequence
-from headrace.models.attention import attending
-from headrace.models.experts import RoutingRecorder, RoutingShape, recording
+from headrace.models.experts import RoutingShape
 from headrace.types import Int32Array
 
 _WAITED = 2e-4
@@ -72,12 +71,10 @@ class DeviceRunner:
         capture: bool,
         routing: RoutingShape | None = None,
     ) -> None:
-        self.prefill_chunk = 16384
+        self.prefill_chunk = MOST_TOKENS
         self.gather = GATHER
         self.timings = Timings()
-        self._model = model
         self._cache = cache
-        self._routing = routing
         device = next(model.parameters()).device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         if self._stream is not None:
@@ -86,8 +83,10 @@ class DeviceRunner:
         with self.active():
             self._state = DeviceState(max(rows, 2), -(-max_length // cache.block_size), STEPS, device)
             self._step = DecodeStep(model, self._state, cache, routing)
-            self._graphs = StepGraphs(self._step, self._state, capture=capture)
-            self._scores = TokenScores(model, device, capture=capture)
+            record = make_recorder(device, capture=capture)
+            self._graphs = StepGraphs(self._step, self._state, record)
+            self._prompts = PromptPasses(model, cache, self._state, self._step, routing=routing, record=record)
+            self._scores = TokenScores(model, device, record)
         self._decoding: dict[int, Sequence] = {}
         self._variants: dict[int, Variant] = {}
         self._launches: deque[_Launch] = deque()
@@ -214,43 +213,15 @@ class DeviceRunner:
             self._busy_since += seconds
 
     def _prefill(self, chunks: list[Chunk]) -> None:
+        """Compute chunks; the rows of those that end their sequences get their next token, and decode from here on."""
         begun = Mark(self._state.device)
-        sampled = [c for c in chunks if c.samples]
-        counts = np.array([c.count for c in chunks])
-        ends = counts.cumsum()
-        tokens = self._state.upload(_packed(chunks, self._cache.block_size))
-        table = np.array([[c.sequence.row for c in chunks], [c.start for c in chunks], ends - counts], np.int32)
-        rows, starts, offsets = self._state.upload_rows(np.pad(table, ((0, 0), (0, 1)), constant_values=ends[-1]))
-        context = PrefillContext(
-            self._cache,
-            self._state.tables,
-            rows=rows[:-1],
-            starts=starts[:-1],
-            offsets=offsets,
-            slots=tokens[2],
-            longest=int(counts.max()),
-        )
-        keep = [int(end) - 1 for c, end in zip(chunks, ends, strict=True) if c.samples] or [0]
-        kept = self._state.upload(np.array(keep, np.int64))
-        recorder = RoutingRecorder(self._routing, tokens.shape[1], self._state.device) if self._routing else None
-        with attending(context), recording(recorder):
-            logits = self._model(
-                input_ids=tokens[:1], position_ids=tokens[1:2], use_cache=False, logits_to_keep=kept
-            ).logits[0]
-        if sampled:
-            if recorder is not None and self._step.recorder is not None:
-                self._step.recorder.chosen[: len(keep)] = recorder.chosen[kept]
-            self._draw_first([c.sequence for c in sampled], logits, begun)
-
-    def _draw_first(self, sequences: list[Sequence], logits: torch.Tensor, begun: Mark) -> None:
-        """The first tokens after prompts; their rows decode from here on."""
-        table = np.array([[s.row for s in sequences], [len(s.tokens) - 1 for s in sequences]], np.int32)
-        rows, positions = self._state.upload_rows(table)
-        variant = self._variant(sequences)
+        sampled = [c.sequence for c in chunks if c.samples]
+        variant = self._variant(sampled)
         self._state.cursor.zero_()
-        self._step.draw(logits, rows, positions, variant)
-        self._launched(sequences, 1, variant, begun, decodes=False)
-        self._begin_decoding(sequences)
+        self._prompts.run(chunks, variant)
+        if sampled:
+            self._launched(sampled, 1, variant, begun, decodes=False)
+            self._begin_decoding(sampled)
 
     def _decode(self, steps: int) -> None:
         entries, longest = [], 0
@@ -361,19 +332,6 @@ def _without_idle(sampled: list[Sampled], ran: npt.NDArray[np.bool_]) -> list[Sa
     for new, steps in zip(sampled, ran.sum(1).tolist(), strict=True):
         new.cut(steps)
     return [new for new in sampled if new.tokens]
-
-
-def _packed(chunks: Seq[Chunk], block_size: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """Token ids, positions and cache slots of all chunks, one after the other."""
-    parts = []
-    for chunk in chunks:
-        places = np.arange(chunk.start, chunk.start + chunk.count)
-        ids = np.array(chunk.sequence.tokens[chunk.start : chunk.start + chunk.count], np.int64)
-        blocks = np.array(chunk.sequence.blocks, np.int64)
-        parts.append(np.stack([ids, places, blocks[places // block_size] * block_size + places % block_size]))
-    packed = np.concatenate(parts, axis=1)
-    # A pass of one token would be a shape of its own to a compiler; the second one is stored nowhere.
-    return packed if packed.shape[1] > 1 else np.concatenate([packed, [[0], [0], [-1]]], axis=1)
 
 
 def _add_records(launch: _Launch, sampled: list[Sampled]) -> None:

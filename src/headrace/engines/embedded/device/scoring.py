@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.engines.embedded.device.graphs import CAPTURE_ERRORS, Record, Replay, first_line
 from headrace.engines.embedded.device.transfer import Arriving
 from headrace.engines.embedded.runner import score_ids
 from headrace.types import Int32Array
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 class _Captured:
     """A pass over `ids`, whose log-probabilities are in `scores` when it was replayed."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: Replay
     ids: torch.Tensor
     scores: torch.Tensor
 
@@ -31,29 +32,26 @@ class _Captured:
 class TokenScores:
     """Scores rows of tokens on the current stream."""
 
-    def __init__(self, model: Any, device: torch.device, *, capture: bool) -> None:
+    def __init__(self, model: Any, device: torch.device, record: Record | None) -> None:
         self._model = model
         self._device = device
-        self._capture = capture and device.type == "cuda"
+        self._record = record
         self._captured: dict[int, _Captured] = {}
 
     def prepare(self, length: int) -> None:
         """Capture the pass over rows of this length, unless that was done: they are scored by replay from here on."""
-        if not self._capture or length in self._captured:
+        if self._record is None or length in self._captured:
             return
         ids = torch.zeros(length, dtype=torch.int64, device=self._device)
         # Once outside of the graph: kernels are compiled and library handles made.
-        score_ids(self._model, ids)
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
+        scores = torch.empty_like(score_ids(self._model, ids))
         try:
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-                scores = score_ids(self._model, ids)
-        except (RuntimeError, torch.AcceleratorError) as error:
-            logger.warning("canaries are scored uncaptured: %s", str(error).strip().splitlines()[0])
-            self._capture = False
+            replay = self._record(lambda: scores.copy_(score_ids(self._model, ids)))
+        except CAPTURE_ERRORS as error:
+            logger.warning("canaries are scored uncaptured: %s", first_line(error))
+            self._record = None
         else:
-            self._captured[length] = _Captured(graph, ids, scores)
+            self._captured[length] = _Captured(replay, ids, scores)
 
     def begin(self, token_ids: Int32Array) -> Arriving:
         """Begin to score tokens 1..n given their prefix."""
@@ -64,5 +62,5 @@ class TokenScores:
         if captured is None:
             return Arriving(score_ids(self._model, host.to(self._device, non_blocking=True)))
         captured.ids.copy_(host, non_blocking=True)
-        captured.graph.replay()
+        captured.replay()
         return Arriving(captured.scores)

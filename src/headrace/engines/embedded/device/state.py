@@ -7,11 +7,13 @@ go through the engine's stream, so a launch that is under way never sees them.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.engines.embedded.device.transfer import Uploads
 from headrace.engines.embedded.kernels.sampling_rows import SamplingRows
 from headrace.engines.embedded.sequence import Sequence
 
@@ -54,6 +56,7 @@ class DeviceState:
         self._free = list(range(rows - 1, -1, -1))
         # How many blocks of each row the tables hold.
         self._known = [0] * rows
+        self._uploads = Uploads(device)
 
     def take(self) -> int:
         """A row that nobody uses."""
@@ -114,15 +117,6 @@ class DeviceState:
             self.entries[:bucket].copy_(self.upload(np.array(rows, np.int32)))
             self._chosen = rows
 
-    def upload_rows(self, table: npt.NDArray[np.int32]) -> Seq[torch.Tensor]:
-        """The rows of a table as tensors of their own, in one copy; each begins at a multiple of 16 bytes.
-
-        Kernels are compiled anew for addresses that are none.
-        """
-        width = table.shape[1]
-        return [row[:width] for row in self.upload(np.pad(table, ((0, 0), (0, -width % 4))))]
-
-    def upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
-        """These numbers on the device, without waiting for it."""
-        host = torch.from_numpy(np.ascontiguousarray(values))
-        return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host
+    def upload(self, values: npt.NDArray[Any], into: torch.Tensor | None = None) -> torch.Tensor:
+        """These numbers on the device, in a tensor of their own or in this one, without waiting for it."""
+        return self._uploads.send(values, into)

@@ -1,6 +1,7 @@
 """Writes to the paged cache, `[blocks, kv_heads, block_size, D]`, outside decode: whole chunks, and copies of blocks.
 
-A write touches the slots it is given and no other; nothing is read back, so it may be captured in a CUDA graph.
+A write touches the slots it is given and no other; nothing is read back, so it may be captured in a CUDA graph. A slot
+is block * block_size + offset.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton.language as tl
 def write_cache(
     key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Store the keys and values (`[T, kv_heads, D]`) of T tokens; a slot is block * block_size + offset.
+    """Store the keys and values (`[T, kv_heads, D]`) of T tokens.
 
     A token whose slot is negative is skipped. No two tokens may have the same slot.
     """
@@ -32,6 +33,49 @@ def write_cache(
             BLOCK=store.shape[2],
             num_warps=4,
         )
+
+
+def find_places(
+    owners: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    offsets: torch.Tensor,
+    tables: torch.Tensor,
+    block_size: int,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Fill in the positions and slots of packed tokens; token t is of chunk `owners[t]`.
+
+    Chunk c holds the tokens from `offsets[c]` on, from position `starts[c]` of row `rows[c]` on. A token of no chunk
+    (-1) gets position 0 and slot -1.
+    """
+    tokens = len(owners)
+    _places_kernel[(triton.cdiv(tokens, _TOKENS),)](
+        *(owners, rows, starts, offsets, tables, positions, slots, tokens, tables.stride(0)),
+        BLOCK=block_size,
+        SIZE=_TOKENS,
+    )
+
+
+_TOKENS = 256
+
+
+@triton.jit(do_not_specialize=["count"])
+def _places_kernel(
+    owners, rows, starts, offsets, tables, positions, slots, count, table_row, BLOCK: tl.constexpr, SIZE: tl.constexpr
+):
+    token = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    inside = token < count
+    chunk = tl.load(owners + token, mask=inside, other=-1)
+    owned = chunk >= 0
+    behind = token - tl.load(offsets + chunk, mask=owned, other=0)
+    position = tl.load(starts + chunk, mask=owned, other=0) + behind
+    row = tl.load(rows + chunk, mask=owned, other=0).to(tl.int64)
+    block = tl.load(tables + row * table_row + position // BLOCK, mask=owned, other=0)
+    tl.store(positions + token, tl.where(owned, position, 0).to(positions.dtype.element_ty), mask=inside)
+    slot = block.to(slots.dtype.element_ty) * BLOCK + position % BLOCK
+    tl.store(slots + token, tl.where(owned, slot, -1), mask=inside)
 
 
 def copy_blocks(keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:

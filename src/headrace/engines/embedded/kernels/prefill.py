@@ -6,6 +6,8 @@ slots of its last block that are not written yet.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,23 @@ from headrace.engines.embedded.kernels.tiles import (
 )
 
 
+def choose_queries(longest: int, size: int, itemsize: int) -> int:
+    """How many queries of heads of this size a program takes, where a chunk has `longest` tokens at most."""
+    # Wide numbers are multiplied outside the tensor cores, from registers: few queries at a time.
+    return 16 if itemsize > 2 else 64 if longest <= 64 or size > 128 else 128
+
+
+def tiles_of(counts: npt.NDArray[np.integer], queries: int) -> npt.NDArray[np.int32]:
+    """The tiles of chunks of these many tokens, `[2, n]`: which chunk, and from which of its tokens on.
+
+    There are at most sum(counts) // queries + len(counts).
+    """
+    tiles = -(-counts // queries)
+    chunks = np.repeat(np.arange(len(counts)), tiles)
+    behind = np.arange(len(chunks)) - np.repeat(tiles.cumsum() - tiles, tiles)
+    return np.stack([chunks, behind * queries]).astype(np.int32)
+
+
 def paged_prefill(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -32,8 +51,9 @@ def paged_prefill(
     rows: torch.Tensor,
     starts: torch.Tensor,
     offsets: torch.Tensor,
-    longest: int,
+    tiles: torch.Tensor,
     *,
+    queries: int,
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
@@ -41,21 +61,19 @@ def paged_prefill(
 ) -> torch.Tensor:
     """The output, `[T, H, Dv]`, of the queries, `[T, H, D]`, of chunks packed one after the other.
 
-    Chunk c holds the tokens `offsets[c]:offsets[c + 1]`, at most `longest`, of `rows[c]`, from position `starts[c]` on.
-    Tokens of no chunk get zeros.
+    Chunk c holds the tokens `offsets[c]:offsets[c + 1]` of `rows[c]`, from position `starts[c]` on. `tiles` are those
+    of `tiles_of` for so many queries, in any order; a tile of chunk -1 is none. Tokens of no tile get zeros.
     """
     size = max(keys.shape[3], values.shape[3])
-    # Wide numbers are multiplied outside the tensor cores, from registers: few queries at a time.
-    query_tile = 16 if query.element_size() > 2 else 64 if longest <= 64 or size > 128 else 128
     return launch_prefill(
-        *(query, keys, values, tables, rows, starts, offsets, longest),
+        *(query, keys, values, tables, rows, starts, offsets, tiles),
+        queries=queries,
         scaling=scaling,
         window=window,
         softcap=softcap,
         sinks=sinks,
-        query_tile=query_tile,
         tile=min(64, choose_tile(size, keys.element_size())),
-        num_warps=8 if query_tile == 128 else 4,
+        num_warps=8 if queries == 128 else 4,
         num_stages=3,
     )
 
@@ -68,13 +86,13 @@ def launch_prefill(
     rows: torch.Tensor,
     starts: torch.Tensor,
     offsets: torch.Tensor,
-    longest: int,
+    tiles: torch.Tensor,
     *,
+    queries: int,
     scaling: float,
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
-    query_tile: int,
     tile: int,
     num_warps: int,
     num_stages: int,
@@ -85,11 +103,12 @@ def launch_prefill(
     assert keys.is_contiguous() and values.is_contiguous() and query.stride(2) == tables.stride(1) == 1
     assert query.dtype == keys.dtype == values.dtype
     out = torch.zeros(tokens, heads, value_size, dtype=query.dtype, device=query.device)
-    if longest == 0 or len(rows) == 0:
+    assert tiles.stride(1) == 1
+    if tiles.shape[1] == 0:
         return out
-    _prefill_kernel[(triton.cdiv(longest, query_tile), heads, len(rows))](
-        *(query, keys, values, tables, rows, starts, offsets, sinks, out),
-        *(*query.stride()[:2], tables.stride(0)),
+    _prefill_kernel[(tiles.shape[1], heads)](
+        *(query, keys, values, tables, rows, starts, offsets, tiles, sinks, out),
+        *(*query.stride()[:2], tables.stride(0), tiles.stride(0)),
         scaling,
         UNBOUNDED if window is None else window,
         1.0 if softcap is None else softcap,
@@ -101,7 +120,7 @@ def launch_prefill(
         DV=value_size,
         DV_PAD=padded(value_size),
         BLOCK=block_size,
-        QUERIES=query_tile,
+        QUERIES=queries,
         TILE=tile,
         num_warps=num_warps,
         num_stages=num_stages,
@@ -118,11 +137,13 @@ def _prefill_kernel(
     rows,
     starts,
     offsets,
+    tiles,
     sinks,
     out,
     query_token,
     query_head,
     table_row,
+    tiles_row,
     scaling,
     window,
     softcap,
@@ -137,11 +158,12 @@ def _prefill_kernel(
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    query_first, head, chunk = tl.program_id(0) * QUERIES, tl.program_id(1), tl.program_id(2)
+    head, chunk = tl.program_id(1), tl.load(tiles + tl.program_id(0))
+    if chunk < 0:
+        return
+    query_first = tl.load(tiles + tiles_row + tl.program_id(0))
     offset = tl.load(offsets + chunk)
     count = tl.load(offsets + chunk + 1) - offset
-    if query_first >= count:
-        return
     kv_head = head // (HEADS // KV_HEADS)
     start = tl.load(starts + chunk)
     table = tables + tl.load(rows + chunk).to(tl.int64) * table_row

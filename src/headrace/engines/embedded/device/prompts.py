@@ -1,0 +1,228 @@
+"""Passes over prompts: packed chunks of any number and length, sent to the device in one piece.
+
+Enqueuing a pass takes the host tens of milliseconds, whatever its size, and a small model computes it in fewer. So
+where the host would be the slower one, passes are filled up to a few sizes, captured when a size comes for the second
+time, and replayed from then on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.engines.embedded.device.context import PrefillContext
+from headrace.engines.embedded.device.graphs import CAPTURE_ERRORS, Record, Replay, first_line
+from headrace.engines.embedded.device.memory import DeviceCache
+from headrace.engines.embedded.device.state import DeviceState
+from headrace.engines.embedded.device.step import DecodeStep, Variant
+from headrace.engines.embedded.kernels.cache import find_places
+from headrace.engines.embedded.kernels.prefill import choose_queries, tiles_of
+from headrace.engines.embedded.kernels.rows import IDLE
+from headrace.engines.embedded.scheduler import Chunk
+from headrace.models.attention import attending
+from headrace.models.experts import RoutingRecorder, RoutingShape, recording
+
+logger = logging.getLogger(__name__)
+
+LEAST_TOKENS, MOST_TOKENS = 256, 16384
+"""Captured sizes are the powers of two between them."""
+CHUNK_TOKENS = 8
+"""A captured pass has room for one chunk per so many tokens, and for `LEAST_CHUNKS`."""
+LEAST_CHUNKS = 8
+HOST_BOUND = 15 * 10**12
+"""Tokens times parameters of a pass that a GPU computes about as fast as a host enqueues it. Beyond it nothing is won,
+and what fills a pass up is computed for nothing."""
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """What a pass has room for."""
+
+    tokens: int
+    chunks: int
+    queries: int
+    """See `choose_queries`."""
+
+    @property
+    def tiles(self) -> int:
+        """See `tiles_of`."""
+        return self.tokens // self.queries + self.chunks
+
+    @property
+    def fields(self) -> dict[str, tuple[int, int]]:
+        """What the device is told of a pass, and what that holds where there is nothing to tell."""
+        return {
+            "ids": (self.tokens, 0),
+            "owners": (self.tokens, -1),
+            "tiles": (2 * self.tiles, -1),
+            "rows": (self.chunks, 0),
+            "starts": (self.chunks, 0),
+            "offsets": (self.chunks + 1, 0),
+            "kept": (self.chunks, 0),
+            "entries": (self.chunks, 0),
+            "positions": (self.chunks, IDLE),
+        }
+
+
+@dataclass(eq=False)
+class _Pass:
+    """A captured size: where its description lies, and how it is run again."""
+
+    told: torch.Tensor
+    recorder: RoutingRecorder | None
+    ran: set[Variant] = field(default_factory=set)
+    replays: dict[Variant, Replay] = field(default_factory=dict)
+
+
+class PromptPasses:
+    """Computes chunks, stores their keys and values, and draws the tokens after those that end their sequences."""
+
+    def __init__(
+        self,
+        model: Any,
+        cache: DeviceCache,
+        state: DeviceState,
+        step: DecodeStep,
+        *,
+        routing: RoutingShape | None,
+        record: Record | None,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._state = state
+        self._step = step
+        self._routing = routing
+        self._record = record
+        self._parameters = sum(p.numel() for p in model.parameters())
+        self._passes: dict[PassShape, _Pass] = {}
+
+    def run(self, chunks: Seq[Chunk], variant: Variant) -> None:
+        """Enqueue one pass. The tokens drawn are those of the chunks that sample, in their order."""
+        counts = np.array([c.count for c in chunks], np.int32)
+        shape = self._captured_shape(counts)
+        if shape is None:
+            # A pass of one token would be a shape of its own to a compiler; the second one is stored nowhere.
+            shape = PassShape(max(2, int(counts.sum())), len(chunks), self._queries(int(counts.max())))
+            told = self._state.upload(describe(shape, chunks, counts, self._state.spare))
+            self._compute(shape, told, self._recorder(shape), variant)
+            return
+        captured = self._passes.get(shape)
+        if captured is None:
+            told = torch.empty(_size(shape), dtype=torch.int32, device=self._state.device)
+            captured = self._passes[shape] = _Pass(told, self._recorder(shape))
+        self._state.upload(describe(shape, chunks, counts, self._state.spare), into=captured.told)
+        self._replay(shape, captured, variant)
+
+    def _replay(self, shape: PassShape, captured: _Pass, variant: Variant) -> None:
+        def compute() -> None:
+            self._compute(shape, captured.told, captured.recorder, variant)
+
+        # The first of its kind is computed as it is: kernels are compiled, and most sizes never come again.
+        if variant in captured.ran and variant not in captured.replays and self._record is not None:
+            try:
+                captured.replays[variant] = self._record(compute)
+            except CAPTURE_ERRORS as error:
+                logger.warning("passes over prompts run uncaptured: %s", first_line(error))
+                self._record = None
+        captured.ran.add(variant)
+        captured.replays.get(variant, compute)()
+
+    def _compute(
+        self, shape: PassShape, told: torch.Tensor, recorder: RoutingRecorder | None, variant: Variant
+    ) -> None:
+        state, part = self._state, _split(shape, told)
+        ids, positions = part["ids"].long(), torch.empty(shape.tokens, dtype=torch.int64, device=told.device)
+        slots = torch.empty_like(part["ids"])
+        rows, starts, offsets = part["rows"], part["starts"], part["offsets"]
+        find_places(part["owners"], rows, starts, offsets, state.tables, self._cache.block_size, positions, slots)
+        context = PrefillContext(
+            self._cache,
+            state.tables,
+            rows=rows,
+            starts=starts,
+            offsets=offsets,
+            slots=slots,
+            tiles=part["tiles"].view(2, -1),
+            queries=shape.queries,
+        )
+        kept = part["kept"].long()
+        with attending(context), recording(recorder):
+            logits = self._model(
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept
+            ).logits[0]
+        if recorder is not None and self._step.recorder is not None:
+            self._step.recorder.chosen[: shape.chunks] = recorder.chosen[kept]
+        self._step.draw(logits, part["entries"], part["positions"], variant)
+
+    def _captured_shape(self, counts: npt.NDArray[np.int32]) -> PassShape | None:
+        """The smallest size that has room for these chunks; None where capturing is of no use."""
+        if self._record is None:
+            return None
+        tokens = LEAST_TOKENS
+        while tokens < counts.sum() or self._room(tokens) < len(counts):
+            tokens *= 2
+            if tokens > MOST_TOKENS:
+                return None
+        if tokens * self._parameters > HOST_BOUND:
+            return None
+        return PassShape(tokens, self._room(tokens), self._queries(int(counts.max())))
+
+    def _room(self, tokens: int) -> int:
+        return min(self._state.rows, max(LEAST_CHUNKS, tokens // CHUNK_TOKENS))
+
+    def _queries(self, longest: int) -> int:
+        keys, values = self._cache.layers[0]
+        return choose_queries(longest, max(keys.shape[3], values.shape[3]), keys.element_size())
+
+    def _recorder(self, shape: PassShape) -> RoutingRecorder | None:
+        return RoutingRecorder(self._routing, shape.tokens, self._state.device) if self._routing else None
+
+
+def describe(shape: PassShape, chunks: Seq[Chunk], counts: npt.NDArray[np.int32], spare: int) -> npt.NDArray[np.int32]:
+    """All that the device is told of a pass, in one piece; whoever samples nothing draws for the spare row."""
+    table = np.empty(_size(shape), np.int32)
+    part = _split(shape, table)
+    for name, (_, nothing) in shape.fields.items():
+        part[name].fill(spare if name == "entries" else nothing)
+    ends = counts.cumsum()
+    tokens = itertools.chain.from_iterable(c.sequence.tokens[c.start : c.start + c.count] for c in chunks)
+    part["ids"][: ends[-1]] = np.fromiter(tokens, np.int32, int(ends[-1]))
+    part["owners"][: ends[-1]] = np.repeat(np.arange(len(chunks)), counts)
+    tiles = tiles_of(counts, shape.queries)
+    part["tiles"].reshape(2, -1)[:, : tiles.shape[1]] = tiles
+    part["rows"][: len(chunks)] = [c.sequence.row for c in chunks]
+    part["starts"][: len(chunks)] = [c.start for c in chunks]
+    part["offsets"][1:] = ends[-1]
+    part["offsets"][1 : len(chunks) + 1] = ends
+    sampled = [
+        (end - 1, c.sequence.row, c.start + c.count - 1) for c, end in zip(chunks, ends, strict=True) if c.samples
+    ]
+    if sampled:
+        kept, entries, positions = zip(*sampled, strict=True)
+        part["kept"][: len(sampled)], part["entries"][: len(sampled)] = kept, entries
+        part["positions"][: len(sampled)] = positions
+    return table
+
+
+def _split(shape: PassShape, whole: Any) -> dict[str, Any]:
+    """The fields of a description, each from a multiple of 16 bytes on: kernels are compiled anew where it is none."""
+    parts, begin = {}, 0
+    for name, (length, _) in shape.fields.items():
+        parts[name] = whole[begin : begin + length]
+        begin += _aligned(length)
+    return parts
+
+
+def _size(shape: PassShape) -> int:
+    return sum(_aligned(length) for length, _ in shape.fields.values())
+
+
+def _aligned(length: int) -> int:
+    return -(-length // 4) * 4
