@@ -189,6 +189,21 @@ def test_a_cache_that_is_too_small_preempts_and_finishes(model: Any) -> None:
     assert host.stats().preemptions > 0 and device.stats().preemptions > 0
 
 
+@pytest.mark.parametrize("cache_tokens", [36, 48, 60, 72])
+def test_no_step_is_launched_without_room_for_its_tokens(model: Any, cache_tokens: int) -> None:
+    _, core = cores(model, cache_tokens=cache_tokens)
+    core.submit([ask(str(i), [i, i + 1, i + 2], max_tokens=20 - i, seed=i) for i in range(6)])
+    joined: dict[str, Joined] = {}
+    while core.has_work:
+        collect(joined, core.step())
+        for sequence in core._scheduler.running:
+            # The last token of all is only stored by the step after it, and none beyond the limit ever.
+            wanted = min(len(sequence.tokens) + sequence.in_flight, sequence.limit)
+            assert wanted <= 4 * len(sequence.blocks) + 1
+    assert core.stats().preemptions > 0
+    assert [len(joined[str(i)].tokens) for i in range(6)] == [20 - i for i in range(6)]
+
+
 @pytest.mark.usefixtures("passes")
 def test_forks_share_and_continue(model: Any) -> None:
     _, device = cores(model)

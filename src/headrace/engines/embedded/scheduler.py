@@ -47,6 +47,8 @@ class Plan:
     """Sequences that lost their blocks, and wait again."""
     upcoming: int = 0
     """Sequences that could run beside these and still wait for their prompts to be computed."""
+    ahead: int = 1
+    """Steps that decoding sequences have blocks for, beyond those in flight."""
 
 
 HELD_PLANS = 8
@@ -108,7 +110,7 @@ class Scheduler:
         Decoding sequences get blocks for their next `ahead` tokens, beyond those in flight; `ahead` over 1 is our
         error while there is a `shortage`. One with tokens in flight goes on by itself, and has no chunk.
         """
-        plan = Plan()
+        plan = Plan(ahead=ahead)
         self._ahead = ahead
         self._sharing.serve(version)
         self._grow(plan, ahead)

@@ -136,7 +136,7 @@ class DeviceRunner:
             plan.chunks = prefill
         else:
             # Before prompts, which the host enqueues for longer than a step lasts: the device has work meanwhile.
-            self._decode(self._pace.cover if prefill else self._pace.steps)
+            self._decode(min(plan.ahead, self._pace.cover if prefill else self._pace.steps))
         if prefill:
             self._enqueue_prompts(prefill)
         self.timings.host_seconds += time.perf_counter() - started
