@@ -239,7 +239,8 @@ def lose(trainer: Publishing, manifest: Manifest, tmp_path: Path, monkeypatch: p
             monkeypatch.setattr(sender, "_answer", cut_short)
         case CudaIpcSender() as sender:
             place = sender._held[manifest.location]
-            monkeypatch.setattr(place, "memory", place.memory[: -BUCKET_BYTES // 2])
+            end = max(entry.offset + entry.nbytes for entry in manifest.payload or manifest.entries)
+            monkeypatch.setattr(place, "memory", place.memory[: end - BUCKET_BYTES // 2])
         case NcclSender():
             monkeypatch.setattr(nccl_sessions, "pieces", lambda *arguments: nccl_wire.pieces(*arguments)[:-1])
     return manifest

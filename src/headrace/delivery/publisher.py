@@ -25,7 +25,7 @@ from headrace.delivery.digest import digest
 from headrace.delivery.held_places import HeldPlaces
 from headrace.delivery.plan import Plan, make_plan, plan_weights, unpack
 from headrace.delivery.snapshots import Snapshots
-from headrace.delivery.transports.base import Sender
+from headrace.delivery.transports.base import Enqueuing, Sender
 from headrace.errors import DeliveryError
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
@@ -98,6 +98,8 @@ class Publisher:
             else:
                 location = self._sender.write(version, plan, weights)
                 self._places.written(version, location)
+            on_gpu = next((tensor.device for tensor in weights.values() if tensor.is_cuda), None)
+            digesting = self._digest_at_once(location, plan, on_gpu)
             self.last_snapshot_seconds = time.monotonic() - started
             self._newest = version
         manifest = Manifest(
@@ -115,8 +117,7 @@ class Publisher:
         )
         if self._snapshots:
             return self._finishing.submit(self._finish_delta, manifest, plan)
-        on_gpu = [tensor.device for tensor in weights.values() if tensor.is_cuda]
-        return self._finishing.submit(self._finish, manifest, plan, on_gpu[0] if on_gpu else None)
+        return self._finishing.submit(self._finish, manifest, plan, on_gpu, digesting)
 
     def resend(self, manifest: Manifest) -> Future[Manifest]:
         """The same version with all its weights, where they can be fetched now: a delta helps only who has its base.
@@ -140,10 +141,12 @@ class Publisher:
         self._on_gpu.clear()
         self._sender.close()
 
-    def _finish(self, manifest: Manifest, plan: Plan, gpu: torch.device | None) -> Manifest:
+    def _finish(
+        self, manifest: Manifest, plan: Plan, gpu: torch.device | None, digesting: torch.Tensor | None
+    ) -> Manifest:
         self._sender.finish(manifest.location)
         with self._beside(gpu):
-            manifest.digest = self._digest(manifest.location, plan)
+            manifest.digest = self._digest(manifest.location, plan, digesting)
         return manifest
 
     def _planned(self, weights: Mapping[str, torch.Tensor]) -> Plan:
@@ -153,17 +156,31 @@ class Publisher:
             self._plan = layout, plan_weights(weights, self._dtype)
         return self._plan[1]
 
-    def _digest(self, location: str, plan: Plan) -> int:
+    def _digest_at_once(self, location: str, plan: Plan, gpu: torch.device | None) -> torch.Tensor | None:
+        """Enqueue the digest right behind the copy, where it is prepared and the sender's copy is enqueued too.
+
+        A GPU that is shared would else turn to another process between the two.
+        """
+        known = self._on_gpu.get(location)
+        if not isinstance(self._sender, Enqueuing) or known is None or known[0] != plan.digest:
+            return None
+        with self._beside(gpu):
+            self._sender.follow(location)
+            return known[1].launch()
+
+    def _digest(self, location: str, plan: Plan, digesting: torch.Tensor | None) -> int:
         written = self._sender.snapshot(location, plan)
         if not all(tensor.is_cuda for tensor in written.values()):
             return digest(written.items())
         # Late: only where there is a GPU is there a need for Triton. Prepared once for each of the few places.
         from headrace.delivery.digest_kernel import DeviceDigest
 
-        known = self._on_gpu.get(location)
-        if known is None or known[0] != plan.digest:
-            known = self._on_gpu[location] = plan.digest, DeviceDigest(written)
-        return DeviceDigest.value(known[1].launch())
+        if digesting is None:
+            known = self._on_gpu.get(location)
+            if known is None or known[0] != plan.digest:
+                known = self._on_gpu[location] = plan.digest, DeviceDigest(written)
+            digesting = known[1].launch()
+        return DeviceDigest.value(digesting)
 
     def _finish_delta(self, manifest: Manifest, plan: Plan) -> Manifest:
         assert self._snapshots is not None

@@ -136,6 +136,7 @@ def _attention(
         return _trained(query, key, value, sinks, UNTOLD, scale, window or 0, float(softcap or 0.0))[0], None
     if torch.compiler.is_compiling():
         number = number_of(module, LAYER)
+        assert number is not None, "a layer is compiled before `prepare_to_compile`"
         return _opaque(query, key, value, sinks, number, scale, window or 0, float(softcap or 0.0)), None
     layer = int(getattr(module, LAYER))
     return _in_context(query, key, value, sinks, layer, scale, window or 0, float(softcap or 0.0)), None

@@ -35,7 +35,9 @@ def prepare_to_compile(model: Any) -> None:
                 setattr(module, name + _SUFFIX, torch.tensor(number))
 
 
-def number_of(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """The number of this name, for compiled code: a tensor in host memory."""
-    number: torch.Tensor = getattr(module, name + _SUFFIX)
-    return number
+def number_of(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """The number of this name, for compiled code: a tensor in host memory, or None where there is none.
+
+    Whether a module has the number itself must not be asked there: some versions of torch guard its value then.
+    """
+    return getattr(module, name + _SUFFIX, None)

@@ -140,12 +140,12 @@ def _record(index: torch.Tensor, column: int) -> None:
 
 def _experts(module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
     """The weighted sum of each token's experts, [T, H], by transformers' experts interface."""
-    if not hasattr(module, COLUMN):
-        pass
-    elif torch.compiler.is_compiling():
-        # Opaque to the compiler, so that one compiled layer serves passes with and without a recorder.
-        top_k_index = _record_routing(top_k_index, number_of(module, COLUMN))
-    else:
+    if torch.compiler.is_compiling():
+        column = number_of(module, COLUMN)
+        if column is not None:
+            # Opaque to the compiler, so that one compiled layer serves passes with and without a recorder.
+            top_k_index = _record_routing(top_k_index, column)
+    elif hasattr(module, COLUMN):
         _record(top_k_index, getattr(module, COLUMN))
     if top_k_weights.shape != top_k_index.shape:
         raise ModelError(f"{type(module).__name__} weighs its experts in a form that is not known: it cannot be served")

@@ -60,6 +60,15 @@ class Sender(Protocol):
         ...
 
 
+@runtime_checkable
+class Enqueuing(Protocol):
+    """A sender on whose `write` other work of the same GPU can follow at once, before `finish`."""
+
+    def follow(self, location: str) -> None:
+        """What comes next on the current stream comes after what was written there."""
+        ...
+
+
 class Source(Protocol):
     """An engine's end. Used by one thread at a time."""
 

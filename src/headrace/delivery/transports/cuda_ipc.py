@@ -104,13 +104,13 @@ class CudaIpcSender:
     def finish(self, location: str) -> None:
         """Nothing is left to do: who reads the buffer waits for the event."""
 
+    def follow(self, location: str) -> None:
+        """The current stream waits until the buffer is written."""
+        self._holding(location)
+
     def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
         """Views of the buffer; the current stream waits until they are written."""
-        place = self._held.get(location)
-        if place is None or not self._places.holds(location):
-            raise DeliveryError(f"buffer {location} holds nothing")
-        torch.cuda.current_stream(self._device).wait_event(place.written)
-        return place.views(plan)
+        return self._holding(location).views(plan)
 
     def release(self, location: str) -> None:
         """The buffer may be written again."""
@@ -124,6 +124,13 @@ class CudaIpcSender:
         for place in places.values():
             place.segment.remove()
         self._outgrown.clear()
+
+    def _holding(self, location: str) -> _Place:
+        place = self._held.get(location)
+        if place is None or not self._places.holds(location):
+            raise DeliveryError(f"buffer {location} holds nothing")
+        torch.cuda.current_stream(self._device).wait_event(place.written)
+        return place
 
     def _free(self, nbytes: int, held: Collection[str]) -> str:
         for location in [location for location in self._held if location not in held]:
