@@ -12,7 +12,7 @@ VLLM_TORCH := 2.13.0
 PARALLEL := --numprocesses 2 --no-loadscope-reorder
 THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow chaos examples smollm2 vllm test-vllm clean
+.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos examples smollm2 vllm test-vllm clean
 
 setup: $(STAMP)
 
@@ -45,6 +45,10 @@ unit: setup
 # Tests with many processes or many runs.
 slow: setup
 	$(THREADS) $(BIN)/pytest -m slow $(PARALLEL)
+
+# On a machine with a GPU, and a torch for it in .venv: by tests, not by files, because a few files hold them all.
+gpu: setup
+	$(THREADS) $(BIN)/pytest -m '' --numprocesses 6 --dist worksteal tests/gpu tests/integration/test_device_runner.py
 
 # A run that is killed a dozen times and must end as if undisturbed; takes minutes.
 chaos: setup

@@ -31,7 +31,9 @@ KILLERS = ("segments_left", "worker_pids")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of one file share a worker, and so do all that would see what others have killed."""
+    """Tests of one file share a worker, and so do all that would see what others have killed, unless `--dist` is said."""
+    if config.getoption("dist") != "load":
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):

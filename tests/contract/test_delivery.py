@@ -21,7 +21,7 @@ from delivery_parts import BUCKET_BYTES, KINDS, Publishing, Serving
 from headrace.delivery import staging
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.plan import Plan
-from headrace.delivery.transports import WITHOUT_GPU, nccl_sessions, nccl_wire, tcp_source
+from headrace.delivery.transports import WITHOUT_GPU, cuda_ipc, nccl_sessions, nccl_wire, tcp_source
 from headrace.delivery.transports.base import Source
 from headrace.delivery.transports.cuda_ipc import CudaIpcSender
 from headrace.delivery.transports.file import FileSender
@@ -237,10 +237,18 @@ def lose(trainer: Publishing, manifest: Manifest, tmp_path: Path, monkeypatch: p
                 return [header, *(bytes(part)[:-1] for part in payload)]
 
             monkeypatch.setattr(sender, "_answer", cut_short)
-        case CudaIpcSender() as sender:
-            place = sender._held[manifest.location]
+        case CudaIpcSender():
             end = max(entry.offset + entry.nbytes for entry in manifest.payload or manifest.entries)
-            monkeypatch.setattr(place, "memory", place.memory[: end - BUCKET_BYTES // 2])
+            check = cuda_ipc._Mapped.check
+
+            def check_short(mapped: Any, version: int, nbytes: int = 0) -> None:
+                whole, mapped.memory = mapped.memory, mapped.memory[: end - BUCKET_BYTES // 2]
+                try:
+                    check(mapped, version, nbytes)
+                finally:
+                    mapped.memory = whole
+
+            monkeypatch.setattr(cuda_ipc._Mapped, "check", check_short)
         case NcclSender():
             monkeypatch.setattr(nccl_sessions, "pieces", lambda *arguments: nccl_wire.pieces(*arguments)[:-1])
     return manifest
