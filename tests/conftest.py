@@ -31,7 +31,7 @@ KILLERS = ("segments_left", "worker_pids")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of one file share a worker, and so do all that would see what others have killed, unless `--dist` is said."""
+    """Tests of one file share a worker, and so do all that would see what others have killed, where no `--dist` is."""
     if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
