@@ -20,7 +20,7 @@ from headrace.engines.embedded.engine import EmbeddedEngine
 
 __all__ = ["fresh", "setting", "subject"]
 
-LAYERS = 24
+LAYERS = 40
 """Enough that a request of the contract suite still runs when a test acts on it."""
 
 
