@@ -1,4 +1,4 @@
-"""Every figure of docs/performance.md and docs/delivery.md that needs a GPU, and what each is to reach.
+"""Every `headrace bench` of docs/performance.md and docs/delivery.md that needs a GPU, and what it is to reach.
 
     python benchmarks/gpu_figures.py runs/figures                   # all, one after the other: about 25 minutes
     python benchmarks/gpu_figures.py runs/figures engine-1024 loop  # those whose names begin so
@@ -193,6 +193,8 @@ def measure(benchmark: Benchmark, directory: Path) -> bool:
             failure = f"not done within {benchmark.seconds:g} s"
     print(f"{benchmark.name}: {time.monotonic() - started:.0f} s", flush=True)
     if failure:
+        # Half of a file would be taken for figures by those that are compared with it.
+        figures.unlink()
         print(f"    FAILED: {failure} (see {directory / benchmark.name}.log)", flush=True)
         return False
     return judge(benchmark, json.loads(figures.read_text()) | {BESIDE: read_all(directory)})
@@ -200,8 +202,8 @@ def measure(benchmark: Benchmark, directory: Path) -> bool:
 
 def read_all(directory: Path) -> dict[str, Figures]:
     """The figures of all benchmarks that have been measured here and did not fail."""
-    texts = {b.name: directory / f"{b.name}.json" for b in BENCHMARKS}
-    return {name: json.loads(text) for name, file in texts.items() if file.is_file() and (text := file.read_text())}
+    files = {b.name: directory / f"{b.name}.json" for b in BENCHMARKS}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
 
 
 def judge(benchmark: Benchmark, figures: Figures) -> bool:

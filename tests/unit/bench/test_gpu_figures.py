@@ -61,6 +61,7 @@ def test_one_that_fails_is_said_and_counts(script: Any, tmp_path: Path, capsys: 
     assert "no-such-shape" in (tmp_path / "wrong.log").read_text()
     assert not script.measure(script.Benchmark("slow", "engine smollm2-135m", [], seconds=0.05), tmp_path)
     assert "FAILED: not done within 0.05 s" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.json"))
 
 
 def test_one_that_runs_leaves_its_figures(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

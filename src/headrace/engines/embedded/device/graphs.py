@@ -1,6 +1,7 @@
-"""Captured steps: one CUDA graph per batch size and variant, in one memory pool, captured when first needed.
+"""CUDA graphs: how anything is captured, and the steps, one graph per batch size and variant, when first needed.
 
-A capture that fails is said in one line, and the step runs uncaptured from then on.
+All graphs share one memory pool. A capture that fails is said in one line, and what it was of runs uncaptured from then
+on.
 """
 
 from __future__ import annotations

@@ -190,7 +190,8 @@ def describe(shape: PassShape, chunks: Seq[Chunk], counts: npt.NDArray[np.int32]
     table = np.empty(_size(shape), np.int32)
     part = _split(shape, table)
     for name, (_, nothing) in shape.fields.items():
-        part[name].fill(spare if name == "entries" else nothing)
+        part[name].fill(nothing)
+    part["entries"].fill(spare)
     ends = counts.cumsum()
     tokens = itertools.chain.from_iterable(c.sequence.tokens[c.start : c.start + c.count] for c in chunks)
     part["ids"][: ends[-1]] = np.fromiter(tokens, np.int32, int(ends[-1]))
