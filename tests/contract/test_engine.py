@@ -462,11 +462,11 @@ async def test_a_draining_load_lets_what_runs_end_and_nothing_begin(factory: Fac
         loading = asyncio.create_task(subject.engine.load(manifest))
         ended = [await stream.end() for stream in running]
         proof = await soon(loading)
+        late = await waited
         assert proof.accepted and proof.version == 2
         for stream, completion in zip(running, ended, strict=True):
             assert completion.finish == "length" and set(completion.versions) == {1}
             assert_recorded(subject, stream.request, completion)
-        late = await waited
         assert late.finish == "length" and set(late.versions) == {2}
         assert_recorded(subject, waiting.request, late)
         await eventually(subject.engine, idle)

@@ -7,17 +7,27 @@ goes on with another process. What is replayed is found by the addresses that it
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
 from headrace.delivery.plan import copy_all
 
+if TYPE_CHECKING:
+    from headrace.delivery.copy_kernel import DeviceCopy
+
 KEPT = 8
 """Recorded copies: between the few places that weights come to lie in, and those where they are used."""
 
 _Tensors = Mapping[str, torch.Tensor]
 _Key = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+class _Recorded(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    copy: DeviceCopy
+    """It owns what the graph reads."""
 
 
 class DeviceCopies:
@@ -27,7 +37,7 @@ class DeviceCopies:
         self._device = device
         # A recording is made on a stream of its own: what others have under way is not part of it.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._recorded: dict[_Key, torch.cuda.CUDAGraph] = {}
+        self._recorded: dict[_Key, _Recorded] = {}
         self._next: tuple[_Tensors, _Tensors, torch.cuda.CUDAGraph] | None = None
 
     def copy(self, plan: int, targets: _Tensors, sources: _Tensors) -> None:
@@ -69,17 +79,21 @@ class DeviceCopies:
             if len(self._recorded) >= KEPT:
                 del self._recorded[next(iter(self._recorded))]
             self._recorded[key] = self._record(targets, sources)
-        return self._recorded[key]
+        return self._recorded[key].graph
 
-    def _record(self, targets: _Tensors, sources: _Tensors) -> torch.cuda.CUDAGraph:
+    def _record(self, targets: _Tensors, sources: _Tensors) -> _Recorded:
+        # Late: only where there is a GPU is there a need for Triton.
+        from headrace.delivery.copy_kernel import DeviceCopy
+
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
+            copy = DeviceCopy(targets, sources)
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                copy_all(targets, sources)
+                copy.launch()
             finally:
                 graph.capture_end()
-        return graph
+        return _Recorded(graph, copy)
 
 
 def _addresses(names: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:

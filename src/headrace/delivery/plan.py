@@ -116,8 +116,7 @@ def copy_all(
     pairs = defaultdict(lambda: ([], []))
     for name, target in targets.items():
         source = sources[name]
-        if target.shape != source.shape:
-            raise DeliveryError(f"{name} has shape {tuple(source.shape)}, not {tuple(target.shape)}")
+        check_shape(name, target, source)
         if wanted > 1 and divisible(target, source):
             together.append((target, source))
             continue
@@ -127,6 +126,12 @@ def copy_all(
     for into, out_of in pairs.values():
         torch._foreach_copy_(into, out_of, non_blocking=non_blocking)
     copy_together(together, wanted)
+
+
+def check_shape(name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+    """Raise `DeliveryError` unless one can be copied over the other."""
+    if target.shape != source.shape:
+        raise DeliveryError(f"{name} has shape {tuple(source.shape)}, not {tuple(target.shape)}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

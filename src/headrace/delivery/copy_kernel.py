@@ -1,0 +1,87 @@
+"""A copy of hundreds of tensors in one launch, at the bandwidth of one large copy.
+
+Torch fuses such copies too, but into launches of so few blocks that a GPU is never full. Here a program takes a run of
+one tensor's words, and all tensors' runs are programs of one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from headrace.delivery.plan import check_shape, copy_all
+
+TILE = 8192
+"""Words that a program copies."""
+WARPS = 8
+
+_FIELDS = 3
+_ALIGNMENT = tl.constexpr(16)
+"""Bytes that a thread copies at a time; the kernel is compiled for addresses that are multiples."""
+
+
+class DeviceCopy:
+    """A copy between tensors of one device, prepared once: both sides must keep their addresses.
+
+    Tensors that are not contiguous, not aligned or not of whole words, and those that are cast, are left to `copy_all`.
+    """
+
+    def __init__(self, targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+        """Raises `DeliveryError` if a shape differs."""
+        runs = [np.empty((0, _FIELDS), np.int64)]
+        self._others: dict[str, torch.Tensor] = {}
+        for name, target in targets.items():
+            check_shape(name, target, sources[name])
+            if _in_words(target, sources[name]):
+                runs.append(_runs(target.data_ptr(), sources[name].data_ptr(), target.nbytes // 4))
+            else:
+                self._others[name] = target
+        self._sources = sources
+        device = next((target.device for target in targets.values()), torch.device("cpu"))
+        self._runs = torch.from_numpy(np.concatenate(runs)).to(device)
+        # A kernel is loaded at its first launch, which cannot be done while a graph is recorded.
+        self._copy(torch.zeros((1, _FIELDS), dtype=torch.int64, device=device))
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Enqueue it on the current stream."""
+        self._copy(self._runs)
+        copy_all(self._others, self._sources)
+
+    def _copy(self, runs: torch.Tensor) -> None:
+        if len(runs):
+            with torch.cuda.device_of(runs):
+                _copy_runs[(len(runs),)](runs, TILE, _FIELDS, num_warps=WARPS)
+
+
+def _in_words(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether the kernel can copy this."""
+    return (
+        target.dtype == source.dtype
+        and target.nbytes % 4 == 0
+        and all(each.is_contiguous() and each.data_ptr() % _ALIGNMENT.value == 0 for each in (target, source))
+    )
+
+
+def _runs(target: int, source: int, words: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """What the programs over one tensor do, a row each: where to, where from, how many words."""
+    first = np.arange(0, words, TILE, dtype=np.int64)
+    return np.stack([target + 4 * first, source + 4 * first, np.minimum(words - first, TILE)], axis=1)
+
+
+@triton.jit
+def _copy_runs(runs, TILE: tl.constexpr, FIELDS: tl.constexpr):
+    run = runs + tl.program_id(0).to(tl.int64) * FIELDS
+    # The hints let a thread copy several words at a time, and so does a run without a mask.
+    target = tl.multiple_of(tl.load(run).to(tl.pointer_type(tl.int32)), _ALIGNMENT)
+    source = tl.multiple_of(tl.load(run + 1).to(tl.pointer_type(tl.int32)), _ALIGNMENT)
+    words = tl.load(run + 2)
+    lanes = tl.arange(0, TILE)
+    if words == TILE:
+        tl.store(target + lanes, tl.load(source + lanes))
+    else:
+        tl.store(target + lanes, tl.load(source + lanes, mask=lanes < words), mask=lanes < words)
