@@ -19,6 +19,7 @@ from headrace.delivery.transports.shm import ShmSender
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.device import prompts, runner
+from headrace.engines.embedded.device.pace import Pace
 from headrace.engines.embedded.device.transfer import Mark
 from headrace.engines.embedded.setup import make_device_runner, make_host_runner
 from headrace.models.attention import ATTENTION
@@ -304,6 +305,64 @@ def test_a_swap_between_launches_tags_every_token(
                 whole = score([*request.token_ids.tolist(), *mine.tokens])[1:]
                 new = np.array(mine.versions) == newest
                 np.testing.assert_allclose(np.array(mine.logprobs)[new], whole[new], atol=2e-5)
+    finally:
+        trainer.publisher.close()
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_no_step_is_begun_before_weights_that_are_nearly_proved(model: Any) -> None:
+    host, device = cores(model)
+    requests = [ask(str(i), [i, i + 3], max_tokens=20, seed=i) for i in range(2)]
+    device.submit(requests)
+    joined: dict[str, Joined] = {}
+    for _ in range(3):
+        collect(joined, device.step())
+    clock = Clock()
+    pace = device._runner._pace = Pace(clock)  # type: ignore[attr-defined]
+    pace.stepped(5e-3)
+    pace.hurry("soon")
+    clock.now += 2e-3
+    for haste in ("now", "none", "soon"):
+        pace.hurry(haste)
+    while device._runner.busy:
+        collect(joined, device.step())
+    known = device.stats().generated_tokens
+    assert [device.step() for _ in range(5)] == [[]] * 5
+    assert not device._runner.busy and device.stats().generated_tokens == known
+    clock.now += 4e-3
+    collect(joined, device.step())
+    assert device._runner.busy or device.stats().generated_tokens > known, "a proof that takes longer is not waited for"
+    pace.hurry("none")
+    assert_same(run(host, requests), finish(device, joined))
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_the_canary_is_scored_behind_the_first_token(model: Any, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, device = cores(model)
+    trainer = Trainer(model)
+    scored: list[int] = []
+    real = device._runner.score
+
+    def score(ids: Any, *, again: bool = False) -> Any:
+        scored.append(device.drawn_version)
+        return real(ids, again=again)
+
+    monkeypatch.setattr(device._runner, "score", score)
+    try:
+        device.submit([ask("0", [1, 4], max_tokens=20)] * runs)
+        device.step()
+        device.flush()
+        device.install(device.stage(trainer.publish(2, lambda ids: np.zeros(len(ids) - 1, np.float32))))
+        assert scored == [-1] * (not runs), "where nothing is to be drawn, it is not waited for"
+        while runs and not scored:
+            device.step()
+        assert scored == [2 if runs else -1]
     finally:
         trainer.publisher.close()
 

@@ -44,7 +44,7 @@ class DeviceCopy:
         device = next((target.device for target in targets.values()), torch.device("cpu"))
         self._runs = torch.from_numpy(np.concatenate(runs)).to(device)
         # A kernel is loaded at its first launch, which cannot be done while a graph is recorded.
-        self._copy(torch.zeros((1, _FIELDS), dtype=torch.int64, device=device))
+        self._copy(torch.zeros_like(self._runs[:1]))
 
     @torch.no_grad()
     def launch(self) -> None:

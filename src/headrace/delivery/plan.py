@@ -21,6 +21,7 @@ from headrace.delivery.host_copy import Pair, copy_together, divisible
 from headrace.errors import DeliveryError
 
 ALIGNMENT = 64
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,12 +121,19 @@ def copy_all(
         if wanted > 1 and divisible(target, source):
             together.append((target, source))
             continue
+        if target.is_cuda and target.dtype == source.dtype:
+            target, source = _bits(target), _bits(source)
         into, out_of = pairs[target.dtype, source.dtype]
         into.append(target)
         out_of.append(source)
     for into, out_of in pairs.values():
         torch._foreach_copy_(into, out_of, non_blocking=non_blocking)
     copy_together(together, wanted)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers: fused copies on a GPU take floats through a wider dtype, where NaNs lose bits."""
+    return tensor.detach().view(_INTEGERS[tensor.itemsize]) if tensor.is_floating_point() else tensor
 
 
 def check_shape(name: str, target: torch.Tensor, source: torch.Tensor) -> None:

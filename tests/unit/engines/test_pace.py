@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engines.embedded.device.pace import LAUNCH_SECONDS, LONGEST_TURN, SLACK, STEPS, Pace
+from headrace.engines.embedded.device.pace import LAUNCH_SECONDS, LONGEST_TURN, NOTICE_SECONDS, SLACK, STEPS, Pace
 
 SECONDS = st.floats(0.0, 10.0)
 
@@ -49,12 +49,71 @@ def test_spare_time_by_hand() -> None:
 
 def test_a_hurry_is_one_step_at_a_time_and_ends() -> None:
     pace = paced(1.5e-3, 5.9e-3)
-    pace.haste = "soon"
+    pace.hurry("soon")
     assert pace.steps == 1
-    pace.haste = "now"
+    pace.hurry("now")
     assert pace.steps == 1
-    pace.haste = "none"
+    pace.hurry("none")
     assert pace.steps == 6
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def delivered(pace: Pace, clock: Clock, proof: float) -> None:
+    """Weights that arrived, were proved and installed."""
+    pace.hurry("soon")
+    clock.now += proof
+    pace.hurry("now")
+    pace.hurry("none")
+
+
+def held_for(pace: Pace, clock: Clock) -> float:
+    """How long no step is begun from now on, in steps of 0.1 ms."""
+    began = clock.now
+    while pace.held:
+        clock.now += 1e-4
+    return clock.now - began
+
+
+def test_no_step_is_begun_before_weights_whose_proof_takes_less_than_one() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    pace.stepped(5e-3)
+    pace.hurry("soon")
+    assert not pace.held, "nobody knows yet how long a proof takes"
+    pace.hurry("none")
+    delivered(pace, clock, 2e-3)
+    assert not pace.held
+    pace.hurry("soon")
+    assert held_for(pace, clock) == pytest.approx(SLACK * 2e-3, abs=2e-4), "a proof that takes longer is not waited for"
+
+
+def test_steps_go_on_while_a_longer_proof_is_made() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    delivered(pace, clock, 2e-3)
+    pace.hurry("soon")
+    assert not pace.held, "nobody knows yet how long a step takes"
+    pace.stepped(5e-3)
+    delivered(pace, clock, 5.1e-3)
+    pace.hurry("soon")
+    assert not pace.held
+
+
+def test_proved_weights_are_waited_for_until_they_should_be_installed() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    pace.hurry("now")
+    assert held_for(pace, clock) == pytest.approx(NOTICE_SECONDS, abs=2e-4)
+    assert pace.steps == 1
+    pace.hurry("now")
+    pace.hurry("none")
+    assert not pace.held
 
 
 def test_one_launch_may_be_of_one_step() -> None:
@@ -104,9 +163,9 @@ def test_steps_that_cover_prompts_by_hand() -> None:
     assert pace.cover == STEPS, "nobody knows yet how long prompts take"
     pace.enqueued_prompts(15e-3)
     assert pace.cover == 4
-    pace.haste = "now"
+    pace.hurry("now")
     assert pace.cover == 1
-    pace.haste = "none"
+    pace.hurry("none")
     for _ in range(100):
         pace.enqueued_prompts(1e-4)
     assert pace.cover == 1

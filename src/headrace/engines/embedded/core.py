@@ -41,7 +41,7 @@ class _Unproved:
     manifest: Manifest
     installed: Installed
     canary: Scoring | None = None
-    """Scored behind launches that are under way, so that neither they nor their first token wait for it."""
+    """Scored behind the first step under these weights where that is launched, so that its token does not wait."""
 
     def ready(self) -> bool:
         """Whether the proof need not wait."""
@@ -236,7 +236,7 @@ class EngineCore:
             installed = self._receiver.install(staged)
             self._go_live(staged.manifest.version)
             self._unproved = _Unproved(staged.manifest, installed)
-            if not self._runner.busy:
+            if not (self._runner.overlaps and self._sequences):
                 self._score_canary()
 
     def proof(self, *, wait: bool) -> Proof | None:

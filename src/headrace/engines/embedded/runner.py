@@ -84,6 +84,8 @@ class Runner(Protocol):
     """Prompt tokens that it likes to compute in one pass."""
     gather: int
     """See `Scheduler`."""
+    overlaps: bool
+    """Whether the host goes on while what it has begun is computed."""
     timings: Timings
 
     @property
@@ -96,12 +98,12 @@ class Runner(Protocol):
         ...
 
     def hurry(self, haste: Haste) -> None:
-        """Have as little under way as can be, and wait for none of it `now`: others are next. From any thread."""
+        """New weights are next: have as little under way as can be, and wait for none of it `now`. From any thread."""
         ...
 
     @property
     def holds(self) -> bool:
-        """Whether nothing is to be begun before what is under way has ended, or the hurry: then `collect`."""
+        """Whether nothing is to be begun before what is under way has ended, or weights are here: then `collect`."""
         ...
 
     @property
@@ -148,7 +150,7 @@ class HostRunner:
         self.ahead = 1
         self.prefill_chunk = 512
         self.gather = 0
-        self.busy = self.holds = False
+        self.overlaps = self.busy = self.holds = False
         self.timings = Timings()
         self._model = model
         self._cache = cache

@@ -1,12 +1,15 @@
 """How much is launched at once: enough that the device never waits for the host, and no more.
 
 What is under way can not be called back, and new weights get their turn behind it. So launches are as short as the host
-can follow, one is under way while the next is planned, and none is begun behind another once weights have arrived.
+can follow, one is under way while the next is planned, and none is begun behind another once weights have arrived. Nor
+is one begun before them, if their proof takes less than a step: they would wait longer than the device stands still.
 """
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from typing import Literal
 
 Haste = Literal["none", "soon", "now"]
@@ -20,6 +23,8 @@ LAUNCH_SECONDS = 2e-3
 """A launch that lasts longer need not have more steps."""
 SLACK = 1.5
 """A launch lasts this many times what the host needs for one, so that a slow turn of the host is no gap."""
+NOTICE_SECONDS = 2e-3
+"""Within so long proved weights are installed, by whoever was told of them; if not, steps go on."""
 LONGEST_TURN = 0.05
 """A turn of the host that lasts longer captured a step or waited for somebody, and says nothing of the next."""
 _NEW = 0.1
@@ -29,13 +34,35 @@ _NEW = 0.1
 class Pace:
     """Follows what steps and the host's turns take; until it knows, launches have as many steps as they may."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.haste: Haste = "none"
         self.single = False
         """The next launch is of one step: somebody waits for its token."""
         self._step: float | None = None
         self._turn: float | None = None
         self._prompts: float | None = None
+        self._arrived: float | None = None
+        self._proof = math.inf
+        """Seconds from the last weights' arrival until they were proved."""
+        self._held_until = -math.inf
+
+    def hurry(self, haste: Haste) -> None:
+        """New weights have arrived, are proved, or nobody waits any more. From any thread."""
+        now = self._clock()
+        if haste == "soon":
+            self._arrived = now
+            self._held_until = now + (SLACK * self._proof if self._proof < (self._step or 0.0) else 0.0)
+        elif haste == "now":
+            if self._arrived is not None:
+                self._proof = now - self._arrived
+            self._held_until = now + NOTICE_SECONDS
+        self.haste = haste
+
+    @property
+    def held(self) -> bool:
+        """Whether new weights are so near that no step is begun before them."""
+        return self.haste != "none" and self._clock() < self._held_until
 
     @property
     def steps(self) -> int:

@@ -34,6 +34,8 @@ from headrace.types import Int32Array
 
 _WAITED = 2e-4
 """A host that waited for a launch longer than this knows when the next one began."""
+_LOOK_SECONDS = 1e-4
+"""How often a host that waits for nothing but new weights looks for them."""
 GATHER = 32
 """A pass over a few prompts takes about as long as one over many: where so many decode, one more new sequence waits for
 company."""
@@ -50,7 +52,7 @@ class _Launch:
     decodes: bool
     """Whether it is decode steps alone."""
     after: Mark | None
-    """Where the launch before it ended, if it was still under way."""
+    """Where the launch before it ends, unless the device was left without work since."""
     begun: Mark
     records: Arriving
     kept: Arriving | None
@@ -73,6 +75,7 @@ class DeviceRunner:
     ) -> None:
         self.prefill_chunk = MOST_TOKENS
         self.gather = GATHER
+        self.overlaps = True
         self.timings = Timings()
         self._cache = cache
         device = next(model.parameters()).device
@@ -90,6 +93,8 @@ class DeviceRunner:
         self._decoding: dict[int, Sequence] = {}
         self._variants: dict[int, Variant] = {}
         self._launches: deque[_Launch] = deque()
+        self._ended: Mark | None = None
+        """Where the last launch ends; see `_Launch.after`."""
         self._skipped = 0
         self._pace = Pace()
         self._busy_since: float | None = None
@@ -102,12 +107,12 @@ class DeviceRunner:
 
     def hurry(self, haste: Haste) -> None:
         """See `Runner.hurry`."""
-        self._pace.haste = haste
+        self._pace.hurry(haste)
 
     @property
     def holds(self) -> bool:
         """See `Runner.holds`."""
-        return bool(self._launches) and self._pace.haste != "none"
+        return self._pace.haste != "none" and (bool(self._launches) or self._pace.held)
 
     def active(self) -> AbstractContextManager[Any]:
         """The engine's own stream: graphs cannot be captured on the default one."""
@@ -146,6 +151,8 @@ class DeviceRunner:
         """See `Runner.collect`."""
         # Nothing was launched since the last time: that is no turn to learn from.
         self._busy_since = None
+        if not self._launches:
+            time.sleep(_LOOK_SECONDS)
         return self._collect(idle=True)
 
     @torch.inference_mode()
@@ -155,6 +162,7 @@ class DeviceRunner:
         sampled: list[Sampled] = []
         while self._launches:
             sampled += self._read(self._launches.popleft())
+        self._ended = None
         return sampled
 
     def release(self, sequence: Sequence) -> None:
@@ -169,7 +177,7 @@ class DeviceRunner:
         """See `Runner.installed`."""
         self._state.version.fill_(version)
         # Whoever waits for the first token under these weights waits for its step alone.
-        self._pace.single = bool(self._launches)
+        self._pace.single = True
 
     def clear(self, blocks: Seq[int]) -> None:
         """Nothing to do: the kernels do not read slots that were not written for their sequence."""
@@ -261,7 +269,7 @@ class DeviceRunner:
                 entries,
                 steps,
                 decodes,
-                self._launches[-1].records.mark if self._launches else None,
+                self._ended,
                 begun,
                 Arriving(self._state.ring[:steps, :, :count]),
                 arriving(step.kept_ring) if recorded else None,
@@ -269,6 +277,7 @@ class DeviceRunner:
                 arriving(step.routing_ring),
             )
         )
+        self._ended = self._launches[-1].records.mark
 
     def _collect(self, *, idle: bool) -> list[Sampled]:
         """Results that are there; the oldest too if too many are not, or if there is nothing else to do."""

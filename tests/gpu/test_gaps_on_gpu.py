@@ -1,0 +1,51 @@
+"""What a launch's device time and the gap before it are taken from."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headrace.config.schema import EngineConfig
+from headrace.engines.base import Request, Sampling
+from headrace.engines.embedded.core import EngineCore
+from headrace.models.attention import ATTENTION
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SECONDS = 0.25
+
+
+def test_a_wait_for_weights_is_a_gap_and_one_for_requests_is_none() -> None:
+    shape = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=32)
+    model = LlamaForCausalLM._from_config(shape, attn_implementation=ATTENTION).eval().cuda()
+    config = EngineConfig(device="cuda", slots=4, compile=False)
+    core = EngineCore(model, config, name="e", max_length=512, version=1)
+
+    def submit(name: str) -> None:
+        sampling = Sampling(max_tokens=400, seed=1)
+        core.submit([Request(id=name, token_ids=np.array([3, 4], np.int32), sampling=sampling)])
+
+    submit("a")
+    for _ in range(8):
+        core.step()
+    core._runner.hurry("now")
+    while core._runner.busy:
+        core.step()
+    core.timings.reset()
+    time.sleep(SECONDS)
+    core._runner.hurry("none")
+    for _ in range(8):
+        core.step()
+    assert SECONDS < core.timings.longest_gap_seconds < 2 * SECONDS
+    core.abort()
+    core.timings.reset()
+    time.sleep(SECONDS)
+    submit("b")
+    for _ in range(8):
+        core.step()
+    assert 0 < core.timings.longest_gap_seconds < SECONDS
+    core.close()
