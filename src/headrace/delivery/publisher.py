@@ -54,7 +54,8 @@ class Publisher:
         self._sender = sender
         self._dtype = dtype
         self._tolerance = tolerance
-        self._canary_token_ids = np.asarray(canary_token_ids, np.int32)
+        self.canary_token_ids = np.asarray(canary_token_ids, np.int32)
+        """What is scored for every version."""
         self._send: Kind = send
         self._base_digest = base_digest
         self._deadline = deadline
@@ -89,7 +90,7 @@ class Publisher:
             if version <= self._newest:
                 raise DeliveryError(f"version {version} cannot follow version {self._newest}")
             (self._snapshots or self._sender).wait(version, self._deadline)
-            scored = score_canary(version, self._canary_token_ids, self._tolerance, canary)
+            scored = score_canary(version, self.canary_token_ids, self._tolerance, canary)
             started = time.monotonic()
             plan = self._planned(weights)
             location = ""

@@ -57,7 +57,8 @@ class ShardedPublisher:
         self._coordinate = coordinate
         self._dtype = dtype
         self._tolerance = tolerance
-        self._canary_token_ids = np.asarray(canary_token_ids, np.int32)
+        self.canary_token_ids = np.asarray(canary_token_ids, np.int32)
+        """What is scored for every version."""
         self._deadline = deadline
         self._newest = NO_VERSION
         self._places = HeldPlaces(sender, keep_newest=True)
@@ -77,7 +78,7 @@ class ShardedPublisher:
         if version <= self._newest:
             raise DeliveryError(f"version {version} cannot follow version {self._newest}")
         self._sender.wait(version, self._deadline)
-        scored = score_canary(version, self._canary_token_ids, self._tolerance, canary)
+        scored = score_canary(version, self.canary_token_ids, self._tolerance, canary)
         started = time.monotonic()
         whole = plan_weights(weights, self._dtype)
         tensors, regions = owned_shards(weights, self._coordinate)

@@ -49,6 +49,8 @@ from headrace.training.ranks import Ranks, join
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 T = TypeVar("T")
+Score = Callable[[Int32Array], Float32Array]
+"""Log-probabilities of tokens 1..n."""
 FIRST_RANK = "trainer-0"
 UNWRITABLE = (OSError, SafetensorError)
 """What writing a checkpoint raises where the disk will not have it."""
@@ -154,18 +156,21 @@ class TrainerRole:
     def _handle(self, incoming: Incoming) -> None:
         match incoming.message:
             case Train(batch=batch, publish=publish, parent=parent, save=save):
+                canary: Score = self._score_canary
                 with self._turn():
                     self.desk.phase = "stepping"
                     report = self.trainer.step(batch)
+                    if publish is not None and self.turns is not None:
+                        canary = self._scored_already()
                 if self.first:
                     self.desk.spoke.reply(incoming, Trained(report=report))
                 if publish is not None:
                     # Not in the trainer's turn: it may wait for engines, which prove a version by steps of their own.
-                    self._publish(publish, parent)
+                    self._publish(publish, parent, canary)
                 if save and publish is not None:
                     self._save(publish, self.desk.spoke.send)
             case Publish(version=version, parent=parent):
-                self._publish(version, parent)
+                self._publish(version, parent, self._score_canary)
             case Save(version=version):
                 self._save(version, lambda saved: self.desk.spoke.reply(incoming, saved))
             case other:
@@ -244,13 +249,18 @@ class TrainerRole:
         with rounded(self.trainer.model, served):
             return self.trainer.score(token_ids)
 
-    def _publish(self, version: int, parent: int) -> None:
+    def _scored_already(self) -> Score:
+        """The canary, scored in our turn: its many small kernels would each wait for a GPU that engines fill."""
+        scored = self._score_canary(self.publisher.canary_token_ids)
+        return lambda _: scored
+
+    def _publish(self, version: int, parent: int, canary: Score) -> None:
         if self.failure is not None:
             raise self.failure
         self.desk.phase = "publishing"
         with self.desk.spans.span("publish"):
             future: Future[Any] = self.publisher.publish(
-                version, parent, self.trainer.policy_steps, self.trainer.weights(), self._score_canary
+                version, parent, self.trainer.policy_steps, self.trainer.weights(), canary
             )
         snapshot_seconds = self.publisher.last_snapshot_seconds
 

@@ -141,9 +141,10 @@ class EngineLoop:
         if turns is None:
             return True
         if turns.wanted:
-            # Nothing of ours may be under way on the GPU when the trainer has it.
-            self._deliver(self._core.flush())
+            # Nothing of ours may be under way on the GPU when the trainer has it. What we tell others is not there.
+            deltas = self._core.flush()
             turns.give()
+            self._deliver(deltas)
         if turns.take():
             return True
         with self._wait_span(), self._changed:
