@@ -1,4 +1,5 @@
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
@@ -6,6 +7,7 @@ import pytest
 import torch
 
 from headrace.delivery.base import Manifest
+from headrace.delivery.device_copies import DeviceCopies
 from headrace.delivery.digest import BLOCK, digest
 from headrace.delivery.digest_kernel import DeviceDigest
 from headrace.delivery.publisher import Publisher
@@ -112,6 +114,22 @@ def test_versions_are_staged_installed_and_proved(live: torch.dtype):
     assert delivery.receiver.swap(delivery.receiver.stage(delivery.publish(9)), delivery.score).accepted
     assert addresses == {name: tensor.data_ptr() for name, tensor in delivery.live.items()}
     delivery.close()
+
+
+def test_a_recorded_copy_is_made_again_and_keeps_no_weights_alive():
+    copies = DeviceCopies(torch.device("cuda", 0))
+    targets = {name: torch.zeros_like(tensor).cuda() for name, tensor in make_weights(0).items()}
+    sources = {name: tensor.cuda() for name, tensor in make_weights(1).items()}
+    for _ in range(3):
+        copies.copy(7, targets, sources)
+        assert all(torch.equal(target, sources[name]) for name, target in targets.items())
+        for source in sources.values():
+            source.add_(1)
+    assert len(copies._recorded) == 1
+    held = [weakref.ref(source) for source in sources.values()]
+    del sources, source
+    assert not any(ref() is not None for ref in held)
+    copies.close()
 
 
 def test_decoding_does_not_wait_until_the_copy_is_recorded(delivery: Delivery):

@@ -42,20 +42,22 @@ class DeviceCopy:
                 self._others[name] = target
         self._sources = sources
         device = next((target.device for target in targets.values()), torch.device("cpu"))
-        self._runs = torch.from_numpy(np.concatenate(runs)).to(device)
+        self.runs = torch.from_numpy(np.concatenate(runs)).to(device)
+        """What the kernel reads: a recorded launch needs it and nothing else of this."""
         # A kernel is loaded at its first launch, which cannot be done while a graph is recorded.
-        self._copy(torch.zeros_like(self._runs[:1]))
+        _copy(torch.zeros_like(self.runs[:1]))
 
     @torch.no_grad()
     def launch(self) -> None:
         """Enqueue it on the current stream."""
-        self._copy(self._runs)
+        _copy(self.runs)
         copy_all(self._others, self._sources)
 
-    def _copy(self, runs: torch.Tensor) -> None:
-        if len(runs):
-            with torch.cuda.device_of(runs):
-                _copy_runs[(len(runs),)](runs, TILE, _FIELDS, num_warps=WARPS)
+
+def _copy(runs: torch.Tensor) -> None:
+    if len(runs):
+        with torch.cuda.device_of(runs):
+            _copy_runs[(len(runs),)](runs, TILE, _FIELDS, num_warps=WARPS)
 
 
 def _in_words(target: torch.Tensor, source: torch.Tensor) -> bool:

@@ -7,15 +7,12 @@ goes on with another process. What is replayed is found by the addresses that it
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
 from headrace.delivery.plan import copy_all
-
-if TYPE_CHECKING:
-    from headrace.delivery.copy_kernel import DeviceCopy
 
 KEPT = 8
 """Recorded copies: between the few places that weights come to lie in, and those where they are used."""
@@ -26,8 +23,8 @@ _Key = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 class _Recorded(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    copy: DeviceCopy
-    """It owns what the graph reads."""
+    runs: torch.Tensor
+    """That the graph reads."""
 
 
 class DeviceCopies:
@@ -93,7 +90,8 @@ class DeviceCopies:
                 copy.launch()
             finally:
                 graph.capture_end()
-        return _Recorded(graph, copy)
+        # Not the copy: it holds tensors, which may be gone when another lies at the same address.
+        return _Recorded(graph, copy.runs)
 
 
 def _addresses(names: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
