@@ -1,7 +1,7 @@
 """Every `headrace bench` of docs/performance.md and docs/delivery.md that needs a GPU, and what it is to reach.
 
     python benchmarks/gpu_figures.py runs/figures                   # all, one after the other: about 25 minutes
-    python benchmarks/gpu_figures.py runs/figures engine-1024 loop  # those whose names begin so
+    python benchmarks/gpu_figures.py runs/figures engine-1024 loop  # the one, and those whose names begin so
     python benchmarks/gpu_figures.py --list
 
 A benchmark's figures are left in DIRECTORY/NAME.json, what it says in DIRECTORY/NAME.log. Ends with 1 if a benchmark
@@ -157,7 +157,7 @@ def main() -> None:
     """Run those that were asked for."""
     parser = argparse.ArgumentParser(description="Measure every figure that needs a GPU.")
     parser.add_argument("directory", type=Path, nargs="?", help="where figures and logs are left")
-    parser.add_argument("names", nargs="*", help="beginnings of names; all if there are none")
+    parser.add_argument("names", nargs="*", help="names or beginnings of names; all if there are none")
     parser.add_argument("--list", action="store_true", help="say the names and commands, and end")
     given = parser.parse_args()
     chosen = choose(given.names)
@@ -173,11 +173,15 @@ def main() -> None:
 
 
 def choose(names: Sequence[str]) -> list[Benchmark]:
-    """The benchmarks whose names begin like one of these."""
-    if unknown := [name for name in names if not any(b.name.startswith(name) for b in BENCHMARKS)]:
-        known = ", ".join(b.name for b in BENCHMARKS)
-        raise SystemExit(f"gpu_figures.py: no benchmark begins with {unknown[0]} (there are {known})")
-    return [b for b in BENCHMARKS if not names or any(b.name.startswith(name) for name in names)]
+    """The benchmarks that have one of these names, or begin like one that none has; all if there are no names."""
+    known = [benchmark.name for benchmark in BENCHMARKS]
+    chosen: set[str] = set()
+    for name in names:
+        found = [name] if name in known else [each for each in known if each.startswith(name)]
+        if not found:
+            raise SystemExit(f"gpu_figures.py: no benchmark begins with {name} (there are {', '.join(known)})")
+        chosen.update(found)
+    return [benchmark for benchmark in BENCHMARKS if not names or benchmark.name in chosen]
 
 
 def measure(benchmark: Benchmark, directory: Path) -> bool:
