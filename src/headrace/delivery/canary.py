@@ -15,6 +15,8 @@ from headrace.delivery.base import Canary
 from headrace.errors import DeliveryError
 from headrace.types import Float32Array, Int32Array
 
+Score = Callable[[Int32Array], Float32Array]
+"""Gives the log-probabilities of tokens 1..n, each given those before it."""
 SMALLEST_TOLERANCE = 1e-3
 """Rounding of float32 stays well below."""
 LARGEST_FIRST_ERROR = 0.5
@@ -28,9 +30,7 @@ def canary_sequence(vocabulary: int, length: int) -> Int32Array:
     return np.random.default_rng(0).integers(0, vocabulary, length, dtype=np.int32)
 
 
-def score_canary(
-    version: int, token_ids: Int32Array, tolerance: float | None, score: Callable[[Int32Array], Float32Array]
-) -> Canary:
+def score_canary(version: int, token_ids: Int32Array, tolerance: float | None, score: Score) -> Canary:
     """The canary of a version, scored by its trainer, whose log-probabilities engines can be compared with."""
     logprobs = np.asarray(score(token_ids), np.float32)
     if logprobs.shape != (len(token_ids) - 1,):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from headrace.delivery.base import Kind, Manifest
-from headrace.delivery.canary import score_canary
+from headrace.delivery.canary import Score, score_canary
 from headrace.delivery.delta import encode, word_bytes_of
 from headrace.delivery.digest import digest
 from headrace.delivery.held_places import HeldPlaces
@@ -27,7 +27,7 @@ from headrace.delivery.plan import Plan, make_plan, plan_weights, unpack
 from headrace.delivery.snapshots import Snapshots
 from headrace.delivery.transports.base import Enqueuing, Sender
 from headrace.errors import DeliveryError
-from headrace.types import NO_VERSION, Float32Array, Int32Array
+from headrace.types import NO_VERSION, Int32Array
 
 if TYPE_CHECKING:
     from headrace.delivery.digest_kernel import DeviceDigest
@@ -79,7 +79,7 @@ class Publisher:
         parent: int,
         step: int,
         weights: Mapping[str, torch.Tensor],
-        canary: Callable[[Int32Array], Float32Array],
+        canary: Score,
     ) -> Future[Manifest]:
         """Snapshot the weights and score the canary now; the future resolves once the version can be fetched.
 

@@ -19,13 +19,13 @@ import torch
 
 from headrace.delivery.agreement import agreed_plan, check_base, check_casts
 from headrace.delivery.base import Entry, Manifest, Proof
-from headrace.delivery.canary import Tolerance, canary_error
+from headrace.delivery.canary import Score, Tolerance, canary_error
 from headrace.delivery.digest import digest
 from headrace.delivery.live import DeviceCheck, DeviceSide, HostCheck
 from headrace.delivery.plan import Plan, copy_all, dtype_of
 from headrace.delivery.staging import Staging
 from headrace.errors import DeliveryError
-from headrace.types import NO_VERSION, Float32Array, Int32Array
+from headrace.types import NO_VERSION, Float32Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +168,7 @@ class Receiver:
             swap_seconds=installed.live.seconds(),
         )
 
-    def swap(self, staged: Staged, score: Callable[[Int32Array], Float32Array]) -> Proof:
+    def swap(self, staged: Staged, score: Score) -> Proof:
         """Make the staged version the live one and prove it: `install` and `prove`, and no other delivery between.
 
         `score` gives the log-probabilities of tokens 1..n under the live weights. A proof that is not accepted, and an

@@ -7,7 +7,7 @@ digest of the whole. The manifest exists once every part is there. No rank sees 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.delivery.base import Manifest, Part
-from headrace.delivery.canary import score_canary
+from headrace.delivery.canary import Score, score_canary
 from headrace.delivery.digest import Sums, digest_of_sums, region_block_sums
 from headrace.delivery.held_places import HeldPlaces
 from headrace.delivery.plan import Plan, plan_weights
@@ -24,7 +24,7 @@ from headrace.delivery.regions import Region
 from headrace.delivery.shards import owned_shards
 from headrace.delivery.transports.base import Sender
 from headrace.errors import DeliveryError
-from headrace.types import NO_VERSION, Float32Array, Int32Array
+from headrace.types import NO_VERSION, Int32Array
 
 
 class _Written(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class ShardedPublisher:
         parent: int,
         step: int,
         weights: Mapping[str, torch.Tensor],
-        canary: Callable[[Int32Array], Float32Array],
+        canary: Score,
     ) -> Future[Manifest | None]:
         """Snapshot this rank's part and score the canary with the others; None on all ranks but the first."""
         if version <= self._newest:

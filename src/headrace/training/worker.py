@@ -25,6 +25,7 @@ from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import TrainerTurns
 from headrace.config import Config
 from headrace.delivery.base import Manifest
+from headrace.delivery.canary import Score
 from headrace.delivery.plan import dtype_of
 from headrace.delivery.setup import choose
 from headrace.errors import HeadraceError, UserError
@@ -49,8 +50,6 @@ from headrace.training.ranks import Ranks, join
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 T = TypeVar("T")
-Score = Callable[[Int32Array], Float32Array]
-"""Log-probabilities of tokens 1..n."""
 FIRST_RANK = "trainer-0"
 UNWRITABLE = (OSError, SafetensorError)
 """What writing a checkpoint raises where the disk will not have it."""

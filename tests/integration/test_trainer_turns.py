@@ -1,0 +1,54 @@
+"""A trainer that shares its GPU: a version's canary is scored in its turn, under the weights that are published."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import small_config
+
+from headrace.channel.desk import Desk
+from headrace.channel.spoke import Incoming
+from headrace.channel.turns import FILE, EngineTurns, TrainerTurns
+from headrace.training.messages import Published, Train
+from headrace.training.warm_up import warm_up_batches
+from headrace.training.worker import FIRST_RANK, TrainerRole
+from headrace.types import Float32Array, Int32Array
+
+
+def test_the_canary_is_scored_while_no_engine_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(FIRST_RANK, f"ipc://{tmp_path}/hub", tmp_path)
+    role = TrainerRole(desk, small_config(tmp_path))
+    role.turns = TrainerTurns(tmp_path / FILE)
+    engine = EngineTurns(tmp_path / FILE)
+    sent: list[Published] = []
+    taken: list[bool] = []
+    score = role.trainer.score
+
+    def watched(token_ids: Int32Array) -> Float32Array:
+        taken.append(engine.take())
+        return score(token_ids)
+
+    monkeypatch.setattr(desk.spoke, "send", sent.append)
+    monkeypatch.setattr(role.trainer, "score", watched)
+    try:
+        before = score(role.publisher.canary_token_ids)
+        batch = next(warm_up_batches(role.trainer.model.config.vocab_size, 64))
+        role._handle(Incoming(0, Train(batch=batch, publish=1, parent=0)))
+        assert taken == [False]
+        assert engine.take(), "the turn ends with the step and the canary"
+        deadline = time.monotonic() + 30
+        while not sent:
+            assert role.failure is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        canary = sent[0].manifest.canary
+        np.testing.assert_array_equal(canary.logprobs, score(canary.token_ids))
+        assert not np.array_equal(canary.logprobs, before)
+    finally:
+        role.publisher.close()
+        role.trainer.close()
+        role.turns.close()
+        engine.close()
+        desk.spoke.close()
