@@ -46,9 +46,13 @@ unit: setup
 slow: setup
 	$(THREADS) $(BIN)/pytest -m slow $(PARALLEL)
 
-# On a machine with a GPU, and a torch for it in .venv: by tests, not by files, because a few files hold them all.
+# On a machine with a GPU, and a torch for it in .venv: by tests, not by files, because a few files hold them all. What
+# measures memory takes most of the GPU's, and is alone.
+MEASURES_MEMORY := tests/gpu/test_logprob_memory.py
 gpu: setup
-	$(THREADS) $(BIN)/pytest -m '' --numprocesses 6 --dist worksteal tests/gpu tests/integration/test_device_runner.py
+	$(THREADS) $(BIN)/pytest -m '' --numprocesses 6 --dist worksteal --ignore $(MEASURES_MEMORY) \
+		tests/gpu tests/integration/test_device_runner.py
+	$(THREADS) $(BIN)/pytest -m '' $(MEASURES_MEMORY)
 
 # A run that is killed a dozen times and must end as if undisturbed; takes minutes.
 chaos: setup

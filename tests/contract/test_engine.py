@@ -478,11 +478,14 @@ async def test_a_blocking_load_lets_all_that_were_asked_for_end(factory: Factory
         before = [Stream(subject.engine, ask(f"b{i}", max_tokens=300, seed=i)) for i in range(subject.slots + 1)]
         for stream in before[: subject.slots]:
             await stream.begun()
-        waited = asyncio.create_task(before[-1].end())
+        # Its turn comes when another has ended: the time for that, and then the time for its own tokens.
+        last = asyncio.create_task(before[-1].until(lambda c: bool(c.token_ids)))
         await eventually(subject.engine, lambda stats: stats.waiting == 1)
         manifest = await subject.publish(2)
         loading = asyncio.create_task(subject.engine.load(manifest))
-        ended = [*[await stream.end() for stream in before[:-1]], await waited]
+        ended = [await stream.end() for stream in before[:-1]]
+        await last
+        ended.append(await before[-1].end())
         assert (await soon(loading)).accepted
         assert all(c.finish == "length" and set(c.versions) == {1} for c in ended)
         request = ask("after", max_tokens=10)
