@@ -24,6 +24,18 @@ Ending = Literal["finished", "truncated", "aborted", "failed"]
 NO_VERSION = -1
 """The version of a token that no policy sampled (a prompt, a tool's answer)."""
 
+NO_EXPERT = -1
+"""In place of a token's experts: nobody recorded them, and its router chooses."""
+
+
+def join_routing(parts: Sequence[tuple[int, Int16Array | None]]) -> Int16Array | None:
+    """The experts of parts of so many tokens each, one after the other; None where no part has any."""
+    known = next((routing for _, routing in parts if routing is not None), None)
+    if known is None:
+        return None
+    free = [np.full((n, *known.shape[1:]), NO_EXPERT, np.int16) if routing is None else routing for n, routing in parts]
+    return np.concatenate(free)
+
 
 def without_republished(versions: Any, republished: Sequence[int]) -> Any:
     """Version ids as if weights that were published again, under the next free id, had kept their first one.
@@ -101,6 +113,9 @@ class Trace(msgspec.Struct, kw_only=True):
     versions: Int32Array
     kept: Kept | None = None
     """What each token was drawn from, where sampling truncates; for every token of the trace, or None."""
+    routing: Int16Array | None = None
+    """[tokens, layers, k]: the experts of the pass that each token was drawn from, which is the pass over the token
+    before it; `NO_EXPERT` for a token that was not sampled. None where no engine records experts."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -125,6 +140,7 @@ class Trace(msgspec.Struct, kw_only=True):
             logprobs=np.concatenate([part.logprobs for part in parts]),
             versions=np.concatenate([part.versions for part in parts]),
             kept=Kept.joined([(len(part), part.kept) for part in parts]),
+            routing=join_routing([(len(part), part.routing) for part in parts]),
         )
 
     def part(self, start: int, end: int) -> Trace:
@@ -136,6 +152,7 @@ class Trace(msgspec.Struct, kw_only=True):
             logprobs=self.logprobs[start:end],
             versions=self.versions[start:end],
             kept=None if self.kept is None else self.kept.at(places),
+            routing=None if self.routing is None else self.routing[start:end],
         )
 
     def extended(self, token_ids: Int32Array, logprobs: Float32Array, versions: Int32Array, *, trained: bool) -> Trace:
@@ -147,6 +164,7 @@ class Trace(msgspec.Struct, kw_only=True):
             logprobs=np.concatenate([self.logprobs, np.asarray(logprobs, np.float32)]),
             versions=np.concatenate([self.versions, np.asarray(versions, np.int32)]),
             kept=Kept.joined([(len(self), self.kept), (n, None)]),
+            routing=join_routing([(len(self), self.routing), (n, None)]),
         )
 
     @property
@@ -226,6 +244,8 @@ class Batch(msgspec.Struct, kw_only=True):
     """The sampling temperature: the trainer's log-probabilities are taken at it too."""
     kept: Kept | None = None
     """What each of the T tokens was drawn from, where sampling truncates: the trainer normalises over it too."""
+    routing: Int16Array | None = None
+    """[T, layers, k], as in `Trace`: the trainer's passes go through the same experts."""
     republished: list[int] = []
     """See `without_republished`."""
 

@@ -12,7 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "training"))
 
-from random_models import FAMILIES, model_dir, random_batch
+from random_models import FAMILIES, model_dir, random_batch, with_experts
 
 from headrace.algorithms.losses.imitation import imitation
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
@@ -91,6 +91,21 @@ def test_compiled_and_uncompiled_agree_in_float32(tmp_path, checkpointing):
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-3)
     layers = compiled_layers(fast.model)
     assert layers is not None and layers.on
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_recorded_experts_are_followed_as_on_the_cpu(tmp_path, checkpointing):
+    path = model_dir(tmp_path / "model", "mixtral")
+    torch._dynamo.reset()
+    batch = with_experts(random_batch(1), first_alike=False)
+    changes = {"compute_dtype": "float32", "compile": True, "activation_checkpointing": checkpointing}
+    expected, found = (trainer_of(path, device, **changes).step(batch) for device in ("cpu", "cuda"))
+    assert found.loss == pytest.approx(expected.loss, abs=1e-4)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
+    # Few choices are so close that rounding makes them.
+    assert found.metrics["rerouted"] == pytest.approx(expected.metrics["rerouted"], abs=0.03)
+    free = trainer_of(path, "cuda", **changes).step(random_batch(1))
+    assert abs(free.loss - found.loss) > 1e-3
 
 
 def test_kernels_with_shared_prefixes_are_exact():

@@ -13,7 +13,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "training"))
 
-from random_models import AllDouble, model_dir, random_batch
+from random_models import AllDouble, model_dir, random_batch, with_experts
 
 from headrace.channel.codec import encode
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
@@ -80,10 +80,15 @@ def make_trainer(model_path: Path, ranks: Ranks | None, training: TrainingConfig
 
 
 def train(trainer: Trainer, first: int, last: int) -> Result:
-    """Steps first + 1 .. last, on two batches in turn: few shapes, which sharded operations learn once each."""
+    """Steps first + 1 .. last, on two batches in turn: few shapes, which sharded operations learn once each.
+
+    A model with experts has those of every other batch from its record.
+    """
     steps = range(first + 1, last + 1)
+    routes = hasattr(trainer.model.config, "num_local_experts")
+    batches = [random_batch(step % 2, step=step, temperature=0.9) for step in steps]
     with AllDouble():
-        reports = [trainer.step(random_batch(step % 2, step=step, temperature=0.9)) for step in steps]
+        reports = [trainer.step(with_experts(b) if routes and b.step % 2 else b) for b in batches]
     return Result([r.loss for r in reports], [r.grad_norm for r in reports], [r.metrics for r in reports])
 
 

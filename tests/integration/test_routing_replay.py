@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace.errors import ModelError
 from headrace.models.experts import RoutingRecorder, RoutingShape, prepare_experts, recording
-from headrace.models.routing_replay import FREE, forcing
+from headrace.models.routing_replay import forcing
+from headrace.types import NO_EXPERT
 
 FORCED = [family for family in FAMILIES if family != "phimoe"]
 GIVEN = [torch.from_numpy(ids).long() for ids in prompts([6, 11])]
@@ -65,7 +66,7 @@ def test_forced_experts_run_and_free_tokens_choose(family: str) -> None:
     own = recorded(model, shape)
     # Groups of two of eight experts: any three of the first four lie in two groups, as many as may be chosen.
     routing = another_choice(shape, limit=4)
-    routing[:6] = FREE
+    routing[:6] = NO_EXPERT
     with forcing(model, shape, routing):
         ran = recorded(model, shape)
     assert ran[6:].tolist() == routing[6:].tolist()
@@ -133,7 +134,7 @@ def test_what_cannot_be_forced_is_refused() -> None:
     good = recorded(model, shape)
     with pytest.raises(ValueError, match="is not \\[tokens, 3, 3\\]"), forcing(model, shape, good[:, 1:]):
         pass
-    for bad in (8, -2, FREE):
+    for bad in (8, -2, NO_EXPERT):
         broken = good.clone()
         broken[3, 1, 2] = bad
         with pytest.raises(ValueError, match="not those of 8 experts"), forcing(model, shape, broken):

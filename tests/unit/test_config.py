@@ -18,8 +18,8 @@ KEYS = {
         "kv", "device", "graphs", "compile", "python", "urls", "port", "arguments", "memory_fraction",
     },
     "rollouts": {
-        "group_size", "max_tokens", "max_turns", "temperature", "stop", "top_k", "top_p", "min_p", "min_group",
-        "straggler_seconds", "curriculum",
+        "group_size", "max_tokens", "max_turns", "temperature", "stop", "top_k", "top_p", "min_p", "keep_routing",
+        "min_group", "straggler_seconds", "curriculum",
     },
     "scoring": {"workers", "timeout", "shuffle"},
     "buffer": {"depth", "max_lag", "groups", "on_stale", "correct_above", "filter", "oversample"},

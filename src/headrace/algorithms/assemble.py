@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.algorithms.advantages import FloatArray, advantages
 from headrace.algorithms.shaping import shaped
-from headrace.types import Batch, Group, Int32Array, Kept, Rollout, Trace
+from headrace.types import Batch, Group, Int32Array, Kept, Rollout, Trace, join_routing
 
 Normalize = Literal["token", "sequence", "constant"]
 
@@ -123,6 +123,7 @@ def _batch(
         advantages=spread(values),
         weights=spread(weights),
         kept=Kept.joined([(len(trace), trace.kept) for trace in traces]),
+        routing=join_routing([(len(trace), trace.routing) for trace in traces]),
         **rest,
     )
 

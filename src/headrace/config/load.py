@@ -171,7 +171,8 @@ def _check_together(config: Config) -> None:
         )
     if training.ranks > 1 or training.offload:
         _check_ranks(config)
-    if config.evaluate.every and not config.evaluate.prompts:
+    whole_file = config.evaluate.prompts is None and getattr(config.task, "heldout_path", None) is not None
+    if config.evaluate.every and not (config.evaluate.prompts or whole_file):
         raise ConfigError("[evaluate] every: needs prompts > 0")
 
 

@@ -179,6 +179,9 @@ class RolloutsConfig(Section, frozen=True):
     """Draw among the likeliest tokens that together have this probability."""
     min_p: Fraction = 0.0
     """Leave out tokens less likely than this share of the likeliest one."""
+    keep_routing: bool = True
+    """Mixtures of experts: the experts that each sampled token was drawn with are recorded, 2 bytes for each expert in
+    each layer, and training passes go through them. Otherwise the trainer's routers choose again."""
     min_group: Positive | None = None
     """A group is closed without its stragglers when so many of its answers have ended and `straggler_seconds` have
     passed; by default it waits for all."""
@@ -414,8 +417,9 @@ class EvaluateConfig(Section, frozen=True):
 
     every: NonNegative = 0
     """Versions between evaluations during the run; 0 evaluates only before and after."""
-    prompts: NonNegative = 0
-    """Held-out prompts (never trained on); 0 switches evaluation off."""
+    prompts: NonNegative | None = None
+    """Held-out prompts (never trained on); 0 switches evaluation off. By default all of a held-out file, if there is
+    one."""
     during: NonNegative = 0
     """Prompts of an evaluation during the run; 0 takes all."""
     samples: Positive = 1

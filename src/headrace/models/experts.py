@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,6 +80,20 @@ def recording(recorder: RoutingRecorder | None) -> Iterator[None]:
 
 def prepare_experts(model: Any) -> RoutingShape | None:
     """Route this model's experts through Headrace; where it routes, or None for a dense model."""
+    shape, modules = routing_shape(model), experts_modules(model)
+    if shape is None or not modules:
+        return shape
+    model.set_experts_implementation(EXPERTS)
+    if not all(module.config._experts_implementation == EXPERTS for module in modules.values()):
+        shape = replace(shape, recorded=False)
+    if shape.recorded:
+        for column, module in enumerate(modules.values()):
+            setattr(module, COLUMN, column)
+    return shape
+
+
+def routing_shape(model: Any) -> RoutingShape | None:
+    """Where a model routes, or None for a dense one. The model is not changed."""
     config = model.config.get_text_config()
     experts, per_token = _first(config, _EXPERT_COUNTS) or 0, _first(config, _EXPERTS_PER_TOKEN) or 0
     modules = experts_modules(model)
@@ -88,15 +102,10 @@ def prepare_experts(model: Any) -> RoutingShape | None:
         if not any(_ROUTING_CLASS.search(type(module).__name__) for module in model.modules()):
             return None
         return RoutingShape(layers=(), per_token=per_token, experts=experts, recorded=False)
-    model.set_experts_implementation(EXPERTS)
     layers = _layers_of(modules)
     counts = {int(module.num_experts) for module in modules.values()}
-    dispatched = all(module.config._experts_implementation == EXPERTS for module in modules.values())
-    if not (dispatched and layers and per_token and len(counts) == 1 and max(counts) <= _MOST_EXPERTS):
-        return RoutingShape(layers=layers, per_token=per_token, experts=max(counts), recorded=False)
-    for column, module in enumerate(modules.values()):
-        setattr(module, COLUMN, column)
-    return RoutingShape(layers=layers, per_token=per_token, experts=max(counts))
+    told = bool(layers and per_token and len(counts) == 1 and max(counts) <= _MOST_EXPERTS)
+    return RoutingShape(layers=layers, per_token=per_token, experts=max(counts), recorded=told)
 
 
 def experts_modules(model: torch.nn.Module) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,26 +17,54 @@ from torch.overrides import TorchFunctionMode
 
 from headrace.errors import ModelError
 from headrace.models.experts import RoutingShape, experts_modules
-
-FREE = -1
-"""In place of a token's experts: this token was not recorded (a prompt's, say), and its router chooses."""
+from headrace.types import NO_EXPERT
 
 _TOPK = (torch.topk, torch.Tensor.topk)
+_WRAPPED = ".base_layer"
+"""Where peft puts a module whose weights it adapts."""
+Told = Callable[[torch.Tensor], None]
+
+
+class Forced:
+    """What forcing changed in the last pass."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+        self._changed: dict[int, torch.Tensor] = {}
+
+    def tell(self, column: int, changed: torch.Tensor) -> None:
+        """So many tokens had another choice forced on them in this layer; a pass that is repeated counts once."""
+        self._changed[column] = changed
+
+    @property
+    def changed(self) -> torch.Tensor:
+        """Choices of a token in a layer that the routers would have made otherwise, all layers together."""
+        return torch.stack(list(self._changed.values())).sum()
 
 
 @contextmanager
-def forcing(model: Any, shape: RoutingShape, routing: np.ndarray[Any, Any] | torch.Tensor) -> Iterator[None]:
-    """Every pass of the body has T tokens, and they go to the experts of `routing` [T, layers, k], FREE where unknown.
+def forcing(
+    model: Any,
+    shape: RoutingShape,
+    routing: np.ndarray[Any, Any] | torch.Tensor,
+    device: torch.device | None = None,
+) -> Iterator[Forced]:
+    """Every pass of the body has T tokens, and they go to the experts of `routing` [T, layers, k].
 
-    With activation checkpointing the body must hold the backward pass too, which computes the layers again.
+    `NO_EXPERT` is where nothing is known: there the router chooses. `device` is where passes compute, if not where the
+    parameters lie. With activation checkpointing the body must hold the backward pass too, which computes the layers
+    again.
     """
-    record = _checked(shape, torch.as_tensor(routing)).to(next(model.parameters()).device, torch.int64)
+    device = device or next(model.parameters()).device
+    record = _checked(shape, torch.as_tensor(routing)).to(device, torch.int64, non_blocking=True)
+    forced = Forced(len(shape.layers))
     with ExitStack() as stack:
         for column, path in enumerate(experts_modules(model)):
             # The router and its choice are somewhere in the block that holds the experts.
-            block = model.get_submodule(path.rpartition(".")[0])
-            stack.enter_context(_forced_block(block, record[:, column], shape.experts))
-        yield
+            block = model.get_submodule(path.replace(_WRAPPED, "").rpartition(".")[0])
+            told = partial(forced.tell, column)
+            stack.enter_context(_forced_block(block, record[:, column], shape.experts, told))
+        yield forced
 
 
 def _checked(shape: RoutingShape, routing: torch.Tensor) -> torch.Tensor:
@@ -43,7 +72,7 @@ def _checked(shape: RoutingShape, routing: torch.Tensor) -> torch.Tensor:
         raise ModelError("this model's experts cannot be forced: it routes outside of transformers' interface")
     if routing.ndim != 3 or routing.shape[1:] != (len(shape.layers), shape.per_token):
         raise ValueError(f"a record of {tuple(routing.shape)} is not [tokens, {len(shape.layers)}, {shape.per_token}]")
-    free = routing == FREE
+    free = routing == NO_EXPERT
     known = (routing >= 0) & (routing < shape.experts)
     if not (free.all(-1) | known.all(-1)).all():
         raise ValueError(f"a record holds numbers that are not those of {shape.experts} experts")
@@ -51,13 +80,13 @@ def _checked(shape: RoutingShape, routing: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _forced_block(block: torch.nn.Module, forced: torch.Tensor, experts: int) -> Iterator[None]:
+def _forced_block(block: torch.nn.Module, forced: torch.Tensor, experts: int, told: Told) -> Iterator[None]:
     inner = block.forward
     patched = vars(block).get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # Entered by the block itself, so that a pass repeated on another thread (checkpointing) is forced as well.
-        with _Choice(forced, experts) as choice:
+        with _Choice(forced, experts, told) as choice:
             output = inner(*args, **kwargs)
         if choice.made != 1:
             raise ModelError(
@@ -75,13 +104,14 @@ def _forced_block(block: torch.nn.Module, forced: torch.Tensor, experts: int) ->
 
 
 class _Choice(TorchFunctionMode):
-    """Answers the topk over all experts from the record, and counts how often."""
+    """Answers the topk over all experts from the record, counts how often, and tells what that changed."""
 
-    def __init__(self, forced: torch.Tensor, experts: int) -> None:
+    def __init__(self, forced: torch.Tensor, experts: int, told: Told) -> None:
         super().__init__()
         self.made = 0
         self._forced = forced
         self._experts = experts
+        self._told = told
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -102,8 +132,10 @@ class _Choice(TorchFunctionMode):
             raise ValueError(f"a pass of {input.shape[0]} tokens is forced by a record of {self._forced.shape[0]}")
         if over_experts:
             self.made += 1
-            index = torch.topk(input, k, dim, **kwargs).indices
-            index = torch.where(self._forced >= 0, self._forced, index)
+            own = torch.topk(input, k, dim, **kwargs).indices
+            index = torch.where(self._forced >= 0, self._forced, own)
+            # As sets: the order in which a router names its experts means nothing.
+            self._told((own.sort(1).values != index.sort(1).values).any(1).sum())
         else:
             index = torch.topk(self._with_forced_groups(input), k, dim, **kwargs).indices
         return torch.return_types.topk((input.gather(1, index), index))

@@ -116,6 +116,7 @@ class Episodes:
             engine=self._parts.pool,
             sampling=sampling,
             max_turns=rollouts.max_turns,
+            keep_routing=record and rollouts.keep_routing,
             group=group,
             priority=priority,
             prefix=prefix,

@@ -61,7 +61,7 @@ def count_prompts(config: Config) -> tuple[int, int]:
         check_model(config)
         if find_spec("reasoning_gym") is None:
             raise ConfigError('[task] kind = "gym" needs reasoning-gym: pip install "headrace[tasks]"')
-        return config.task.size, config.evaluate.prompts
+        return config.task.size, config.evaluate.prompts or 0
     if isinstance(config.task, DatasetTask):
         import_function(config.task.reward)
     if isinstance(config.task, AgentTask) and config.task.agent is not None:
@@ -89,8 +89,8 @@ def _prompts(config: Config, task: DatasetTask | AgentTask) -> tuple[list[Prompt
     train = load_prompts(task.path, system=task.system)
     wanted = config.evaluate.prompts
     if task.heldout_path is None:
-        return split_heldout(train, wanted, task.path)
-    heldout = load_prompts(task.heldout_path, system=task.system)[: wanted or None]
+        return split_heldout(train, wanted or 0, task.path)
+    heldout = load_prompts(task.heldout_path, system=task.system)[:wanted]
     check_disjoint(train, heldout, task.path, task.heldout_path)
     return train, heldout
 
@@ -126,7 +126,7 @@ def _gym(config: Config, task: GymTask) -> ReadyTask:
         config=task.config,
         seed=config.run.seed,
         size=task.size,
-        heldout=config.evaluate.prompts,
+        heldout=config.evaluate.prompts or 0,
         system=task.system,
         suffix=task.suffix,
         answer_pattern=task.answer_pattern,
@@ -137,7 +137,7 @@ def _gym(config: Config, task: GymTask) -> ReadyTask:
 def _environment(config: Config, task: EnvironmentTask) -> Task:
     factory = import_function(task.factory)
     try:
-        made: Task = factory(**task.config, seed=config.run.seed, heldout=config.evaluate.prompts)
+        made: Task = factory(**task.config, seed=config.run.seed, heldout=config.evaluate.prompts or 0)
     except TypeError as error:
         raise ConfigError(f"[task] config: {task.factory} does not take it: {error}") from error
     return made

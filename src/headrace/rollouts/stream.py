@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from headrace.errors import ChannelError
-from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept, Trace
+from headrace.types import NO_VERSION, Float32Array, Int16Array, Int32Array, Kept, Trace
 
 
 class TokenStream:
@@ -34,7 +34,12 @@ class TokenStream:
         self._append(trace)
 
     def append_sampled(
-        self, token_ids: Int32Array, logprobs: Float32Array, versions: Int32Array, kept: Kept | None = None
+        self,
+        token_ids: Int32Array,
+        logprobs: Float32Array,
+        versions: Int32Array,
+        kept: Kept | None = None,
+        routing: Int16Array | None = None,
     ) -> None:
         """Tokens that the policy sampled, with the engine's records. Copied: they may be views of a wire's frame."""
         n = len(token_ids)
@@ -44,6 +49,8 @@ class TokenStream:
             if len(kept.counts) != n or kept.counts.sum() != len(kept.token_ids):
                 raise ChannelError(f"{n} tokens came with kept sets for {len(kept.counts)}, or torn ones")
             kept = Kept(counts=np.array(kept.counts, np.int32), token_ids=np.array(kept.token_ids, np.int32))
+        if routing is not None and len(routing) != n:
+            raise ChannelError(f"{n} tokens came with the experts of {len(routing)}")
         self.sampled += n
         self._append(
             Trace(
@@ -52,6 +59,7 @@ class TokenStream:
                 logprobs=np.array(logprobs, np.float32),
                 versions=np.array(versions, np.int32),
                 kept=kept,
+                routing=None if routing is None else np.array(routing, np.int16),
             )
         )
 

@@ -51,6 +51,7 @@ class Episode:
         engine: Engine,
         sampling: Sampling,
         max_turns: int = 1,
+        keep_routing: bool = False,
         group: str = "",
         priority: int = 0,
         deadline: float | None = None,
@@ -74,6 +75,7 @@ class Episode:
         stops = dict.fromkeys((*chat.stop_token_ids, *sampling.stop_token_ids))
         self._sampling = msgspec.structs.replace(sampling, stop_token_ids=tuple(stops))
         self._max_turns = max_turns
+        self._keep_routing = keep_routing
         self._group = group
         self._priority = priority
         self._deadline = deadline
@@ -233,7 +235,8 @@ class Episode:
         try:
             async with closing_deltas(self._engine.generate(request)) as deltas:
                 async for delta in deltas:
-                    self._stream.append_sampled(delta.token_ids, delta.logprobs, delta.versions, delta.kept)
+                    routing = delta.routing if self._keep_routing else None
+                    self._stream.append_sampled(delta.token_ids, delta.logprobs, delta.versions, delta.kept, routing)
                     if delta.finish == "failed":
                         raise Failure(f"{self._engine.name}: {first_line(delta.error) or 'failed without a reason'}")
                     if delta.finish is not None:

@@ -1,8 +1,8 @@
 """The plan of a step's forward passes: which tokens are computed together, and where log-probabilities are read.
 
-Every trained token of a batch is predicted exactly once, from the tokens before it in its own sequence. A row holds at
-most the budget, unless a single sequence is longer. Rows for several ranks are cut alike in cost, and as many for each.
-Pure arithmetic: equal batches give equal plans. No torch here.
+Every trained token of a batch is predicted exactly once, from the tokens before it in its own sequence, each computed
+by the experts that were recorded for it. A row holds at most the budget, unless a single sequence is longer. Rows for
+several ranks are cut alike in cost, and as many for each. Pure arithmetic: equal batches give equal plans; no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headrace.types import Batch, Int32Array
+from headrace.types import Batch, Int16Array, Int32Array
 
 Index = npt.NDArray[np.int64]
 
@@ -54,6 +54,7 @@ class MicroBatch:
     targets: Index  # [M], the trained token's id
     sources: Index  # [M], the trained token's place in the batch
     sequences: Index  # [M], the trained token's sequence, numbered within the row
+    routing: Int16Array | None = None  # [N, layers, k], the experts of the pass over each token; see `Trace.routing`
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -75,6 +76,8 @@ class _Sequence:
     trained: Index
     """Places of the trained tokens within the sequence."""
     targets: Int32Array
+    routing: Int16Array | None = None
+    """Of the pass over each token: what was recorded with the token after it."""
 
     @property
     def context(self) -> int:
@@ -176,8 +179,9 @@ def _sequences(batch: Batch) -> Iterator[tuple[int, _Sequence]]:
             continue
         if trained[0] == 0:
             raise ValueError("the first token of a sequence has nothing before it to be predicted from")
-        tokens = batch.token_ids[start:end]
-        yield int(group), _Sequence(int(start), tokens[: int(trained[-1])], trained, tokens[trained])
+        tokens, last = batch.token_ids[start:end], int(trained[-1])
+        routing = None if batch.routing is None else batch.routing[start + 1 : start + 1 + last]
+        yield int(group), _Sequence(int(start), tokens[:last], trained, tokens[trained], routing)
 
 
 def _where_it_pays(members: Sequence[_Sequence], join_cost: float) -> Sequence[Sequence[_Sequence]]:
@@ -208,14 +212,19 @@ def _family(members: Sequence[_Sequence]) -> _Family:
 
 
 def _common_prefix(members: Sequence[_Sequence]) -> int:
-    """How many leading tokens, none of them trained, all members have in common; none for a member alone."""
+    """How many leading tokens, none of them trained, all members have in common; none for a member alone.
+
+    What is computed once has one set of experts: tokens whose records differ are not in common.
+    """
     if len(members) < 2:
         return 0
-    first = members[0].token_ids
+    first = members[0]
     shared = min(member.context for member in members)
     for member in members[1:]:
-        differs = np.flatnonzero(first[:shared] != member.token_ids[:shared])
-        shared = int(differs[0]) if len(differs) else shared
+        differs = first.token_ids[:shared] != member.token_ids[:shared]
+        if first.routing is not None and member.routing is not None:
+            differs |= (first.routing[:shared] != member.routing[:shared]).any((1, 2))
+        shared = int(differs.argmax()) if differs.any() else shared
     return shared
 
 
@@ -227,23 +236,27 @@ def _row(families: Sequence[_Family]) -> MicroBatch:
     targets: list[Int32Array] = []
     sources: list[Index] = []
     sequences: list[Index] = []
+    routing: list[Int16Array] = []
     filled = 0
 
-    def add(token_ids: Int32Array, first_position: int, prefix: int | None) -> None:
+    def add(member: _Sequence, part: slice, prefix: int | None) -> None:
         nonlocal filled
-        tokens.append(token_ids)
-        positions.append(np.arange(first_position, first_position + len(token_ids)))
-        segments.append(Segment(filled, len(token_ids), prefix))
-        filled += len(token_ids)
+        places = np.arange(len(member.token_ids))[part]
+        tokens.append(member.token_ids[part])
+        positions.append(places)
+        segments.append(Segment(filled, len(places), prefix))
+        if member.routing is not None:
+            routing.append(member.routing[part])
+        filled += len(places)
 
     for family in families:
         prefix = None
         if family.prefix:
             prefix = len(segments)
-            add(family.members[0].token_ids[: family.prefix], 0, None)
+            add(family.members[0], slice(family.prefix), None)
         for member in family.members:
             own_start = filled
-            add(member.token_ids[family.prefix :], family.prefix, prefix)
+            add(member, slice(family.prefix, None), prefix)
             # The token at place t is predicted at t - 1, which for the first one may lie in the shared prefix.
             places = member.trained - 1
             own = places - family.prefix + own_start
@@ -261,4 +274,5 @@ def _row(families: Sequence[_Family]) -> MicroBatch:
         targets=np.concatenate(targets).astype(np.int64),
         sources=np.concatenate(sources).astype(np.int64),
         sequences=np.concatenate(sequences).astype(np.int64),
+        routing=np.concatenate(routing) if routing else None,
     )

@@ -17,6 +17,7 @@ from headrace.algorithms.losses.base import Needs
 from headrace.errors import UserError
 from headrace.training.logprobs import row_logprobs
 from headrace.training.packing import MicroBatch
+from headrace.training.routing import following
 from headrace.types import Batch
 
 
@@ -61,23 +62,24 @@ class StoredWeights:
 class FrozenPolicy:
     """Scores rows with a model, in a context that makes it the wanted policy."""
 
-    def __init__(self, model: Any, context: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+    def __init__(
+        self, model: Any, context: Callable[[], AbstractContextManager[Any]] = nullcontext, *, follows: bool = True
+    ) -> None:
+        """`follows`: it has the experts of the policy in training, and takes those that were recorded."""
         self._model = model
         self._context = context
+        self._follows = follows
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[MicroBatch], batch: Batch) -> list[torch.Tensor]:
         """For each row the log-probabilities of its targets, [M], as the loss takes the policy's own."""
         with self._context():
-            return [
-                row_logprobs(
-                    self._model,
-                    row,
-                    temperature=batch.temperature,
-                    kept=None if batch.kept is None else batch.kept.at(row.sources),
-                )
-                for row in rows
-            ]
+            return [self._row(row, batch) for row in rows]
+
+    def _row(self, row: MicroBatch, batch: Batch) -> torch.Tensor:
+        kept = None if batch.kept is None else batch.kept.at(row.sources)
+        with following(self._model, row) if self._follows else nullcontext():
+            return row_logprobs(self._model, row, temperature=batch.temperature, kept=kept)
 
 
 class Policies:
@@ -129,7 +131,7 @@ class Policies:
         if self._needs.proximal:
             found["proximal"] = FrozenPolicy(self._model, self._begun(batch.version).installed)
         if self._needs.teacher:
-            found["teacher"] = FrozenPolicy(self._teacher)
+            found["teacher"] = FrozenPolicy(self._teacher, follows=False)
         return found
 
     def _begun(self, version: int) -> StoredWeights:

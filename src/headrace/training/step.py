@@ -23,11 +23,14 @@ from headrace.training.packing import JOIN_COST, MicroBatch, passes, plan
 from headrace.training.policies import FrozenPolicy
 from headrace.training.ranks import Ranks
 from headrace.training.reading import EntropyOf
+from headrace.training.routing import following
 from headrace.training.sharding import input_device, reduce_gradients
 from headrace.training.transfer import upload
 from headrace.types import Batch
 
 LOSS = "loss"
+REROUTED = "rerouted"
+"""The metric of choices that the record changed: a share of the layers, for a trained token."""
 
 
 @dataclass
@@ -101,7 +104,10 @@ def accumulate(
         reduce_gradients(model, number + 1 == len(mine))
         others = {name: found[number] for name, found in scores.items()}
         with spans.span("train") if spans else nullcontext(), ordered():
-            found = _backward(model, batch, row, loss, others, entropy, chunk_elements, share=float(counts))
+            with following(model, row) as forced:
+                found = _backward(model, batch, row, loss, others, entropy, chunk_elements, share=float(counts))
+            if forced is not None:
+                found[REROUTED] = forced.changed / forced.layers
         if half is not None:
             half.collect()
         for name, value in found.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
@@ -19,14 +20,15 @@ from transformers import (
 )
 
 from headrace.models.attention import ATTENTION
-from headrace.types import NO_VERSION, Batch
+from headrace.types import NO_EXPERT, NO_VERSION, Batch
 
 VOCABULARY = 61
+LAYERS, EXPERTS, CHOSEN = 2, 4, 2
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -44,7 +46,7 @@ FAMILIES: dict[str, Any] = {
         **SIZES, sliding_window=5, attn_logit_softcapping=3.0, final_logit_softcapping=4.0, query_pre_attn_scalar=16
     ),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=4),
-    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN),
     "gpt_oss": lambda: GptOssConfig(
         **SIZES,
         num_local_experts=4,
@@ -135,3 +137,19 @@ def random_batch(
         weights=np.where(flat, 1.0 / count, 0).astype(np.float32),
         temperature=temperature,
     )
+
+
+def with_experts(batch: Batch, seed: int = 0, *, first_alike: bool = True) -> Batch:
+    """Random experts for all trained tokens; the first ones of a group were drawn by one pass, or each by its own."""
+    rng = np.random.default_rng(seed)
+    ends = np.cumsum(batch.lengths)
+    draws = rng.random((len(batch.token_ids), LAYERS, EXPERTS)).argsort(-1)[..., :CHOSEN].astype(np.int16)
+    draws[~batch.trained] = NO_EXPERT
+    firsts = [
+        int(start + batch.trained[start:end].argmax()) for start, end in zip(ends - batch.lengths, ends, strict=True)
+    ]
+    if first_alike:
+        for group in set(batch.groups.tolist()):
+            places = [place for place, number in zip(firsts, batch.groups, strict=True) if number == group]
+            draws[places] = draws[places[0]]
+    return msgspec.structs.replace(batch, routing=draws)

@@ -41,14 +41,20 @@ def batches(draw):
     )
 
 
-def seen_by(row: MicroBatch, predictor: int) -> tuple[list[int], list[int]]:
-    """The tokens and positions that a place of the row may attend to, itself last, told by the segments alone."""
+def places_before(row: MicroBatch, predictor: int) -> list[int]:
+    """The places that a place of the row may attend to, itself last, told by the segments alone."""
     [segment] = [s for s in row.segments if s.start <= predictor < s.end]
     places = list(range(segment.start, predictor + 1))
     if segment.prefix is not None:
         prefix = row.segments[segment.prefix]
         assert prefix.prefix is None
         places = list(range(prefix.start, prefix.end)) + places
+    return places
+
+
+def seen_by(row: MicroBatch, predictor: int) -> tuple[list[int], list[int]]:
+    """The tokens and positions there."""
+    places = places_before(row, predictor)
     return row.token_ids[places].tolist(), row.position_ids[places].tolist()
 
 
@@ -96,6 +102,21 @@ def test_every_trained_token_is_read_once_behind_its_own_context(batch, budget, 
             assert positions == list(range(len(tokens)))
             found[int(source)] = tokens
     assert found == contexts(batch)
+
+
+@given(batches(), st.integers(1, 40), st.booleans(), st.integers(1, 3))
+@settings(max_examples=80, deadline=None)
+def test_every_pass_has_the_experts_that_were_recorded_for_its_tokens(batch, budget, share, experts):
+    """Whatever is shared: the record of a token is of the pass over the token before it."""
+    rng = np.random.default_rng(len(batch.token_ids))
+    # Few different ones, so that first tokens of a group agree by chance too.
+    batch.routing = rng.integers(0, experts, (len(batch.token_ids), 2, 1)).astype(np.int16)
+    starts = np.repeat(np.cumsum(batch.lengths) - batch.lengths, batch.lengths)
+    for row in plan(batch, micro_batch_tokens=budget, share_prefixes=share):
+        assert row.routing.shape == (len(row), 2, 1)
+        for predictor, source in zip(row.predictors, row.sources, strict=True):
+            found = row.routing[places_before(row, int(predictor))]
+            assert found.tolist() == batch.routing[starts[source] + 1 : source + 1].tolist()
 
 
 @given(batches(), st.integers(1, 40), st.booleans())

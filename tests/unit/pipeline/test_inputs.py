@@ -1,0 +1,41 @@
+"""What a run begins with, as its configuration asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.config import make_config
+from headrace.errors import ConfigError
+from headrace.pipeline.inputs import count_prompts
+
+QUICKSTART = "examples/quickstart"
+FILE = {"heldout_path": f"{QUICKSTART}/heldout.jsonl"}
+
+
+def configured(task: dict[str, Any], **evaluate: int) -> Any:
+    files = {"kind": "dataset", "path": f"{QUICKSTART}/train.jsonl", "reward": f"{QUICKSTART}/reward.py:reward"}
+    model = {"path": f"{QUICKSTART}/model", "weights": "random"}
+    return make_config({"run": {"name": "run"}, "model": model, "task": files | task, "evaluate": evaluate})
+
+
+@pytest.mark.parametrize(
+    ("task", "evaluate", "expected"),
+    [
+        (FILE, {}, (8000, 1000)),
+        (FILE, {"prompts": 7}, (8000, 7)),
+        (FILE, {"prompts": 0}, (8000, 0)),
+        ({}, {}, (8000, 0)),
+        ({}, {"prompts": 7}, (7993, 7)),
+    ],
+)
+def test_as_many_prompts_are_held_out_as_the_configuration_says(task, evaluate, expected):
+    assert count_prompts(configured(task, **evaluate)) == expected
+
+
+def test_evaluations_during_a_run_need_prompts():
+    assert configured(FILE, every=5).evaluate.every == 5
+    for task, evaluate in ((FILE, {"prompts": 0}), ({}, {})):
+        with pytest.raises(ConfigError, match=r"\[evaluate\] every: needs prompts > 0"):
+            configured(task, every=5, **evaluate)
