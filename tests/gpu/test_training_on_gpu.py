@@ -17,6 +17,7 @@ from random_models import FAMILIES, model_dir, random_batch, with_experts
 from headrace.algorithms.losses.imitation import imitation
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.models.attention import AttentionCall
+from headrace.models.four_bits import FourBitLinear, round_weights
 from headrace.models.loading import load_model
 from headrace.training.attention import PackedAttention
 from headrace.training.compiled import compiled_layers
@@ -106,6 +107,27 @@ def test_recorded_experts_are_followed_as_on_the_cpu(tmp_path, checkpointing):
     assert found.metrics["rerouted"] == pytest.approx(expected.metrics["rerouted"], abs=0.03)
     free = trainer_of(path, "cuda", **changes).step(random_batch(1))
     assert abs(free.loss - found.loss) > 1e-3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_four_bits_are_those_of_the_cpu(compiled):
+    torch.manual_seed(0)
+    host = torch.nn.Linear(333, 1000, bias=False)
+    device = torch.nn.Linear(333, 1000, bias=False, device="cuda")
+    device.load_state_dict(host.state_dict())
+    for layer in (host, device):
+        round_weights({"layer": layer})
+    assert torch.equal(device.weight.cpu(), host.weight)
+    held = FourBitLinear(device)
+    assert torch.equal(held.weight, device.weight)
+    forward = torch.compile(held.forward, dynamic=True, fullgraph=True) if compiled else held.forward
+    hidden = torch.randn(7, 333, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    output = forward(hidden)
+    (gradient,) = torch.autograd.grad(output.float().square().sum(), hidden)
+    dense = device.to(torch.bfloat16)(hidden)
+    (expected,) = torch.autograd.grad(dense.float().square().sum(), hidden)
+    torch.testing.assert_close(output, dense, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(gradient, expected, rtol=0.02, atol=0.02)
 
 
 def test_kernels_with_shared_prefixes_are_exact():

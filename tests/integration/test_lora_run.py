@@ -17,11 +17,13 @@ from runs import headrace, small_config
 from tiny_models import make_model, plain, prompts, reference_logprobs, request, run_out
 from transformers import AutoModelForCausalLM
 
+from headrace import Run
 from headrace.config.schema import AlgorithmConfig, EngineConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import WITHOUT_GPU, sender
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.worker import lora_spec
+from headrace.models.four_bits import four_bit_layers, round_weights
 from headrace.models.lora import attach
 from headrace.models.selfcheck import check_model
 from headrace.observe.progress import NoProgress
@@ -187,3 +189,33 @@ def test_the_command_line_exports(finished: tuple[Path, dict[str, int]], tmp_pat
     wrong = headrace("export", str(run_dir), "--to", "hf", "--checkpoint", "step-99")
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("headrace: --checkpoint step-99: there is none of this name; there are step-")
+
+
+def test_a_run_beside_a_base_in_four_bits(tmp_path: Path) -> None:
+    """Engines serve what the trainer holds, plain peft finds it beside the checkpoints, and both say the same."""
+    config = small_config(
+        tmp_path,
+        "run.versions=2",
+        "buffer.depth=0",
+        "lora.rank=8",
+        "lora.base=nf4",
+        "training.learning_rate=2e-3",
+        "training.checkpoint_every=1",
+        "training.keep_checkpoints=9",
+        "evaluate.prompts=0",
+    )
+    run_dir = start_run(config, NoProgress()).run_dir.path
+    assert rows(run_dir, "SELECT version, accepted FROM deliveries ORDER BY version") == [(v, 1) for v in range(3)]
+    for step in Run(run_dir).history:
+        assert step["ratio"] == pytest.approx(1.0, abs=1e-4)
+    found = audit(run_dir, PlainModel, samples=1000, tolerance=1e-4)
+    assert found.passed, found.problems
+    assert found.compared > 50
+    torch.manual_seed(0)
+    kept = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "base")
+    drawn = AutoModelForCausalLM.from_config(kept.config)
+    rounded = four_bit_layers(drawn)
+    assert any(not torch.equal(layer.weight, kept.get_submodule(name).weight) for name, layer in rounded.items())
+    round_weights(rounded)
+    for name, parameter in drawn.named_parameters():
+        assert torch.equal(parameter, kept.get_parameter(name)), name

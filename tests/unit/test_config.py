@@ -35,7 +35,7 @@ KEYS = {
         "max_skipped", "ranks", "tensor_parallel", "compute_dtype", "activation_checkpointing", "offload",
         "device", "compile",
     },
-    "lora": {"rank", "alpha", "dropout", "targets", "modules", "serve"},
+    "lora": {"rank", "alpha", "dropout", "targets", "modules", "base", "serve"},
     "warm_start": {"steps", "batch", "learning_rate"},
     "delivery": {
         "transport", "directory", "keep_files", "bind", "send", "dtype", "rolling", "patience", "publish_every",

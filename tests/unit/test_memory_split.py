@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from headrace.config import make_config
 from headrace.config.memory import CHUNK_BYTES, MARGIN_BYTES, engine_share, trainer_bytes
 from headrace.config.model_dir import ModelFacts
+from headrace.config.schema import LoraConfig
 
 FACTS = ModelFacts(
     architecture="x",
@@ -29,6 +30,12 @@ def test_the_estimate_by_hand() -> None:
     assert trainer_bytes(CONFIG.training, FACTS) == state + row + CHUNK_BYTES
     total = 139 << 30
     assert engine_share(CONFIG, FACTS, total) == (total - state - row - CHUNK_BYTES - MARGIN_BYTES) / total
+
+
+def test_a_frozen_model_takes_what_it_is_held_in() -> None:
+    full, four_bits = (trainer_bytes(CONFIG.training, FACTS, lora=LoraConfig(base=base)) for base in ("full", "nf4"))
+    assert full - four_bits == 600_000_000
+    assert full < trainer_bytes(CONFIG.training, FACTS)
 
 
 def test_nothing_is_left_on_a_small_gpu() -> None:

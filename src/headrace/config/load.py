@@ -276,6 +276,7 @@ def _check_for_vllm(config: Config) -> None:
     wanted = {
         '[lora] serve = "unmerged"': config.lora is not None and config.lora.serve == "unmerged",
         '[lora] on [model] weights = "random"': config.lora is not None and config.model.weights == "random",
+        '[lora] base = "nf4"': config.lora is not None and config.lora.base == "nf4",
         '[delivery] send = "delta"': config.delivery.send == "delta",
         "[training] ranks above 1": config.training.ranks > 1,
         f'[delivery] transport = "{config.delivery.transport}"': config.delivery.transport in ("cuda_ipc", "nccl"),

@@ -7,7 +7,7 @@ pass: what its layers keep for the backward pass, and the logits of one chunk. A
 from __future__ import annotations
 
 from headrace.config.model_dir import ModelFacts
-from headrace.config.schema import Config, TrainingConfig
+from headrace.config.schema import Config, LoraConfig, TrainingConfig
 
 STATE_BYTES = {"adamw": 16, "adamw_8bit": 10, "muon": 12}
 """Of a trained parameter: master, gradient, moments."""
@@ -19,11 +19,17 @@ MARGIN_BYTES = 4 << 30
 """The two processes' CUDA contexts, fragments, library workspaces."""
 
 
-def trainer_bytes(training: TrainingConfig, facts: ModelFacts, *, served_bytes: int = 2, lora: bool = False) -> int:
+def trainer_bytes(
+    training: TrainingConfig, facts: ModelFacts, *, served_bytes: int = 2, lora: LoraConfig | None = None
+) -> int:
     """What a trainer on a GPU needs at most, roughly."""
     copy = 4 if training.compute_dtype == "float32" else 2
     trained = 0 if lora else facts.parameters
-    state = trained * (STATE_BYTES[training.optimizer] + copy + 2 * served_bytes) + (facts.parameters - trained) * copy
+    # In 4 bits and the scales of their blocks, what is not linear in full: together about a byte.
+    frozen = 1 if lora and lora.base == "nf4" else copy
+    state = (
+        trained * (STATE_BYTES[training.optimizer] + copy + 2 * served_bytes) + (facts.parameters - trained) * frozen
+    )
     kept = 2 if training.activation_checkpointing else KEPT_VALUES
     row = training.micro_batch_tokens * facts.hidden * (copy * kept * facts.layers)
     return state + row + CHUNK_BYTES
@@ -32,5 +38,5 @@ def trainer_bytes(training: TrainingConfig, facts: ModelFacts, *, served_bytes: 
 def engine_share(config: Config, facts: ModelFacts, total: int) -> float:
     """The share of a GPU of `total` bytes that is left to each engine beside the trainer; not above 0 where none is."""
     served = 4 if (config.delivery.dtype or config.model.dtype) == "float32" else 2
-    needed = trainer_bytes(config.training, facts, served_bytes=served, lora=config.lora is not None)
+    needed = trainer_bytes(config.training, facts, served_bytes=served, lora=config.lora)
     return (total - needed - MARGIN_BYTES) / total / config.engine.count

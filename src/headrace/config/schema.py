@@ -360,6 +360,9 @@ class LoraConfig(Section, frozen=True):
     layer but the vocabulary projection."""
     modules: list[str] = []
     """Ends of names of modules that are trained in full, and delivered so, beside the adapter ("norm")."""
+    base: Literal["full", "nf4"] = "full"
+    """The frozen linear layers: as they are, or rounded to 4 bits (NF4, blocks of 64), in which the trainer holds them;
+    engines serve the rounded weights."""
     serve: Literal["merged", "unmerged"] = "merged"
     """How engines apply the adapter: added to their weights at every swap, or computed beside them in every pass."""
 

@@ -45,6 +45,7 @@ from headrace.engines.messages import (
     Submit,
 )
 from headrace.errors import HeadraceError, UserError
+from headrace.models.four_bits import four_bit_layers, round_weights
 from headrace.models.loading import load_model, named_weights
 from headrace.models.lora import LoraSpec, attach
 from headrace.models.selfcheck import check_model
@@ -80,6 +81,16 @@ def left_by_trainer(config: Config) -> float:
     return share
 
 
+def _round_as_the_trainer(model: Any, config: Config) -> None:
+    """Serve the weights that the trainer holds in 4 bits: rounded from float32, whatever is served."""
+    spared = tuple(config.lora.modules) if config.lora is not None else ()
+    sources = None
+    if config.model.dtype != "float32":
+        whole = load_model(config.model.path, weights=config.model.weights, dtype="float32", seed=config.run.seed)
+        sources = four_bit_layers(whole, spared)
+    round_weights(four_bit_layers(model, spared), sources)
+
+
 def serve(desk: Desk, config: Config) -> None:
     """Load the model, check it, and serve until told to stop."""
     desk.phase = "loading"
@@ -96,6 +107,8 @@ def serve(desk: Desk, config: Config) -> None:
             seed=config.run.seed,
             device=device,
         )
+        if config.lora is not None and config.lora.base == "nf4":
+            _round_as_the_trainer(model, config)
         base_digest = digest_as(named_weights(model), config.model.dtype) if config.lora is not None else None
         adapter = attach(model, lora_spec(config.lora), config.lora.serve) if config.lora is not None else None
         check_model(model, longest_sequence(config.engine.max_length, model))

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from headrace.errors import ModelError
+from headrace.models.four_bits import FourBitLinear
 
 ALL_LINEAR = "all-linear"
 """As a target: every linear layer but the vocabulary projection. Stacked experts and routers of their own kind are not
@@ -135,10 +136,11 @@ def _check(model: Any, found: Targets) -> None:
 
     for name, module in found.linears.items():
         kind = type(module)
-        if kind is not nn.Linear:
+        if kind not in (nn.Linear, FourBitLinear):
             where = f"{kind.__module__}.{kind.__name__}"
             raise ModelError(f"LoRA target {name} is a {where}; only nn.Linear can be adapted")
-        alone(f"{name}.weight", module.weight, "LoRA target")
+        if kind is nn.Linear:
+            alone(f"{name}.weight", module.weight, "LoRA target")
     for name, full_module in found.modules.items():
         for inner, parameter in full_module.named_parameters():
             alone(f"{name}.{inner}", parameter, "module")

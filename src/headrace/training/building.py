@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.delivery.digest import digest_as
+from headrace.models.four_bits import four_bit_layers, hold_in_four_bits, round_weights
 from headrace.models.loading import load_model, named_weights
 from headrace.observe.spans import SpanRecorder
 from headrace.training.devices import choose_device
@@ -41,16 +42,26 @@ def build_trainer(
     trainer is the only one.
     """
     device = choose_device(config.training.device)
+    four_bits = config.lora is not None and config.lora.base == "nf4"
     # Master weights are float32 whatever the serving dtype: small updates would vanish in bfloat16.
     model = load_model(
         config.model.path,
         weights=config.model.weights,
         dtype="float32",
         seed=config.run.seed,
-        # Ranks shard what they hold on the host: none of them has room for the whole model on its GPU.
-        device="cpu" if config.training.offload or config.training.ranks > 1 else device,
+        # Ranks shard what they hold on the host: none of them has room for the whole model on its GPU. Nor has one for
+        # what it will hold in 4 bits.
+        device="cpu" if config.training.offload or config.training.ranks > 1 or four_bits else device,
     )
+    layers = four_bit_layers(model, tuple(config.lora.modules)) if config.lora and four_bits else {}
+    round_weights(layers)
     base_digest = digest_as(named_weights(model), config.model.dtype) if config.lora is not None else 0
+    base = Path(config.model.path)
+    if config.lora is not None and (config.model.weights == "random" or four_bits):
+        base = keep_base(model, checkpoints, base)
+    if four_bits:
+        hold_in_four_bits(model, layers)
+        model.to(device)
     ranks = meet(device)
     trainer = Trainer(
         prepare_model(model, config.training, ranks),
@@ -61,19 +72,10 @@ def build_trainer(
         teacher=_teacher(config, model),
         ranks=ranks,
         spans=spans,
-        adapter=_adapter(config, model, checkpoints),
+        adapter=TrainedAdapter(model, config.lora, base=base, seed=config.run.seed) if config.lora else None,
         correct_above=config.buffer.correct_above,
     )
     return Built(trainer, device, ranks, base_digest)
-
-
-def _adapter(config: Config, model: Any, checkpoints: Path) -> TrainedAdapter | None:
-    base = Path(config.model.path)
-    if config.lora is None:
-        return None
-    if config.model.weights == "random":
-        base = keep_base(model, checkpoints, base)
-    return TrainedAdapter(model, config.lora, base=base, seed=config.run.seed)
 
 
 def _teacher(config: Config, model: Any) -> Any:

@@ -1,0 +1,135 @@
+"""A frozen linear layer in 4 bits: blocks of 64 weights, each the nearest of 16 levels times the block's largest.
+
+The levels are those of NF4, equally likely where weights are normally distributed. Rounding is one function of the
+float32 weights, wherever it is made: trainer and engines hold the same numbers, one in 4 bits and the other dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+BLOCK = 64
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+def four_bit_layers(model: Any, spared: tuple[str, ...] = ()) -> dict[str, nn.Linear]:
+    """The layers that are rounded, by name: all linear ones but the vocabulary projection and those that are spared.
+
+    `spared` are ends of names of modules that are trained in full, themselves or around a layer.
+    """
+    head = model.get_output_embeddings()
+    trained = {
+        inner
+        for name, module in model.named_modules()
+        if any(name == end or name.endswith(f".{end}") for end in spared)
+        for inner in module.modules()
+    }
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not head and module not in trained
+    }
+
+
+@torch.no_grad()
+def round_weights(layers: Mapping[str, nn.Linear], sources: Mapping[str, nn.Linear] | None = None) -> None:
+    """Make the weights of these layers what 4 bits hold of them, in place.
+
+    `sources` are the same layers in float32, where these are not: what is rounded is always that.
+    """
+    for name, layer in layers.items():
+        weight = (sources or layers)[name].weight.float()
+        layer.weight.copy_(_unpacked(*_packed(weight), weight.shape))
+
+
+@torch.no_grad()
+def hold_in_four_bits(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
+    """Replace these layers by such that hold their weights in 4 bits; they are frozen from then on."""
+    for name, layer in layers.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, FourBitLinear(layer))
+
+
+class FourBitLinear(nn.Linear):
+    """Computes what a frozen linear layer does; its weights exist only while a pass needs them, backward too."""
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    pairs: torch.Tensor
+
+    def __init__(self, layer: nn.Linear) -> None:
+        nn.Module.__init__(self)  # a linear layer to others, without a linear layer's parameter
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        packed, scales = _packed(layer.weight.detach().float())
+        # No part of what is saved or published: both know the base model by its files. As integers: a cast of the
+        # module would round them.
+        self.register_buffer("packed", packed, persistent=False)
+        self.register_buffer("scales", scales.view(torch.int32), persistent=False)
+        self.register_buffer("pairs", _pairs(packed.device).view(torch.int32), persistent=False)
+        self.bias = layer.bias
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The weights, [out, in], in float32."""
+        return self._held()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As of `nn.Linear`, in the dtype of what comes in."""
+        product: Any = _Product.apply
+        output: torch.Tensor = product(input, self._held, self.bias)
+        return output
+
+    def _held(self) -> torch.Tensor:
+        scales, pairs = self.scales.view(torch.float32), self.pairs.view(torch.float32)
+        return _unpacked(self.packed, scales, (self.out_features, self.in_features), pairs)
+
+
+class _Product(torch.autograd.Function):
+    """What a linear layer computes. Its weight is made anew for the backward pass, and has no gradient itself."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> Any:
+        ctx.weight = weight
+        return nn.functional.linear(hidden, weight().to(hidden.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        return gradient @ ctx.weight().to(gradient.dtype), None, None
+
+
+def _packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two levels' numbers to a byte, and the largest magnitude of each block."""
+    flat = weight.reshape(-1)
+    blocks = nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1)
+    levels = torch.tensor(LEVELS, device=weight.device)
+    between = (levels[1:] + levels[:-1]) / 2
+    shares = blocks / torch.where(scales == 0, 1.0, scales)[:, None]
+    numbers = torch.bucketize(shares, between, out_int32=True).to(torch.uint8).view(-1, 2)
+    return numbers[:, 0] | (numbers[:, 1] << 4), scales
+
+
+def _pairs(device: torch.device) -> torch.Tensor:
+    """The two levels that each byte stands for, [256, 2]."""
+    levels = torch.tensor(LEVELS, device=device)
+    byte = torch.arange(256, device=device)
+    return torch.stack([levels[byte & 15], levels[byte >> 4]], 1)
+
+
+def _unpacked(
+    packed: torch.Tensor, scales: torch.Tensor, shape: Any, pairs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The weights, in float32."""
+    levels = (_pairs(packed.device) if pairs is None else pairs).index_select(0, packed.int())
+    values = levels.view(-1, BLOCK) * scales[:, None]
+    rows, columns = shape
+    return values.view(-1)[: rows * columns].view(rows, columns)
