@@ -175,6 +175,8 @@ def test_values_that_cannot_go_together() -> None:
     assert make_config(MINIMAL, [*vllm, "lora.rank=4", "lora.alpha=6.0"]).lora.scaling == 1.5
     with pytest.raises(ConfigError, match=r'"vllm" does not go together with \[lora\] serve = "unmerged"'):
         make_config(MINIMAL, [*vllm, "lora.serve=unmerged"])
+    with pytest.raises(ConfigError, match=r'"vllm" does not go together with \[lora\] base = "nf4"'):
+        make_config(MINIMAL, [*vllm, "lora.base=nf4"])
     with pytest.raises(ConfigError, match=r'does not go together with \[lora\] on \[model\] weights = "random"'):
         make_config(MINIMAL, [*vllm, "lora.rank=4", "model.weights=random"])
     assert (
