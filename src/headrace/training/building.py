@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import Config
+from headrace.config.schema import LoraConfig
 from headrace.delivery.digest import digest_as
 from headrace.models.four_bits import four_bit_layers, hold_in_four_bits, round_weights
 from headrace.models.loading import load_model, named_weights
@@ -42,25 +43,19 @@ def build_trainer(
     trainer is the only one.
     """
     device = choose_device(config.training.device)
-    four_bits = config.lora is not None and config.lora.base == "nf4"
+    in_four_bits = config.lora is not None and config.lora.base == "nf4"
     # Master weights are float32 whatever the serving dtype: small updates would vanish in bfloat16.
     model = load_model(
         config.model.path,
         weights=config.model.weights,
         dtype="float32",
         seed=config.run.seed,
-        # Ranks shard what they hold on the host: none of them has room for the whole model on its GPU. Nor has one for
-        # what it will hold in 4 bits.
-        device="cpu" if config.training.offload or config.training.ranks > 1 or four_bits else device,
+        # Ranks shard what they hold on the host, where others make it small: a GPU may not have room for all of it.
+        device="cpu" if config.training.offload or config.training.ranks > 1 or in_four_bits else device,
     )
-    layers = four_bit_layers(model, tuple(config.lora.modules)) if config.lora and four_bits else {}
-    round_weights(layers)
-    base_digest = digest_as(named_weights(model), config.model.dtype) if config.lora is not None else 0
-    base = Path(config.model.path)
-    if config.lora is not None and (config.model.weights == "random" or four_bits):
-        base = keep_base(model, checkpoints, base)
-    if four_bits:
-        hold_in_four_bits(model, layers)
+    base, base_digest = Path(config.model.path), 0
+    if config.lora is not None:
+        base, base_digest = _freeze(model, config, config.lora, checkpoints)
         model.to(device)
     ranks = meet(device)
     trainer = Trainer(
@@ -76,6 +71,18 @@ def build_trainer(
         correct_above=config.buffer.correct_above,
     )
     return Built(trainer, device, ranks, base_digest)
+
+
+def _freeze(model: Any, config: Config, lora: LoraConfig, checkpoints: Path) -> tuple[Path, int]:
+    """Make this model the base of an adapter; where those who load the adapter find it, and its digest."""
+    layers = four_bit_layers(model, tuple(lora.modules)) if lora.base == "nf4" else {}
+    round_weights(layers)
+    digest = digest_as(named_weights(model), config.model.dtype)
+    base = Path(config.model.path)
+    if layers or config.model.weights == "random":
+        base = keep_base(model, checkpoints, base)
+    hold_in_four_bits(model, layers)
+    return base, digest
 
 
 def _teacher(config: Config, model: Any) -> Any:
