@@ -30,7 +30,7 @@ from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run
 from headrace.review.audit import audit
 from headrace.review.recompute import PlainModel
-from headrace.training.lora import TrainedAdapter
+from headrace.training.lora import TrainedAdapter, base_of
 from headrace.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -212,7 +212,7 @@ def test_a_run_beside_a_base_in_four_bits(tmp_path: Path) -> None:
     assert found.passed, found.problems
     assert found.compared > 50
     torch.manual_seed(0)
-    kept = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "base")
+    kept = AutoModelForCausalLM.from_pretrained(base_of(max((run_dir / "checkpoints").glob("step-*"))))
     drawn = AutoModelForCausalLM.from_config(kept.config)
     rounded = four_bit_layers(drawn)
     assert any(not torch.equal(layer.weight, kept.get_submodule(name).weight) for name, layer in rounded.items())

@@ -35,6 +35,8 @@ def test_the_estimate_by_hand() -> None:
 def test_a_frozen_model_takes_what_it_is_held_in() -> None:
     full, four_bits = (trainer_bytes(CONFIG.training, FACTS, lora=LoraConfig(base=base)) for base in ("full", "nf4"))
     assert full - four_bits == 600_000_000
+    mixture = msgspec.structs.replace(FACTS, experts=8)
+    assert trainer_bytes(CONFIG.training, mixture, lora=LoraConfig(base="nf4")) == full
     assert full < trainer_bytes(CONFIG.training, FACTS)
 
 

@@ -32,7 +32,7 @@ def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
     prompts = PROMPT_TOKENS / (rollouts.group_size if config.training.share_prefixes else 1)
     training = _training(config, facts, answers * (tokens + prompts))
     # The weights; unless only an adapter has them, their gradients and their moments too.
-    trained = 4 if config.lora is not None else 16
+    trained = 16 if config.lora is None else 1 if config.lora.base == "nf4" and not facts.experts else 4
     served = facts.parameters * BYTES[config.model.dtype]
     longest = min(engine.max_length or 4096, facts.max_positions or 4096)
     cache = engine.cache_tokens or engine.slots * min(longest, PROMPT_TOKENS + rollouts.max_tokens)

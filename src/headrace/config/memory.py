@@ -25,8 +25,8 @@ def trainer_bytes(
     """What a trainer on a GPU needs at most, roughly."""
     copy = 4 if training.compute_dtype == "float32" else 2
     trained = 0 if lora else facts.parameters
-    # In 4 bits and the scales of their blocks, what is not linear in full: together about a byte.
-    frozen = 1 if lora and lora.base == "nf4" else copy
+    # In 4 bits and the scales of their blocks, what is not linear in full: together about a byte. Experts are in full.
+    frozen = 1 if lora and lora.base == "nf4" and not facts.experts else copy
     state = (
         trained * (STATE_BYTES[training.optimizer] + copy + 2 * served_bytes) + (facts.parameters - trained) * frozen
     )

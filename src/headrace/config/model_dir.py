@@ -24,6 +24,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     vocabulary: int
     max_positions: int
     hidden: int = 0
+    experts: int = 0
+    """Of a layer; 0 for a model without any."""
 
 
 def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False, key: str = "[model] path") -> dict[str, Any]:
@@ -76,7 +78,12 @@ def model_facts(path: Path, weights: str) -> ModelFacts:
         vocabulary=vocabulary,
         max_positions=int(config.get("max_position_embeddings", 0)),
         hidden=hidden,
+        experts=_experts(config),
     )
+
+
+def _experts(config: dict[str, Any]) -> int:
+    return int(config.get("num_local_experts") or config.get("num_experts") or 0)
 
 
 def _count(file: Path) -> int:
@@ -90,7 +97,7 @@ def _derive(
     config: dict[str, Any], hidden: int, layers: int, heads: int, kv_heads: int, head: int, vocabulary: int
 ) -> int:
     inner = int(config.get("intermediate_size") or 4 * hidden)
-    experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
+    experts = _experts(config)
     attention = hidden * head * (2 * heads + 2 * kv_heads)
     mlp = 3 * hidden * int(config.get("moe_intermediate_size") or inner) * max(experts, 1) + hidden * experts
     embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)

@@ -28,6 +28,7 @@ _DISPATCHED = ("is_transposed", "has_gate", "has_bias")
 _ROUTING_CLASS = re.compile(r"(Experts?|Router|Gating|MoE|Moe|Mo[eE]Block)$")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+_TRAINED_IN_FULL = ".modules_to_save."
 _MOST_EXPERTS = torch.iinfo(torch.int16).max
 _BLOCK = 8
 """Experts computed at once where every expert is; a number that does not depend on the pass, for compiled layers."""
@@ -109,11 +110,15 @@ def routing_shape(model: Any) -> RoutingShape | None:
 
 
 def experts_modules(model: torch.nn.Module) -> dict[str, Any]:
-    """The modules that transformers dispatches through its experts interface, by path, in the order of a record."""
+    """The modules that transformers dispatches through its experts interface, by path, in the order of a record.
+
+    Experts that peft trains in full are there twice: the original stands for both.
+    """
     return {
         path: module
         for path, module in model.named_modules()
         if all(name in vars(module) for name in _DISPATCHED) and hasattr(module, "down_proj")
+        if _TRAINED_IN_FULL not in path
     }
 
 

@@ -6,7 +6,7 @@ float32 weights, wherever it is made: trainer and engines hold the same numbers,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,8 @@ class FourBitLinear(nn.Linear):
     def __init__(self, layer: nn.Linear) -> None:
         nn.Module.__init__(self)  # a linear layer to others, without a linear layer's parameter
         self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.rounding: torch.dtype | None = None
+        """What the weights are rounded to once more before they are used, see `models.rounding`."""
         packed, scales = _packed(layer.weight.detach().float())
         # No part of what is saved or published: both know the base model by its files. As integers: a cast of the
         # module would round them.
@@ -79,31 +81,59 @@ class FourBitLinear(nn.Linear):
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The weights, [out, in], in float32."""
-        return self._held()
+        return _unpacked(self.packed, self.scales, (self.out_features, self.in_features), self.pairs)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As of `nn.Linear`, in the dtype of what comes in."""
-        product: Any = _Product.apply
-        output: torch.Tensor = product(input, self._held, self.bias)
+        shape = [self.out_features, self.in_features]
+        output: torch.Tensor = _linear(input, self.packed, self.scales, self.pairs, shape, self.bias, self.rounding)
         return output
 
-    def _held(self) -> torch.Tensor:
-        scales, pairs = self.scales.view(torch.float32), self.pairs.view(torch.float32)
-        return _unpacked(self.packed, scales, (self.out_features, self.in_features), pairs)
+
+# Opaque to a compiler, which would see one weight in both passes, and keep it from the first to the second.
+@torch.library.custom_op("headrace::four_bit_linear", mutates_args=())
+def _linear(
+    hidden: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    pairs: torch.Tensor,
+    shape: list[int],
+    bias: torch.Tensor | None,
+    rounding: torch.dtype | None,
+) -> torch.Tensor:
+    weight = _unpacked(packed, scales, shape, pairs)
+    return nn.functional.linear(hidden, weight.to(rounding or hidden.dtype).to(hidden.dtype), bias)
 
 
-class _Product(torch.autograd.Function):
-    """What a linear layer computes. Its weight is made anew for the backward pass, and has no gradient itself."""
+@_linear.register_fake
+def _(hidden: Any, packed: Any, scales: Any, pairs: Any, shape: list[int], bias: Any, rounding: Any) -> Any:
+    return hidden.new_empty(*hidden.shape[:-1], shape[0])
 
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: Callable[[], torch.Tensor], bias: torch.Tensor | None) -> Any:
-        ctx.weight = weight
-        return nn.functional.linear(hidden, weight().to(hidden.dtype), bias)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        return gradient @ ctx.weight().to(gradient.dtype), None, None
+@torch.library.custom_op("headrace::four_bit_linear_backward", mutates_args=())
+def _linear_backward(
+    gradient: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, pairs: torch.Tensor, shape: list[int]
+) -> torch.Tensor:
+    return gradient @ _unpacked(packed, scales, shape, pairs).to(gradient.dtype)
+
+
+@_linear_backward.register_fake
+def _(gradient: Any, packed: Any, scales: Any, pairs: Any, shape: list[int]) -> Any:
+    return gradient.new_empty(*gradient.shape[:-1], shape[1])
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, packed, scales, pairs, ctx.shape, _, rounding = inputs
+    if rounding is not None:
+        raise ValueError("weights that are rounded once more have no gradients")
+    ctx.save_for_backward(packed, scales, pairs)
+
+
+def _gradients(ctx: Any, gradient: torch.Tensor) -> Any:
+    return _linear_backward(gradient, *ctx.saved_tensors, ctx.shape), None, None, None, None, None, None
+
+
+_linear.register_autograd(_gradients, setup_context=_setup)
 
 
 def _packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,10 +156,10 @@ def _pairs(device: torch.device) -> torch.Tensor:
 
 
 def _unpacked(
-    packed: torch.Tensor, scales: torch.Tensor, shape: Any, pairs: torch.Tensor | None = None
+    packed: torch.Tensor, scales: torch.Tensor, shape: Sequence[int], pairs: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The weights, in float32."""
-    levels = (_pairs(packed.device) if pairs is None else pairs).index_select(0, packed.int())
-    values = levels.view(-1, BLOCK) * scales[:, None]
+    table = _pairs(packed.device) if pairs is None else pairs.view(torch.float32)
+    values = table.index_select(0, packed.int()).view(-1, BLOCK) * scales.view(torch.float32)[:, None]
     rows, columns = shape
     return values.view(-1)[: rows * columns].view(rows, columns)

@@ -104,7 +104,9 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _known(named: dict[str, nn.Module], parameters: dict[str, nn.Parameter]) -> str:
-    linear = sorted({name.rpartition(".")[2] for name, module in named.items() if type(module) is nn.Linear})
+    linear = sorted(
+        {name.rpartition(".")[2] for name, module in named.items() if type(module) in (nn.Linear, FourBitLinear)}
+    )
     stacked = sorted({".".join(name.split(".")[-2:]) for name, p in parameters.items() if p.ndim == 3})
     return f"its linear layers are {', '.join(linear)}" + (f"; stacked experts {', '.join(stacked)}" if stacked else "")
 

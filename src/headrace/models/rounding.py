@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from headrace.models.four_bits import FourBitLinear
+
 
 @contextmanager
 def rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
@@ -20,6 +22,9 @@ def rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             own = [p for p in module.parameters(recurse=False) if p.is_floating_point() and p.dtype != dtype]
+            if isinstance(module, FourBitLinear):
+                module.rounding = dtype
+                stack.callback(setattr, module, "rounding", None)
             if own:
                 rounding = _Rounding(own, dtype)
                 stack.callback(module.register_forward_pre_hook(rounding.begin).remove)

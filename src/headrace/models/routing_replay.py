@@ -6,6 +6,7 @@ another way, or twice, is refused, so a pass under `forcing` never routes freely
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,8 +21,8 @@ from headrace.models.experts import RoutingShape, experts_modules
 from headrace.types import NO_EXPERT
 
 _TOPK = (torch.topk, torch.Tensor.topk)
-_WRAPPED = ".base_layer"
-"""Where peft puts a module whose weights it adapts."""
+_WRAPPED = re.compile(r"\.(base_layer|original_module)(?=\.|$)")
+"""Where peft puts a module that it adapts, or trains in full."""
 Told = Callable[[torch.Tensor], None]
 
 
@@ -33,13 +34,12 @@ class Forced:
         self._changed: dict[int, torch.Tensor] = {}
 
     def tell(self, column: int, changed: torch.Tensor) -> None:
-        """So many tokens had another choice forced on them in this layer; a pass that is repeated counts once."""
+        """Which tokens [T] had another choice forced on them in this layer; a pass that is repeated counts once."""
         self._changed[column] = changed
 
-    @property
-    def changed(self) -> torch.Tensor:
-        """Choices of a token in a layer that the routers would have made otherwise, all layers together."""
-        return torch.stack(list(self._changed.values())).sum()
+    def changed(self, places: torch.Tensor) -> torch.Tensor:
+        """How many choices the routers would have made otherwise, at these places of the pass, in all layers."""
+        return torch.stack([layer[places].sum() for layer in self._changed.values()]).sum()
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def forcing(
     with ExitStack() as stack:
         for column, path in enumerate(experts_modules(model)):
             # The router and its choice are somewhere in the block that holds the experts.
-            block = model.get_submodule(path.replace(_WRAPPED, "").rpartition(".")[0])
+            block = model.get_submodule(_WRAPPED.sub("", path).rpartition(".")[0])
             told = partial(forced.tell, column)
             stack.enter_context(_forced_block(block, record[:, column], shape.experts, told))
         yield forced
@@ -135,7 +135,7 @@ class _Choice(TorchFunctionMode):
             own = torch.topk(input, k, dim, **kwargs).indices
             index = torch.where(self._forced >= 0, self._forced, own)
             # As sets: the order in which a router names its experts means nothing.
-            self._told((own.sort(1).values != index.sort(1).values).any(1).sum())
+            self._told((own.sort(1).values != index.sort(1).values).any(1))
         else:
             index = torch.topk(self._with_forced_groups(input), k, dim, **kwargs).indices
         return torch.return_types.topk((input.gather(1, index), index))

@@ -14,7 +14,7 @@ from headrace.models.four_bits import four_bit_layers, hold_in_four_bits, round_
 from headrace.models.loading import load_model, named_weights
 from headrace.observe.spans import SpanRecorder
 from headrace.training.devices import choose_device
-from headrace.training.lora import TrainedAdapter, keep_base
+from headrace.training.lora import BASES, TrainedAdapter, keep_base
 from headrace.training.ranks import Ranks
 from headrace.training.sharding import prepare_model
 from headrace.training.trainer import Trainer
@@ -80,7 +80,7 @@ def _freeze(model: Any, config: Config, lora: LoraConfig, checkpoints: Path) -> 
     digest = digest_as(named_weights(model), config.model.dtype)
     base = Path(config.model.path)
     if layers or config.model.weights == "random":
-        base = keep_base(model, checkpoints, base)
+        base = keep_base(model, checkpoints, base, BASES[lora.base])
     hold_in_four_bits(model, layers)
     return base, digest
 

@@ -26,8 +26,8 @@ from headrace.training.checkpoint import copy_companions
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-BASE = "base"
-"""Beside the checkpoints: the base model of a run that drew it at random, without which they could not be loaded."""
+BASES = {"full": "base", "nf4": "base-nf4"}
+"""Beside the checkpoints, by what it is held in: a base model that no other directory holds."""
 
 
 class TrainedAdapter:
@@ -110,11 +110,11 @@ class TrainedAdapter:
         return state
 
 
-def keep_base(model: Any, directory: Path, source: Path) -> Path:
-    """Write a model that was drawn at random below `directory`, once; the complete model directory that it became."""
-    final = directory / BASE
+def keep_base(model: Any, directory: Path, source: Path, name: str = BASES["full"]) -> Path:
+    """Write a model that was drawn at random, or rounded, once; the complete model directory that it became."""
+    final = directory / name
     if not final.is_dir():
-        partial = directory / f".partial-{BASE}"
+        partial = directory / f".partial-{name}"
         shutil.rmtree(partial, ignore_errors=True)
         model.save_pretrained(partial)
         copy_companions(source, partial)
@@ -123,14 +123,14 @@ def keep_base(model: Any, directory: Path, source: Path) -> Path:
 
 
 def base_of(checkpoint: Path) -> Path:
-    """The base model of an adapter checkpoint: the one kept beside it, else the one that it names."""
-    beside = checkpoint.parent / BASE
-    if beside.is_dir():
-        return beside
+    """The base model that an adapter checkpoint names; one that was kept beside it moves with it."""
     try:
         named = Path(msgspec.json.decode((checkpoint / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"])
     except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
         raise UserError(f"{checkpoint / ADAPTER_CONFIG} does not name a base model") from error
+    beside = checkpoint.parent / named.name
+    if named.name in BASES.values() and beside.is_dir():
+        return beside
     if not named.is_dir():
         raise UserError(f"{checkpoint} is an adapter of {named}, which is not there any more")
     return named

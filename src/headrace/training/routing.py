@@ -1,7 +1,8 @@
 """Mixtures of experts: the passes over a row go through the experts that its tokens were drawn with.
 
 Where engine and trainer round differently, or weights are a few steps apart, routers may choose other experts for the
-same token, and its log-probability jumps. A policy that is trained with the recorded choice is the one that sampled.
+same token, and its log-probability jumps. With the recorded choice, the policy that is trained is the one that sampled,
+up to rounding.
 """
 
 from __future__ import annotations

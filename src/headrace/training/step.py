@@ -107,7 +107,8 @@ def accumulate(
             with following(model, row) as forced:
                 found = _backward(model, batch, row, loss, others, entropy, chunk_elements, share=float(counts))
             if forced is not None:
-                found[REROUTED] = forced.changed / forced.layers
+                # Where several answers begin, once for each of them.
+                found[REROUTED] = forced.changed(upload(row.predictors, input_device(model))) / forced.layers
         if half is not None:
             half.collect()
         for name, value in found.items():

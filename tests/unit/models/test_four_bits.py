@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headrace.models.four_bits import BLOCK, LEVELS, FourBitLinear, four_bit_layers, hold_in_four_bits, round_weights
+from headrace.models.rounding import rounded
 
 
 def linear(rows: int, columns: int, *, bias: bool = False, seed: int = 0) -> nn.Linear:
@@ -85,6 +86,43 @@ def test_a_layer_in_four_bits_computes_what_the_rounded_one_does(dtype: torch.dt
     torch.testing.assert_close(gradients[1], gradients[0])
     assert not [name for name, _ in held.named_parameters() if name != "bias"]
     assert not held.state_dict().keys() - {"bias"}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_weight_is_kept_for_the_backward_pass(compiled: bool) -> None:
+    layers = nn.Sequential(FourBitLinear(linear(192, 64)), nn.SiLU(), FourBitLinear(linear(64, 192)))
+    forward = layers.forward
+    if compiled:
+        # The partition of inductor, without its kernels.
+        forward = torch.compile(forward, dynamic=True, fullgraph=True, backend="aot_eager_decomp_partition")
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    hidden = torch.randn(5, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = forward(hidden)
+    assert kept
+    assert not [tensor.shape for tensor in kept if tensor.is_floating_point() and tensor.numel() == 192 * 64]
+    output.sum().backward()
+    (expected,) = torch.autograd.grad(layers(hidden).sum(), hidden)
+    torch.testing.assert_close(hidden.grad, expected)
+
+
+def test_weights_may_be_rounded_once_more() -> None:
+    """As a trainer scores a canary whose engine serves 16 bits."""
+    layer = linear(24, 40)
+    held = nn.Sequential(FourBitLinear(layer))
+    round_weights({"layer": layer})
+    hidden = torch.randn(3, 40)
+    with torch.no_grad(), rounded(held, torch.bfloat16):
+        found = held(hidden)
+    assert torch.equal(found, nn.functional.linear(hidden, layer.weight.to(torch.bfloat16).float()))
+    assert not torch.equal(found, held(hidden))
+    with rounded(held, torch.bfloat16), pytest.raises(ValueError, match="have no gradients"):
+        held(hidden.requires_grad_())
 
 
 def model() -> Any:

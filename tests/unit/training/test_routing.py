@@ -108,8 +108,7 @@ def test_packed_passes_take_the_experts_of_the_record(all_double, first_alike, b
     free, _ = gradients_of(packed, msgspec.structs.replace(batch, routing=None))
     assert abs(free.loss - found.loss) > 1e-4
     assert REROUTED not in free.metrics
-    if not share:
-        assert found.metrics[REROUTED] == pytest.approx(hand.changed / LAYERS / batch.trained_tokens)
+    assert found.metrics[REROUTED] == pytest.approx(hand.changed / LAYERS / batch.trained_tokens)
 
 
 def test_what_the_routers_choose_anyway_changes_nothing(all_double):
@@ -152,11 +151,20 @@ def test_other_policies_follow_the_record_and_a_teacher_does_not(all_double):
     assert float((followed - ignored).abs().max()) > 1e-3
 
 
-def test_experts_with_an_adapter_are_forced_too(all_double):
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"target_parameters": ["mlp.experts.down_proj"]},
+        {"modules_to_save": ["experts"]},
+        {"modules_to_save": ["mlp"]},
+    ],
+    ids=["adapted", "in full", "with their router"],
+)
+def test_experts_with_an_adapter_are_forced_too(all_double, how):
     packed, _ = twins("mixtral", torch.float64)
     batch = with_experts(random_batch(1))
     whole, _ = gradients_of(packed, batch)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], **how)
     adapted = peft.get_peft_model(packed, config).base_model.model.double().eval()
     found, gradients = gradients_of(adapted, batch)
     assert abs(found.loss - whole.loss) < 1e-10  # a fresh adapter changes nothing
