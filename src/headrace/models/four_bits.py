@@ -85,8 +85,8 @@ class FourBitLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As of `nn.Linear`, in the dtype of what comes in."""
-        shape = [self.out_features, self.in_features]
-        output: torch.Tensor = _linear(input, self.packed, self.scales, self.pairs, shape, self.bias, self.rounding)
+        held = self.packed, self.scales, self.pairs, self.out_features, self.in_features
+        output: torch.Tensor = _linear(input, *held, self.bias, self.rounding)
         return output
 
 
@@ -97,40 +97,41 @@ def _linear(
     packed: torch.Tensor,
     scales: torch.Tensor,
     pairs: torch.Tensor,
-    shape: list[int],
+    rows: int,
+    columns: int,
     bias: torch.Tensor | None,
     rounding: torch.dtype | None,
 ) -> torch.Tensor:
-    weight = _unpacked(packed, scales, shape, pairs)
+    weight = _unpacked(packed, scales, (rows, columns), pairs)
     return nn.functional.linear(hidden, weight.to(rounding or hidden.dtype).to(hidden.dtype), bias)
 
 
 @_linear.register_fake
-def _(hidden: Any, packed: Any, scales: Any, pairs: Any, shape: list[int], bias: Any, rounding: Any) -> Any:
-    return hidden.new_empty(*hidden.shape[:-1], shape[0])
+def _(hidden: Any, packed: Any, scales: Any, pairs: Any, rows: int, columns: int, bias: Any, rounding: Any) -> Any:
+    return hidden.new_empty(*hidden.shape[:-1], rows)
 
 
 @torch.library.custom_op("headrace::four_bit_linear_backward", mutates_args=())
 def _linear_backward(
-    gradient: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, pairs: torch.Tensor, shape: list[int]
+    gradient: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, pairs: torch.Tensor, rows: int, columns: int
 ) -> torch.Tensor:
-    return gradient @ _unpacked(packed, scales, shape, pairs).to(gradient.dtype)
+    return gradient @ _unpacked(packed, scales, (rows, columns), pairs).to(gradient.dtype)
 
 
 @_linear_backward.register_fake
-def _(gradient: Any, packed: Any, scales: Any, pairs: Any, shape: list[int]) -> Any:
-    return gradient.new_empty(*gradient.shape[:-1], shape[1])
+def _(gradient: Any, packed: Any, scales: Any, pairs: Any, rows: int, columns: int) -> Any:
+    return gradient.new_empty(*gradient.shape[:-1], columns)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    _, packed, scales, pairs, ctx.shape, _, rounding = inputs
+    _, packed, scales, pairs, *ctx.shape, _, rounding = inputs
     if rounding is not None:
         raise ValueError("weights that are rounded once more have no gradients")
     ctx.save_for_backward(packed, scales, pairs)
 
 
 def _gradients(ctx: Any, gradient: torch.Tensor) -> Any:
-    return _linear_backward(gradient, *ctx.saved_tensors, ctx.shape), None, None, None, None, None, None
+    return _linear_backward(gradient, *ctx.saved_tensors, *ctx.shape), *[None] * 7
 
 
 _linear.register_autograd(_gradients, setup_context=_setup)
