@@ -23,8 +23,9 @@ from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import WITHOUT_GPU, sender
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.worker import lora_spec
-from headrace.models.four_bits import four_bit_layers, round_weights
+from headrace.models.four_bits import round_weights
 from headrace.models.lora import attach
+from headrace.models.lora_targets import frozen_linears
 from headrace.models.selfcheck import check_model
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run
@@ -214,7 +215,7 @@ def test_a_run_beside_a_base_in_four_bits(tmp_path: Path) -> None:
     torch.manual_seed(0)
     kept = AutoModelForCausalLM.from_pretrained(base_of(max((run_dir / "checkpoints").glob("step-*"))))
     drawn = AutoModelForCausalLM.from_config(kept.config)
-    rounded = four_bit_layers(drawn)
+    rounded = frozen_linears(drawn)
     assert any(not torch.equal(layer.weight, kept.get_submodule(name).weight) for name, layer in rounded.items())
     round_weights(rounded)
     for name, parameter in drawn.named_parameters():

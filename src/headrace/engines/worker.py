@@ -45,9 +45,10 @@ from headrace.engines.messages import (
     Submit,
 )
 from headrace.errors import HeadraceError, UserError
-from headrace.models.four_bits import four_bit_layers, round_weights
+from headrace.models.four_bits import round_weights
 from headrace.models.loading import load_model, named_weights
 from headrace.models.lora import LoraSpec, attach
+from headrace.models.lora_targets import frozen_linears
 from headrace.models.selfcheck import check_model
 
 LONGEST_DEFAULT = 4096
@@ -87,8 +88,8 @@ def _round_as_the_trainer(model: Any, config: Config) -> None:
     sources = None
     if config.model.dtype != "float32":
         whole = load_model(config.model.path, weights=config.model.weights, dtype="float32", seed=config.run.seed)
-        sources = four_bit_layers(whole, spared)
-    round_weights(four_bit_layers(model, spared), sources)
+        sources = frozen_linears(whole, spared)
+    round_weights(frozen_linears(model, spared), sources)
 
 
 def serve(desk: Desk, config: Config) -> None:

@@ -20,25 +20,6 @@ LEVELS = (
 )  # fmt: skip
 
 
-def four_bit_layers(model: Any, spared: tuple[str, ...] = ()) -> dict[str, nn.Linear]:
-    """The layers that are rounded, by name: all linear ones but the vocabulary projection and those that are spared.
-
-    `spared` are ends of names of modules that are trained in full, themselves or around a layer.
-    """
-    head = model.get_output_embeddings()
-    trained = {
-        inner
-        for name, module in model.named_modules()
-        if any(name == end or name.endswith(f".{end}") for end in spared)
-        for inner in module.modules()
-    }
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head and module not in trained
-    }
-
-
 @torch.no_grad()
 def round_weights(layers: Mapping[str, nn.Linear], sources: Mapping[str, nn.Linear] | None = None) -> None:
     """Make the weights of these layers what 4 bits hold of them, in place.

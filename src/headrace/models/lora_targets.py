@@ -88,6 +88,17 @@ def find_targets(model: Any, targets: tuple[str, ...], modules: tuple[str, ...] 
     return result
 
 
+def frozen_linears(model: Any, modules: tuple[str, ...] = ()) -> dict[str, nn.Linear]:
+    """The linear layers that stay what they are beside an adapter: those that it changes, and all others.
+
+    Without the vocabulary projection, and without what lies in `modules`, see `find_targets`.
+    """
+    named = dict(model.named_modules())
+    full = {inner for module in modules for name in _full_modules(named, module) for inner in named[name].modules()}
+    full.add(model.get_output_embeddings())
+    return {name: module for name, module in named.items() if type(module) is nn.Linear and module not in full}
+
+
 def _ends(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 

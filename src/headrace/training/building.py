@@ -10,8 +10,9 @@ from typing import Any
 from headrace.config import Config
 from headrace.config.schema import LoraConfig
 from headrace.delivery.digest import digest_as
-from headrace.models.four_bits import four_bit_layers, hold_in_four_bits, round_weights
+from headrace.models.four_bits import hold_in_four_bits, round_weights
 from headrace.models.loading import load_model, named_weights
+from headrace.models.lora_targets import frozen_linears
 from headrace.observe.spans import SpanRecorder
 from headrace.training.devices import choose_device
 from headrace.training.lora import BASES, TrainedAdapter, keep_base
@@ -75,7 +76,7 @@ def build_trainer(
 
 def _freeze(model: Any, config: Config, lora: LoraConfig, checkpoints: Path) -> tuple[Path, int]:
     """Make this model the base of an adapter; where those who load the adapter find it, and its digest."""
-    layers = four_bit_layers(model, tuple(lora.modules)) if lora.base == "nf4" else {}
+    layers = frozen_linears(model, tuple(lora.modules)) if lora.base == "nf4" else {}
     round_weights(layers)
     digest = digest_as(named_weights(model), config.model.dtype)
     base = Path(config.model.path)

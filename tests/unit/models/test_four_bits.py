@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from headrace.models.four_bits import BLOCK, LEVELS, FourBitLinear, four_bit_layers, hold_in_four_bits, round_weights
+from headrace.models.four_bits import BLOCK, LEVELS, FourBitLinear, hold_in_four_bits, round_weights
+from headrace.models.lora_targets import frozen_linears
 from headrace.models.rounding import rounded
 
 
@@ -134,9 +135,9 @@ def model() -> Any:
 
 def test_all_linear_layers_are_taken_but_the_head_and_what_is_trained() -> None:
     whole = model()
-    names = set(four_bit_layers(whole))
+    names = set(frozen_linears(whole))
     assert len(names) == 14 and "lm_head" not in names
-    spared = names - set(four_bit_layers(whole, ("0.mlp", "v_proj")))
+    spared = names - set(frozen_linears(whole, ("0.mlp", "v_proj")))
     assert spared == {name for name in names if name.endswith("v_proj") or ".0.mlp." in name}
 
 
@@ -145,8 +146,8 @@ def test_a_model_in_four_bits_is_the_rounded_model() -> None:
     ids = torch.arange(1, 12)[None]
     before = whole(ids).logits
     for each in (whole, held):
-        round_weights(four_bit_layers(each))
-    hold_in_four_bits(held, four_bit_layers(held))
+        round_weights(frozen_linears(each))
+    hold_in_four_bits(held, frozen_linears(held))
     assert sum(isinstance(module, FourBitLinear) for module in held.modules()) == 14
     assert torch.equal(held(ids).logits, whole(ids).logits)
     assert float((whole(ids).logits - before).abs().max()) > 1e-3
