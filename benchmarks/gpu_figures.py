@@ -69,6 +69,10 @@ def _loop(least: float, bound: float | None = 0.9) -> list[Goal]:
     ]
 
 
+def _stall_limit(figures: Figures) -> float:
+    return 1e3 * float(figures["swaps"]["stall_limit_seconds"])
+
+
 BENCHMARKS = (
     Benchmark("engine-256", "engine smollm2-135m --batch 256", [_rate(100e3)]),
     Benchmark("engine-1024", "engine smollm2-135m --batch 1024", [_rate(200e3)]),
@@ -95,11 +99,8 @@ BENCHMARKS = (
         "engine-swaps",
         "engine qwen3-0.6b --batch 256 --generate 1024 --swap-every 1",
         [
-            Goal(
-                "stall, ms",
-                lambda f: 1e3 * f["swaps"]["stall_seconds_mean"],
-                most=lambda f: 1e3 * f["swaps"]["stall_limit_seconds"],
-            ),
+            Goal("stall, ms", lambda f: 1e3 * f["swaps"]["stall_seconds_mean"], most=_stall_limit),
+            Goal("longest stall, ms", lambda f: 1e3 * f["swaps"]["stall_seconds_max"], most=_stall_limit),
             Goal("seconds between two swaps", lambda f: f["swaps"]["interval_seconds"], most=1.1),
             Goal("loss", lambda f: f["swaps"]["loss"], most=0.03),
             Goal("tokens with a wrong tag", lambda f: f["swaps"]["mis_tagged"], most=0),

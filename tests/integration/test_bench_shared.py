@@ -12,6 +12,7 @@ from headrace.bench.shared_table import table
 from headrace.bench.shared_work import SharedBench, check_options, lasting_versions, steady_rate
 from headrace.bench.workload import write_model
 from headrace.errors import UserError
+from headrace.observe.timeline import read_timeline
 
 
 def test_both_modes_do_the_same_work(tmp_path: Path) -> None:
@@ -26,6 +27,7 @@ def test_both_modes_do_the_same_work(tmp_path: Path) -> None:
         depth=1,
         micro_batch_tokens=64,
         device="cpu",
+        keep=str(tmp_path / "kept"),
     )
     said: list[str] = []
     found = json.loads(json.dumps(bench_shared(options, said.append), allow_nan=False))
@@ -37,6 +39,8 @@ def test_both_modes_do_the_same_work(tmp_path: Path) -> None:
     bound = 1 / (1 / found["generation_alone"] + 1 / found["training_alone"])
     assert found["bound_without_overlap"] == pytest.approx(bound)
     assert all(len(line) < 200 for line in table(found))
+    for run in ("depth-0", "depth-1"):
+        assert {span.name for span in read_timeline(tmp_path / "kept" / run / "timeline.json")} >= {"decode", "train"}
 
 
 def test_the_rate_leaves_out_both_ends() -> None:

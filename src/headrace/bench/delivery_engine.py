@@ -21,7 +21,7 @@ from headrace.bench.side import Line
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Receiver, Staged
 from headrace.engines.base import Sampling
-from headrace.engines.collector import keep_collector_away
+from headrace.engines.interpreter import give_way_to_decoding
 from headrace.errors import DeliveryError, HeadraceError
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array
@@ -200,7 +200,7 @@ def serve(line: Line) -> None:
     torch.set_num_threads(enter.threads)
     engine = make_engine(enter)
     # As an engine's own process does, once everything is loaded.
-    keep_collector_away()
+    give_way_to_decoding()
     line.send(Entered())
     orders = Orders(line, engine)
     try:

@@ -26,8 +26,8 @@ from headrace.bench.engine_swaps import SwapStream, install, swap_figures, two_s
 from headrace.bench.engine_tags import check_tags
 from headrace.bench.engine_work import EngineBench, Work, check_options, make_work
 from headrace.config.schema import EngineConfig
-from headrace.engines.collector import keep_collector_away
 from headrace.engines.embedded.core import EngineCore
+from headrace.engines.interpreter import give_way_to_decoding
 from headrace.errors import UserError
 from headrace.models.loading import load_model
 from headrace.models.selfcheck import check_model
@@ -79,7 +79,7 @@ class _Bench:
         driver.run([work.request("first", work.prompts[0], 1, seed=0)])
         start_seconds = time.perf_counter() - started
         # As an engine's own process does, once everything is loaded.
-        keep_collector_away()
+        give_way_to_decoding()
         self._say("warming up")
         warm = driver.run(work.warm_up().requests("warm"))
         self._say(f"generating {work.tokens} tokens for {len(work.prompts)} requests")

@@ -20,6 +20,7 @@ import torch
 
 from headrace.bench.engine_rescore import row_logprobs
 from headrace.bench.publishing import Begin, Done, PublisherProcess, Weights, save_sets
+from headrace.delivery.base import Proof
 from headrace.delivery.receiver import Staged
 from headrace.engines.base import Sampling
 from headrace.engines.embedded.core import EngineCore
@@ -61,8 +62,8 @@ def install(model: Any, weights: Weights) -> None:
 class Swap:
     """One swap: when it began, how long decoding stood still for it, and how long staging took beside it.
 
-    On a GPU decoding stands still between the end of one launch of steps and the begin of the next; the copy of the
-    weights is a part of that.
+    On a GPU decoding stands still between the end of one launch of steps and the begin of the next. What counts is the
+    longest time from the beginning of staging until the weights are proved; the copy of the weights is a part of that.
     """
 
     at: float
@@ -75,7 +76,8 @@ class Swap:
 class SwapStream:
     """Swaps every so often, while it is entered. Call `tick` between two steps.
 
-    `every` lies between one `install` and the beginning of the next staging: a swap that is late moves all that follow.
+    One version is installed before, as in a run, where an engine has weights before it serves. `every` lies between one
+    `install` and the beginning of the next staging: a swap that is late moves all that follow.
     """
 
     def __init__(self, core: EngineCore, twin: Any, sets: tuple[Weights, Weights], *, every: float, dtype: str) -> None:
@@ -95,6 +97,11 @@ class SwapStream:
         self._stood_still = 0.0
 
     def __enter__(self) -> SwapStream:
+        try:
+            self._install_first()
+        except BaseException:
+            self._end_publishing()
+            raise
         self._due = time.perf_counter() + self._every
         self._thread.start()
         return self
@@ -103,8 +110,7 @@ class SwapStream:
         self._stop.set()
         self._swapped.set()
         self._thread.join(DEADLINE)
-        self._orders.shutdown(wait=True)
-        self._publisher.close()
+        self._end_publishing()
         if self._thread.is_alive():
             raise HeadraceError(f"staging did not end within {DEADLINE:g} s")
 
@@ -122,7 +128,6 @@ class SwapStream:
         staged = self._ready.get_nowait()
         if isinstance(staged, BaseException):
             raise staged
-        self._core.timings.longest_gap_seconds = 0.0
         self._unproved, self._began = staged, time.perf_counter()
         self._core.install(staged)
         # The host stands still for the whole of it where host and device are one.
@@ -132,13 +137,23 @@ class SwapStream:
         proof = self._core.proof(wait=False)
         if proof is None:
             return
-        if not proof.accepted:
-            raise DeliveryError(f"version {proof.version} was not accepted: {proof.reason}")
+        _check(proof)
         stall = self._core.timings.longest_gap_seconds or self._stood_still
         self.swaps.append(Swap(self._began, proof.version, stall, proof.swap_seconds, staged.seconds))
         self._due = self._began + self._every
         self._unproved = None
         self._swapped.set()
+
+    def _end_publishing(self) -> None:
+        self._orders.shutdown(wait=True)
+        self._publisher.close()
+
+    def _install_first(self) -> None:
+        version = self._core.version + 1
+        manifest = self._publish(version).result(DEADLINE).manifest
+        assert manifest is not None
+        _check(self._core.swap(self._core.stage(manifest)))
+        self._orders.submit(self._publisher.acknowledged, version)
 
     def _stage_all(self) -> None:
         version = self._core.version + 1
@@ -150,6 +165,7 @@ class SwapStream:
                 self._swapped.clear()
                 # Not before: an engine that has staged weights is in a hurry to install them.
                 self._stop.wait(max(0.0, self._due - time.perf_counter()))
+                self._core.timings.longest_gap_seconds = 0.0
                 self._ready.put(self._core.stage(manifest))
                 # A trainer is at its next version while an engine serves this one.
                 publishing = self._publish(version + 1)
@@ -163,6 +179,11 @@ class SwapStream:
 
     def _publish(self, version: int) -> Future[Done]:
         return self._orders.submit(self._publisher.publish, version)
+
+
+def _check(proof: Proof) -> None:
+    if not proof.accepted:
+        raise DeliveryError(f"version {proof.version} was not accepted: {proof.reason}")
 
 
 def _start_publisher(twin: Any, sets: tuple[Weights, Weights], dtype: str) -> PublisherProcess:
@@ -203,6 +224,7 @@ def swap_figures(
     return {
         "swaps": len(swaps),
         "interval_seconds": (swaps[-1].at - swaps[0].at) / (len(swaps) - 1) if len(swaps) > 1 else None,
+        "stall_seconds": stalls,
         "stall_seconds_mean": float(np.mean(stalls)) if stalls else None,
         "stall_seconds_max": max(stalls, default=None),
         "copy_seconds_mean": float(np.mean([swap.copy_seconds for swap in swaps])) if swaps else None,

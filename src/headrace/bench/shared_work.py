@@ -36,6 +36,8 @@ class SharedBench(msgspec.Struct, frozen=True, kw_only=True):
     one_gpu: str = "turns"
     device: str = "auto"
     seed: int = 0
+    keep: str = ""
+    """Where the runs are left, with their timelines; nowhere if it is empty."""
 
 
 def check_options(options: SharedBench) -> None:
@@ -70,7 +72,7 @@ def run_config(options: SharedBench, directory: Path, model: Path, weights: str,
         {
             "run": {
                 "name": f"depth-{depth}",
-                "directory": str(directory),
+                "directory": options.keep or str(directory),
                 "versions": WARM_VERSIONS + depth + options.versions + depth,
                 "seed": options.seed,
             },
@@ -85,7 +87,7 @@ def run_config(options: SharedBench, directory: Path, model: Path, weights: str,
             "buffer": {"groups": options.in_flight // options.group_size, "depth": depth},
             "training": {"device": device, "micro_batch_tokens": options.micro_batch_tokens, "learning_rate": 1e-6},
             "pipeline": {"one_gpu": options.one_gpu if cuda else "turns", "stall_seconds": 300.0},
-            "observe": {"display": "none", "keep_rollouts": False, "timeline": False},
+            "observe": {"display": "none", "keep_rollouts": False, "timeline": bool(options.keep)},
         }
     )
 

@@ -38,6 +38,7 @@ def loop(
     one_gpu: Annotated[str, typer.Option(help="With a model: turns, slices or mps.")] = "turns",
     device: Annotated[str, typer.Option(help="With a model: auto, cpu or cuda.")] = "auto",
     seed: Annotated[int, typer.Option(help="With a model: of weights, prompts and lengths.", min=0)] = 0,
+    keep: Annotated[str, typer.Option(help="With a model: leave both runs in this directory, with timelines.")] = "",
     long_tail: Annotated[
         bool, typer.Option("--long-tail", help="Without a model: one answer in ten is longer.")
     ] = False,
@@ -80,6 +81,7 @@ def loop(
         one_gpu=one_gpu,
         device=device,
         seed=seed,
+        keep=keep,
     )
     check_options(options)
     from headrace.bench.shared import bench_shared

@@ -98,10 +98,11 @@ class DeviceSide:
         """Wait for what was put on the stream for staging."""
         _wait(self._stage.record_event(), "staging")
 
-    def digest_staged(self, plan: Plan, weights: Mapping[str, torch.Tensor]) -> int:
-        """The digest of what is in the buffer."""
+    def begin_digest(self, plan: Plan, weights: Mapping[str, torch.Tensor]) -> Callable[[], int]:
+        """Begin the digest of what is staged; the call waits for it."""
         prepared = self._prepare(plan, weights)
-        return prepared.value(prepared.launch())
+        launched = prepared.launch()
+        return lambda: prepared.value(launched)
 
     def prepare_install(self, plan: Plan, live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor]) -> None:
         """Make ready what `install` takes, so that decoding does not wait for it: the copy, and the live digest."""

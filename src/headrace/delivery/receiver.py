@@ -116,8 +116,6 @@ class Receiver:
             plan = self._plan = agreed_plan(manifest, self._live, self._plan)
             arrived = self._staging.fetch(manifest, plan, on_arrival)
             check_casts(arrived.weights, self._live)
-            if self._gpu:
-                self._gpu.prepare_install(plan, self._live, arrived.weights)
             self._staged = Staged(
                 manifest,
                 arrived.weights,

@@ -89,19 +89,25 @@ class Staging:
                 else self._fetched(manifest, plan, growing)
             )
             fetched = time.monotonic()
+            take_digest = self._begin_digest(plan, weights, growing)
+            if self._gpu:
+                # While the GPU takes the digest, and before decoding is told: a new place takes the host a while.
+                self._gpu.prepare_install(plan, self._live, weights)
             on_arrival()
-            found = self._found(plan, weights, growing)
+            found = take_digest()
         if found != manifest.digest:
             raise DeliveryError(
                 f"version {manifest.version} arrived wrong: its digest is {found:016x}, not {manifest.digest:016x}"
             )
         return Arrived(weights, shared, fetched)
 
-    def _found(self, plan: Plan, weights: Mapping[str, torch.Tensor], growing: GrowingDigest) -> int:
-        """The digest of what has arrived."""
+    def _begin_digest(
+        self, plan: Plan, weights: Mapping[str, torch.Tensor], growing: GrowingDigest
+    ) -> Callable[[], int]:
+        """The digest of what has arrived, by whoever takes it soonest."""
         if self._gpu:
-            return self._gpu.digest_staged(plan, weights)
-        return growing.value() if growing.begun else digest(weights.items())
+            return self._gpu.begin_digest(plan, weights)
+        return growing.value if growing.begun else lambda: digest(weights.items())
 
     def _source(self, transport: str) -> Source:
         if transport not in self._sources:

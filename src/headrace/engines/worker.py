@@ -26,10 +26,10 @@ from headrace.config.schema import LoraConfig
 from headrace.delivery.digest import digest_as
 from headrace.delivery.transports.keys import KEYS
 from headrace.engines.base import Delta
-from headrace.engines.collector import keep_collector_away
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.loop import EngineLoop
 from headrace.engines.embedded.setup import choose_device
+from headrace.engines.interpreter import give_way_to_decoding
 from headrace.engines.messages import (
     Abort,
     AskStats,
@@ -131,7 +131,7 @@ def serve(desk: Desk, config: Config) -> None:
 
     turns = EngineTurns(desk.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
     loop = EngineLoop(core, emit, interrupt=engine.interrupt, turns=turns)
-    keep_collector_away()
+    give_way_to_decoding()
     desk.ready(parameters=sum(p.numel() for p in model.parameters()))
     threading.Thread(target=_pass_messages, args=(desk, loop), name="messages", daemon=True).start()
     loop.run()

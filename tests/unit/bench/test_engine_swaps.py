@@ -13,18 +13,20 @@ from headrace.bench import engine_swaps
 from headrace.bench.engine_swaps import SwapStream
 
 EVERY = 0.05
+STREAM = 2
+"""The first version of the stream: the one before it is installed before anything decodes."""
 EARLY = 0.005
 """Clocks and timers may differ by so much."""
 
 
 class Publisher:
-    """Publishes at once, but for the first version."""
+    """Publishes at once, but for the first version of the stream."""
 
     def __init__(self, first_seconds: float) -> None:
         self._first_seconds = first_seconds
 
     def publish(self, version: int) -> Any:
-        if version == 1:
+        if version == STREAM:
             time.sleep(self._first_seconds)
         return SimpleNamespace(manifest=version)
 
@@ -36,11 +38,10 @@ class Publisher:
 
 
 class Core:
-    """Stages and proves; the first version takes longer. `installed` is when each was made live."""
-
-    version = 0
+    """Stages and proves; the first of the stream takes longer. `installed` is when each of it was made live."""
 
     def __init__(self, first_stage_seconds: float, first_proof_seconds: float) -> None:
+        self.version = 0
         self.timings = SimpleNamespace(longest_gap_seconds=0.0)
         self.installed: list[float] = []
         self._first_stage_seconds = first_stage_seconds
@@ -50,18 +51,28 @@ class Core:
         return SimpleNamespace(prefilled_tokens=0)
 
     def stage(self, manifest: int) -> Any:
-        if manifest == 1:
+        if manifest == STREAM:
             time.sleep(self._first_stage_seconds)
         return SimpleNamespace(manifest=manifest, seconds=0.0)
 
+    def swap(self, staged: Any) -> Any:
+        assert not self.installed
+        self.version = staged.manifest
+        return self._proved()
+
     def install(self, staged: Any) -> None:
+        assert staged.manifest == self.version + 1
+        self.version = staged.manifest
         self.installed.append(time.perf_counter())
 
     def proof(self, *, wait: bool) -> Any:
         lasts = self._first_proof_seconds if len(self.installed) == 1 else 0.0
         if time.perf_counter() < self.installed[-1] + lasts:
             return None
-        return SimpleNamespace(accepted=True, version=len(self.installed), swap_seconds=0.0)
+        return self._proved()
+
+    def _proved(self) -> Any:
+        return SimpleNamespace(accepted=True, version=self.version, swap_seconds=0.0)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +98,7 @@ def test_no_two_swaps_are_nearer_than_asked_for(
         while len(stream.swaps) < 5 and time.perf_counter() < deadline:
             stream.tick()
             time.sleep(0.001)
-    assert len(stream.swaps) == 5
+    assert [swap.version for swap in stream.swaps] == [2, 3, 4, 5, 6]
     assert core.installed[0] >= began + EVERY - EARLY
     assert np.diff(core.installed).min() >= EVERY - EARLY
     assert np.diff([swap.at for swap in stream.swaps]).min() >= EVERY - EARLY

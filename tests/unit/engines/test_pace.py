@@ -116,6 +116,30 @@ def test_proved_weights_are_waited_for_until_they_should_be_installed() -> None:
     assert not pace.held
 
 
+def test_proved_weights_are_waited_for_a_step_at_most() -> None:
+    clock = Clock()
+    pace = Pace(clock)
+    pace.stepped(NOTICE_SECONDS / 4)
+    pace.hurry("now")
+    assert held_for(pace, clock) == pytest.approx(NOTICE_SECONDS / 4, abs=2e-4)
+
+
+@given(st.floats(1e-4, 0.1), st.floats(1e-6, 0.1), st.floats(1e-6, 0.1))
+def test_steps_wait_for_a_delivery_no_longer_than_one_of_them_takes(step: float, known: float, proof: float) -> None:
+    """From arrival to installation, if the proof takes as long as the last one or not, and nobody ever installs."""
+    clock = Clock()
+    pace = Pace(clock)
+    pace.stepped(step)
+    delivered(pace, clock, known)
+    pace.hurry("soon")
+    clock.now += proof
+    waited = proof if pace.held else 0.0
+    assert waited <= step
+    pace.hurry("now")
+    waited += held_for(pace, clock)
+    assert waited <= step + 1.1e-4
+
+
 def test_one_launch_may_be_of_one_step() -> None:
     pace = paced(1.5e-3, 5e-3)
     pace.single = True

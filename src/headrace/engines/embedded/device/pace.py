@@ -2,7 +2,8 @@
 
 What is under way can not be called back, and new weights get their turn behind it. So launches are as short as the host
 can follow, one is under way while the next is planned, and none is begun behind another once weights have arrived. Nor
-is one begun before them, if their proof takes less than a step: they would wait longer than the device stands still.
+is one begun before them, if their proof takes less than a step: they would wait longer than the device stands still,
+which is never longer than a step.
 """
 
 from __future__ import annotations
@@ -49,14 +50,17 @@ class Pace:
 
     def hurry(self, haste: Haste) -> None:
         """New weights have arrived, are proved, or nobody waits any more. From any thread."""
-        now = self._clock()
+        now, step = self._clock(), self._step or math.inf
         if haste == "soon":
             self._arrived = now
-            self._held_until = now + (SLACK * self._proof if self._proof < (self._step or 0.0) else 0.0)
+            near = self._proof < step < math.inf
+            self._held_until = now + min(SLACK * self._proof, step) if near else now
         elif haste == "now":
+            # Steps that were not begun for the proof have waited since the weights arrived.
+            since = self._arrived if self._arrived is not None and self.held else now
             if self._arrived is not None:
                 self._proof = now - self._arrived
-            self._held_until = now + NOTICE_SECONDS
+            self._held_until = min(now + NOTICE_SECONDS, since + step)
         self.haste = haste
 
     @property

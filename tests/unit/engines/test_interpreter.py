@@ -1,4 +1,4 @@
-"""The collector of an engine's process: it looks at nothing that was loaded, and rarely at what comes."""
+"""Python in an engine's process: who else gets the interpreter, and for how long."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 
 LOOKS = """
 import gc
-from headrace.engines.collector import keep_collector_away
+from headrace.engines.interpreter import give_way_to_decoding
 
 loaded = [[] for _ in range(1000)]
-keep_collector_away()
+give_way_to_decoding()
 before = sum(generation["collections"] for generation in gc.get_stats())
 for _ in range(200):
     turn = [[i] for i in range(10_240)]
@@ -27,3 +27,18 @@ print(gc.get_stats()[0]["collected"] > 0)
 def test_turns_do_not_wake_it_and_cycles_do() -> None:
     done = subprocess.run([sys.executable, "-c", LOOKS], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["0", "False", "True"]
+
+
+TURNS = """
+import sys
+from headrace.engines.interpreter import give_way_to_decoding
+
+usual = sys.getswitchinterval()
+give_way_to_decoding()
+print(usual / sys.getswitchinterval())
+"""
+
+
+def test_other_threads_keep_the_interpreter_for_a_tenth_of_the_usual_time() -> None:
+    done = subprocess.run([sys.executable, "-c", TURNS], capture_output=True, text=True, timeout=60, check=True)
+    assert float(done.stdout) >= 10
