@@ -21,6 +21,7 @@ from headrace.channel.codec import encode
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.plan import plan_weights
 from headrace.delivery.publisher import Publisher
+from headrace.delivery.receiver import Receiver
 from headrace.delivery.transports.base import Sender
 from headrace.delivery.transports.cuda_ipc import CudaIpcSender, CudaIpcSource
 from headrace.delivery.transports.nccl import NcclSender
@@ -224,7 +225,7 @@ def test_a_trainer_that_is_killed_takes_its_buffers_along():
         with pytest.raises(DeliveryError, match="is dead"):
             source.open(location, 1, plan.entries)
         source.close()
-    assert len(leftovers()) == 1
+    assert len(leftovers()) == 2
     sweep()
     assert leftovers() == []
 
@@ -252,6 +253,38 @@ def test_both_ends_may_be_in_one_process_and_buffers_are_reused_and_freed():
     del weights, sender, source
     torch.cuda.empty_cache()
     assert before - torch.cuda.mem_get_info()[0] < 256 << 20
+
+
+def test_the_second_buffer_is_known_from_the_first_version_on():
+    sender, source = CudaIpcSender(RUN_ID), CudaIpcSource()
+    weights = [make_weights({"w": (4096, 1024)}, version) for version in (1, 2)]
+    plan = plan_weights(weights[0], "float32")
+    first = source.open(sender.write(1, plan, weights[0]), 1, plan.entries)
+    (later,) = source.upcoming(plan.entries)
+    assert source.upcoming(plan.entries) == []
+    second = source.open(sender.write(2, plan, weights[1]), 2, plan.entries)
+    assert second is later and torch.equal(second["w"], weights[1]["w"])
+    assert torch.equal(first["w"], weights[0]["w"])
+    sender.close()
+    source.close()
+
+
+def test_a_receiver_prepares_for_both_buffers_before_it_serves():
+    live = {name: torch.zeros(shape, device="cuda", dtype=torch.bfloat16) for name, shape in SMALL.items()}
+    sender = CudaIpcSender(RUN_ID)
+    publisher, receiver = Publisher(sender, "bfloat16", 1e-5, CANARY), Receiver(live, "engine-0")
+    made = []
+    for version in (1, 2, 3):
+        weights = make_weights(SMALL, version)
+        staged = receiver.stage(publish(publisher, version, weights))
+        assert receiver.swap(staged, lambda ids: np.zeros(len(ids) - 1, np.float32)).accepted
+        assert all(torch.equal(live[name], tensor) for name, tensor in served(weights).items())
+        publisher.acknowledged(version)
+        made.append((dict(receiver._gpu._prepared), dict(receiver._gpu._copies._recorded)))
+    assert [len(part) for part in made[0]] == [3, 2], "digests of both buffers and of the live weights, two copies"
+    assert made[0] == made[1] == made[2]
+    receiver.close()
+    publisher.close()
 
 
 def test_a_buffer_serves_all_versions_that_fit_into_it():

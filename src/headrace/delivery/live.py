@@ -104,6 +104,11 @@ class DeviceSide:
         launched = prepared.launch()
         return lambda: prepared.value(launched)
 
+    def foresee(self, plan: Plan, live: Mapping[str, torch.Tensor], place: Mapping[str, torch.Tensor]) -> None:
+        """Make ready what a later version takes, which will be staged in this place: its digest, and its copy."""
+        self._prepare(plan, place)
+        self._copies.prepare(plan.digest, live, place)
+
     def prepare_install(self, plan: Plan, live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor]) -> None:
         """Make ready what `install` takes, so that decoding does not wait for it: the copy, and the live digest."""
         self._copies.prepare(plan.digest, live, staged)

@@ -23,7 +23,7 @@ from headrace.delivery.parts import fetch_parts
 from headrace.delivery.plan import Plan, copy_all, pack, unpack
 from headrace.delivery.regions import whole
 from headrace.delivery.transports import source
-from headrace.delivery.transports.base import Growing, Relaying, Source
+from headrace.delivery.transports.base import Foreseeing, Growing, Relaying, Source
 from headrace.errors import DeliveryError
 
 
@@ -89,11 +89,11 @@ class Staging:
                 else self._fetched(manifest, plan, growing)
             )
             fetched = time.monotonic()
+            on_arrival()
             take_digest = self._begin_digest(plan, weights, growing)
             if self._gpu:
-                # While the GPU takes the digest, and before decoding is told: a new place takes the host a while.
+                # Meanwhile: the GPU takes the digest.
                 self._gpu.prepare_install(plan, self._live, weights)
-            on_arrival()
             found = take_digest()
         if found != manifest.digest:
             raise DeliveryError(
@@ -129,6 +129,9 @@ class Staging:
         opened, published = self._opened(manifest, plan.entries, growing)
         # A place is not written again before its version is acknowledged: what is on our device already stays there.
         here = all(tensor.device == self._device for tensor in published.values())
+        if here and self._gpu and isinstance(opened, Foreseeing):
+            for place in opened.upcoming(plan.entries):
+                self._gpu.foresee(plan, self._live, place)
         weights = published if here else self._copied(published, plan)
         opened.verify(manifest.location, manifest.version)
         return weights, here and not opened.private

@@ -13,7 +13,14 @@ from headrace.delivery.transports.cuda_ipc import TICKET_BYTES, Ticket, read_tic
 from headrace.delivery.transports.segments import MappedSegment, Segment, sweep
 from headrace.errors import ConfigError, DeliveryError
 
-TICKET = Ticket(token="t" * 32, gpu="g" * 36, nbytes=1 << 40, memory=bytes(range(64)), event=bytes(range(64, 128)))
+TICKET = Ticket(
+    token="t" * 32,
+    gpu="g" * 36,
+    nbytes=1 << 40,
+    memory=bytes(range(64)),
+    event=bytes(range(64, 128)),
+    others=["/" + "o" * 1024],
+)
 OWNER = """
 import sys
 from headrace.delivery.transports.segments import Segment

@@ -96,6 +96,18 @@ class Source(Protocol):
 
 
 @runtime_checkable
+class Foreseeing(Protocol):
+    """A source that knows where later versions will lie."""
+
+    def upcoming(self, entries: Sequence[Entry]) -> list[dict[str, torch.Tensor]]:
+        """Views of the places that became known since this was last asked, other than the one that was opened.
+
+        What is in them is nothing yet: they are there to be prepared for.
+        """
+        ...
+
+
+@runtime_checkable
 class Relaying(Protocol):
     """A source through which engines may have a version from each other, none of which is trusted."""
 

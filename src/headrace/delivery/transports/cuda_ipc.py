@@ -5,13 +5,15 @@ The order on the GPU is kept by an event that all processes share; the segment's
 shows a buffer that was written again. Locations are the segments' paths: what a killed trainer leaves is swept.
 
 What engines may have mapped is not freed before the end, so a buffer serves all sizes up to its own: a change to the
-weights lies where all of them have lain.
+weights lies where all of them have lain. Both are there from the first version on, and each tells of the other: an
+engine maps the second before it serves, for that takes longer than decoding should stand still.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -23,11 +25,11 @@ from headrace.delivery.base import Entry
 from headrace.delivery.device_copies import DeviceCopies
 from headrace.delivery.plan import Plan, unpack
 from headrace.delivery.transports.cuda_memory import allocate, open_handle
-from headrace.delivery.transports.places import Places
+from headrace.delivery.transports.places import LIMIT, Places
 from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, Segment
 from headrace.errors import ConfigError, DeliveryError
 
-TICKET_BYTES = 1024
+TICKET_BYTES = 2048
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +42,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     memory: bytes
     event: bytes
+    others: list[str] = []
+    """Where the trainer's other buffers are found, in which later versions will lie."""
 
 
 class _Place:
@@ -52,11 +56,15 @@ class _Place:
             self.written: torch.cuda.Event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
             event = self.written.ipc_handle()  # type: ignore[no-untyped-call]
         self.token = uuid.uuid4().hex
-        ticket = Ticket(token=self.token, gpu=_uuid(device.index), nbytes=nbytes, memory=handle, event=event)
+        self._ticket = Ticket(token=self.token, gpu=_uuid(device.index), nbytes=nbytes, memory=handle, event=event)
         self.segment = Segment.create(run_id, TICKET_BYTES)
-        write_ticket(self.segment, ticket)
         self._views: tuple[int, dict[str, torch.Tensor]] | None = None
         _own[self.token] = self
+
+    def announce(self, places: Collection[str]) -> None:
+        """Say in its segment how it is mapped, and where the others of these places are found."""
+        others = [place for place in places if place != str(self.segment.path)]
+        write_ticket(self.segment, msgspec.structs.replace(self._ticket, others=others))
 
     def views(self, plan: Plan) -> dict[str, torch.Tensor]:
         """Its tensors; the views are made once, for a model has hundreds."""
@@ -139,9 +147,11 @@ class CudaIpcSender:
             self._outgrown.append(self._held.pop(location))
             self._outgrown[-1].segment.remove()
         largest = max((place.nbytes for place in self._held.values()), default=0)
-        place = _Place(self._run_id, max(nbytes, largest), self._device)
-        self._held[str(place.segment.path)] = place
-        return str(place.segment.path)
+        new = [_Place(self._run_id, max(nbytes, largest), self._device) for _ in range(LIMIT - len(self._held))]
+        self._held |= {str(place.segment.path): place for place in new}
+        for place in new:
+            place.announce(self._held)
+        return str(new[0].segment.path)
 
 
 class _Mapped:
@@ -153,6 +163,7 @@ class _Mapped:
         opened = False
         try:
             ticket = read_ticket(self.segment)
+            self.others = ticket.others
             own = _own.get(ticket.token)
             if own is not None:
                 self.memory, self.written = own.memory, own.written
@@ -200,12 +211,13 @@ class CudaIpcSource:
         """`device` is the GPU that the engine's weights are on; the trainer's may be another one of this host."""
         _gpu(device, "engine")
         self._mapped: dict[str, _Mapped] = {}
+        self._upcoming: list[_Mapped] = []
 
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
         """Views of the buffer; the current stream waits until they are written. See `Source.open`."""
         if location not in self._mapped:
             self._drop([old for old, mapped in self._mapped.items() if mapped.segment.removed])
-            self._mapped[location] = _Mapped(Path(location))
+            self._map(location)
         mapped = self._mapped[location]
         try:
             mapped.check(version, max(entry.offset + entry.nbytes for entry in entries))
@@ -214,6 +226,13 @@ class CudaIpcSource:
             raise
         torch.cuda.current_stream(mapped.memory.device).wait_event(mapped.written)
         return mapped.views(entries)
+
+    def upcoming(self, entries: Sequence[Entry]) -> list[dict[str, torch.Tensor]]:
+        """Views of the other buffers; see `Foreseeing.upcoming`."""
+        nbytes = max(entry.offset + entry.nbytes for entry in entries)
+        found = [mapped.views(entries) for mapped in self._upcoming if len(mapped.memory) >= nbytes]
+        self._upcoming.clear()
+        return found
 
     def verify(self, location: str, version: int) -> None:
         """Check the segment's header again; what was enqueued since `open` must be done."""
@@ -224,6 +243,16 @@ class CudaIpcSource:
     def close(self) -> None:
         """Unmap everything."""
         self._drop(list(self._mapped))
+        self._upcoming.clear()
+
+    def _map(self, location: str) -> None:
+        mapped = self._mapped[location] = _Mapped(Path(location))
+        for other in mapped.others:
+            # One that is gone was outgrown.
+            with suppress(DeliveryError):
+                if other not in self._mapped:
+                    self._mapped[other] = _Mapped(Path(other))
+                    self._upcoming.append(self._mapped[other])
 
     def _drop(self, locations: list[str]) -> None:
         for location in locations:

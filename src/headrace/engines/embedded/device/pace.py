@@ -53,8 +53,7 @@ class Pace:
         now, step = self._clock(), self._step or math.inf
         if haste == "soon":
             self._arrived = now
-            near = self._proof < step < math.inf
-            self._held_until = now + min(SLACK * self._proof, step) if near else now
+            self._held_until = now + step if self._proof < step < math.inf else now
         elif haste == "now":
             # Steps that were not begun for the proof have waited since the weights arrived.
             since = self._arrived if self._arrived is not None and self.held else now
