@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from headrace.delivery.plan import copy_all
+from headrace.delivery.plan import all_on, copy_all
 
 KEPT = 8
 """Recorded copies: between the few places that weights come to lie in, and those where they are used."""
@@ -48,8 +48,7 @@ class DeviceCopies:
             return
         graph.replay()
         # A replay does not: who keeps something that was made of a tensor looks at its version.
-        for target in targets.values():
-            increment_version(target)
+        increment_version(targets.values())
 
     def prepare(self, plan: int, targets: _Tensors, sources: _Tensors) -> None:
         """Record the copy that is to be made next, unless it is recorded: that takes longer than the copy.
@@ -69,7 +68,7 @@ class DeviceCopies:
         prepared, self._next = self._next, None
         if prepared is not None and prepared[0] is targets and prepared[1] is sources:
             return prepared[2]
-        if any(tensor.device != self._device for tensor in sources.values()):
+        if not all_on(self._device, sources):
             return None
         key = plan, _addresses(targets, targets), _addresses(targets, sources)
         if key not in self._recorded:
@@ -95,4 +94,4 @@ class DeviceCopies:
 
 
 def _addresses(names: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
-    return tuple(tensors[name].data_ptr() for name in names)
+    return tuple([tensors[name].data_ptr() for name in names])

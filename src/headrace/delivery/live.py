@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PREPARED = 8
 """Digests that are kept ready: of the live weights, and of the few places that new ones are staged in."""
+SPIN_SECONDS = 1e-4
+"""What is all but done is waited for without sleep, which lasts longer."""
 GPU_SECONDS = 120.0
 """How long a copy or a digest may take on a GPU before the delivery fails."""
 
@@ -149,7 +151,7 @@ class DeviceSide:
         """A digest of these tensors, made once for each place that weights come to lie in."""
         from headrace.delivery.digest_kernel import DeviceDigest
 
-        key = (plan.digest, tuple(tensor.data_ptr() for tensor in weights.values()))
+        key = (plan.digest, tuple([tensor.data_ptr() for tensor in weights.values()]))
         if key not in self._prepared:
             if len(self._prepared) >= PREPARED:
                 del self._prepared[next(iter(self._prepared))]
@@ -171,8 +173,9 @@ def _done(event: torch.cuda.Event) -> bool:
 
 
 def _wait(event: torch.cuda.Event, what: str) -> None:
-    deadline = time.monotonic() + GPU_SECONDS
+    began = time.monotonic()
     while not _done(event):
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited > GPU_SECONDS:
             raise DeliveryError(f"the GPU has not finished {what} within {GPU_SECONDS:.0f} s")
-        time.sleep(0.0002)
+        time.sleep(0.0 if waited < SPIN_SECONDS else 0.0002)

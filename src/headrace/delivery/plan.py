@@ -136,6 +136,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(_INTEGERS[tensor.itemsize]) if tensor.is_floating_point() else tensor
 
 
+def all_on(device: torch.device, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether all of these lie there; of a GPU the index must be known.
+
+    Asked before every copy: a `torch.device` for each of hundreds of tensors takes longer than enqueuing it.
+    """
+    index = -1 if device.type == "cpu" else device.index
+    return set(map(torch.Tensor.get_device, tensors.values())) <= {index}
+
+
 def check_shape(name: str, target: torch.Tensor, source: torch.Tensor) -> None:
     """Raise `DeliveryError` unless one can be copied over the other."""
     if target.shape != source.shape:

@@ -20,7 +20,7 @@ from headrace.delivery.digest import digest
 from headrace.delivery.growing_digest import GrowingDigest
 from headrace.delivery.live import DeviceSide
 from headrace.delivery.parts import fetch_parts
-from headrace.delivery.plan import Plan, copy_all, pack, unpack
+from headrace.delivery.plan import Plan, all_on, copy_all, pack, unpack
 from headrace.delivery.regions import whole
 from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Foreseeing, Growing, Relaying, Source
@@ -128,7 +128,7 @@ class Staging:
             return self._composed(manifest, plan), False
         opened, published = self._opened(manifest, plan.entries, growing)
         # A place is not written again before its version is acknowledged: what is on our device already stays there.
-        here = all(tensor.device == self._device for tensor in published.values())
+        here = all_on(self._device, published)
         if here and self._gpu and isinstance(opened, Foreseeing):
             for place in opened.upcoming(plan.entries):
                 self._gpu.foresee(plan, self._live, place)

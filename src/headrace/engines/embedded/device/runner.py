@@ -34,7 +34,7 @@ from headrace.types import Int32Array
 
 _WAITED = 2e-4
 """A host that waited for a launch longer than this knows when the next one began."""
-_LOOK_SECONDS = 1e-4
+_LOOK_SECONDS = 5e-5
 """How often a host that waits for nothing but new weights looks for them."""
 GATHER = 32
 """A pass over a few prompts takes about as long as one over many: where so many decode, one more new sequence waits for
