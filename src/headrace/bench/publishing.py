@@ -5,6 +5,7 @@ What a trainer spends on a version is spent there, as in a run, and takes nothin
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 import uuid
@@ -50,6 +51,9 @@ class Begin(msgspec.Struct, kw_only=True):
     """Of torch; 0 leaves it its own."""
     compare: bool = False
     """Make a plain copy before each publish, to compare with."""
+    within_seconds: float = 0.0
+    """A publish begins at some moment of so many seconds, as a trainer's does: whoever publishes as soon as an engine
+    has answered always meets it at the same place of a step."""
 
 
 class Order(msgspec.Struct, kw_only=True):
@@ -138,6 +142,7 @@ def _obey(publisher: Publisher, order: Order, begin: Begin, sets: list[Weights],
         return Done()
     version, which = order.publish, order.publish % len(sets)
     copy = plain.seconds(sets[which]) if plain else 0.0
+    time.sleep(moment(version, begin.within_seconds))
     started = time.monotonic()
     future = publisher.publish(version, version - 1, version, sets[which], lambda _: begin.logprobs[which])
     lost = time.monotonic() - started
@@ -150,6 +155,11 @@ def _obey(publisher: Publisher, order: Order, begin: Begin, sets: list[Weights],
         copy_seconds=copy,
         began=started,
     )
+
+
+def moment(version: int, within_seconds: float) -> float:
+    """When a version is published: every run draws the same."""
+    return random.Random(version).uniform(0.0, within_seconds)
 
 
 if __name__ == "__main__":
