@@ -19,6 +19,7 @@ from headrace.types import NO_VERSION
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples/quickstart/quickstart.toml"
+NAME = "run"
 SMALL = (
     "run.versions=4",
     "warm_start.steps=2",
@@ -35,7 +36,7 @@ SMALL = (
 
 def small_settings(directory: Path, *more: str) -> list[str]:
     """Settings that make the quickstart a run of seconds, in `directory`."""
-    return [*SMALL, f"run.directory={directory}", "run.name=run", *more]
+    return [*SMALL, f"run.directory={directory}", f"run.name={NAME}", *more]
 
 
 def small_config(directory: Path, *more: str) -> Config:
@@ -81,8 +82,8 @@ def worker_pids(run_dir: Path) -> dict[str, int]:
 
 
 def segments_left() -> set[str]:
-    """Shared-memory segments of this user whose owner is gone."""
-    names = {path.name for path in Path("/dev/shm").glob("headrace-*") if path.stat().st_uid == os.getuid()}
+    """Shared-memory segments of small runs whose owner is gone: tests of a transport alone leave some for a moment."""
+    names = {path.name for path in Path("/dev/shm").glob(f"headrace-{NAME}-*") if path.stat().st_uid == os.getuid()}
     return {name for name in names if not Path(f"/proc/{name.split('-')[-2]}").exists()}
 
 
