@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,11 +98,10 @@ class SwapStream:
         self._stood_still = 0.0
 
     def __enter__(self) -> SwapStream:
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._end_publishing)
             self._install_first()
-        except BaseException:
-            self._end_publishing()
-            raise
+            undo.pop_all()
         self._due = time.perf_counter() + self._every
         self._thread.start()
         return self

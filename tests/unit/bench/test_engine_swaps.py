@@ -11,6 +11,7 @@ import pytest
 
 from headrace.bench import engine_swaps
 from headrace.bench.engine_swaps import SwapStream
+from headrace.errors import DeliveryError
 
 EVERY = 0.05
 STREAM = 2
@@ -24,6 +25,7 @@ class Publisher:
 
     def __init__(self, first_seconds: float) -> None:
         self._first_seconds = first_seconds
+        self.closed = False
 
     def publish(self, version: int) -> Any:
         if version == STREAM:
@@ -34,7 +36,7 @@ class Publisher:
         pass
 
     def close(self) -> None:
-        pass
+        self.closed = True
 
 
 class Core:
@@ -102,3 +104,16 @@ def test_no_two_swaps_are_nearer_than_asked_for(
     assert core.installed[0] >= began + EVERY - EARLY
     assert np.diff(core.installed).min() >= EVERY - EARLY
     assert np.diff([swap.at for swap in stream.swaps]).min() >= EVERY - EARLY
+
+
+def test_a_first_version_that_is_not_accepted_ends_the_publisher(monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = Publisher(0.0)
+    monkeypatch.setattr(engine_swaps, "_start_publisher", lambda *_: publisher)
+    core: Any = Core(0.0, 0.0)
+    core.swap = lambda staged: SimpleNamespace(accepted=False, version=1, reason="another digest")
+    with (
+        pytest.raises(DeliveryError, match="version 1 was not accepted: another digest"),
+        SwapStream(core, None, ({}, {}), every=EVERY, dtype="float32"),
+    ):
+        pytest.fail("entered")
+    assert publisher.closed
