@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.delivery.plan import ALIGNMENT, make_plan, plan_digest, plan_weights, unpack
+from headrace.delivery.plan import ALIGNMENT, all_on, make_plan, plan_digest, plan_weights, unpack
 from headrace.errors import DeliveryError
 
 SIZES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
@@ -107,3 +107,10 @@ def test_unpack_gives_views_of_the_bytes():
 def test_wrong_tensors_are_refused(tensors, message):
     with pytest.raises(DeliveryError, match=message):
         make_plan(tensors)
+
+
+def test_tensors_are_on_a_device_only_if_all_of_them_are():
+    here = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    assert all_on(torch.device("cpu"), here)
+    assert not all_on(torch.device("cuda", 0), here)
+    assert all_on(torch.device("cuda", 0), {})
