@@ -61,11 +61,11 @@ def _rate(least: Bound) -> Goal:
     return Goal("tokens/s", lambda f: f["tokens_per_second"], least)
 
 
-def _loop(least: float, bound: float | None = 0.9) -> list[Goal]:
+def _loop(least: float) -> list[Goal]:
     return [
         Goal("asynchronous tokens/s", lambda f: f["asynchronous"]["tokens_per_second"], least),
         Goal("synchronous tokens/s", lambda f: f["synchronous"]["tokens_per_second"]),
-        Goal("of the bound", lambda f: f["of_the_bound"], bound),
+        Goal("of the bound", lambda f: f["of_the_bound"], 0.9),
     ]
 
 
@@ -123,7 +123,11 @@ BENCHMARKS = (
         [Goal("times as fast as padded", lambda f: f["variants"]["without packing"]["slower"], 2.0)],
     ),
     Benchmark("loop-equal", "loop qwen3-0.6b --in-flight 256 --lengths equal:512", _loop(25e3), 420),
-    Benchmark("loop-equal-135m", "loop smollm2-135m --in-flight 256 --lengths equal:512", _loop(40e3, None), 420),
+    # Its versions take two seconds, but for one now and then that waits for a late answer: six would count that one too
+    # much.
+    Benchmark(
+        "loop-equal-135m", "loop smollm2-135m --in-flight 256 --lengths equal:512 --versions 12", _loop(40e3), 420
+    ),
     Benchmark(
         "loop-lognormal",
         "loop qwen3-0.6b --in-flight 256 --lengths lognormal:256:2048",

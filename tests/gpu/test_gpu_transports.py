@@ -22,8 +22,10 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.plan import plan_weights
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.receiver import Receiver
+from headrace.delivery.transports import cuda_ipc
 from headrace.delivery.transports.base import Sender
 from headrace.delivery.transports.cuda_ipc import CudaIpcSender, CudaIpcSource
+from headrace.delivery.transports.cuda_memory import allocate
 from headrace.delivery.transports.nccl import NcclSender
 from headrace.delivery.transports.segments import segment_directories, sweep
 from headrace.errors import DeliveryError
@@ -267,6 +269,28 @@ def test_the_second_buffer_is_known_from_the_first_version_on():
     assert torch.equal(first["w"], weights[0]["w"])
     sender.close()
     source.close()
+
+
+def test_memory_for_one_buffer_only_is_an_error_that_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
+    sizes: list[int] = []
+
+    def scarce(nbytes: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
+        sizes.append(nbytes)
+        return allocate(nbytes if len(sizes) != 2 else 1 << 50, device)
+
+    monkeypatch.setattr(cuda_ipc, "allocate", scarce)
+    sender, source = CudaIpcSender(RUN_ID), CudaIpcSource()
+    weights = make_weights(SMALL, 1)
+    plan = plan_weights(weights, "float32")
+    with pytest.raises(DeliveryError, match="out of memory"):
+        sender.write(1, plan, weights)
+    assert len(leftovers()) == 1
+    location = sender.write(1, plan, weights)
+    assert torch.equal(source.open(location, 1, plan.entries)["a"], weights["a"])
+    assert sizes == [plan.nbytes] * 2, "the buffer that was made serves"
+    sender.close()
+    source.close()
+    assert leftovers() == []
 
 
 def test_a_receiver_prepares_for_both_buffers_before_it_serves():

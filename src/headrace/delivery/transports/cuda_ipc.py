@@ -147,10 +147,13 @@ class CudaIpcSender:
             self._outgrown.append(self._held.pop(location))
             self._outgrown[-1].segment.remove()
         largest = max((place.nbytes for place in self._held.values()), default=0)
-        new = [_Place(self._run_id, max(nbytes, largest), self._device) for _ in range(LIMIT - len(self._held))]
-        self._held |= {str(place.segment.path): place for place in new}
-        for place in new:
-            place.announce(self._held)
+        new: list[_Place] = []
+        while len(self._held) < LIMIT:
+            new.append(_Place(self._run_id, max(nbytes, largest), self._device))
+            self._held[str(new[-1].segment.path)] = new[-1]
+            # Where memory is short the next one fails, and this one may be written and closed as it is.
+            for place in new:
+                place.announce(self._held)
         return str(new[0].segment.path)
 
 
