@@ -15,17 +15,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "training"))
 from random_models import FAMILIES, model_dir, random_batch, with_experts
 
 from headrace.algorithms.losses.imitation import imitation
-from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
+from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.models.attention import AttentionCall
 from headrace.models.four_bits import FourBitLinear, round_weights
 from headrace.models.loading import load_model
 from headrace.training.attention import PackedAttention
 from headrace.training.compiled import compiled_layers
-from headrace.training.packing import plan
+from headrace.training.head import PLAIN, Reading, compiled_arithmetic, read_head
+from headrace.training.logprobs import read_row
+from headrace.training.lora import TrainedAdapter
+from headrace.training.packing import MicroBatch, plan
 from headrace.training.sharding import prepare_model
 from headrace.training.step import accumulate
 from headrace.training.trainer import Trainer
-from headrace.training.warm_up import warm_up_batches
+from headrace.types import Kept
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -186,13 +189,98 @@ def test_a_checkpoint_goes_on_alike(tmp_path):
     assert one.loss == pytest.approx(other.loss, abs=1e-3)
 
 
-def test_a_step_does_not_wait_for_the_device(tmp_path):
-    trainer = trainer_of(model_dir(tmp_path / "model"), "cuda")
-    batch = next(iter(warm_up_batches(61, 640)))
+def all_kept(batch):
+    """For every second token a set of three, itself among them."""
+    sets = [sorted({int(token), 3, 4}) if number % 2 else [] for number, token in enumerate(batch.token_ids)]
+    return Kept(
+        counts=np.array([len(kept) for kept in sets], np.int32),
+        token_ids=np.array([token for kept in sets for token in kept], np.int32),
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("reading", ["plain", "entropy", "kept", "chunks"])
+def test_a_step_does_not_wait_for_the_device(tmp_path, family, reading):
+    trainer = trainer_of(model_dir(tmp_path / "model", family), "cuda")
+    batch = random_batch(1, groups=6, size=4)
+    if reading == "kept":
+        batch = msgspec.structs.replace(batch, kept=all_kept(batch))
+
+    def step():
+        accumulate(
+            trainer.model,
+            batch,
+            imitation,
+            micro_batch_tokens=256,
+            share_prefixes=True,
+            half=trainer._half,
+            entropy="none" if reading == "plain" else "gradient",
+            chunk_elements=7 * 61 if reading == "chunks" else None,
+        )
+        return trainer._optimizer.begin(1e-3)
+
     for _ in range(2):
-        accumulate(trainer.model, batch, imitation, micro_batch_tokens=256, share_prefixes=True, half=trainer._half)
+        step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        accumulate(trainer.model, batch, imitation, micro_batch_tokens=256, share_prefixes=True, half=trainer._half)
+        pending = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert pending.read().changed
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_fused_head_is_exact_in_float32(compiled, temperature):
+    """Values and gradients against autograd over whole logits in float64, in several chunks."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(700, 64, generator=generator, device="cuda", dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5003, 64, generator=generator, device="cuda", dtype=torch.float64, requires_grad=True)
+    targets = np.random.default_rng(0).integers(0, 5003, 700)
+    gradient = torch.randn(700, generator=generator, device="cuda", dtype=torch.float64)
+    whole = (hidden @ weight.t() / temperature).log_softmax(-1)
+    expected = whole.gather(1, torch.from_numpy(targets).cuda()[:, None])[:, 0]
+    wanted = torch.autograd.grad(expected, [hidden, weight], gradient)
+    none = np.zeros(0, np.int64)
+    row = MicroBatch(none, none, (), np.arange(700), targets, none, none)
+    reading = Reading.of(row, np.arange(700), 96, torch.device("cuda"))
+    given = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight)]
+    found = read_head(*given, reading, temperature, compiled_arithmetic() if compiled else PLAIN)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    for one, other in zip(torch.autograd.grad(found, given, gradient.float()), wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=1e-5 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_sixteen_bits_are_read_as_float32_whatever_is_read(tmp_path, family):
+    """The fused head, entropies and kept sets in one chunk or many: all from the same float32 logits."""
+    model = load_model(model_dir(tmp_path / "model", family), dtype="bfloat16", device="cuda")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(3)
+    row = max(plan(random_batch(5), micro_batch_tokens=10_000, share_prefixes=True), key=len)
+    whole = Kept(
+        counts=np.full(len(row.targets), 61, np.int32),
+        token_ids=np.tile(np.arange(61, dtype=np.int32), len(row.targets)),
+    )
+    expected = read_row(model, row).logprobs.double()
+    for changes in ({"entropy": "value"}, {"kept": whole}, {"entropy": "gradient", "chunk_elements": 5 * 61}):
+        found = read_row(model, row, **changes).logprobs
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_that_is_computed_again_drops_the_same_again(tmp_path, compiled):
+    path = model_dir(tmp_path / "model")
+    norms = []
+    for checkpointing in (False, True):
+        torch._dynamo.reset()
+        training = msgspec.structs.replace(
+            TRAINING, compute_dtype="float32", compile=compiled, activation_checkpointing=checkpointing
+        )
+        model = prepare_model(load_model(path, device="cuda"), training)
+        adapter = TrainedAdapter(model, LoraConfig(rank=4, dropout=0.3), base=path, seed=0)
+        trainer = Trainer(
+            model, AlgorithmConfig(), training, total_steps=9, warm_start=WarmStartConfig(), adapter=adapter
+        )
+        norms.append([trainer.step(random_batch(step, step=step)).grad_norm for step in range(1, 5)])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)

@@ -17,6 +17,7 @@ from headrace.models.attention import AttentionCall, keep_for_backward
 from headrace.training.attention_blocks import attend_block, attend_block_backward
 from headrace.training.flash import FlashAttention, Kernels, RowRanges, attend_row, attend_row_backward
 from headrace.training.packing import MicroBatch, Segment
+from headrace.training.transfer import upload
 
 JOINED_TOKENS = 64
 """Short segments are attended in one call up to this many tokens: a call's overhead against scores that are masked."""
@@ -137,7 +138,7 @@ class PackedAttention:
         if (window, device) not in block.masks:
             length = self._segments[block.segments[0]].length
             plain = len(block.segments) == 1 and block.prefix is None and (window is None or window >= length)
-            block.masks[window, device] = None if plain else self._visible(block, window).to(device)
+            block.masks[window, device] = None if plain else upload(self._visible(block, window), device)
         return block.masks[window, device]
 
     def _visible(self, block: _Block, window: int | None) -> torch.Tensor:

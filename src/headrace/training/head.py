@@ -14,8 +14,7 @@ import torch
 
 from headrace.training.packing import Index, MicroBatch
 from headrace.training.transfer import upload
-
-_HALF = (torch.bfloat16, torch.float16)
+from headrace.training.wide_head import wide_product
 
 
 class Reading(NamedTuple):
@@ -97,7 +96,7 @@ class _Head(torch.autograd.Function):
     ) -> torch.Tensor:
         normalisers, chosen = [], []
         for start, end, first, last in reading.chunks:
-            logits = _product(hidden[start:end], weight)
+            logits = wide_product(hidden[start:end], weight)
             normalisers.append(arithmetic.normalisers(logits, temperature))
             chosen.append(logits[reading.rows[first:last] - start, reading.tokens[first:last]])
         whole = torch.cat(normalisers)
@@ -116,21 +115,13 @@ class _Head(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden)
         of_weight: torch.Tensor | None = None
         for start, end, first, last in reading.chunks:
-            logits = _product(hidden[start:end], weight)
+            logits = wide_product(hidden[start:end], weight)
             slopes = arithmetic.slopes(logits, normalisers[start:end], shares[start:end], temperature, hidden.dtype)
             del logits
             at = reading.rows[first:last] - start, reading.tokens[first:last]
             slopes.index_put_(at, there[first:last].to(slopes.dtype))
             of_hidden[start:end] = slopes @ weight
             if ctx.needs_input_grad[1]:
-                part = _product(slopes.t(), hidden[start:end].t())
+                part = wide_product(slopes.t(), hidden[start:end].t())
                 of_weight = part if of_weight is None else of_weight.add_(part)
         return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`left @ right.t()` in float32 at least."""
-    if left.is_cuda and left.dtype in _HALF:
-        return torch.mm(left, right.t(), out_dtype=torch.float32)
-    product = left @ right.t()
-    return product.to(torch.promote_types(product.dtype, torch.float32))

@@ -1,8 +1,8 @@
 """Log-probabilities where they are trained, and nowhere else.
 
-The model's own head code makes the logits (some models cap or scale them), and they never exist for more than
-`CHUNK_ELEMENTS` at a time, forward or backward: memory does not grow with tokens x vocabulary. On a GPU, a head that is
-a matrix and nothing else is computed by `head`.
+The model's own head code makes the logits (some models cap or scale them), in float32 at least, and they never exist
+for more than `CHUNK_ELEMENTS` at a time, forward or backward: memory does not grow with tokens x vocabulary. On a GPU,
+a head that is a matrix and nothing else is computed by `head`, unless entropies or kept sets are read.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from headrace.training.packing import Index, MicroBatch
 from headrace.training.reading import EntropyOf, Readings, Wanted, read
 from headrace.training.sharding import input_device
 from headrace.training.transfer import upload
+from headrace.training.wide_head import WideHead
 from headrace.types import Kept
 
 CHUNK_ELEMENTS = 1 << 26
@@ -66,7 +67,8 @@ def read_row(
         if device.type == "cuda" and kept is None and entropy == "none" and has_plain_head(model):
             return by_matrix(size * DEVICE_CHUNKS)
         if len(places) <= size:
-            logits = model.forward(**inputs, logits_to_keep=at).logits[0]
+            with WideHead(model).in_force():
+                logits = model.forward(**inputs, logits_to_keep=at).logits[0]
             return read(logits, Wanted.of(np.arange(len(inverse)), inverse, row, kept, device), temperature, entropy)
         hidden = model.base_model(**inputs).last_hidden_state[0, at]
         return _in_chunks(model, hidden, list(_chunks(inverse, size, row, kept, device)), size, temperature, entropy)
@@ -132,14 +134,18 @@ def _chunks(inverse: Index, size: int, row: MicroBatch, kept: Kept | None, devic
 def _in_chunks(
     model: Any, hidden: torch.Tensor, chunks: list[Wanted], size: int, temperature: float, entropy: EntropyOf
 ) -> Readings:
+    wide = WideHead(model)
+
     def piece(chunk: torch.Tensor, wanted: Wanted) -> Readings:
-        return read(_head(model, chunk), wanted, temperature, entropy)
+        with wide.in_force():
+            logits = _head(model, chunk)
+        return read(logits, wanted, temperature, entropy)
 
     found = [
         checkpoint(piece, hidden[i * size : (i + 1) * size], wanted, use_reentrant=False, preserve_rng_state=False)
         for i, wanted in enumerate(chunks)
     ]
-    back = torch.from_numpy(np.argsort(np.concatenate([wanted.targets for wanted in chunks]))).to(hidden.device)
+    back = upload(np.argsort(np.concatenate([wanted.targets for wanted in chunks])), hidden.device)
     spread = None if entropy == "none" else torch.cat([readings.entropy for readings in found])[back]
     return Readings(torch.cat([readings.logprobs for readings in found])[back], spread)
 

@@ -1,0 +1,106 @@
+"""Logits in float32 from a head of 16 bits, whatever else the model's own code does to them.
+
+Inside `WideHead.in_force` the head's matrices multiply into float32, so a bias, a scale or a cap that comes after them
+is computed in float32 too. The gradient of a matrix is added up in float32 over all chunks of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`left @ right.t()` of two matrices, in float32 at least."""
+    if left.dtype not in HALF:
+        return left @ right.t()
+    if left.is_cuda:
+        return torch.mm(left, right.t(), out_dtype=torch.float32)
+    return left.float() @ right.float().t()
+
+
+class WideHead:
+    """The head of one model while one row is read: forward, and again in the backward pass."""
+
+    def __init__(self, model: Any) -> None:
+        self._forwards = [(layer, _wide(layer)) for layer in _half_matrices(model)]
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Inside, the head's matrices multiply into float32. Those of 32 bits and more do as ever."""
+        with ExitStack() as undo:
+            for layer, forward in self._forwards:
+                layer.__dict__["forward"] = forward
+                undo.callback(layer.__dict__.pop, "forward")
+            yield
+
+
+def _half_matrices(model: Any) -> list[torch.nn.Linear]:
+    """The head's, and what an adapter of it adds: whatever has an output for each token."""
+    head = model.get_output_embeddings()
+    tokens = head.weight.shape[0]
+    return [
+        layer
+        for layer in head.modules()
+        if type(layer) is torch.nn.Linear and layer.weight.shape[0] == tokens and layer.weight.dtype in HALF
+    ]
+
+
+def _wide(layer: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    weight = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight
+    gradient: torch.Tensor = _Gradient.apply(weight)  # type: ignore[no-untyped-call]
+
+    def multiplied(hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        found: torch.Tensor = _Product.apply(rows, weight.detach(), gradient)  # type: ignore[no-untyped-call]
+        return found.reshape(*hidden.shape[:-1], -1)
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if isinstance(hidden, DTensor):
+            # Cut by token: every tensor rank has the logits of its own, and a part of the states' gradient.
+            own = multiplied(hidden.to_local(grad_placements=[Partial()]))
+            whole = torch.empty((*own.shape[:-1], layer.weight.shape[0]), device="meta")
+            logits: torch.Tensor = DTensor.from_local(
+                own, hidden.device_mesh, [Shard(-1)], shape=whole.shape, stride=whole.stride()
+            )
+        else:
+            logits = multiplied(hidden)
+        return logits if layer.bias is None else logits + layer.bias
+
+    return forward
+
+
+class _Gradient(torch.autograd.Function):
+    """Where the gradients of a matrix come together in float32; without memory of its own in the forward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = weight.dtype
+        return weight.new_zeros((), dtype=torch.float32).expand(weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.to(ctx.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """`hidden @ weight.t()`; the weight's gradient goes to the stand-in, which is given for that alone."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return wide_product(hidden, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        slopes = gradient.to(hidden.dtype)
+        of_hidden = slopes @ weight if ctx.needs_input_grad[0] else None
+        of_weight = wide_product(slopes.t(), hidden.t()) if ctx.needs_input_grad[2] else None
+        return of_hidden, None, of_weight
