@@ -1,6 +1,7 @@
 """Which optimizer moves which parameter: every trainable parameter belongs to one group of one optimizer.
 
-Matrices decay and vectors (norms, biases) do not. `[training] learning_rates` multiplies a group's rate.
+Matrices decay; vectors (norms, biases) do not, nor do those of experts that are stacked. `[training] learning_rates`
+multiplies a group's rate.
 """
 
 from __future__ import annotations
@@ -59,7 +60,16 @@ def hidden_matrices(model: torch.nn.Module) -> set[str]:
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None:
         outer.add(id(head.weight))
-    return {name for name, p in model.named_parameters() if p.requires_grad and p.ndim in (2, 3) and id(p) not in outer}
+    return {
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p.ndim <= 3 and is_matrix(name, p) and id(p) not in outer
+    }
+
+
+def is_matrix(name: str, p: torch.Tensor) -> bool:
+    """Whether a parameter is a matrix, or a stack of them; a stack of biases is not."""
+    return p.ndim >= 2 and not name.endswith("bias")
 
 
 def _factors(named: Mapping[str, torch.nn.Parameter], patterns: Mapping[str, float]) -> dict[str, float]:
@@ -74,7 +84,7 @@ def _groups(
 ) -> list[dict[str, Any]]:
     groups: dict[tuple[bool, float], list[torch.nn.Parameter]] = {}
     for name, p in named.items():
-        groups.setdefault((p.ndim >= 2, factors[name]), []).append(p)
+        groups.setdefault((is_matrix(name, p), factors[name]), []).append(p)
     return [
         {"params": members, "weight_decay": config.weight_decay if decays else 0.0, "factor": factor}
         for (decays, factor), members in groups.items()

@@ -1,7 +1,8 @@
 """Activation checkpointing by decoder layer: the backward pass computes a layer again, in the context of its forward.
 
 The attention context of a row is in force only while the row is computed; a layer that runs again later brings back
-the one that it first ran under, or its tokens would see others than they did.
+the one that it first ran under, or its tokens would see others than they did. So it does with what it draws: where
+something is dropped out, the same is dropped again.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from headrace.models.attention import attending, current_context
 def recompute_layers(layers: Iterable[torch.nn.Module]) -> None:
     """Keep only the inputs of these layers for the backward pass."""
     for layer in layers:
-        layer.forward = _recomputed(layer.forward)
+        layer.forward = _recomputed(layer, layer.forward)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(layer: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -31,6 +32,10 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
             with attending(context):
                 return forward(*inner, **named)
 
-        return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=_draws(layer), **kwargs)
 
     return run
+
+
+def _draws(layer: torch.nn.Module) -> bool:
+    return any(isinstance(module, torch.nn.Dropout) and module.training and module.p for module in layer.modules())

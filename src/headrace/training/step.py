@@ -6,8 +6,8 @@ waits for the device: what a step has to tell is read from it once, at the end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -77,6 +77,7 @@ def accumulate(
     entropy: EntropyOf = "none",
     ranks: Ranks | None = None,
     half: HalfWeights | None = None,
+    dropout: Callable[[], AbstractContextManager[None]] = nullcontext,
     chunk_elements: int | None = None,
     spans: SpanRecorder | None = None,
 ) -> Gradients:
@@ -84,7 +85,8 @@ def accumulate(
 
     `policies` are those that the loss wants to see the tokens scored by, by their names in `TokenInputs`: all of them
     before the first gradient. `half` are the model's weights, where the passes have a narrower copy of them: its
-    masters get the gradients. `chunk_elements` is how many logits are held at once.
+    masters get the gradients. `dropout` is in force while gradients are computed, and not for scores. `chunk_elements`
+    is how many logits are held at once.
     """
     rank, shares = (ranks.data, ranks.data_ranks) if ranks else (0, 1)
     on_host = input_device(model).type == "cpu"
@@ -100,20 +102,21 @@ def accumulate(
     with spans.span("score") if spans and policies else nullcontext(), ordered():
         scores = {name: policy.logprobs([row for row, _ in mine], batch) for name, policy in (policies or {}).items()}
     sums: dict[str, torch.Tensor] = {}
-    for number, (row, counts) in enumerate(mine):
-        reduce_gradients(model, number + 1 == len(mine))
-        others = {name: found[number] for name, found in scores.items()}
-        with spans.span("train") if spans else nullcontext(), ordered():
-            with following(model, row) as forced:
-                found = _backward(model, batch, row, loss, others, entropy, chunk_elements, share=float(counts))
-            if forced is not None:
-                # Where several answers begin, once for each of them.
-                found[REROUTED] = forced.changed(upload(row.predictors, input_device(model))) / forced.layers
-        if half is not None:
-            half.collect()
-        for name, value in found.items():
-            value = value.detach().double() * counts
-            sums[name] = sums[name] + value if name in sums else value
+    with dropout():
+        for number, (row, counts) in enumerate(mine):
+            reduce_gradients(model, number + 1 == len(mine))
+            others = {name: found[number] for name, found in scores.items()}
+            with spans.span("train") if spans else nullcontext(), ordered():
+                with following(model, row) as forced:
+                    found = _backward(model, batch, row, loss, others, entropy, chunk_elements, share=float(counts))
+                if forced is not None:
+                    # Where several answers begin, once for each of them.
+                    found[REROUTED] = forced.changed(upload(row.predictors, input_device(model))) / forced.layers
+            if half is not None:
+                half.collect()
+            for name, value in found.items():
+                value = value.detach().double() * counts
+                sums[name] = sums[name] + value if name in sums else value
     return Gradients(
         sums=sums,
         trained_tokens=batch.trained_tokens,

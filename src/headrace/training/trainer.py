@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class Trainer:
         self._total_steps = total_steps
         self._spans = spans
         self._state = TrainerState()
-        self._optimizer: Optimizer | None = None
+        self._optimizer = self._new_optimizer()
 
     @property
     def steps_done(self) -> int:
@@ -98,26 +99,25 @@ class Trainer:
         self.warm_up()
         started = time.monotonic()
         policy = batch.objective == "policy"
-        optimizer = self._optimizer
-        if optimizer is None or batch.objective != self._state.objective:
-            optimizer = self._optimizer = self._new_optimizer()
-        with self._adapter.dropout(self._state.steps_done) if self._adapter else nullcontext():
-            gradients = accumulate(
-                self.model,
-                batch,
-                self._policy_loss if policy else imitation,
-                micro_batch_tokens=self._training.micro_batch_tokens,
-                share_prefixes=self._training.share_prefixes,
-                policies=self._policies.of(batch) if policy else None,
-                entropy=self._needs.entropy if policy else "none",
-                ranks=self._ranks,
-                half=self._half,
-                chunk_elements=self._chunk_elements,
-                spans=self._spans,
-            )
+        if self._state.objective not in ("", batch.objective):
+            self._optimizer = self._new_optimizer()
+        gradients = accumulate(
+            self.model,
+            batch,
+            self._policy_loss if policy else imitation,
+            micro_batch_tokens=self._training.micro_batch_tokens,
+            share_prefixes=self._training.share_prefixes,
+            policies=self._policies.of(batch) if policy else None,
+            entropy=self._needs.entropy if policy else "none",
+            ranks=self._ranks,
+            half=self._half,
+            dropout=partial(self._adapter.dropout, self._state.steps_done) if self._adapter else nullcontext,
+            chunk_elements=self._chunk_elements,
+            spans=self._spans,
+        )
         rate = self._rate(batch)
         with self._spans.span("optimize") if self._spans else nullcontext():
-            pending = optimizer.begin(rate)
+            pending = self._optimizer.begin(rate)
             if self._half is not None:
                 self._half.refresh()
             # The one wait for the device in a step.
@@ -127,7 +127,7 @@ class Trainer:
             steps_done=self._state.steps_done + 1,
             policy_steps=self._state.policy_steps + policy,
             skipped_steps=self._state.skipped_steps + (not changed),
-            skipped_in_a_row=0 if applied.finite else self._state.skipped_in_a_row + 1,
+            skipped_in_a_row=0 if changed else self._state.skipped_in_a_row + (not applied.finite),
             objective=batch.objective,
         )
         self._check_skipped(applied.norm)
@@ -214,9 +214,8 @@ class Trainer:
         """
         checkpoint = Path(checkpoint)
         state = read_state(checkpoint)
-        optimizer = self._new_optimizer() if state.objective else None
-        self._saver.load(checkpoint, state, optimizer)
-        self._optimizer = optimizer
+        self._optimizer = self._new_optimizer()
+        self._saver.load(checkpoint, state, self._optimizer if state.objective else None)
         self._state = state
 
     def close(self) -> None:

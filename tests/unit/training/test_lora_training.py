@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -24,6 +25,7 @@ from headrace.models.lora import adapter_weights, canonical
 from headrace.training import logprobs
 from headrace.training.export import export_checkpoint
 from headrace.training.lora import TrainedAdapter, base_of, keep_base
+from headrace.training.sharding import prepare_model
 from headrace.training.step import accumulate
 from headrace.training.trainer import Trainer
 
@@ -39,10 +41,13 @@ NORMS = LoraConfig(rank=2, alpha=3.0, targets=["q_proj", "down_proj"], modules=[
 TOKENS = np.random.default_rng(0).integers(3, 61, 17, dtype=np.int32)
 
 
-def trainer_of(path: Path, lora: LoraConfig = LORA, seed: int = 0) -> Trainer:
-    model = load_model(path)
+def trainer_of(
+    path: Path, lora: LoraConfig = LORA, seed: int = 0, algorithm: AlgorithmConfig = CISPO, recompute: bool = False
+) -> Trainer:
+    training = msgspec.structs.replace(TRAINING, activation_checkpointing=recompute)
+    model = prepare_model(load_model(path), training)
     adapter = TrainedAdapter(model, lora, base=path, seed=seed)
-    return Trainer(model, CISPO, TRAINING, total_steps=5, warm_start=WARM_START, adapter=adapter)
+    return Trainer(model, algorithm, training, total_steps=5, warm_start=WARM_START, adapter=adapter)
 
 
 def batches(warm: int = 2, policy: int = 4) -> list:
@@ -204,6 +209,35 @@ def test_dropout_is_on_in_training_passes_only(tmp_path):
     again = trainer_of(path, LoraConfig(rank=4, dropout=0.5))
     fill(again.weights())
     assert again.step(batch).loss == first
+
+
+def test_a_layer_that_is_computed_again_drops_the_same_again(tmp_path):
+    path = model_dir(tmp_path / "model")
+    straight, again = (
+        trained(path, LoraConfig(rank=4, dropout=0.3), recompute=recompute) for recompute in (False, True)
+    )
+    for name, tensor in straight.weights().items():
+        assert torch.equal(tensor, again.weights()[name]), name
+
+
+def test_other_policies_score_without_dropout(tmp_path):
+    path = model_dir(tmp_path / "model")
+    algorithm = AlgorithmConfig(loss="decoupled_ppo", proximal="recomputed")
+    dropping, plain = (trainer_of(path, LoraConfig(rank=4, dropout=p), algorithm=algorithm) for p in (0.5, 0.0))
+    seen: list[list[torch.Tensor]] = []
+    for trainer in (dropping, plain):
+        fill(trainer.weights())
+
+        def watched(*given, of=trainer._policies.of):
+            found = of(*given)
+            scored = found["proximal"].logprobs
+            found["proximal"].logprobs = lambda *rows: seen.append(scored(*rows)) or seen[-1]
+            return found
+
+        trainer._policies.of = watched
+        trainer.step(random_batch(1))
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("family", "lora"), [("llama", LORA), ("qwen3", NORMS), ("mixtral", EXPERTS)])

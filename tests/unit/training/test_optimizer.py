@@ -2,17 +2,20 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from random_models import twins
 
 from headrace.config.schema import TrainingConfig
 from headrace.errors import UserError
 from headrace.training import update_ratio
 from headrace.training.muon import Muon
 from headrace.training.optimizer import Optimizer, learning_rate
+from headrace.training.optimizer_parts import hidden_matrices
 from headrace.training.update_ratio import UpdateRatio
 
 
@@ -211,6 +214,19 @@ def test_muon_orthogonalises_hidden_matrices_and_leaves_the_rest_to_adamw():
         Optimizer(model, TrainingConfig()).restore(optimizer.tensors())
 
 
+def test_biases_of_stacked_experts_are_no_matrices():
+    model, _ = twins("gpt_oss")
+    biases = [name for name, p in model.named_parameters() if name.endswith("bias") and p.ndim == 2]
+    assert {name.rpartition(".")[2] for name in biases} == {"gate_up_proj_bias", "down_proj_bias"}
+    assert not hidden_matrices(model) & set(biases)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    assert Optimizer(model, TrainingConfig(weight_decay=0.1)).apply(0.1).changed
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) == (p.ndim < 2 or name in biases), name
+
+
 @pytest.mark.parametrize("shape", [(8, 20), (20, 8), (3, 6, 10)])
 def test_muon_against_torch(shape):
     """Torch iterates in bfloat16 on any device: equal but for its rounding. A stack is its matrices one by one."""
@@ -229,6 +245,38 @@ def test_muon_against_torch(shape):
     found = torch.stack([p.detach() for p in theirs]).reshape(shape)
     assert float((ours.detach() - start).abs().max()) > 0.2
     torch.testing.assert_close(ours.detach(), found, rtol=0, atol=0.02)
+
+
+@pytest.mark.slow  # Its steps are compiled first.
+@pytest.mark.filterwarnings("ignore:OptimState8bit")
+def test_moments_in_eight_bits_are_near_and_go_on_to_the_bit(monkeypatch):
+    monkeypatch.syspath_prepend(Path(sys.prefix) / "torchao")
+
+    def matrix():
+        torch.manual_seed(0)
+        return torch.nn.Linear(128, 64, bias=False)
+
+    eight = TrainingConfig(optimizer="adamw_8bit", weight_decay=0.01)
+    models = [matrix() for _ in range(4)]
+    straight, first, second, wide = (
+        Optimizer(model, config) for model, config in zip(models, (eight, eight, eight, TrainingConfig()), strict=True)
+    )
+
+    def move(model, optimizer, seeds):
+        for seed in seeds:
+            model.weight.grad = torch.randn(model.weight.shape, generator=torch.Generator().manual_seed(seed))
+            assert optimizer.apply(0.01).changed
+
+    for model, optimizer, seeds in zip(models, (straight, first, second, wide), (6, 3, 0, 6), strict=True):
+        move(model, optimizer, range(seeds))
+    saved = first.tensors()
+    assert {str(tensor.dtype) for key, tensor in saved.items() if key.startswith("exp_avg.codes")} == {"torch.uint8"}
+    models[2].load_state_dict(models[1].state_dict())
+    second.restore(saved)
+    move(models[2], second, range(3, 6))
+    assert torch.equal(models[2].weight, models[0].weight)
+    moved = (models[3].weight - matrix().weight).abs().mean()
+    assert float((models[0].weight - models[3].weight).abs().mean()) < 0.1 * float(moved)
 
 
 def test_eight_bits_without_a_package_are_refused_in_one_line(monkeypatch):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.channel.codec import decode, encode
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, UserError
 from headrace.models.loading import load_model
 from headrace.observe.spans import SpanRecorder
 from headrace.training.checkpoint import latest, read_state
@@ -249,6 +250,22 @@ def test_too_many_poisoned_batches_in_a_row_end_the_run(tmp_path):
     # A batch with nothing to train is skipped too, and says nothing about the gradients.
     fresh = trainer_of(saved, training=training)
     assert [fresh.step(batch).skipped for batch in (empty, empty, poisoned, empty)] == [True] * 4
+    with pytest.raises(HeadraceError, match="the last 2 steps"):
+        fresh.step(poisoned)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rates": {"nowhere": 2.0}}, "no trainable parameter has 'nowhere'"),
+        ({"optimizer": "adamw_8bit"}, "needs the package torchao"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_said_before_the_first_batch(tmp_path, monkeypatch, changes, message):
+    for package in ("torchao", "torchao.optim"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=message):
+        trainer_of(model_dir(tmp_path / "model"), training=msgspec.structs.replace(TRAINING, **changes))
 
 
 def test_a_batch_without_trained_tokens_changes_nothing(tmp_path):
