@@ -38,6 +38,10 @@ def test_both_modes_do_the_same_work(tmp_path: Path) -> None:
     assert found["ratio"] == pytest.approx(asynchronous["tokens_per_second"] / synchronous["tokens_per_second"])
     bound = 1 / (1 / found["generation_alone"] + 1 / found["training_alone"])
     assert found["bound_without_overlap"] == pytest.approx(bound)
+    rates = [run["tokens"] / run["training_seconds"] for run in (synchronous, asynchronous)]
+    assert found["training_alone"] == pytest.approx(max(rates))
+    assert found["training_alone_from"] == ("synchronous" if rates[0] >= rates[1] else "asynchronous")
+    assert asynchronous["trainer_peak_memory_bytes"] is asynchronous["engine_peak_memory_bytes"] is None
     assert all(len(line) < 200 for line in table(found))
     for run in ("depth-0", "depth-1"):
         assert {span.name for span in read_timeline(tmp_path / "kept" / run / "timeline.json")} >= {"decode", "train"}

@@ -1,7 +1,11 @@
-"""A trainer that shares its GPU: a version's canary is scored in its turn, under the weights that are published."""
+"""A trainer that shares its GPU: a version's canary is scored in its turn, under the weights that are published.
+
+What it waits for its turn is no part of a step's seconds.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +16,7 @@ from runs import small_config
 from headrace.channel.desk import Desk
 from headrace.channel.spoke import Incoming
 from headrace.channel.turns import FILE, EngineTurns, TrainerTurns
-from headrace.training.messages import Published, Train
+from headrace.training.messages import Published, Train, Trained
 from headrace.training.warm_up import warm_up_batches
 from headrace.training.worker import FIRST_RANK, TrainerRole
 from headrace.types import Float32Array, Int32Array
@@ -47,6 +51,31 @@ def test_the_canary_is_scored_while_no_engine_computes(tmp_path: Path, monkeypat
         np.testing.assert_array_equal(canary.logprobs, score(canary.token_ids))
         assert not np.array_equal(canary.logprobs, before)
     finally:
+        role.publisher.close()
+        role.trainer.close()
+        role.turns.close()
+        engine.close()
+        desk.spoke.close()
+
+
+def test_a_wait_for_the_turn_is_no_part_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(FIRST_RANK, f"ipc://{tmp_path}/hub", tmp_path)
+    role = TrainerRole(desk, small_config(tmp_path))
+    role.turns = TrainerTurns(tmp_path / FILE)
+    engine = EngineTurns(tmp_path / FILE)
+    replies: list[Trained] = []
+    monkeypatch.setattr(desk.spoke, "reply", lambda incoming, answer: replies.append(answer))
+    wait = 1.0
+    batch = next(warm_up_batches(role.trainer.model.config.vocab_size, 64))
+    assert engine.take()
+    timer = threading.Timer(wait, engine.give)
+    timer.start()
+    began = time.monotonic()
+    try:
+        role._handle(Incoming(0, Train(batch=batch)))
+        assert replies[0].report.seconds <= time.monotonic() - began - wait
+    finally:
+        timer.join()
         role.publisher.close()
         role.trainer.close()
         role.turns.close()

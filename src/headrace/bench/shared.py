@@ -1,8 +1,8 @@
 """`headrace bench loop MODEL`: engine and trainer on one device, synchronous and asynchronous, in one call.
 
 Every run is the real one, delivery with proof included. Beside them, generation alone is measured with the same answer
-lengths and as many answers in flight, and training alone in the synchronous run, where nothing else runs while a step
-does. If nothing overlaps, no schedule can consume more than 1 / (1/generation + 1/training) tokens a second.
+lengths and as many answers in flight; training alone is the steps' own time, in the run whose steps were faster. If
+nothing overlaps, no schedule can consume more than 1 / (1/generation + 1/training) tokens a second.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from headrace.bench.shared_work import (
     WARM_VERSIONS,
     SharedBench,
     check_options,
+    faster_training,
+    held_by,
     lasting_versions,
     run_config,
     steady_rate,
@@ -32,7 +34,7 @@ from headrace.bench.workload import write_tokenizer
 from headrace.errors import HeadraceError, UserError
 from headrace.models.shapes import SHAPES, build_shape
 from headrace.observe.progress import NoProgress
-from headrace.observe.records import open_journal, policy_steps
+from headrace.observe.records import open_journal, policy_steps, read_meta
 from headrace.pipeline.launch import start_run
 from headrace.training.devices import choose_device
 
@@ -62,7 +64,7 @@ def bench_shared(options: SharedBench, say: Say) -> dict[str, Any]:
         asynchronous = measure(options.depth)
         say("generation alone")
         generation = _generation(options, model, weights, cuda=cuda)
-    training = synchronous["tokens"] / synchronous["training_seconds"]
+    trained_in, training = faster_training({"synchronous": synchronous, "asynchronous": asynchronous})
     bound = 1 / (1 / generation + 1 / training)
     return {
         "bench": "loop",
@@ -76,6 +78,7 @@ def bench_shared(options: SharedBench, say: Say) -> dict[str, Any]:
         "ratio": asynchronous["tokens_per_second"] / synchronous["tokens_per_second"],
         "generation_alone": generation,
         "training_alone": training,
+        "training_alone_from": trained_in,
         "bound_without_overlap": bound,
         "of_the_bound": asynchronous["tokens_per_second"] / bound,
     }
@@ -104,11 +107,13 @@ def _run(config: Any, depth: int, *, cuda: bool) -> dict[str, Any]:
         outcome = start_run(config, NoProgress())
     with open_journal(outcome.run_dir.path) as journal:
         steps = [dict(step) for step in policy_steps(journal)]
+        held = read_meta(journal).get("peak_memory_bytes", {})
     names = ("trainer_idle_fraction", "engine_idle_fraction", "lag_mean", "lag_max", "train_seconds")
     return (
         steady_rate(steps, depth, WARM_VERSIONS + depth)
         | {name: outcome.summary[name] for name in names}
         | {"tokens_per_second_with_ends": outcome.summary["tokens_per_second"], "peak_memory_bytes": memory[0] or None}
+        | {f"{role}_peak_memory_bytes": held_by(role, held) for role in ("trainer", "engine")}
     )
 
 

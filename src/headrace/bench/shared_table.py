@@ -15,7 +15,7 @@ def table(found: dict[str, Any]) -> list[str]:
         (f"asynchronous, depth {options['depth']}", _run(found["asynchronous"])),
         ("asynchronous over synchronous", f"{found['ratio']:.2f}x"),
         ("generation alone", f"{found['generation_alone']:,.0f} tokens/s"),
-        ("training alone", f"{found['training_alone']:,.0f} tokens/s"),
+        ("training alone", f"{found['training_alone']:,.0f} tokens/s ({found['training_alone_from']} run's steps)"),
         ("one after the other", f"{found['bound_without_overlap']:,.0f} tokens/s at best"),
         ("of that", f"{found['of_the_bound']:.2f}"),
     ]
@@ -24,14 +24,25 @@ def table(found: dict[str, Any]) -> list[str]:
 
 
 def _run(run: dict[str, Any]) -> str:
-    memory = run["peak_memory_bytes"]
     parts = [
         f"{run['tokens_per_second']:,.0f} tokens/s",
         f"training {run['training_seconds'] / run['seconds']:.2f} of the time",
         f"idle: trainer {_share(run['trainer_idle_fraction'])}, engine {_share(run['engine_idle_fraction'])}",
         f"lag {run['lag_mean']:.2f} (max {run['lag_max']})",
     ]
-    return "   ".join(parts + ([] if memory is None else [f"{memory / 2**30:.1f} GiB"]))
+    return "   ".join(parts + _memory(run))
+
+
+def _memory(run: dict[str, Any]) -> list[str]:
+    """The GPU's, and what each side's allocator has held of it at most; nothing where there is no GPU."""
+    if run["peak_memory_bytes"] is None:
+        return []
+    sides = ", ".join(f"{role} {_gib(run[f'{role}_peak_memory_bytes'])}" for role in ("trainer", "engine"))
+    return [f"memory {_gib(run['peak_memory_bytes'])} GiB: {sides}"]
+
+
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 2**30:.1f}"
 
 
 def _share(fraction: float | None) -> str:

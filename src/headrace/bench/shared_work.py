@@ -101,10 +101,27 @@ def steady_rate(steps: list[dict[str, Any]], depth: int, warm: int) -> dict[str,
     counted = steps[warm : len(steps) - depth]
     seconds = counted[-1]["ended"] - steps[warm - 1]["ended"]
     tokens = sum(step["trained_tokens"] for step in counted)
+    training_seconds = sum(step["seconds"] for step in counted)
     return {
         "tokens_per_second": tokens / seconds,
         "seconds": seconds,
         "tokens": tokens,
         "versions": len(counted),
-        "training_seconds": sum(step["seconds"] for step in counted),
+        "training_seconds": training_seconds,
+        "training_tokens_per_second": tokens / training_seconds,
     }
+
+
+def faster_training(runs: dict[str, dict[str, Any]]) -> tuple[str, float]:
+    """The run whose steps trained more tokens a second, and how many.
+
+    A step's seconds begin once the trainer has the GPU, so no wait for its turn is among them. Whatever else an engine
+    does beside a step can only slow it down: the faster run is nearer to training alone, and makes the higher bound.
+    """
+    name = max(runs, key=lambda run: float(runs[run]["training_tokens_per_second"]))
+    return name, float(runs[name]["training_tokens_per_second"])
+
+
+def held_by(role: str, peaks: dict[str, int]) -> int | None:
+    """The most bytes of a GPU that the processes of a role have held, each by its own peak; None if none has said."""
+    return sum(peak for process, peak in peaks.items() if process.startswith(f"{role}-")) or None

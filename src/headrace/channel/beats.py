@@ -26,6 +26,8 @@ class Beat(Message):
     spans: list[Span] = []
     generated_tokens: int = 0
     """Since the last beat (engines)."""
+    peak_memory_bytes: int = 0
+    """The most of a GPU's memory that the sender has held so far."""
 
 
 class Alive(Message):

@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from headrace.channel.beats import Beat, Ready
@@ -21,6 +22,8 @@ class Desk:
         self.run_dir = run_dir
         self.spans = SpanRecorder()
         self.phase = "starting"
+        self.peak_memory: Callable[[], int] = int
+        """The most bytes of a GPU that this process has held; asked at every beat, by a thread of its own."""
         self._generated = 0
         self._lock = threading.Lock()
         self.spoke = Spoke(address, name, beat=self._beat, on_lost=_end_orphan)
@@ -45,7 +48,13 @@ class Desk:
     def _beat(self) -> Beat:
         with self._lock:
             generated, self._generated = self._generated, 0
-        return Beat(phase=self.phase, time=time.monotonic(), spans=self.spans.drain(), generated_tokens=generated)
+        return Beat(
+            phase=self.phase,
+            time=time.monotonic(),
+            spans=self.spans.drain(),
+            generated_tokens=generated,
+            peak_memory_bytes=self.peak_memory(),
+        )
 
 
 def _end_orphan() -> None:

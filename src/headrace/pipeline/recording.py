@@ -72,6 +72,8 @@ class Recorder:
         self._drift = LengthDrift()
         self._record = record
         self._activity = Activity()
+        self._peak_memory: dict[str, int] = {}
+        """By process: the most bytes of a GPU that it has held."""
         self._picture = Picture(progress, window, versions_total)
         self.ledgers = Ledgers(before.groups, before.rollouts)
         self.checkpoint: Path | None = None
@@ -299,6 +301,8 @@ class Recorder:
             busy_seconds=interval.busy,
             generated_tokens=interval.tokens,
         )
+        if beat.peak_memory_bytes > self._peak_memory.get(process, 0):
+            self._peak_memory[process] = beat.peak_memory_bytes
         self._picture.beat(process, beat.phase, interval)
 
     def restarted(self, process: str, reason: str, steps: tuple[int, int] | None = None) -> None:
@@ -331,6 +335,8 @@ class Recorder:
     def close(self, outcome: str) -> None:
         """Check the ledgers and put everything on disk."""
         self._picture.close()
+        if self._peak_memory:
+            self._journal.meta("peak_memory_bytes", self._peak_memory)
         self._journal.meta("outcome", outcome)
         self._journal.meta("ended", self.now())
         self._journal.close()

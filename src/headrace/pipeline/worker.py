@@ -63,6 +63,7 @@ def _serve(role: str, desk: Desk, config: Config) -> None:
         serve_vllm(desk, config)
         return
     fix_threads(threads)
+    desk.peak_memory = peak_gpu_memory
     if role == "engine":
         from headrace.engines.worker import serve
 
@@ -71,6 +72,15 @@ def _serve(role: str, desk: Desk, config: Config) -> None:
         from headrace.training.worker import serve as serve_trainer
 
         serve_trainer(desk, config, last_step(desk.run_dir))
+
+
+def peak_gpu_memory() -> int:
+    """The most bytes that torch has reserved on GPUs for this process; what a CUDA context takes is not among them."""
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0
+    return sum(torch.cuda.max_memory_reserved(device) for device in range(torch.cuda.device_count()))
 
 
 def fix_threads(threads: int) -> None:
