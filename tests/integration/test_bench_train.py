@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import headrace
+from sympy import sympify
 from tiny_models import make_model
 
 from headrace.bench.train import bench_train
-from headrace.bench.train_flops import count_flops
+from headrace.bench.train_flops import FORMULA, Flops, count_flops
 from headrace.bench.train_table import table
 from headrace.bench.train_work import TrainBench, check_options, draw_sequences, make_batch, padded
 from headrace.errors import UserError
@@ -41,7 +42,11 @@ def test_the_command_prints_one_json_object(model_dir: Path) -> None:
     assert all(variant["ran"] for variant in found["variants"].values())
     # Chunks and packing change no loss.
     assert found["variants"]["without chunks"]["loss"] == pytest.approx(found["loss"], abs=1e-5)
-    assert all(len(line) < 200 for line in table(found))
+    assert found["flop_formula"] == FORMULA
+    lines = table(found)
+    assert all(len(line) < 200 for line in lines)
+    said = "\n".join(lines)
+    assert all(part in said for part in FORMULA.split("; "))
 
 
 def test_padding_is_computed_and_not_counted(model_dir: Path) -> None:
@@ -62,6 +67,22 @@ def test_operations_of_the_formula_by_hand() -> None:
     assert flops.a_target == 6 * 576 * 49152
     # Three tokens, of which two are computed and two are targets; they see one and two tokens.
     assert flops.of([3]) == 2 * (flops.a_token + flops.a_target) + 3 * flops.a_pair
+
+
+@given(st.lists(st.integers(2, 50)), *(st.integers(0, 10**12) for _ in range(3)))
+def test_the_text_of_the_formula_is_what_is_computed(lengths: list[int], token: int, pair: int, target: int) -> None:
+    a_sequence = sympify(FORMULA.partition(",")[0])
+    values = {"a_token": token, "a_pair": pair, "a_target": target}
+    by_text = sum(int(a_sequence.subs({"n": length - 1, **values})) for length in lengths)
+    assert Flops(**values).of(lengths) == by_text
+
+
+def test_the_terms_of_the_formula_are_what_is_counted() -> None:
+    sizes = {"heads": 9, "head_size": 64, "layers": 30, "hidden_size": 576, "vocabulary": 49152}
+    flops = count_flops(build_shape("smollm2-135m", "float32", "meta", 0))
+    for term in FORMULA.split("; ")[2:]:
+        name, _, product = term.partition(" = ")
+        assert getattr(flops, name) == int(sympify(product).subs(sizes))
 
 
 @given(st.lists(st.integers(2, 50), min_size=1, max_size=30), st.integers(10, 120))

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from headrace.bench.engine_bytes import settle
-from headrace.bench.train_flops import Flops, count_flops, peak_of
+from headrace.bench.train_flops import FORMULA, Flops, count_flops, peak_of
 from headrace.bench.train_work import TrainBench, check_options, draw_sequences, make_batch, padded
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.errors import UserError
@@ -115,6 +115,7 @@ def _measured(options: TrainBench, device: str, say: Say) -> dict[str, Any]:
         "tokens_per_second": int(lengths.sum()) / mean,
         "flops_a_step": needed,
         "flops": {"a_token": flops.a_token, "a_pair": flops.a_pair, "a_target": flops.a_target},
+        "flop_formula": FORMULA,
         "flops_per_second": needed / mean,
         "peak_flops_per_second": peak,
         "mfu": None if peak is None else needed / mean / peak,

@@ -17,6 +17,15 @@ PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Dense bfloat16 operations a second, by what a GPU's name contains."""
 
 
+FORMULA = (
+    "n * (a_token + a_target) + n * (n + 1) / 2 * a_pair, summed over sequences of n + 1 tokens; "
+    "a_token = 6 * parameters, input embeddings and head left out, of experts those that a token passes; "
+    "a_pair = 12 * heads * head_size * layers; "
+    "a_target = 6 * hidden_size * vocabulary"
+)
+"""What `Flops.of` computes from what `count_flops` counts."""
+
+
 @dataclass(frozen=True)
 class Flops:
     """Of one model."""

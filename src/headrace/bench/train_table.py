@@ -18,7 +18,8 @@ def table(found: dict[str, Any]) -> list[str]:
         ),
         ("tokens/s", f"{found['tokens_per_second']:,.0f}"),
         ("step s", f"{found['step_seconds']:.3f} (best {found['best_step_seconds']:.3f})"),
-        ("operations a step", f"{found['flops_a_step']:.3e} ({_formula(found['flops'])})"),
+        ("operations a step", f"{found['flops_a_step']:.3e} ({_coefficients(found['flops'])})"),
+        *_formula_lines(found["flop_formula"]),
         ("operations a second", f"{found['flops_per_second']:.3e}{_share(found)}"),
         ("peak memory", _memory(found)),
     ]
@@ -28,7 +29,13 @@ def table(found: dict[str, Any]) -> list[str]:
     return [f"{name:<{width}}{text}" for name, text in rows]
 
 
-def _formula(flops: dict[str, int]) -> str:
+def _formula_lines(formula: str) -> list[tuple[str, str]]:
+    """The sum, and a line for each of its terms."""
+    total, *terms = formula.split("; ")
+    return [("their formula", total), *(("", term) for term in terms)]
+
+
+def _coefficients(flops: dict[str, int]) -> str:
     return f"{flops['a_token']:.3g} a token, {flops['a_pair']:.3g} a pair, {flops['a_target']:.3g} a target"
 
 
