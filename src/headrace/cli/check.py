@@ -52,6 +52,12 @@ def _slow(on_stale: str | None) -> str:
     return "" if on_stale is None else f"; {happens.get(on_stale, 'slow groups begin again from their tokens')}"
 
 
+def _trainer(found: dict[str, Any]) -> str:
+    memory, ranks = found["memory_bytes"], found["trainer_ranks"]
+    text = f"{'trainer' if ranks == 1 else f'each of {ranks} trainer ranks'} {memory['trainer'] / 1e9:.2f} GB"
+    return text + (f" and {memory['offloaded'] / 1e9:.2f} GB offloaded" if memory["offloaded"] else "")
+
+
 def _lines(found: dict[str, Any]) -> list[str]:
     memory = found["memory_bytes"]
     return [
@@ -59,7 +65,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"prompts     {found['train_prompts']} to train on, {found['heldout_prompts']} held out",
         f"lag         at most {found['lag_bound']} versions; {found['slots']} groups under way"
         f"{_slow(found['on_stale'])}",
-        f"memory      trainer {memory['trainer'] / 1e9:.2f} GB, each engine {memory['engine'] / 1e9:.2f} GB, "
+        f"memory      {_trainer(found)}, each engine {memory['engine'] / 1e9:.2f} GB, "
         f"shared {memory['shared'] / 1e9:.2f} GB",
         f"bottleneck  {found['bottleneck']} (an estimate: generation {found['generation_seconds']:.2g} s, "
         f"training {found['training_seconds']:.2g} s a version)",

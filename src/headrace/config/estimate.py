@@ -6,12 +6,16 @@ bounded by reading the weights once a step. They say which side will wait, not h
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from headrace.config.memory import LONGEST_DEFAULT, state_bytes, teacher_facts, trainer_memory
 from headrace.config.model_dir import ModelFacts
-from headrace.config.schema import Config
+from headrace.config.schema import Config, TrainingConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
+GPU_DRIVER = Path("/dev/nvidiactl")
+"""There where a GPU can be used: a look at it needs no torch."""
 CORE_FLOPS = 25e9
 """Of one CPU core in float32 matrix products."""
 CORE_BANDWIDTH = 8e9
@@ -24,30 +28,38 @@ FRACTION_OF_MAX = 0.5
 
 
 def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
-    """Memory in bytes by process, seconds a version on each side, and which is larger."""
+    """Memory in bytes by process, seconds a version on each side, and which is larger.
+
+    Each of the trainer's ranks is a process; what it offloads lies in the host's memory.
+    """
     rollouts, engine = config.rollouts, config.engine
     answers = config.buffer.groups * rollouts.group_size * config.delivery.publish_every
     tokens = max(1.0, rollouts.max_tokens * FRACTION_OF_MAX)
     generation = _generation(config, facts, answers, tokens) / engine.processes
     prompts = PROMPT_TOKENS / (rollouts.group_size if config.training.share_prefixes else 1)
     training = _training(config, facts, answers * (tokens + prompts))
-    # The weights; unless only an adapter has them, their gradients and their moments too.
-    trained = 16 if config.lora is None else 1 if config.lora.base == "nf4" and not facts.experts else 4
+    on_gpu = _trains_on_gpu(config.training)
     served = facts.parameters * BYTES[config.model.dtype]
-    longest = min(engine.max_length or 4096, facts.max_positions or 4096)
+    longest = min(engine.max_length or LONGEST_DEFAULT, facts.max_positions or LONGEST_DEFAULT)
     cache = engine.cache_tokens or engine.slots * min(longest, PROMPT_TOKENS + rollouts.max_tokens)
     return {
         "architecture": facts.architecture,
         "parameters": facts.parameters,
         "memory_bytes": {
-            "trainer": facts.parameters * trained + config.training.micro_batch_tokens * facts.vocabulary * 8,
+            "trainer": trainer_memory(config, facts, teacher_facts(config), on_gpu=on_gpu).total,
+            "offloaded": state_bytes(config, facts, on_gpu=on_gpu) if config.training.offload else 0,
             "engine": 2 * served + cache * facts.kv_bytes_per_token * BYTES[config.model.dtype] // 4,
             "shared": 2 * served,
         },
+        "trainer_ranks": config.training.ranks,
         "generation_seconds": generation,
         "training_seconds": training,
         "bottleneck": "generation" if generation > training else "training",
     }
+
+
+def _trains_on_gpu(training: TrainingConfig) -> bool:
+    return training.device == "cuda" or (training.device == "auto" and GPU_DRIVER.exists())
 
 
 def _generation(config: Config, facts: ModelFacts, answers: int, tokens: float) -> float:

@@ -20,7 +20,14 @@ from headrace.channel.spoke import Incoming
 from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import EngineTurns
 from headrace.config import Config
-from headrace.config.memory import engine_share
+from headrace.config.memory import (
+    LONGEST_DEFAULT,
+    MARGIN_BYTES,
+    engine_share,
+    excess_bytes,
+    teacher_facts,
+    trainer_memory,
+)
 from headrace.config.model_dir import model_facts
 from headrace.config.schema import LoraConfig
 from headrace.delivery.digest import digest_as
@@ -51,7 +58,7 @@ from headrace.models.lora import LoraSpec, attach
 from headrace.models.lora_targets import frozen_linears
 from headrace.models.selfcheck import check_model
 
-LONGEST_DEFAULT = 4096
+_SMALLER_TRAINER = "lower [training] micro_batch_tokens, set activation_checkpointing or offload, or take more ranks"
 
 
 def longest_sequence(configured: int, model: Any) -> int:
@@ -70,16 +77,30 @@ def trains_on_gpu(config: Config) -> bool:
     return config.training.device == "cuda" or (config.training.device == "auto" and torch.cuda.is_available())
 
 
-def left_by_trainer(config: Config) -> float:
-    """The share of the GPU's memory that each engine may take beside the trainer; a `UserError` where it is none."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    share = engine_share(config, model_facts(Path(config.model.path), config.model.weights), total)
-    if share <= 0:
+def share_beside_trainer(config: Config, total: int) -> float:
+    """The share of a GPU of `total` bytes that each engine may take beside the trainer: as given, or what that leaves.
+
+    A `UserError` where both do not fit.
+    """
+    facts, teacher = model_facts(Path(config.model.path), config.model.weights), teacher_facts(config)
+    needed = trainer_memory(config, facts, teacher).total / 2**30
+    given = config.engine.memory_fraction
+    if given is None:
+        share = engine_share(config, facts, total, teacher)
+        if share <= 0:
+            raise UserError(
+                f"trainer and engine do not fit on one GPU of {total / 2**30:.0f} GiB: the trainer is estimated to need"
+                f" {needed:.1f} GiB, and {MARGIN_BYTES / 2**30:.0f} GiB are a margin ({_SMALLER_TRAINER})"
+            )
+        return share
+    if excess_bytes(config, facts, total, given, teacher) > 0:
+        count = config.engine.count
         raise UserError(
-            f"trainer and engine do not fit on one GPU of {total / 2**30:.0f} GiB: the trainer alone is estimated to"
-            " need that (lower [training] micro_batch_tokens, set activation_checkpointing, or give memory_fraction)"
+            f"[engine] memory_fraction = {given:g}: {f'{count} engines take' if count > 1 else 'the engine takes'}"
+            f" {given * count * total / 2**30:.1f} GiB of a GPU of {total / 2**30:.0f} GiB, and the trainer is"
+            f" estimated to need {needed:.1f} GiB (lower it, or {_SMALLER_TRAINER})"
         )
-    return share
+    return given
 
 
 def _round_as_the_trainer(model: Any, config: Config) -> None:
@@ -98,8 +119,9 @@ def serve(desk: Desk, config: Config) -> None:
     device = choose_device(config.engine.device)
     engine = config.engine
     shared = device == "cuda" and trains_on_gpu(config)
-    if shared and engine.memory_fraction is None:
-        engine = msgspec.structs.replace(engine, memory_fraction=left_by_trainer(config))
+    if shared:
+        total = torch.cuda.get_device_properties(0).total_memory
+        engine = msgspec.structs.replace(engine, memory_fraction=share_beside_trainer(config, total))
     with desk.spans.span("load"):
         model = load_model(
             config.model.path,
