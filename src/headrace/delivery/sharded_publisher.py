@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from headrace.delivery.base import Manifest, Part
+from headrace.delivery.base import Kind, Manifest, Part
 from headrace.delivery.canary import Score, score_canary
 from headrace.delivery.digest import Sums, digest_of_sums, region_block_sums
 from headrace.delivery.held_places import HeldPlaces
@@ -49,9 +49,14 @@ class ShardedPublisher:
         tolerance: float | None,
         canary_token_ids: Int32Array,
         *,
+        send: Kind = "full",
+        base_digest: int = 0,
         deadline: float = 120.0,
     ) -> None:
-        """`group` is of all ranks, on the host, and used for nothing else; `coordinate` is this rank's in the grid."""
+        """`group` is of all ranks, on the host, and used for nothing else; `coordinate` is this rank's in the grid.
+
+        `send` is what travels, whole weights or an adapter, whose base has `base_digest`.
+        """
         self._sender = sender
         self._group = group
         self._coordinate = coordinate
@@ -59,6 +64,8 @@ class ShardedPublisher:
         self._tolerance = tolerance
         self.canary_token_ids = np.asarray(canary_token_ids, np.int32)
         """What is scored for every version."""
+        self._send: Kind = send
+        self._base_digest = base_digest
         self._deadline = deadline
         self._newest = NO_VERSION
         self._places = HeldPlaces(sender, keep_newest=True)
@@ -98,6 +105,8 @@ class ShardedPublisher:
             plan_digest=whole.digest,
             digest=0,
             canary=scored,
+            kind=self._send,
+            base_digest=self._base_digest,
         )
         return self._parts.submit(self._finish, manifest, plan, location, regions)
 

@@ -54,10 +54,12 @@ def build_trainer(
         # Ranks shard what they hold on the host, where others make it small: a GPU may not have room for all of it.
         device="cpu" if config.training.offload or config.training.ranks > 1 or in_four_bits else device,
     )
-    base, base_digest = Path(config.model.path), 0
+    adapter, base_digest = None, 0
     if config.lora is not None:
         base, base_digest = _freeze(model, config, config.lora, checkpoints)
-        model.to(device)
+        if in_four_bits:
+            model.to(device)
+        adapter = TrainedAdapter(model, config.lora, base=base, seed=config.run.seed)
     ranks = meet(device)
     trainer = Trainer(
         prepare_model(model, config.training, ranks),
@@ -68,7 +70,7 @@ def build_trainer(
         teacher=_teacher(config, model),
         ranks=ranks,
         spans=spans,
-        adapter=TrainedAdapter(model, config.lora, base=base, seed=config.run.seed) if config.lora else None,
+        adapter=adapter,
         correct_above=config.buffer.correct_above,
     )
     return Built(trainer, device, ranks, base_digest)

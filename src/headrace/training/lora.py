@@ -6,9 +6,11 @@ it too, and an adapter that peft would make another way is refused: what is publ
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from headrace.errors import ModelError, UserError
 from headrace.models.lora import adapter_weights
 from headrace.models.lora_targets import Targets, find_targets
 from headrace.training.checkpoint import copy_companions
+from headrace.training.sharding import input_device
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -49,23 +52,29 @@ class TrainedAdapter:
         self._settings = self._peft.peft_config["default"]
         self._settings.base_model_name_or_path = str(base.resolve())
         self._seed = seed
-        self._weights = adapter_weights(model)
+        self._model = model
         self._dropouts = _dropouts(model)
-        self._devices = [p.device for p in self._weights.values() if p.device.type == "cuda"][:1]
-        _check_names(self._weights, targets, config.rank)
+        _check_names(adapter_weights(model), targets, config.rank)
+
+    @cached_property
+    def _weights(self) -> dict[str, torch.Tensor]:
+        # Looked for when first asked for: sharding the model puts others in their places.
+        return adapter_weights(self._model)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What is published: the adapter's live tensors by the names that engines know."""
         return dict(self._weights)
 
     @contextmanager
-    def dropout(self, step: int) -> Iterator[None]:
-        """Inside, the adapter's inputs are dropped out; what is dropped depends on the seed and the step alone."""
+    def dropout(self, step: int, share: int = 0) -> Iterator[None]:
+        """Inside, the adapter's inputs are dropped out; what is dropped depends on seed, step and share of the rows."""
         if not self._dropouts:
             yield
             return
-        [drawn] = np.random.SeedSequence([self._seed, step]).generate_state(1, np.uint64)
-        with torch.random.fork_rng(devices=self._devices):
+        seeds = [self._seed, step, share] if share else [self._seed, step]
+        [drawn] = np.random.SeedSequence(seeds).generate_state(1, np.uint64)
+        device = input_device(self._model)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(int(drawn))
             for layer in self._dropouts:
                 layer.train()
@@ -114,11 +123,17 @@ def keep_base(model: Any, directory: Path, source: Path, name: str = BASES["full
     """Write a model that was drawn at random, or rounded, once; the complete model directory that it became."""
     final = directory / name
     if not final.is_dir():
-        partial = directory / f".partial-{name}"
+        partial = directory / f".partial-{name}-{os.getpid()}"
         shutil.rmtree(partial, ignore_errors=True)
         model.save_pretrained(partial)
         copy_companions(source, partial)
-        partial.rename(final)
+        try:
+            partial.rename(final)
+        except OSError:
+            if not final.is_dir():
+                raise
+            # Another rank was first, with the same.
+            shutil.rmtree(partial)
     return final
 
 

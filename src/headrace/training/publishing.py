@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.channel.desk import Desk
 from headrace.config import Config
+from headrace.delivery.base import Kind
 from headrace.delivery.canary import canary_sequence
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.setup import make_sender
@@ -28,18 +29,21 @@ def make_publisher(
         receivers=config.engine.count,
         relays=ranks is None,  # an engine keeps the whole, not the parts that it came in
     )
+    send: Kind = "adapter" if config.lora is not None else config.delivery.send
     if ranks:
         return ShardedPublisher(
-            sender, ranks.publishing, ranks.coordinate, published_dtype(config), tolerance, canary, deadline=deadline
+            sender,
+            ranks.publishing,
+            ranks.coordinate,
+            published_dtype(config),
+            tolerance,
+            canary,
+            send=send,
+            base_digest=base_digest,
+            deadline=deadline,
         )
     return Publisher(
-        sender,
-        published_dtype(config),
-        tolerance,
-        canary,
-        send="adapter" if config.lora is not None else config.delivery.send,
-        base_digest=base_digest,
-        deadline=deadline,
+        sender, published_dtype(config), tolerance, canary, send=send, base_digest=base_digest, deadline=deadline
     )
 
 

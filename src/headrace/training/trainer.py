@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from contextlib import nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,7 @@ class Trainer:
             entropy=self._needs.entropy if policy else "none",
             ranks=self._ranks,
             half=self._half,
-            dropout=partial(self._adapter.dropout, self._state.steps_done) if self._adapter else nullcontext,
+            dropout=self._dropout,
             chunk_elements=self._chunk_elements,
             spans=self._spans,
         )
@@ -224,6 +223,10 @@ class Trainer:
 
     def _new_optimizer(self) -> Optimizer:
         return Optimizer(self.model, self._training, self._ranks, self._half.masters if self._half else None)
+
+    def _dropout(self) -> AbstractContextManager[None]:
+        share = self._ranks.data if self._ranks else 0
+        return self._adapter.dropout(self._state.steps_done, share) if self._adapter else nullcontext()
 
     def _check_skipped(self, norm: float) -> None:
         row = self._state.skipped_in_a_row
