@@ -10,15 +10,38 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from runs import QUICKSTART, headrace, segments_left, small_settings, start, worker_pids
+from test_mistakes import refused
+from transformers import AutoModelForCausalLM
 
 import headrace as library
+from headrace.training.checkpoint import latest
 
 pytestmark = pytest.mark.slow
 
 
 def settings(directory: Path, *more: str) -> list[str]:
     return [part for setting in small_settings(directory, *more) for part in ("--set", setting)]
+
+
+def export(run_dir: Path, out: Path) -> Path:
+    done = headrace("export", str(run_dir), "--to", "hf", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert not (out / "trainer").exists() and not list(out.glob(".*")) and (out / "tokenizer.json").is_file()
+    return out
+
+
+def plain_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """As anybody loads them; a warning of weights that are missing is an error."""
+    model, said = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    assert not said["missing_keys"] and not said["unexpected_keys"]
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
@@ -31,9 +54,24 @@ def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     assert worker_pids(run_dir) == {}
     assert segments_left() == set()
+    checkpoint = latest(run_dir / "checkpoints")
+    assert checkpoint is not None and not list(checkpoint.glob("*.safetensors"))
+    loaded = (f"model.path={checkpoint}", "model.weights=load")
+    line = refused("train", str(QUICKSTART), *settings(tmp_path / "other", *loaded))
+    assert line.endswith("is a checkpoint of several ranks (headrace export RUN_DIR --to hf makes a model of it)")
+    files = ("--input", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "answers.jsonl"))
+    assert "is a checkpoint of several ranks" in refused("generate", str(checkpoint), *files)
+    exported = export(run_dir, tmp_path / "exported")
+    assert not list(checkpoint.glob("*.safetensors")), "a checkpoint is only read"
+
     audit = headrace("audit", str(run_dir))
     assert audit.returncode == 0, audit.stdout + audit.stderr
-    assert list(library.Run(run_dir).model_dir.glob("*.safetensors"))
+    assert library.Run(run_dir).model_dir == checkpoint
+    whole = plain_weights(checkpoint)
+    assert_equal(plain_weights(exported), whole)
+    assert_equal(plain_weights(export(run_dir, tmp_path / "again")), whole)
+    generation = "generation_config.json"
+    assert (exported / generation).read_bytes() == (checkpoint / generation).read_bytes()
 
     again = headrace("resume", str(run_dir), "--set", "training.ranks=1", "--set", "run.versions=3", "--json")
     assert again.returncode == 0, again.stderr

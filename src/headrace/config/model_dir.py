@@ -12,6 +12,9 @@ from msgspec import Struct
 
 from headrace.errors import ModelError
 
+SHARDS = Path("trainer") / "shards"
+"""Where a checkpoint of several ranks keeps weights and optimizer, in shards."""
+
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
     """Figures of a model, read from its files."""
@@ -42,6 +45,10 @@ def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False, key: s
     if not isinstance(config, dict) or "model_type" not in config:
         raise ModelError(f"{key}: {file} has no model_type")
     if weights == "load" and not any(path.glob("*.safetensors")):
+        if (path / SHARDS).is_dir():
+            raise ModelError(
+                f"{key}: {path} is a checkpoint of several ranks (headrace export RUN_DIR --to hf makes a model of it)"
+            )
         raise ModelError(f'{key}: {path} has no *.safetensors weights (or set [model] weights = "random")')
     if tokenizer and not (path / "tokenizer.json").is_file():
         raise ModelError(f"{key}: {path} has no tokenizer.json")

@@ -23,12 +23,11 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.config.model_dir import SHARDS as SHARDS
 from headrace.errors import UserError
 from headrace.types import NO_VERSION
 
 FORMAT = 1
-SHARDS = Path("trainer") / "shards"
-"""Where several ranks keep weights and optimizer; see `sharded_checkpoint`."""
 _NAME = re.compile(r"step-\d{8,}")
 _PARTIAL = ".partial-"
 _NOT_COPIED = {"config.json", ".git", ".gitattributes", "README.md"}

@@ -13,14 +13,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.errors import ModelError, UserError
-from headrace.training.checkpoint import copy_companions, read_state
+from headrace.training.checkpoint import copy_companions, is_sharded, read_state
 from headrace.training.lora import ADAPTER_FILE, base_of
+from headrace.training.sharded_checkpoint import write_whole
 
 Format = Literal["hf", "peft"]
 
 
 def export_checkpoint(checkpoint: Path, out: Path, to: Format) -> Path:
-    """Write a checkpoint as `hf` (an adapter is merged, in float32) or as `peft`; the directory, which must be new."""
+    """Write a checkpoint as `hf` or as `peft`; the directory, which must be new.
+
+    For `hf` an adapter is merged, in float32, and the shards of several ranks are put together, in host memory.
+    """
     read_state(checkpoint)
     adapter = (checkpoint / ADAPTER_FILE).is_file()
     if to == "peft" and not adapter:
@@ -32,7 +36,7 @@ def export_checkpoint(checkpoint: Path, out: Path, to: Format) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         if not adapter:
-            shutil.copytree(checkpoint, partial, ignore=shutil.ignore_patterns("trainer"), dirs_exist_ok=True)
+            _copy_model(checkpoint, partial)
         elif to == "peft":
             _copy_adapter(checkpoint, partial)
         else:
@@ -43,6 +47,13 @@ def export_checkpoint(checkpoint: Path, out: Path, to: Format) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out
+
+
+def _copy_model(checkpoint: Path, out: Path) -> None:
+    if is_sharded(checkpoint) and not any(checkpoint.glob("*.safetensors")):
+        write_whole(checkpoint, out)
+    # The checkpoint's own files last: its generation config is that of the model that was trained.
+    shutil.copytree(checkpoint, out, ignore=shutil.ignore_patterns("trainer", ".*"), dirs_exist_ok=True)
 
 
 def _copy_adapter(checkpoint: Path, out: Path) -> None:

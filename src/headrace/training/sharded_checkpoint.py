@@ -143,16 +143,21 @@ def consolidate(checkpoint: Path, dtype: str = "float32") -> Path:
     """
     if not is_sharded(checkpoint) or any(checkpoint.glob("*.safetensors")):
         return checkpoint
-    model = load_model(checkpoint, weights="random", dtype=dtype)
-    read_shards(checkpoint, {WEIGHTS + name: tensor for name, tensor in named_weights(model).items()}, None)
     whole = checkpoint / ".consolidated"
     shutil.rmtree(whole, ignore_errors=True)
-    model.save_pretrained(whole)
+    write_whole(checkpoint, whole, dtype)
     # The index comes last: a reader sees all files of the weights, or none that it would look for.
     for file in sorted(whole.glob("*.safetensors*"), key=lambda file: file.suffix == ".json"):
         file.rename(checkpoint / file.name)
     shutil.rmtree(whole)
     return checkpoint
+
+
+def write_whole(checkpoint: Path, out: Path, dtype: str = "float32") -> None:
+    """Write the model of a sharded checkpoint into a directory, as `save_pretrained` does."""
+    model = load_model(checkpoint, weights="random", dtype=dtype)
+    read_shards(checkpoint, {WEIGHTS + name: tensor for name, tensor in named_weights(model).items()}, None)
+    model.save_pretrained(out)
 
 
 def _empty_like(empty: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
