@@ -6,9 +6,10 @@ it too, and an adapter that peft would make another way is refused: what is publ
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ from headrace.models.lora import adapter_weights
 from headrace.models.lora_targets import Targets, find_targets
 from headrace.training.checkpoint import copy_companions
 from headrace.training.sharding import input_device
+from headrace.training.snapshot import on_host
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -89,14 +91,17 @@ class TrainedAdapter:
         disabled: AbstractContextManager[None] = self._peft.disable_adapter()
         return disabled
 
-    def save(self, path: Path) -> None:
-        """Write the adapter as peft does."""
-        save_file({name: tensor.contiguous() for name, tensor in self._state().items()}, path / ADAPTER_FILE)
-        training, self._settings.inference_mode = self._settings.inference_mode, True
-        try:
-            self._settings.save_pretrained(str(path))
-        finally:
-            self._settings.inference_mode = training
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy the adapter as it is now; what writes the copy into a directory, as peft does."""
+        state = on_host(self._state())
+        settings = copy.copy(self._settings)
+        settings.inference_mode = True
+
+        def write(path: Path) -> None:
+            save_file(state, path / ADAPTER_FILE)
+            settings.save_pretrained(str(path))
+
+        return write
 
     def load(self, path: Path) -> None:
         """Make the adapter that of this directory; a `UserError` unless it is one of the same layers and rank."""

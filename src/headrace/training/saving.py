@@ -1,12 +1,12 @@
 """What a trainer's checkpoint holds, written and read: weights, optimizer, and the reference where nothing else has it.
 
-One rank writes a whole model directory before it goes on, several write their shards while they train. Any number of
+One rank writes a whole model directory, several write their shards, and all of them train meanwhile. Any number of
 ranks reads either, and what was read is bit for bit what was saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -20,7 +20,7 @@ from headrace.delivery.regions import whole
 from headrace.delivery.shards import held_region
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
-from headrace.training.checkpoint import TrainerState, copy_companions, is_sharded, write_checkpoint
+from headrace.training.checkpoint import TrainerState, copy_companions, is_sharded
 from headrace.training.half import HalfWeights
 from headrace.training.lora import ADAPTER_FILE, TrainedAdapter
 from headrace.training.optimizer import Optimizer
@@ -35,6 +35,7 @@ from headrace.training.sharded_checkpoint import (
     read_shards,
     write_model_files,
 )
+from headrace.training.snapshot import CheckpointWriter, ModelSnapshot, on_host
 
 OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"
 REFERENCE_FILE = Path("trainer") / "reference.safetensors"
@@ -64,6 +65,7 @@ class Saver:
         self._policies = policies
         self._ranks = ranks
         self._shards = ShardWriter(ranks) if ranks else None
+        self._writer = CheckpointWriter()
         self._half = half
         self._adapter = adapter
 
@@ -72,34 +74,37 @@ class Saver:
     ) -> Future[Path]:
         """Write a checkpoint below this directory, with the companions of that model directory; its path, once whole.
 
-        On several ranks this returns when all tensors are copied, on one when everything is written.
+        This returns when all tensors are copied; they are written while the trainer goes on. One that is still being
+        written is waited for, and what made it fail is raised.
         """
-        moments = optimizer.tensors() if optimizer else {}
         if self._shards is not None:
 
             def fill(path: Path) -> None:
                 write_model_files(self._model, path)
                 copy_companions(companions, path)
 
+            moments = optimizer.tensors() if optimizer else {}
             return self._shards.save(directory, state, self._sharded(moments), fill)
+        return self._writer.save(directory, state, lambda: self._snapshot(state, optimizer, companions))
+
+    def _snapshot(self, state: TrainerState, optimizer: Optimizer | None, companions: Path) -> Callable[[Path], None]:
+        """Copy all that a checkpoint holds; what writes it."""
+        with self._whole():
+            write_weights = self._adapter.snapshot() if self._adapter else ModelSnapshot(self._model).write
+        moments = on_host(optimizer.tensors() if optimizer else {})
+        reference = self._policies.reference
+        # After a warm start nothing else has them: without one they are those of the model directory.
+        kept = on_host(reference) if reference is not None and state.steps_done > state.policy_steps else None
 
         def write(path: Path) -> None:
-            with self._whole():
-                if self._adapter is None:
-                    self._model.save_pretrained(path)
-                else:
-                    self._adapter.save(path)
+            write_weights(path)
             # What the source has beside config and weights; the model's own generation config gives way to it.
             copy_companions(companions, path)
-            _write(moments, path / OPTIMIZER_FILE)
-            reference = self._policies.reference
-            if reference is not None and state.steps_done > state.policy_steps:
-                # After a warm start nothing else has them: without one they are those of the model directory.
-                _write(reference, path / REFERENCE_FILE)
+            save_file(moments, path / OPTIMIZER_FILE)
+            if kept is not None:
+                save_file(kept, path / REFERENCE_FILE)
 
-        done: Future[Path] = Future()
-        done.set_result(write_checkpoint(directory, state, write))
-        return done
+        return write
 
     def load(self, checkpoint: Path, state: TrainerState, optimizer: Optimizer | None) -> None:
         """Fill weights and optimizer, which must be fresh, from a checkpoint of this state."""
@@ -118,7 +123,8 @@ class Saver:
             self._half.refresh()
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written."""
+        """Wait for a checkpoint that is being written; on one rank, what made it fail is raised."""
+        self._writer.close()
         if self._shards is not None:
             self._shards.close()
 
@@ -158,10 +164,6 @@ class Saver:
             else tensor
             for key, tensor in moments.items()
         }
-
-
-def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
 
 
 @torch.no_grad()

@@ -57,6 +57,8 @@ class ShardWriter:
         """
         if self._last is not None:
             self._last.result()
+            # And for whatever is done with it, such as pruning older ones: that clears the directory too.
+            self._thread.submit(lambda: None).result()
         partial = partial_path(directory, state)
         if self._ranks.rank == 0:
             begin_checkpoint(directory, state)

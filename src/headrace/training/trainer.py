@@ -201,7 +201,10 @@ class Trainer:
     def begin_save(
         self, directory: str | Path, *, version: int = NO_VERSION, source: str | Path | None = None
     ) -> Future[Path]:
-        """As `save`; on several ranks the shards are written while training goes on, on one it is done on return."""
+        """As `save`, but this returns when everything is copied: training goes on while it is written.
+
+        A second call waits until the first is written, and raises what made that fail.
+        """
         companions = Path(source if source is not None else self.model.name_or_path)
         state = msgspec.structs.replace(self._state, version=version)
         return self._saver.begin(Path(directory), state, self._optimizer, companions)
@@ -218,7 +221,7 @@ class Trainer:
         self._state = state
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written."""
+        """Wait for a checkpoint that is being written; on one rank, what made it fail is raised."""
         self._saver.close()
 
     def _new_optimizer(self) -> Optimizer:

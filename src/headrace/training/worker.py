@@ -97,6 +97,8 @@ class TrainerRole:
             self.trainer.warm_up()
         self.failure: BaseException | None = None
         """Why a version was not announced: none is after it."""
+        self.saving: Future[Path] | None = None
+        """The newest checkpoint, which may still be being written."""
         self.work: queue.Queue[Incoming | BaseException] = queue.Queue()
 
     def run(self) -> None:
@@ -118,7 +120,7 @@ class TrainerRole:
         finally:
             self.desk.phase = "stopping"
             self.publisher.close()
-            self.trainer.close()
+            self._close_trainer()
             if self.turns is not None:
                 self.turns.close()
         # In good order only: a rank that failed must not wait for others before it says why.
@@ -146,7 +148,8 @@ class TrainerRole:
                 try:
                     work = self.work.get(timeout=1.0)
                 except queue.Empty:
-                    self.desk.phase = "waiting for a batch"
+                    writing = self.saving is not None and not self.saving.done()
+                    self.desk.phase = "writing a checkpoint" if writing else "waiting for a batch"
                     continue
                 if isinstance(work, BaseException):
                     raise work
@@ -203,7 +206,14 @@ class TrainerRole:
                 return
             tell(Saved(version=version, path=str(path)))
 
+        self.saving = future
         self._when_done(future, announce, self._unwritable)
+
+    def _close_trainer(self) -> None:
+        try:
+            self.trainer.close()
+        except UNWRITABLE as error:
+            raise self._unwritable(error) from error
 
     def _unwritable(self, error: BaseException) -> BaseException:
         """A disk that is full, or not ours, is the user's to know; anything else is as it is."""
