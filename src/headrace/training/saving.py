@@ -111,6 +111,8 @@ class Saver:
         if state.policy_steps:
             reference = checkpoint / REFERENCE_FILE
             self._policies.hold_reference(load_file(reference) if reference.is_file() else None)
+            if not reference.is_file():
+                self._check_reference(checkpoint, state)
         if is_sharded(checkpoint):
             read_shards(checkpoint, {WEIGHTS + name: tensor for name, tensor in self._weights().items()}, self._ranks)
             if optimizer:
@@ -127,6 +129,14 @@ class Saver:
         self._writer.close()
         if self._shards is not None:
             self._shards.close()
+
+    def _check_reference(self, checkpoint: Path, state: TrainerState) -> None:
+        """A reference that the checkpoint does not hold is the model directory's, unless a warm start made another."""
+        if self._policies.reference is not None and state.steps_done > state.policy_steps:
+            raise UserError(
+                f"[algorithm] kl: {checkpoint} does not hold the policy that its warm start made, the reference; "
+                "resume as it was trained, or begin a new run with its model"
+            )
 
     def _whole(self) -> AbstractContextManager[None]:
         return self._half.whole() if self._half else nullcontext()

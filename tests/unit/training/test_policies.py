@@ -11,10 +11,11 @@ from random_models import AllDouble, model_dir, random_batch, twins
 from reference_loop import plain_model, reference_losses, sequence_logprobs
 
 from headrace.algorithms.losses.base import Needs
-from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
+from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
 from headrace.training.logprobs import row_logprobs
+from headrace.training.lora import TrainedAdapter
 from headrace.training.packing import plan
 from headrace.training.policies import FrozenPolicy, Policies, StoredWeights
 from headrace.training.saving import REFERENCE_FILE
@@ -91,6 +92,32 @@ def test_the_reference_is_the_same_after_a_restart(tmp_path, warm):
     assert [resumed.step(batch).loss for batch in batches[warm + 2 :]] == [r.loss for r in expected[warm + 2 :]]
     for name, tensor in straight.weights().items():
         assert torch.equal(resumed.weights()[name], tensor)
+
+
+def test_a_reference_that_is_nowhere_is_refused(tmp_path):
+    """A warm start made it, and a checkpoint without KL does not keep it; all other checkpoints go on with one."""
+    path = model_dir(tmp_path / "model")
+
+    def fresh(algorithm=ALGORITHMS["reference"], lora=False):
+        model = load_model(path)
+        adapter = TrainedAdapter(model, LoraConfig(rank=2), base=path) if lora else None
+        return Trainer(model, algorithm, TRAINING, total_steps=4, warm_start=WARM_START, adapter=adapter)
+
+    def saved(name, batches, lora=False):
+        trainer = fresh(AlgorithmConfig(), lora)
+        for batch in batches:
+            trainer.step(batch)
+        return trainer.save(tmp_path / name, source=path)
+
+    warm = work(2, 1)
+    with pytest.raises(
+        UserError, match=r"^\[algorithm\] kl: .*step-00000003 does not hold the policy that its warm start"
+    ):
+        fresh().load(saved("both", warm))
+    fresh().load(saved("no warm start", work(0, 1)))
+    fresh().load(saved("no policy step", warm[:2]))
+    fresh(lora=True).load(saved("an adapter", warm, lora=True))
+    fresh(AlgorithmConfig()).load(saved("no KL", warm))
 
 
 def test_exchanged_weights_come_back_to_the_bit_whatever_happens():
