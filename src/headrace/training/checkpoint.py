@@ -49,6 +49,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """The version that the weights were published as."""
     objective: str = ""
     """Whose optimizer state is kept; empty before the first step."""
+    optimizer: str = ""
+    """The `[training] optimizer` that it is of; empty where none is kept, or it was not written down."""
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -180,12 +180,13 @@ class Optimizer:
             if name not in self._named or kind not in self._part_of[id(self._named[name])].kinds:
                 raise UserError(f"the checkpoint's optimizer has {key}, which this model and optimizer have not")
             states.setdefault(name, {}).setdefault(kind, {})[piece] = tensor
-        if any(piece for kinds in states.values() for pieces in kinds.values() for piece in pieces):
+        if any(part.packs for part in self._parts):
             self._prime(states.keys())
         for name, kinds in states.items():
             p = self._named[name]
             part = self._part_of[id(p)]
             for kind, pieces in kinds.items():
+                _check_form(f"{kind} of {name}", pieces, part.optimizer.state[p].get(kind))
                 part.optimizer.state[p][kind] = _restored(part, kind, pieces, part.optimizer.state[p].get(kind), p)
 
     def _prime(self, names: Iterable[str]) -> None:
@@ -207,7 +208,18 @@ def _pieces(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield f".{name}", getattr(value, name)
 
 
+def _check_form(what: str, pieces: Mapping[str, torch.Tensor], present: Any) -> None:
+    """A state that is not made yet is one tensor."""
+    kept = {""} if present is None else {piece.removeprefix(".") for piece, _ in _pieces(present)}
+    if pieces.keys() != kept:
+        raise UserError(
+            f"the checkpoint's optimizer has {what} in another form than this one: "
+            "it is of a run with another [training] optimizer"
+        )
+
+
 def _restored(part: Part, kind: str, pieces: Mapping[str, torch.Tensor], present: Any, p: torch.Tensor) -> Any:
+    """A state from the tensors that `_pieces` gave; `present` is what the optimizer has made itself, if it has."""
     if kind in part.numbers:
         return pieces[""].item()
     if "" in pieces:

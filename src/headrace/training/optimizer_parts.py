@@ -29,6 +29,8 @@ class Part:
     """The names of the states that it keeps for a parameter."""
     numbers: frozenset[str] = frozenset()
     """Those of them that are plain numbers, not tensors."""
+    packs: bool = False
+    """Whether it may keep a state as several tensors in one."""
 
     def set_rate(self, rate: float) -> None:
         """Step with this learning rate, times the factor of each group."""
@@ -116,4 +118,4 @@ def _adamw_8bit(groups: list[dict[str, Any]], config: TrainingConfig) -> Part:
             '[training] optimizer = "adamw_8bit" needs the package torchao, or bitsandbytes on a GPU '
             '(pip install torchao, or take optimizer = "adamw")'
         ) from error
-    return Part(AdamW8bit(groups, lr=0.0, betas=betas), ADAMW_STATE)
+    return Part(AdamW8bit(groups, lr=0.0, betas=betas), ADAMW_STATE, packs=True)

@@ -206,7 +206,8 @@ class Trainer:
         A second call waits until the first is written, and raises what made that fail.
         """
         companions = Path(source if source is not None else self.model.name_or_path)
-        state = msgspec.structs.replace(self._state, version=version)
+        optimizer = self._training.optimizer if self._state.objective else ""
+        state = msgspec.structs.replace(self._state, version=version, optimizer=optimizer)
         return self._saver.begin(Path(directory), state, self._optimizer, companions)
 
     def load(self, checkpoint: str | Path) -> None:
@@ -216,6 +217,11 @@ class Trainer:
         """
         checkpoint = Path(checkpoint)
         state = read_state(checkpoint)
+        if state.optimizer not in ("", self._training.optimizer):
+            raise UserError(
+                f'[training] optimizer = "{self._training.optimizer}": {checkpoint} holds the state of '
+                f'"{state.optimizer}"; resume with that one, or begin a new run with its model'
+            )
         self._optimizer = self._new_optimizer()
         self._saver.load(checkpoint, state, self._optimizer if state.objective else None)
         self._state = state

@@ -30,7 +30,7 @@ def trainer_of(path, kind="all weights"):
     return Trainer(
         model,
         AlgorithmConfig(kl="k3", kl_weight=0.5),
-        msgspec.structs.replace(TRAINING, compute_dtype="bfloat16" if "16 bits" in kind else "auto"),
+        msgspec.structs.replace(TRAINING, compute_dtype="bfloat16" if "16 bits" in kind else None),
         total_steps=5,
         warm_start=WARM_START,
         adapter=TrainedAdapter(model, LORA, base=path) if "adapter" in kind else None,

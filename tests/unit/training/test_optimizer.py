@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -284,6 +285,64 @@ def test_eight_bits_without_a_package_are_refused_in_one_line(monkeypatch):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=r'^\[training\] optimizer = "adamw_8bit" needs the package torchao'):
         Optimizer(Tiny(), TrainingConfig(optimizer="adamw_8bit"))
+
+
+class Packed:
+    """A state of two tensors, as packages for 8-bit optimizers have them."""
+
+    def __init__(self, like):
+        self.device = like.device
+        self.codes, self.scale = torch.zeros(like.shape, dtype=torch.uint8), torch.zeros(1)
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+
+class PackedAdam(torch.optim.Optimizer):
+    """Keeps matrices in 8 bits and vectors as they are; its steps do nothing else."""
+
+    def __init__(self, groups, lr, betas):
+        super().__init__(groups, {"lr": lr})
+
+    def step(self):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                make = Packed if p.ndim == 2 else torch.zeros_like
+                state |= {"step": torch.zeros(()), "exp_avg": make(p), "exp_avg_sq": make(p)}
+            state["step"] += 1
+
+
+@pytest.fixture
+def eight_bits(monkeypatch):
+    module = ModuleType("torchao.optim")
+    module.AdamW8bit = PackedAdam
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.optim", module)
+    return TrainingConfig(optimizer="adamw_8bit")
+
+
+def test_moments_of_another_form_are_refused(eight_bits):
+    def after_a_step(config):
+        model = Tiny()
+        optimizer = Optimizer(model, config)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.apply(0.01)
+        return optimizer.tensors()
+
+    whole, packed = after_a_step(TrainingConfig()), after_a_step(eight_bits)
+    assert whole.keys() != packed.keys()
+    for saved, config in ((whole, eight_bits), (packed, TrainingConfig())):
+        with pytest.raises(UserError, match=r"exp_avg of matrix .* another \[training\] optimizer"):
+            Optimizer(Tiny(), config).restore(saved)
+        with pytest.raises(UserError, match=r"exp_avg of matrix .* another \[training\] optimizer"):
+            Optimizer(Tiny(), config).restore({key: t for key, t in saved.items() if "exp_avg" in key})
+    packed["exp_avg.codes/matrix"].fill_(7)
+    packed["step/matrix"].fill_(3)
+    again = Optimizer(Tiny(), eight_bits)
+    again.restore(packed)
+    assert all(torch.equal(again.tensors()[key], tensor) for key, tensor in packed.items())
 
 
 def test_moments_of_another_model_are_refused():

@@ -142,6 +142,20 @@ def test_every_optimizer_continues_to_the_bit(tmp_path, optimizer):
     assert_same_weights(resumed.weights(), straight.weights())
 
 
+def test_a_checkpoint_of_another_optimizer_is_refused_with_both_names(tmp_path):
+    path = model_dir(tmp_path / "model")
+    adamw, muon = (
+        trainer_of(path, training=msgspec.structs.replace(TRAINING, optimizer=name)) for name in ("adamw", "muon")
+    )
+    muon.load(adamw.save(tmp_path / "fresh", source=path))
+    adamw.step(random_batch(1))
+    saved = adamw.save(tmp_path / "checkpoints", source=path)
+    with pytest.raises(
+        UserError, match=r'^\[training\] optimizer = "muon": .*step-00000001 holds the state of "adamw"'
+    ):
+        muon.load(saved)
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("stop_after", [1, 2, 4])
 def test_continuing_from_a_checkpoint_equals_never_having_stopped(tmp_path, family, stop_after):
