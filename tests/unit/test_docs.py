@@ -64,6 +64,12 @@ def test_every_key_has_a_meaning() -> None:
     assert [key for key, meaning in rows if not meaning.strip()] == []
 
 
+def test_every_loss_has_a_row() -> None:
+    rows = re.findall(r"^\| `(\w+)`(?: \(default\))? \| ", (ROOT / "docs/losses.md").read_text(), re.MULTILINE)
+    losses = {path.stem for path in (ROOT / "src/headrace/algorithms/losses/policy").glob("[!_]*.py")}
+    assert losses <= set(rows)
+
+
 @EACH_DOCUMENT
 def test_links_resolve(document: Path) -> None:
     for target in LINK.findall(without_blocks(document.read_text())):

@@ -6,7 +6,9 @@ adding one is a feature, renaming one breaks every user.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import pkgutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -16,6 +18,14 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
+
+POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
+"""Its modules are the losses there are. They are looked up, not imported: they need torch."""
+
+if TYPE_CHECKING:
+    LossName = str
+else:
+    LossName = Literal[tuple(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))]
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -239,9 +249,7 @@ class AlgorithmConfig(Section, frozen=True):
     advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"] = "grpo"
     """`(R - mean) / std` of the group, `R - mean`, `R - mean of the others`, `(R - mean) / mean`, or
     `(R - mean) / std` of the whole step."""
-    loss: Literal[
-        "cispo", "grpo", "dapo", "gspo", "sapo", "dppo_tv", "topr", "decoupled_ppo", "distillation", "reinforce"
-    ] = "cispo"
+    loss: LossName = "cispo"
     """What becomes of importance ratios and advantages; `docs/losses.md` has the formulas."""
     clip_low: NonNegativeFloat | None = None
     """The ratio is clipped below at 1 - clip_low; by default where the loss has it: 0.2, for gspo 0.0003."""

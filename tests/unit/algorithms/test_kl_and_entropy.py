@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from headrace.algorithms.losses.base import LOSSES, Needs, TokenInputs, build_loss, needs
-from headrace.algorithms.losses.distillation import distillation
 from headrace.algorithms.losses.kl import divergence
+from headrace.algorithms.losses.policy.distillation import distillation
 from headrace.config.schema import AlgorithmConfig
 
 

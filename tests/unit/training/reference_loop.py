@@ -1,7 +1,8 @@
 """An independent trainer in two hundred lines: plain Hugging Face and torch, one sequence at a time, no Headrace code.
 
 It takes recorded batches and gives the losses that a right trainer must have had. It shares nothing, packs nothing and
-knows the formulas by heart; what it reads of a batch are its arrays.
+knows the formulas by heart, or takes a loss that it does not know from `plain_losses`; what it reads of a batch are its
+arrays.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.types import Batch
+from plain_losses import DEFAULT_CLIPS, Tokens, plain_losses
 
 
 def plain_model(path: str | Path, *, weights: str = "load", seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
@@ -56,9 +58,6 @@ def kept_lists(batch: Batch) -> list[list[int]]:
         return [[] for _ in batch.token_ids]
     ids = iter(batch.kept.token_ids.tolist())
     return [[next(ids) for _ in range(count)] for count in batch.kept.counts.tolist()]
-
-
-CLIPS = {"gspo": (3e-4, 4e-4), "cispo": (0.2, 0.28), "dapo": (0.2, 0.28), "distillation": (0.2, 0.28)}
 
 
 def token_loss(
@@ -109,7 +108,7 @@ def policy_loss(
     others: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """`rho` and `ratio` are the same number; only the second is differentiable."""
-    low, high = CLIPS.get(algorithm.loss, (0.2, 0.2))
+    low, high = DEFAULT_CLIPS.get(algorithm.loss, (0.0, 0.0))
     low = low if algorithm.clip_low is None else algorithm.clip_low
     high = high if algorithm.clip_high is None else algorithm.clip_high
 
@@ -138,8 +137,12 @@ def policy_loss(
     if algorithm.loss == "decoupled_ppo":
         weight = rho ** torch.where(lag > 0, 1 - 1 / lag.clamp(min=1), 1.0)
         return weight * ppo(ratio / weight)
-    assert algorithm.loss in ("grpo", "dapo")
-    return ppo(ratio)
+    if algorithm.loss in ("grpo", "dapo"):
+        return ppo(ratio)
+    # The ratio may be bounded by a correction, and the definition is to see that one.
+    mu, beside = logp.detach() - rho.log(), (others.get("proximal"), others.get("teacher"))
+    recorded = Tokens(mu, advantage, [0] * len(mu), lag.int().tolist(), *beside)
+    return plain_losses(algorithm.loss, logp, logp.detach(), recorded, clips=(low, high))
 
 
 def batch_loss(

@@ -1,35 +1,5 @@
-"""Token losses, one file each. Importing the package registers them all; start reading at `base`."""
+"""Token losses. Importing the package brings all of them, and what goes with any; start reading at `base`."""
 
-from headrace.algorithms.losses import (
-    cispo,
-    corrections,
-    dapo,
-    decoupled_ppo,
-    distillation,
-    dppo_tv,
-    entropy,
-    grpo,
-    gspo,
-    imitation,
-    kl,
-    reinforce,
-    sapo,
-    topr,
-)
+from headrace.algorithms.losses import corrections, entropy, imitation, kl, policy
 
-__all__ = [
-    "cispo",
-    "corrections",
-    "dapo",
-    "decoupled_ppo",
-    "distillation",
-    "dppo_tv",
-    "entropy",
-    "grpo",
-    "gspo",
-    "imitation",
-    "kl",
-    "reinforce",
-    "sapo",
-    "topr",
-]
+__all__ = ["corrections", "entropy", "imitation", "kl", "policy"]

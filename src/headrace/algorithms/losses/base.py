@@ -77,7 +77,7 @@ class Correction(Protocol):
 
 
 LOSSES: dict[str, Callable[[AlgorithmConfig], Loss]] = {}
-"""Every policy loss by the name that `[algorithm] loss` gives it."""
+"""Every policy loss by the name that `[algorithm] loss` gives it: the modules of `policy`."""
 
 CORRECTIONS: dict[str, Callable[[AlgorithmConfig], Correction]] = {}
 """Every correction by the name that `[algorithm] corrections` gives it."""
@@ -111,16 +111,6 @@ def given(field: torch.Tensor | None) -> torch.Tensor:
     """An optional field that `needs` has asked for."""
     assert field is not None
     return field
-
-
-def register(name: str) -> Callable[[Callable[[AlgorithmConfig], Loss]], Callable[[AlgorithmConfig], Loss]]:
-    """Declare that this function builds the loss of this name from the configuration."""
-
-    def declare(build: Callable[[AlgorithmConfig], Loss]) -> Callable[[AlgorithmConfig], Loss]:
-        LOSSES[name] = build
-        return build
-
-    return declare
 
 
 def build_loss(config: AlgorithmConfig, correct_above: int | None = None) -> Loss:

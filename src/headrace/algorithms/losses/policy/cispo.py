@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums, register
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums
 from headrace.config.schema import AlgorithmConfig
 
 CLIP_HIGH = 0.28
@@ -21,7 +21,6 @@ def cispo(inputs: TokenInputs, *, clip_high: float = CLIP_HIGH) -> TokenLoss:
     return TokenLoss(values, policy_sums(log_ratios, ratio > 1.0 + clip_high))
 
 
-@register("cispo")
 def build(config: AlgorithmConfig) -> Loss:
     """CISPO with the configuration's `clip_high`."""
     return partial(cispo, clip_high=CLIP_HIGH if config.clip_high is None else config.clip_high)

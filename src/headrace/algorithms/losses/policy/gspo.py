@@ -13,10 +13,9 @@ from headrace.algorithms.losses.base import (
     TokenLoss,
     log_ratio,
     policy_sums,
-    register,
     sequence_means,
 )
-from headrace.algorithms.losses.grpo import clipped_surrogate
+from headrace.algorithms.losses.policy.grpo import clipped_surrogate
 from headrace.config.schema import AlgorithmConfig
 
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
@@ -35,7 +34,6 @@ def gspo(inputs: TokenInputs, *, clip_low: float = CLIP_LOW, clip_high: float = 
     return TokenLoss(values, policy_sums(log_ratios, clipped))
 
 
-@register("gspo")
 def build(config: AlgorithmConfig) -> Loss:
     """GSPO with the configuration's `clip_low` and `clip_high`."""
     return partial(

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums, register
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums
 from headrace.config.schema import AlgorithmConfig
 
 
@@ -23,7 +23,6 @@ def dppo_tv(inputs: TokenInputs, *, delta: float) -> TokenLoss:
     return TokenLoss(values, policy_sums(log_ratios, masked))
 
 
-@register("dppo_tv")
 def build(config: AlgorithmConfig) -> Loss:
     """DPPO-TV with the configuration's `dppo_delta`."""
     return partial(dppo_tv, delta=config.dppo_delta)

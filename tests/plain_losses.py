@@ -1,6 +1,7 @@
 """Every loss and correction by its definition: one token at a time, no Headrace code, no stop-gradient.
 
 What a definition holds constant is a second argument, `held`: so the reference can be differentiated numerically too.
+A loss has one branch in `one`: the tests that run over every loss compare values, gradients and whole steps with it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ class Tokens(NamedTuple):
     advantages: torch.Tensor
     sequences: list[int]
     lags: list[int]
-    proximal: torch.Tensor
-    teacher: torch.Tensor
+    proximal: torch.Tensor | None = None
+    teacher: torch.Tensor | None = None
 
 
 DEFAULT_CLIPS = {
@@ -98,7 +99,7 @@ def one(name, i, logp, fixed, mu, tokens, members, low, high, mix) -> torch.Tens
     if name == "topr":
         weight = 1.0 if a >= 0 else min(1.0, math.prod(math.exp(fixed[j] - mu[j]) for j in members))
         return -weight * a * logp[i]
-    assert name == "decoupled_ppo"
+    assert name == "decoupled_ppo", f"{name} has no definition here"
     share = mix if mix is not None else (1 / tokens.lags[i] if tokens.lags[i] else 0.0)
     proximal = math.exp(mu[i]) ** share * math.exp(fixed[i]) ** (1 - share)
     return proximal / math.exp(mu[i]) * pessimistic(torch.exp(logp[i]) / proximal, a, low, high)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums, register
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums
 from headrace.config.schema import AlgorithmConfig
 
 
@@ -17,7 +17,6 @@ def reinforce(inputs: TokenInputs) -> TokenLoss:
     return TokenLoss(-inputs.advantages * inputs.logprobs, policy_sums(log_ratios, torch.zeros_like(log_ratios)))
 
 
-@register("reinforce")
 def build(config: AlgorithmConfig) -> Loss:
     """REINFORCE, which has nothing to set."""
     return reinforce

@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, given, log_ratio, policy_sums, register
-from headrace.algorithms.losses.grpo import clipped_surrogate
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, given, log_ratio, policy_sums
+from headrace.algorithms.losses.policy.grpo import clipped_surrogate
 from headrace.config.schema import AlgorithmConfig
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.2
@@ -48,7 +48,6 @@ def recomputed_decoupled_ppo(
     return TokenLoss(weight * values, policy_sums(log_ratio(inputs.logprobs, inputs.behaviour), clipped))
 
 
-@register("decoupled_ppo")
 def build(config: AlgorithmConfig) -> Loss:
     """Decoupled PPO with the configuration's clipping and proximal policy."""
     low = CLIP_LOW if config.clip_low is None else config.clip_low

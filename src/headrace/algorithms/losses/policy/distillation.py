@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, given, log_ratio, register
-from headrace.algorithms.losses.cispo import CLIP_HIGH, cispo
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, given, log_ratio
+from headrace.algorithms.losses.policy.cispo import CLIP_HIGH, cispo
 from headrace.config.schema import AlgorithmConfig
 
 
@@ -20,7 +20,6 @@ def distillation(inputs: TokenInputs, *, clip_high: float = CLIP_HIGH) -> TokenL
     return result._replace(sums=result.sums | {"teacher_kl": -gap.sum()})
 
 
-@register("distillation")
 def build(config: AlgorithmConfig) -> Loss:
     """Distillation with the configuration's `clip_high`."""
     return partial(distillation, clip_high=CLIP_HIGH if config.clip_high is None else config.clip_high)

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums, register
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums
 from headrace.config.schema import AlgorithmConfig
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.2
@@ -31,7 +31,6 @@ def clipped_surrogate(
     return -torch.minimum(plain, bounded), (bounded < plain).detach()
 
 
-@register("grpo")
 def build(config: AlgorithmConfig) -> Loss:
     """Clipped GRPO with the configuration's `clip_low` and `clip_high`."""
     return partial(

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums, register
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums
 from headrace.config.schema import AlgorithmConfig
 
 
@@ -22,7 +22,6 @@ def sapo(inputs: TokenInputs, *, tau_positive: float, tau_negative: float) -> To
     return TokenLoss(-gate * inputs.advantages, policy_sums(log_ratios, torch.zeros_like(gate, dtype=torch.bool)))
 
 
-@register("sapo")
 def build(config: AlgorithmConfig) -> Loss:
     """SAPO with the configuration's two temperatures."""
     return partial(sapo, tau_positive=config.sapo_tau_positive, tau_negative=config.sapo_tau_negative)

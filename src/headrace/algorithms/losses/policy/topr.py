@@ -15,7 +15,6 @@ from headrace.algorithms.losses.base import (
     TokenLoss,
     log_ratio,
     policy_sums,
-    register,
     sequence_sums,
 )
 from headrace.config.schema import AlgorithmConfig
@@ -30,7 +29,6 @@ def topr(inputs: TokenInputs) -> TokenLoss:
     return TokenLoss(-weight * inputs.advantages * inputs.logprobs, policy_sums(log_ratios, negative & (whole > 0)))
 
 
-@register("topr")
 def build(config: AlgorithmConfig) -> Loss:
     """TOPR, which has nothing to set."""
     return topr

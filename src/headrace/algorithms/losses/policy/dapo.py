@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from headrace.algorithms.losses.base import Loss, register
-from headrace.algorithms.losses.grpo import clipped_grpo
+from headrace.algorithms.losses.base import Loss
+from headrace.algorithms.losses.policy.grpo import clipped_grpo
 from headrace.config.schema import AlgorithmConfig
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 
-@register("dapo")
 def build(config: AlgorithmConfig) -> Loss:
     """Clipped GRPO with DAPO's clipping, unless the configuration has its own."""
     return partial(
