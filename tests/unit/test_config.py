@@ -85,6 +85,18 @@ def test_keys_are_pinned() -> None:
         ("algorithm.corrections=tis", "[algorithm] corrections: expected `array`, got `str`"),
         ("task.kind=bandit", "[task] kind: invalid value 'bandit' (one of: dataset, gym, environment, agent)"),
         ("training.learning_rate=0", "[training] learning_rate: expected `float` > 0.0"),
+        ("training.beta1=1.0", "[training] beta1: expected `float` < 1.0"),
+        ("training.beta2=1", "[training] beta2: expected `float` < 1.0"),
+        ("training.beta2=-0.1", "[training] beta2: expected `float` >= 0.0"),
+        ("training.learning_rate=inf", "[training] learning_rate: inf is not a finite number"),
+        ("training.learning_rate=nan", "[training] learning_rate: nan is not a finite number"),
+        ("training.learning_rates.embed=inf", "[training] learning_rates.embed: inf is not a finite number"),
+        ("rollouts.temperature=1e999", "[rollouts] temperature: inf is not a finite number"),
+        ("rollouts.min_p=nan", "[rollouts] min_p: nan is not a finite number"),
+        ("algorithm.entropy_weight=inf", "[algorithm] entropy_weight: inf is not a finite number"),
+        ("algorithm.length_penalty=+inf", "[algorithm] length_penalty: inf is not a finite number"),
+        ("lora.alpha=inf", "[lora] alpha: inf is not a finite number"),
+        ("task.config.words=[1.0, -inf]", "[task] config.words.1: -inf is not a finite number"),
         ("rollouts.top_p=0", "[rollouts] top_p: expected `float` > 0.0"),
         ("rollouts.top_k=2000", "[rollouts] top_k: expected `int` <= 1024"),
         ("training.learning_rates.embed=0", "[training] learning_rates: expected `float` > 0.0"),
@@ -103,6 +115,11 @@ def test_mistakes_are_one_line(setting: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_config(MINIMAL, [setting])
     assert str(caught.value) == expected
+
+
+def test_a_number_in_place_of_a_section_is_one_line_too() -> None:
+    with pytest.raises(ConfigError, match=r"^run: inf is not a finite number$"):
+        make_config({**MINIMAL, "run": float("inf")})
 
 
 def test_required_sections_are_named() -> None:

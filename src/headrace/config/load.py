@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import math
 import re
 import tomllib
 import types
@@ -49,6 +50,8 @@ def make_config(raw: Mapping[str, Any], settings: Iterable[str] = ()) -> Config:
     data: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
     for setting in settings:
         _apply(data, setting)
+    for section, values in data.items():
+        _check_finite(section, values)
     try:
         config = msgspec.convert(data, Config, strict=True)
     except msgspec.ValidationError as error:
@@ -140,6 +143,16 @@ def _allowed_values(section: type[Section] | None, parts: list[str]) -> list[str
         words = [part for part in typing.get_args(hint) if typing.get_origin(part) is typing.Literal]
         return ["a number", *(str(value) for part in words for value in typing.get_args(part))] if words else []
     return [str(value) for value in typing.get_args(hint)] if typing.get_origin(hint) is typing.Literal else []
+
+
+def _check_finite(section: str, value: Any, *keys: str) -> None:
+    """TOML has words for infinity and for what is no number; no key has a meaning for them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        where = f"[{section}] {'.'.join(keys)}" if keys else section
+        raise ConfigError(f"{where}: {value} is not a finite number")
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        _check_finite(section, each, *keys, str(key))
 
 
 def _check_together(config: Config) -> None:

@@ -18,6 +18,7 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
+BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 
 POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
 """Its modules are the losses there are. They are looked up, not imported: they need torch."""
@@ -336,9 +337,9 @@ class TrainingConfig(Section, frozen=True):
     """How the learning rate goes on after the warm-up, over the whole run."""
     weight_decay: NonNegativeFloat = 0.0
     """Of matrices; vectors (norms, biases) do not decay."""
-    beta1: Fraction = 0.9
+    beta1: BelowOne = 0.9
     """Of AdamW."""
-    beta2: Fraction = 0.99
+    beta2: BelowOne = 0.99
     """Of AdamW."""
     clip_norm: PositiveFloat = 1.0
     """Largest global norm of a step's gradient."""
@@ -361,7 +362,7 @@ class LoraConfig(Section, frozen=True):
     """Of the adapter's matrices."""
     alpha: PositiveFloat = 32.0
     """The adapter's product is multiplied by alpha / rank."""
-    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    dropout: BelowOne = 0.0
     """Of the adapter's inputs, in training passes only; stacked experts take none."""
     targets: Annotated[list[str], Meta(min_length=1)] = field(default_factory=lambda: ["all-linear"])
     """Ends of names of linear layers ("q_proj") or stacked experts ("experts.down_proj"); "all-linear" is every linear
