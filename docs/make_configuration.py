@@ -54,13 +54,13 @@ versions = 50
 - The resolved configuration is written to `config.toml` of the [run directory](run_directory.md), and `headrace resume`
   reads it from there.
 
-What no single key can say is checked too: `max_lag` may not be below `depth`, and `depth = "unbounded"` and
-`on_stale` need it; `correct_above` needs corrections, `oversample` a filter; `advantage = "rloo"` and
-`"maxrl"` need at least two answers in a group, a loss that does not clip takes no `clip_low` and `clip_high`,
-`overlong_buffer` may not be above `max_tokens`, `cache_tokens` must hold one answer with its prompt, stacked experts
-take no `[lora] dropout`, and `[evaluate] every` needs held-out prompts. How `depth` and `max_lag` bound the age of what
-is trained is in [staleness](staleness.md); the formulas behind `[algorithm]` are in [losses](losses.md), adapters in
-[lora](lora.md).
+What no single key can say is checked too: `max_lag` may not be below `depth`, and `depth = "unbounded"` and `on_stale`
+need it; `correct_above` needs corrections, `oversample` a filter; every `advantage` but `"reinforce_plus_plus"` needs
+at least two answers in a group (not with `loss = "distillation"`), a key of `[algorithm]` that the loss and its
+corrections do not look at may not be set, `overlong_buffer` may not be above `max_tokens`, `cache_tokens` must hold
+one answer with its prompt, stacked experts take no `[lora] dropout`, and `[evaluate] every` needs held-out prompts.
+How `depth` and `max_lag` bound the age of what is trained is in [staleness](staleness.md); the formulas behind
+`[algorithm]` are in [losses](losses.md), adapters in [lora](lora.md).
 """
 
 

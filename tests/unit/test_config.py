@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import AgentTask, Config, dump_config, load_config, make_config, with_settings
+from headrace.config import AgentTask, AlgorithmConfig, Config, dump_config, load_config, make_config, with_settings
+from headrace.config.load import READ_BY_CORRECTIONS, READ_BY_LOSSES
 from headrace.errors import ConfigError
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "gym", "name": "spell_backward"}}
@@ -139,18 +140,16 @@ def test_values_that_cannot_go_together() -> None:
     with pytest.raises(ConfigError, match=r"\[buffer\] correct_above: .* there are none"):
         make_config(MINIMAL, ["buffer.correct_above=1"])
     with pytest.raises(ConfigError, match=r"\[buffer\] filter: 'zero_variance' .* group_size >= 2"):
-        make_config(MINIMAL, ['buffer.filter=["zero_variance"]', "rollouts.group_size=1"])
+        single = ["rollouts.group_size=1", "algorithm.advantage=reinforce_plus_plus"]
+        make_config(MINIMAL, ['buffer.filter=["zero_variance"]', *single])
     with pytest.raises(ConfigError, match=r"\[buffer\] oversample: .* filter is empty"):
         make_config(MINIMAL, ["buffer.oversample=2"])
     for min_group in (1, 9):
         with pytest.raises(ConfigError, match=r"\[rollouts\] min_group: \d is not between 2 and group_size 8"):
             make_config(MINIMAL, [f"rollouts.min_group={min_group}"])
-    with pytest.raises(ConfigError, match=r"\[rollouts\] group_size"):
-        make_config(MINIMAL, ["algorithm.advantage=rloo", "rollouts.group_size=1"])
-    with pytest.raises(ConfigError, match=r"\[rollouts\] group_size: advantage 'maxrl'"):
-        make_config(MINIMAL, ["algorithm.advantage=maxrl", "rollouts.group_size=1"])
-    with pytest.raises(ConfigError, match=r"\[algorithm\] clip_high: loss 'sapo' does not clip ratios"):
-        make_config(MINIMAL, ["algorithm.loss=sapo", "algorithm.clip_high=0.2"])
+    for advantage in ("grpo", "dr_grpo", "rloo", "maxrl"):
+        with pytest.raises(ConfigError, match=rf"\[rollouts\] group_size: advantage '{advantage}' .* at least 2"):
+            make_config(MINIMAL, [f"algorithm.advantage={advantage}", "rollouts.group_size=1"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] icepop_low: 6.0 is above icepop_high 5.0"):
         make_config(MINIMAL, ["algorithm.icepop_low=6.0"])
     with pytest.raises(ConfigError, match=r"\[algorithm\] overlong_buffer: 65 is above \[rollouts\] max_tokens 64"):
@@ -200,6 +199,53 @@ def test_values_that_cannot_go_together() -> None:
     assert (
         make_config(MINIMAL, ["engine.kind=vllm", "engine.python=python3", "engine.interrupt=drain"]).engine.count == 1
     )
+
+
+def test_one_answer_is_enough_where_its_group_is_not_compared() -> None:
+    single = "rollouts.group_size=1"
+    assert make_config(MINIMAL, [single, "algorithm.advantage=reinforce_plus_plus"]).rollouts.group_size == 1
+    assert make_config(MINIMAL, [single, "algorithm.loss=distillation", "algorithm.teacher=t"]).rollouts.group_size == 1
+
+
+CHANGED = {
+    "clip_low": 0.1, "clip_high": 0.1, "sapo_tau_positive": 2.0, "sapo_tau_negative": 2.0, "dppo_delta": 0.3,
+    "proximal": "recomputed", "proximal_mix": 0.5, "tis_cap": 3.0, "icepop_low": 0.4, "icepop_high": 4.0,
+    "mis_ratio": "mean", "mis_low": 0.1, "mis_high": 3.0, "opsm_limit": 1e-3,
+}  # fmt: skip
+
+
+def settings_of(loss: str, **more: object) -> dict[str, dict[str, object]]:
+    teacher = {"teacher": "t"} if loss == "distillation" else {}
+    return {**MINIMAL, "algorithm": {"loss": loss, **teacher, **more}}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("key", sorted(READ_BY_LOSSES))
+def test_a_key_that_the_loss_does_not_look_at_is_refused(loss: str, key: str) -> None:
+    if loss in READ_BY_LOSSES[key]:
+        assert getattr(make_config(settings_of(loss, **{key: CHANGED[key]})).algorithm, key) == CHANGED[key]
+        return
+    with pytest.raises(ConfigError, match=rf"^\[algorithm\] {key}: loss '{loss}' does not look at it \(only \w+.*\)$"):
+        make_config(settings_of(loss, **{key: CHANGED[key]}))
+    default = getattr(AlgorithmConfig(), key)
+    assert make_config(settings_of(loss, **({} if default is None else {key: default}))).algorithm.loss == loss
+
+
+@pytest.mark.parametrize(("key", "correction"), READ_BY_CORRECTIONS.items())
+def test_a_key_of_a_correction_that_is_off_is_refused(key: str, correction: str) -> None:
+    assert make_config(settings_of("grpo", corrections=[correction], **{key: CHANGED[key]}))
+    others = sorted(set(READ_BY_CORRECTIONS.values()) - {correction})
+    with pytest.raises(ConfigError, match=rf"^\[algorithm\] {key}: only '{correction}' looks at it, which is not in"):
+        make_config(settings_of("grpo", corrections=others, **{key: CHANGED[key]}))
+
+
+def test_weights_of_what_is_off_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^\[algorithm\] kl_weight: kl is 'none'"):
+        make_config(MINIMAL, ["algorithm.kl_weight=0.01"])
+    assert make_config(MINIMAL, ["algorithm.kl_weight=0.01", "algorithm.kl=k2"]).algorithm.kl_weight == 0.01
+    with pytest.raises(ConfigError, match=r"^\[algorithm\] overlong_penalty: overlong_buffer is 0"):
+        make_config(MINIMAL, ["algorithm.overlong_penalty=0.5"])
+    assert make_config(MINIMAL, ["algorithm.overlong_penalty=0.5", "algorithm.overlong_buffer=8"])
 
 
 def test_resolved_configuration_loads_as_itself(tmp_path: Path) -> None:

@@ -32,6 +32,27 @@ _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"unknown field `(?P<key>[^`]*)`")
 _MISSING = re.compile(r"missing required field `(?P<key>[^`]*)`")
 
+READ_BY_LOSSES = {
+    "clip_low": ("dapo", "decoupled_ppo", "grpo", "gspo"),
+    "clip_high": ("cispo", "dapo", "decoupled_ppo", "distillation", "grpo", "gspo"),
+    "sapo_tau_positive": ("sapo",),
+    "sapo_tau_negative": ("sapo",),
+    "dppo_delta": ("dppo_tv",),
+    "proximal": ("decoupled_ppo",),
+    "proximal_mix": ("decoupled_ppo",),
+}
+"""Keys of [algorithm] that only these losses look at."""
+READ_BY_CORRECTIONS = {
+    "tis_cap": "tis",
+    "icepop_low": "icepop",
+    "icepop_high": "icepop",
+    "mis_ratio": "mis",
+    "mis_low": "mis",
+    "mis_high": "mis",
+    "opsm_limit": "opsm",
+}
+"""Keys of [algorithm] that only this correction looks at."""
+
 
 def load_config(path: str | Path, settings: Iterable[str] = ()) -> Config:
     """Read a TOML file and apply `section.key=value` settings to it."""
@@ -215,7 +236,7 @@ def _check_buffer(buffer: BufferConfig, rollouts: RolloutsConfig, algorithm: Alg
 
 def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
     advantage, loss = algorithm.advantage, algorithm.loss
-    if advantage in ("rloo", "maxrl") and rollouts.group_size < 2:
+    if advantage != "reinforce_plus_plus" and loss != "distillation" and rollouts.group_size < 2:
         raise ConfigError(f"[rollouts] group_size: advantage {advantage!r} compares answers and needs at least 2")
     if algorithm.proximal == "recomputed" and algorithm.proximal_mix is not None:
         raise ConfigError("[algorithm] proximal_mix: a proximal policy that is recomputed has no mix (remove one)")
@@ -227,9 +248,6 @@ def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> No
         raise ConfigError("[algorithm] corrections: 'tis' bounds ratios, and loss 'reinforce' has none (take 'cispo')")
     if loss != "distillation" and algorithm.teacher is not None:
         raise ConfigError("[algorithm] teacher: only loss 'distillation' learns from one")
-    for key in ("clip_low", "clip_high"):
-        if loss in ("sapo", "dppo_tv", "topr", "reinforce") and getattr(algorithm, key) is not None:
-            raise ConfigError(f"[algorithm] {key}: loss {loss!r} does not clip ratios")
     for name in ("icepop", "mis"):
         low, high = getattr(algorithm, f"{name}_low"), getattr(algorithm, f"{name}_high")
         if low > high:
@@ -237,6 +255,24 @@ def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> No
     buffer, longest = algorithm.overlong_buffer, rollouts.max_tokens
     if buffer > longest:
         raise ConfigError(f"[algorithm] overlong_buffer: {buffer} is above [rollouts] max_tokens {longest}")
+    _check_ignored(algorithm)
+
+
+def _check_ignored(algorithm: AlgorithmConfig) -> None:
+    """A key that was set and that nothing will look at is a mistake; at its default it is none."""
+    default = AlgorithmConfig()
+    changed = {key for key in AlgorithmConfig.__struct_fields__ if getattr(algorithm, key) != getattr(default, key)}
+    for key in sorted(changed):
+        if algorithm.loss not in READ_BY_LOSSES.get(key, (algorithm.loss,)):
+            readers = ", ".join(READ_BY_LOSSES[key])
+            raise ConfigError(f"[algorithm] {key}: loss {algorithm.loss!r} does not look at it (only {readers})")
+        correction = READ_BY_CORRECTIONS.get(key)
+        if correction is not None and correction not in algorithm.corrections:
+            raise ConfigError(f"[algorithm] {key}: only {correction!r} looks at it, which is not in corrections")
+    if "kl_weight" in changed and algorithm.kl == "none":
+        raise ConfigError("[algorithm] kl_weight: kl is 'none', so nothing has this weight (set kl)")
+    if "overlong_penalty" in changed and not algorithm.overlong_buffer:
+        raise ConfigError("[algorithm] overlong_penalty: overlong_buffer is 0, so no answer is punished (set it)")
 
 
 def _check_ranks(config: Config) -> None:

@@ -19,6 +19,7 @@ from headrace.algorithms.losses.policy.gspo import gspo
 from headrace.algorithms.losses.policy.reinforce import reinforce
 from headrace.algorithms.losses.policy.sapo import sapo
 from headrace.algorithms.losses.policy.topr import topr
+from headrace.config.load import READ_BY_CORRECTIONS, READ_BY_LOSSES
 from headrace.config.schema import AlgorithmConfig
 from plain_losses import Tokens, plain_losses
 
@@ -369,3 +370,22 @@ def test_every_name_of_the_configuration_builds_and_no_other():
     for name in LOSSES:
         for corrections in SETS:
             assert callable(build_loss(AlgorithmConfig(loss=name, corrections=corrections)))
+
+
+class Watched:
+    """A configuration that remembers which of its keys were looked at."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def __getattr__(self, key):
+        self.seen.add(key)
+        return getattr(AlgorithmConfig(), key)
+
+
+@pytest.mark.parametrize(("made_by", "read_by"), [(LOSSES, READ_BY_LOSSES), (CORRECTIONS, READ_BY_CORRECTIONS)])
+def test_the_configuration_knows_who_looks_at_a_key(made_by, read_by):
+    for name, build in made_by.items():
+        config = Watched()
+        build(config)
+        assert config.seen == {key for key, readers in read_by.items() if name in readers}, name
