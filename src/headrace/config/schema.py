@@ -272,8 +272,9 @@ class AlgorithmConfig(Section, frozen=True):
     teacher: str | None = None
     """distillation: the directory of the model to learn from, whose vocabulary must be the model's own."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """An estimate of the divergence from the reference policy, the weights before the first policy step, is added to
-    the loss; it takes a copy of them and one more forward pass."""
+    """An estimate of the divergence from the reference policy is added to the loss, which takes one more forward pass:
+    from the weights before the first policy step, of which a copy is kept; with [lora] from the base model, without a
+    copy, also after a warm start."""
     kl_weight: NonNegativeFloat = 1e-3
     """Of `kl`."""
     entropy_weight: NonNegativeFloat | None = None

@@ -105,6 +105,9 @@ def test_rewards_are_shaped_by_length_before_they_are_compared():
     # 1 - 1/2 and 0 - 3/2; 3 - 2 and 1 - 1.
     per_trace = np.array([1.0, -1.0, 0.5, 0.5, -0.5])
     np.testing.assert_allclose(batch.advantages, np.where(batch.trained, np.repeat(per_trace, batch.lengths), 0))
+    # Sampled tokens that are not trained, as a salvaged beginning is, are part of the length.
+    groups[0].rollouts[1].traces[0].trained[2:4] = False
+    np.testing.assert_allclose(batch_of(groups, max_tokens=4, length_penalty=2.0).advantages[7], -1.0)
 
 
 def test_whitening_sees_every_group_of_the_step():

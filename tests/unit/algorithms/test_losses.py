@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import typing
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from headrace.config.load import READ_BY_CORRECTIONS, READ_BY_LOSSES
 from headrace.config.schema import AlgorithmConfig
 from plain_losses import Tokens, plain_losses
 
+RUN_DIRECTORY = Path(__file__).parents[3] / "docs/run_directory.md"
 LOW, HIGH = 0.2, 0.28
 RATIOS = [0.5, 0.9, 1.0, 1.1, 1.5, 3.0]
 CASES = [(ratio, advantage) for ratio in RATIOS for advantage in (2.0, -1.0)]
@@ -370,6 +373,17 @@ def test_every_name_of_the_configuration_builds_and_no_other():
     for name in LOSSES:
         for corrections in SETS:
             assert callable(build_loss(AlgorithmConfig(loss=name, corrections=corrections)))
+
+
+def test_every_metric_is_in_the_documents():
+    tokens, logp = random_tokens(8)
+    inputs = inputs_from(tokens, logp, reference=logp.detach(), entropy=logp.detach().abs())
+    metrics = set(imitation(inputs).sums)
+    for name in VARIANTS:
+        metrics |= loss_of(name, corrections=sorted(CORRECTIONS), kl="k3", entropy_weight=0.0)(inputs).sums.keys()
+    assert {"entropy", "reference_kl", "teacher_kl", "tis_fraction"} < metrics
+    [row] = [line for line in RUN_DIRECTORY.read_text().splitlines() if line.startswith("| `step` |")]
+    assert metrics | {"update_ratio", "rerouted"} <= set(re.findall(r"\w+", row))
 
 
 class Watched:

@@ -45,8 +45,9 @@ def trainer_of(
     path: Path, lora: LoraConfig = LORA, seed: int = 0, algorithm: AlgorithmConfig = CISPO, recompute: bool = False
 ) -> Trainer:
     training = msgspec.structs.replace(TRAINING, activation_checkpointing=recompute)
-    model = prepare_model(load_model(path), training)
+    model = load_model(path)
     adapter = TrainedAdapter(model, lora, base=path, seed=seed)
+    prepare_model(model, training)
     return Trainer(model, algorithm, training, total_steps=5, warm_start=WARM_START, adapter=adapter)
 
 
@@ -171,6 +172,20 @@ def test_reference_scores_are_those_of_the_base_model(tmp_path, lora):
     full = Trainer(load_model(path), CISPO, TRAINING, total_steps=5, warm_start=WARM_START)
     with pytest.raises(UserError, match=r"need \[lora\]"):
         full.reference_score(TOKENS)
+
+
+def test_the_reference_is_the_base_model_after_a_warm_start_too(tmp_path):
+    path, algorithm = model_dir(tmp_path / "model"), AlgorithmConfig(kl="k3")
+    warm, first = batches(warm=2, policy=1)[:2], random_batch(200, step=3)
+    cold = trainer_of(path, algorithm=algorithm)
+    assert cold.step(first).metrics["reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    adapted = trainer_of(path, algorithm=algorithm)
+    full = Trainer(load_model(path), algorithm, TRAINING, total_steps=5, warm_start=WARM_START)
+    for batch in warm:
+        adapted.step(batch)
+        full.step(batch)
+    assert adapted.step(first).metrics["reference_kl"] > 1e-3
+    assert full.step(first).metrics["reference_kl"] == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ class TokenInputs(NamedTuple):
     proximal: torch.Tensor | None = None
     """Of the weights that the version in training began with."""
     reference: torch.Tensor | None = None
-    """Of the weights before the first policy step."""
+    """Of the weights before the first policy step; of a model with an adapter, of its base."""
     teacher: torch.Tensor | None = None
     """Of the model to learn from."""
     entropy: torch.Tensor | None = None
