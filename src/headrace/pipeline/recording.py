@@ -6,6 +6,7 @@ not a surprise in a report.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -202,6 +203,7 @@ class Recorder:
             lag_max=max(lags, default=None),
             seconds=report.seconds,
             skipped=report.skipped,
+            skipped_steps=report.skipped_steps,
             length_drift=self._drift.distance(),
             filtered=self._window.filtered_rate,
             **report.metrics,
@@ -209,7 +211,8 @@ class Recorder:
         if warning := self._drift.warning():
             self._picture.note(warning)
         if report.skipped:
-            self._picture.note(f"step {batch.step} was skipped: its gradient is not finite")
+            why = "its batch has no token to train" if math.isfinite(report.grad_norm) else "its gradient is not finite"
+            self._picture.note(f"step {batch.step} was skipped: {why}")
         self._picture.stepped(batch, lags, reward)
 
     # ---- versions
