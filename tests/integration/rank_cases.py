@@ -24,6 +24,7 @@ from headrace.models.loading import load_model
 from headrace.training.ranks import Ranks, join
 from headrace.training.sharding import prepare_model
 from headrace.training.trainer import Trainer
+from headrace.types import Batch
 
 TRAINING = TrainingConfig(learning_rate=1e-3, micro_batch_tokens=32, clip_norm=0.5, weight_decay=0.01)
 CANARY = canary_sequence(61, 8)
@@ -31,6 +32,25 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 # What takes seconds to import is imported once. Only what is installed: the server does not see this directory.
 _MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral", "qwen3")]
 _PROCESSES.set_forkserver_preload([*_MODELS, "transformers.integrations.moe", "headrace.training.worker"])
+
+
+class Case(msgspec.Struct, frozen=True):
+    """What is trained, and how."""
+
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    training: TrainingConfig = TRAINING
+    warm: int = 0
+    """Supervised steps, before those of the policy."""
+    steps_per_version: int = 1
+
+
+PLAIN = Case()
+KL = AlgorithmConfig(loss="grpo", kl="k3", kl_weight=0.5)
+CASES = {
+    "kl": Case(KL),
+    "recomputed": Case(AlgorithmConfig(loss="decoupled_ppo", proximal="recomputed"), steps_per_version=2),
+    "distillation": Case(AlgorithmConfig(loss="distillation", teacher="teacher")),
+}
 
 
 class Result(msgspec.Struct):
@@ -49,6 +69,13 @@ def on_ranks(path: Path, ranks: int, tensor_parallel: int, target: Callable[...,
     for process in processes:
         process.kill()
     assert codes == [0] * ranks
+
+
+def in_turn(ranks: Ranks, path: Path, target: Callable[..., None], arguments: dict[str, tuple[Any, ...]]) -> None:
+    """`target` with each of these arguments, in a directory of its own below `path`, on ranks that have met once."""
+    for name, given in arguments.items():
+        (path / name).mkdir(exist_ok=True)
+        target(ranks, path / name, *given)
 
 
 def start_ranks(
@@ -70,26 +97,41 @@ def _one_rank(path: Path, rank: int, ranks: int, tensor_parallel: int, target: A
     place.leave()
 
 
-def make_trainer(model_path: Path, ranks: Ranks | None, training: TrainingConfig = TRAINING) -> Trainer:
+def make_trainer(model_path: Path, ranks: Ranks | None, case: Case = PLAIN) -> Trainer:
+    """A teacher is found beside the model, by its name."""
     model = load_model(model_path, dtype="float64")
     if hasattr(model.config, "num_local_experts"):
         # Experts one by one: the grouped kernels do not have float64.
         model.set_experts_implementation("eager")
-    prepare_model(model, training, ranks)
-    return Trainer(model, AlgorithmConfig(), training, total_steps=20, warm_start=WarmStartConfig(), ranks=ranks)
+    prepare_model(model, case.training, ranks)
+    teacher = case.algorithm.teacher
+    return Trainer(
+        model,
+        case.algorithm,
+        case.training,
+        total_steps=20,
+        warm_start=WarmStartConfig(),
+        teacher=load_model(model_path.with_name(teacher), dtype="float64") if teacher else None,
+        ranks=ranks,
+    )
 
 
-def train(trainer: Trainer, first: int, last: int) -> Result:
+def train(trainer: Trainer, first: int, last: int, case: Case = PLAIN) -> Result:
     """Steps first + 1 .. last, on two batches in turn: few shapes, which sharded operations learn once each.
 
     A model with experts has those of every other batch from its record.
     """
-    steps = range(first + 1, last + 1)
     routes = hasattr(trainer.model.config, "num_local_experts")
-    batches = [random_batch(step % 2, step=step, temperature=0.9) for step in steps]
+    batches = [_batch(step, case) for step in range(first + 1, last + 1)]
     with AllDouble():
         reports = [trainer.step(with_experts(b) if routes and b.step % 2 else b) for b in batches]
     return Result([r.loss for r in reports], [r.grad_norm for r in reports], [r.metrics for r in reports])
+
+
+def _batch(step: int, case: Case) -> Batch:
+    objective = "imitation" if step <= case.warm else "policy"
+    batch = random_batch(step % 2, step=step, temperature=0.9, objective=objective)
+    return msgspec.structs.replace(batch, version=-(-step // case.steps_per_version))
 
 
 def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -99,13 +141,13 @@ def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     }
 
 
-def train_and_tell(ranks: Ranks, path: Path, model_path: Path, steps: int) -> None:
-    trainer = make_trainer(model_path, ranks)
-    result = train(trainer, 0, steps)
+def train_and_tell(ranks: Ranks, path: Path, model_path: Path, steps: int, case: Case = PLAIN) -> None:
+    trainer = make_trainer(model_path, ranks, case)
+    result = train(trainer, 0, steps, case)
     poisoned = random_batch(1)
     if ranks.data == 0:
         # Only one rank sees what is not finite: all must skip.
-        poisoned.advantages[poisoned.trained] = float("nan")
+        poisoned.weights[poisoned.trained] = float("nan")
     before = whole_weights(trainer)
     assert trainer.step(poisoned).skipped
     after = whole_weights(trainer)
@@ -116,20 +158,24 @@ def train_and_tell(ranks: Ranks, path: Path, model_path: Path, steps: int) -> No
     torch.save({"weights": after, "scores": torch.from_numpy(scores)}, path / f"rank-{ranks.rank}.pt")
 
 
-def train_and_save(ranks: Ranks, path: Path, model_path: Path, checkpoints: Path, steps: int) -> None:
-    trainer = make_trainer(model_path, ranks)
-    train(trainer, 0, steps)
+def train_and_save(
+    ranks: Ranks, path: Path, model_path: Path, checkpoints: Path, steps: int, case: Case = PLAIN
+) -> None:
+    trainer = make_trainer(model_path, ranks, case)
+    train(trainer, 0, steps, case)
     saving = trainer.begin_save(checkpoints, version=7, source=model_path)
-    train(trainer, steps, steps + 1)  # Goes on: what is saved is what was.
+    train(trainer, steps, steps + 1, case)  # Goes on: what is saved is what was.
     saving.result(timeout=120)
     trainer.close()
     ranks.meet()
 
 
-def load_and_train(ranks: Ranks, path: Path, model_path: Path, checkpoint: Path, first: int, last: int) -> None:
-    trainer = make_trainer(model_path, ranks)
+def load_and_train(
+    ranks: Ranks, path: Path, model_path: Path, checkpoint: Path, first: int, last: int, case: Case = PLAIN
+) -> None:
+    trainer = make_trainer(model_path, ranks, case)
     trainer.load(checkpoint)
-    result = train(trainer, first, last)
+    result = train(trainer, first, last, case)
     (path / f"result-{ranks.rank}.json").write_bytes(msgspec.json.encode(result))
     torch.save({"weights": whole_weights(trainer)}, path / f"rank-{ranks.rank}.pt")
 

@@ -9,8 +9,12 @@ import pytest
 import torch
 from rank_cases import (
     CANARY,
+    CASES,
+    KL,
     AllDouble,
+    Case,
     Result,
+    in_turn,
     load_and_save,
     load_and_train,
     make_trainer,
@@ -28,12 +32,20 @@ from headrace.training.sharded_checkpoint import consolidate
 pytestmark = pytest.mark.slow
 
 STEPS = 10
+FEW = 6
 TOLERANCE = 1e-8
 
 
 def results(path: Path, ranks: int) -> tuple[list[Result], list[dict]]:
     told = [msgspec.json.decode((path / f"result-{r}.json").read_bytes(), type=Result) for r in range(ranks)]
     return told, [torch.load(path / f"rank-{rank}.pt") for rank in range(ranks)]
+
+
+def assert_reported(found: Result, expected: Result) -> None:
+    assert found.losses == pytest.approx(expected.losses, rel=0, abs=TOLERANCE)
+    assert found.norms == pytest.approx(expected.norms, rel=0, abs=TOLERANCE)
+    for mine, wanted in zip(found.metrics, expected.metrics, strict=True):
+        assert mine == pytest.approx(wanted, rel=0, abs=TOLERANCE)
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -59,13 +71,68 @@ def test_ranks_train_what_one_rank_trains(tmp_path, one_rank, ranks, tensor_para
     on_ranks(tmp_path, ranks, tensor_parallel, train_and_tell, path, STEPS)
     told, states = results(tmp_path, ranks)
     for result, state in zip(told, states, strict=True):
-        assert result.losses == pytest.approx(expected.losses, rel=0, abs=TOLERANCE)
-        assert result.norms == pytest.approx(expected.norms, rel=0, abs=TOLERANCE)
-        for found, wanted in zip(result.metrics, expected.metrics, strict=True):
-            assert found == pytest.approx(wanted, rel=0, abs=TOLERANCE)
+        assert_reported(result, expected)
         assert_same(state["weights"], trainer.weights())
     with AllDouble():
         torch.testing.assert_close(states[0]["scores"], torch.from_numpy(trainer.score(CANARY)), rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def other_cases(tmp_path_factory):
+    """A model with a teacher beside it, and what one rank makes of it in all cases."""
+    path = model_dir(tmp_path_factory.mktemp("cases") / "llama")
+    model_dir(path.with_name("teacher"), "qwen3", seed=5)
+    trainers = {name: make_trainer(path, None, case) for name, case in CASES.items()}
+    return path, trainers, {name: train(trainers[name], 0, FEW, case) for name, case in CASES.items()}
+
+
+@pytest.mark.parametrize(("ranks", "tensor_parallel"), [(2, 1), (4, 1), (2, 2)])
+def test_other_policies_are_scored_as_on_one_rank(tmp_path, other_cases, ranks, tensor_parallel):
+    path, trainers, expected = other_cases
+    arguments = {name: (path, FEW, case) for name, case in CASES.items()}
+    on_ranks(tmp_path, ranks, tensor_parallel, in_turn, train_and_tell, arguments)
+    for name, wanted in expected.items():
+        told, states = results(tmp_path / name, ranks)
+        for result, state in zip(told, states, strict=True):
+            assert_reported(result, wanted)
+            assert_same(state["weights"], trainers[name].weights())
+
+
+def test_the_reference_of_a_model_with_experts(tmp_path):
+    path = model_dir(tmp_path / "mixtral", "mixtral")
+    trainer = make_trainer(path, None, CASES["kl"])
+    expected = train(trainer, 0, FEW)
+    on_ranks(tmp_path / "ranks", 2, 1, train_and_tell, path, FEW, CASES["kl"])
+    told, states = results(tmp_path / "ranks", 2)
+    assert expected.metrics[-1]["reference_kl"] > 1e-3
+    assert_reported(told[1], expected)
+    assert_same(states[1]["weights"], trainer.weights())
+
+
+def test_a_reference_after_a_warm_start_goes_on_at_other_numbers_of_ranks(tmp_path):
+    """Only the checkpoint has it: from two ranks to one and four, and from one to two."""
+    path = model_dir(tmp_path / "model")
+    case = Case(KL, warm=2)
+    straight, stopped, alone = (make_trainer(path, None, case) for _ in range(3))
+    expected = train(straight, 0, FEW, case)
+    assert expected.metrics[-1]["reference_kl"] > 1e-3
+    checkpoints = tmp_path / "checkpoints"
+    on_ranks(tmp_path / "two", 2, 1, train_and_save, path, checkpoints, 4, case)
+    saved = latest(checkpoints)
+    assert is_sharded(saved)
+    rest = Result(expected.losses[4:], expected.norms[4:], expected.metrics[4:])
+
+    alone.load(saved)
+    assert_reported(train(alone, 4, FEW, case), rest)
+    assert_same(alone.weights(), straight.weights())
+
+    train(stopped, 0, 4, case)
+    whole = stopped.save(tmp_path / "one", source=path)
+    for ranks, checkpoint in ((4, saved), (2, whole)):
+        on_ranks(tmp_path / f"from {ranks}", ranks, 1, load_and_train, path, checkpoint, 4, FEW, case)
+        told, states = results(tmp_path / f"from {ranks}", ranks)
+        assert_reported(told[1], rest)
+        assert_same(states[1]["weights"], straight.weights())
 
 
 def test_a_grid_of_both_kinds(tmp_path):

@@ -16,6 +16,7 @@ from test_mistakes import refused
 from transformers import AutoModelForCausalLM
 
 import headrace as library
+from headrace.models.loading import load_model
 from headrace.training.checkpoint import latest
 
 pytestmark = pytest.mark.slow
@@ -78,6 +79,24 @@ def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
     with sqlite3.connect(run_dir / "journal.db") as db:
         steps = [step for (step,) in db.execute("SELECT step FROM steps WHERE objective = 'policy' ORDER BY step")]
     assert steps == [1, 2, 3]
+
+
+def test_two_ranks_with_a_teacher_and_a_reference(tmp_path: Path) -> None:
+    """The reference is that of a warm start: one rank finds it in the checkpoint of two."""
+    model = library.load_config(QUICKSTART).model
+    load_model(model.path, weights="random", seed=9).save_pretrained(tmp_path / "teacher")
+    policies = ("algorithm.loss=distillation", f"algorithm.teacher={tmp_path / 'teacher'}", "algorithm.kl=k3")
+    two = ("training.ranks=2", "run.versions=2", "evaluate.prompts=0", "training.learning_rate=1e-3")
+    run = headrace("train", str(QUICKSTART), *settings(tmp_path, *two, *policies), "--json")
+    assert run.returncode == 0, run.stderr
+    run_dir = tmp_path / "run"
+    again = headrace("resume", str(run_dir), "--set", "training.ranks=1", "--set", "run.versions=3", "--json")
+    assert again.returncode == 0, again.stderr
+    history = library.Run(run_dir).history
+    assert all(step["teacher_kl"] > 0.01 for step in history)
+    divergences = [step["reference_kl"] for step in history]
+    assert divergences[0] == pytest.approx(0.0, abs=1e-6)
+    assert 1e-6 < divergences[1] < divergences[2]
 
 
 def test_a_dead_rank_ends_the_run_with_its_name(tmp_path: Path) -> None:

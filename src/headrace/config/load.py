@@ -277,15 +277,11 @@ def _check_ignored(algorithm: AlgorithmConfig) -> None:
 
 def _check_ranks(config: Config) -> None:
     """What is built for one rank so far is refused on several, in one line each."""
-    algorithm = config.algorithm
     wanted = {
         "[lora]": config.lora is not None,
         f'[training] optimizer = "{config.training.optimizer}"': config.training.optimizer != "adamw",
         '[delivery] send = "delta"': config.delivery.send == "delta",
         '[delivery] transport = "nccl"': config.delivery.transport == "nccl",
-        "[algorithm] kl, teacher or a recomputed proximal policy": algorithm.kl != "none"
-        or algorithm.teacher is not None
-        or algorithm.proximal == "recomputed",
     }
     for what, used in wanted.items():
         if used:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headrace.config import Config
 from headrace.config.schema import LoraConfig
 from headrace.delivery.digest import digest_as
@@ -17,7 +19,7 @@ from headrace.observe.spans import SpanRecorder
 from headrace.training.devices import choose_device
 from headrace.training.lora import BASES, TrainedAdapter, keep_base
 from headrace.training.ranks import Ranks
-from headrace.training.sharding import prepare_model
+from headrace.training.sharding import input_device, prepare_model
 from headrace.training.trainer import Trainer
 
 
@@ -67,7 +69,7 @@ def build_trainer(
         config.training,
         total_steps=config.run.versions * config.delivery.publish_every,
         warm_start=config.warm_start,
-        teacher=_teacher(config, model),
+        teacher=_teacher(config, input_device(model)),
         ranks=ranks,
         spans=spans,
         adapter=adapter,
@@ -88,10 +90,9 @@ def _freeze(model: Any, config: Config, lora: LoraConfig, checkpoints: Path) -> 
     return base, digest
 
 
-def _teacher(config: Config, model: Any) -> Any:
-    """The frozen model to learn from, beside the one in training; 16 bits are enough for it on a GPU."""
+def _teacher(config: Config, device: torch.device) -> Any:
+    """The frozen model to learn from, whole on every rank where its passes are; 16 bits are enough for it on a GPU."""
     if config.algorithm.teacher is None:
         return None
-    device = next(model.parameters()).device
     dtype = "float32" if device.type == "cpu" else "bfloat16"
     return load_model(config.algorithm.teacher, dtype=dtype, device=str(device)).requires_grad_(False)

@@ -18,29 +18,31 @@ from headrace.errors import UserError
 from headrace.training.logprobs import row_logprobs
 from headrace.training.packing import MicroBatch
 from headrace.training.routing import following
+from headrace.training.sharding import bring_to_rest
 from headrace.types import Batch
 
 
 class StoredWeights:
-    """A copy of a model's weights, wherever those are, that can take their place for a while."""
+    """A copy of a model's weights, wherever those are, that can take their place for a while.
+
+    Of a sharded model it is this rank's part: all ranks exchange theirs at the same point between passes.
+    """
 
     def __init__(self, model: Any) -> None:
+        self._model = model
+        bring_to_rest(model)
         # What is not trained does not change.
         self._live = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         self._copies = {name: tensor.clone() for name, tensor in self._live.items()}
 
     def take(self) -> None:
         """Copy the weights as they are now."""
-        self.restore(self._live)
+        for name, copy in self._copies.items():
+            copy.copy_(self._live[name])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The copies by name."""
+        """The copies by name: what is written to them is held."""
         return self._copies
-
-    def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hold these."""
-        for name, copy in self._copies.items():
-            copy.copy_(tensors[name])
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -53,6 +55,7 @@ class StoredWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        bring_to_rest(self._model)
         for name, live in self._live.items():
             held = self._copies[name].clone()
             self._copies[name].copy_(live)
@@ -109,15 +112,13 @@ class Policies:
 
     @property
     def reference(self) -> Mapping[str, torch.Tensor] | None:
-        """The reference's weights, once there are any of its own."""
+        """The reference's weights, once there are any of its own; a checkpoint's are written to them."""
         return None if self._reference is None else self._reference.tensors()
 
-    def hold_reference(self, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
-        """The present weights are the reference, or these."""
+    def hold_reference(self) -> None:
+        """The present weights are the reference."""
         if self._needs.reference and self._switched_off is None:
             self._reference = StoredWeights(self._model)
-            if tensors is not None:
-                self._reference.restore(tensors)
 
     def of(self, batch: Batch) -> dict[str, FrozenPolicy]:
         """Those that score this batch before it is trained, by their names in `TokenInputs`."""

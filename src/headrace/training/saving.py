@@ -28,8 +28,10 @@ from headrace.training.policies import Policies
 from headrace.training.ranks import Ranks
 from headrace.training.sharded_checkpoint import (
     OPTIMIZER,
+    REFERENCE,
     WEIGHTS,
     ShardWriter,
+    has_reference,
     placed_like,
     read_optimizer,
     read_shards,
@@ -84,7 +86,7 @@ class Saver:
                 copy_companions(companions, path)
 
             moments = optimizer.tensors() if optimizer else {}
-            return self._shards.save(directory, state, self._sharded(moments), fill)
+            return self._shards.save(directory, state, self._sharded(moments, self._own_reference(state)), fill)
         return self._writer.save(directory, state, lambda: self._snapshot(state, optimizer, companions))
 
     def _snapshot(self, state: TrainerState, optimizer: Optimizer | None, companions: Path) -> Callable[[Path], None]:
@@ -92,29 +94,25 @@ class Saver:
         with self._whole():
             write_weights = self._adapter.snapshot() if self._adapter else ModelSnapshot(self._model).write
         moments = on_host(optimizer.tensors() if optimizer else {})
-        reference = self._policies.reference
-        # After a warm start nothing else has them: without one they are those of the model directory.
-        kept = on_host(reference) if reference is not None and state.steps_done > state.policy_steps else None
+        reference = on_host(self._own_reference(state))
 
         def write(path: Path) -> None:
             write_weights(path)
             # What the source has beside config and weights; the model's own generation config gives way to it.
             copy_companions(companions, path)
             save_file(moments, path / OPTIMIZER_FILE)
-            if kept is not None:
-                save_file(kept, path / REFERENCE_FILE)
+            if reference:
+                save_file(reference, path / REFERENCE_FILE)
 
         return write
 
     def load(self, checkpoint: Path, state: TrainerState, optimizer: Optimizer | None) -> None:
         """Fill weights and optimizer, which must be fresh, from a checkpoint of this state."""
         if state.policy_steps:
-            reference = checkpoint / REFERENCE_FILE
-            self._policies.hold_reference(load_file(reference) if reference.is_file() else None)
-            if not reference.is_file():
-                self._check_reference(checkpoint, state)
+            self._policies.hold_reference()
+            self._load_reference(checkpoint, state)
         if is_sharded(checkpoint):
-            read_shards(checkpoint, {WEIGHTS + name: tensor for name, tensor in self._weights().items()}, self._ranks)
+            read_shards(checkpoint, _under(WEIGHTS, self._weights()), self._ranks)
             if optimizer:
                 optimizer.restore(read_optimizer(checkpoint, dict(self._model.named_parameters()), self._ranks))
         else:
@@ -130,16 +128,31 @@ class Saver:
         if self._shards is not None:
             self._shards.close()
 
-    def _check_reference(self, checkpoint: Path, state: TrainerState) -> None:
-        """A reference that the checkpoint does not hold is the model directory's, unless a warm start made another."""
-        if self._policies.reference is not None and state.steps_done > state.policy_steps:
+    def _whole(self) -> AbstractContextManager[None]:
+        return self._half.whole() if self._half else nullcontext()
+
+    def _own_reference(self, state: TrainerState) -> Mapping[str, torch.Tensor]:
+        """The reference's weights after a warm start: without one they are those of the model directory."""
+        reference = self._policies.reference
+        return reference if reference is not None and state.steps_done > state.policy_steps else {}
+
+    def _load_reference(self, checkpoint: Path, state: TrainerState) -> None:
+        """Fill the reference, where there is one, from a checkpoint that has its weights.
+
+        One that the checkpoint does not hold is the model directory's, unless a warm start made another.
+        """
+        reference = self._policies.reference
+        if reference is None:
+            return
+        if is_sharded(checkpoint) and has_reference(checkpoint):
+            read_shards(checkpoint, _under(REFERENCE, reference), self._ranks)
+        elif (checkpoint / REFERENCE_FILE).is_file():
+            _take(load_file(checkpoint / REFERENCE_FILE), reference)
+        elif state.steps_done > state.policy_steps:
             raise UserError(
                 f"[algorithm] kl: {checkpoint} does not hold the policy that its warm start made, the reference; "
                 "resume as it was trained, or begin a new run with its model"
             )
-
-    def _whole(self) -> AbstractContextManager[None]:
-        return self._half.whole() if self._half else nullcontext()
 
     def _load_whole(self, checkpoint: Path) -> None:
         if self._adapter is not None:
@@ -155,10 +168,12 @@ class Saver:
     def _weights(self) -> dict[str, torch.Tensor]:
         return trained_weights(self._model, self._half, self._adapter)
 
-    def _sharded(self, moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _sharded(
+        self, moments: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """This rank's shards of everything, by the names that they have in a checkpoint."""
         parameters = dict(self._model.named_parameters())
-        shards = {WEIGHTS + name: tensor for name, tensor in self._weights().items()}
+        shards = _under(WEIGHTS, self._weights()) | _under(REFERENCE, reference)
         for key, tensor in moments.items():
             shards[OPTIMIZER + key] = placed_like(tensor, parameters[key.partition("/")[2]])
         return shards
@@ -174,6 +189,10 @@ class Saver:
             else tensor
             for key, tensor in moments.items()
         }
+
+
+def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
 @torch.no_grad()

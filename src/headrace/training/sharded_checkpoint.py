@@ -2,7 +2,8 @@
 
     step-00000042/
       config.json, tokenizer.json, ...   a model directory without weights, until `consolidate` is asked for them
-      trainer/shards/                    a torch distributed checkpoint: weights and optimizer
+      trainer/shards/                    a torch distributed checkpoint: weights, optimizer and, where no
+                                         model directory has it, the reference
       trainer/state.json
 
 The directory gets its name once all shards are on the disk. The index of the shards is a pickle of torch's: like any
@@ -38,6 +39,7 @@ from headrace.training.ranks import Ranks
 
 WEIGHTS = "model/"
 OPTIMIZER = "optimizer/"
+REFERENCE = "reference/"
 
 
 class ShardWriter:
@@ -93,6 +95,12 @@ def read_shards(checkpoint: Path, tensors: Mapping[str, torch.Tensor], ranks: Ra
         process_group=ranks.storing if ranks else None,
         no_dist=ranks is None,
     )
+
+
+def has_reference(checkpoint: Path) -> bool:
+    """Whether the shards hold the weights of a reference."""
+    metadata = FileSystemReader(checkpoint / SHARDS).read_metadata().state_dict_metadata
+    return any(key.startswith(REFERENCE) for key in metadata)
 
 
 def read_optimizer(

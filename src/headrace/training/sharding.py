@@ -75,6 +75,15 @@ def reshard(model: torch.nn.Module) -> None:
         model.reshard()
 
 
+def bring_to_rest(model: torch.nn.Module) -> None:
+    """Let no pass hold weights nor read them any more, so that they can be exchanged for others where they lie."""
+    reshard(model)
+    device, held = input_device(model), local_tensor(next(model.parameters()))
+    if device.type == "cuda" and held.device.type == "cpu":
+        # Offloaded weights are copied from the host whenever the GPU comes to it.
+        torch.cuda.synchronize(device)
+
+
 def input_device(model: torch.nn.Module) -> torch.device:
     """Where a pass computes; offloaded weights lie elsewhere."""
     parameter = next(model.parameters())
