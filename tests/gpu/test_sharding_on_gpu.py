@@ -26,8 +26,12 @@ TRAINING = TrainingConfig(
 )
 
 
-def losses(model, ranks, training):
-    trainer = Trainer(model, AlgorithmConfig(), training, total_steps=5, warm_start=WarmStartConfig(), ranks=ranks)
+PLAIN = AlgorithmConfig()
+KL = AlgorithmConfig(kl="k3", kl_weight=0.1)
+
+
+def losses(model, ranks, training, algorithm=PLAIN):
+    trainer = Trainer(model, algorithm, training, total_steps=5, warm_start=WarmStartConfig(), ranks=ranks)
     return [trainer.step(random_batch(step, step=step)).loss for step in range(1, 6)], trainer
 
 
@@ -50,5 +54,21 @@ def test_one_rank_equals_the_unwrapped_model(tmp_path, changes, tolerance):
         if training.compute_dtype == "float32":
             for name, tensor in plain.weights().items():
                 assert float((weights[name].cuda() - tensor).abs().mean()) < 1e-5, name
+    finally:
+        ranks.leave()
+
+
+def test_a_reference_takes_the_place_of_offloaded_weights_that_muon_moves(tmp_path):
+    """Shards on the host, copied to the GPU as it comes to them, and matrices that are gathered there."""
+    path = model_dir(tmp_path / "model", "qwen3")
+    training = msgspec.structs.replace(TRAINING, optimizer="muon")
+    expected, plain = losses(load_model(path, device="cuda"), None, training, KL)
+    training = msgspec.structs.replace(training, offload=True)
+    ranks = join(tmp_path / "store", 0, 1, tensor_parallel=1, device="cuda", timeout=60)
+    try:
+        found, trainer = losses(prepare_model(load_model(path), training, ranks), ranks, training, KL)
+        assert found == pytest.approx(expected, abs=5e-3)
+        for name, tensor in plain.weights().items():
+            assert float((trainer.weights()[name].to_local().cuda() - tensor).abs().mean()) < 1e-4, name
     finally:
         ranks.leave()

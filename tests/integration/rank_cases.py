@@ -45,11 +45,13 @@ class Case(msgspec.Struct, frozen=True):
 
 
 PLAIN = Case()
+MUON = msgspec.structs.replace(TRAINING, optimizer="muon")
 KL = AlgorithmConfig(loss="grpo", kl="k3", kl_weight=0.5)
 CASES = {
     "kl": Case(KL),
     "recomputed": Case(AlgorithmConfig(loss="decoupled_ppo", proximal="recomputed"), steps_per_version=2),
     "distillation": Case(AlgorithmConfig(loss="distillation", teacher="teacher")),
+    "muon": Case(training=MUON),
 }
 
 

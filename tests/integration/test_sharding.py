@@ -11,6 +11,8 @@ from rank_cases import (
     CANARY,
     CASES,
     KL,
+    MUON,
+    PLAIN,
     AllDouble,
     Case,
     Result,
@@ -87,7 +89,7 @@ def other_cases(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("ranks", "tensor_parallel"), [(2, 1), (4, 1), (2, 2)])
-def test_other_policies_are_scored_as_on_one_rank(tmp_path, other_cases, ranks, tensor_parallel):
+def test_other_policies_and_muon_are_those_of_one_rank(tmp_path, other_cases, ranks, tensor_parallel):
     path, trainers, expected = other_cases
     arguments = {name: (path, FEW, case) for name, case in CASES.items()}
     on_ranks(tmp_path, ranks, tensor_parallel, in_turn, train_and_tell, arguments)
@@ -98,21 +100,23 @@ def test_other_policies_are_scored_as_on_one_rank(tmp_path, other_cases, ranks, 
             assert_same(state["weights"], trainers[name].weights())
 
 
-def test_the_reference_of_a_model_with_experts(tmp_path):
+def test_the_reference_of_a_model_with_experts_that_muon_moves(tmp_path):
+    """Experts are cut between the matrices of their stacks, all else through them."""
     path = model_dir(tmp_path / "mixtral", "mixtral")
-    trainer = make_trainer(path, None, CASES["kl"])
+    case = Case(KL, MUON)
+    trainer = make_trainer(path, None, case)
     expected = train(trainer, 0, FEW)
-    on_ranks(tmp_path / "ranks", 2, 1, train_and_tell, path, FEW, CASES["kl"])
+    on_ranks(tmp_path / "ranks", 2, 1, train_and_tell, path, FEW, case)
     told, states = results(tmp_path / "ranks", 2)
     assert expected.metrics[-1]["reference_kl"] > 1e-3
     assert_reported(told[1], expected)
     assert_same(states[1]["weights"], trainer.weights())
 
 
-def test_a_reference_after_a_warm_start_goes_on_at_other_numbers_of_ranks(tmp_path):
-    """Only the checkpoint has it: from two ranks to one and four, and from one to two."""
+def test_a_reference_and_muon_go_on_at_other_numbers_of_ranks(tmp_path):
+    """Only the checkpoint has the reference of a warm start: from two ranks to one and four, and from one to two."""
     path = model_dir(tmp_path / "model")
-    case = Case(KL, warm=2)
+    case = Case(KL, MUON, warm=2)
     straight, stopped, alone = (make_trainer(path, None, case) for _ in range(3))
     expected = train(straight, 0, FEW, case)
     assert expected.metrics[-1]["reference_kl"] > 1e-3
@@ -138,13 +142,16 @@ def test_a_reference_after_a_warm_start_goes_on_at_other_numbers_of_ranks(tmp_pa
 def test_a_grid_of_both_kinds(tmp_path):
     """Norms of queries and keys, an untied head: two rows of work, two slices each."""
     path = model_dir(tmp_path / "model", "qwen3")
-    trainer = make_trainer(path, None)
-    expected = train(trainer, 0, 2)
-    on_ranks(tmp_path / "ranks", 4, 2, train_and_tell, path, 2)
-    told, states = results(tmp_path / "ranks", 4)
-    for result, state in zip(told, states, strict=True):
-        assert result.losses == pytest.approx(expected.losses, rel=0, abs=TOLERANCE)
-        assert_same(state["weights"], trainer.weights())
+    cases = {"plain": PLAIN, "muon": CASES["muon"]}
+    arguments = {name: (path, 2, case) for name, case in cases.items()}
+    on_ranks(tmp_path / "ranks", 4, 2, in_turn, train_and_tell, arguments)
+    for name, case in cases.items():
+        trainer = make_trainer(path, None, case)
+        expected = train(trainer, 0, 2)
+        told, states = results(tmp_path / "ranks" / name, 4)
+        for result, state in zip(told, states, strict=True):
+            assert result.losses == pytest.approx(expected.losses, rel=0, abs=TOLERANCE)
+            assert_same(state["weights"], trainer.weights())
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_at_one_and_four(tmp_path, one_rank):

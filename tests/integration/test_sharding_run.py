@@ -81,13 +81,14 @@ def test_two_ranks_train_and_one_goes_on(tmp_path: Path) -> None:
     assert steps == [1, 2, 3]
 
 
-def test_two_ranks_with_a_teacher_and_a_reference(tmp_path: Path) -> None:
+def test_two_ranks_with_a_teacher_a_reference_and_muon(tmp_path: Path) -> None:
     """The reference is that of a warm start: one rank finds it in the checkpoint of two."""
     model = library.load_config(QUICKSTART).model
     load_model(model.path, weights="random", seed=9).save_pretrained(tmp_path / "teacher")
     policies = ("algorithm.loss=distillation", f"algorithm.teacher={tmp_path / 'teacher'}", "algorithm.kl=k3")
-    two = ("training.ranks=2", "run.versions=2", "evaluate.prompts=0", "training.learning_rate=1e-3")
-    run = headrace("train", str(QUICKSTART), *settings(tmp_path, *two, *policies), "--json")
+    training = ("training.ranks=2", "training.optimizer=muon", "training.learning_rate=1e-3")
+    short = ("run.versions=2", "evaluate.prompts=0")
+    run = headrace("train", str(QUICKSTART), *settings(tmp_path, *training, *short, *policies), "--json")
     assert run.returncode == 0, run.stderr
     run_dir = tmp_path / "run"
     again = headrace("resume", str(run_dir), "--set", "training.ranks=1", "--set", "run.versions=3", "--json")

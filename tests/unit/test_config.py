@@ -185,8 +185,8 @@ def test_values_that_cannot_go_together() -> None:
     for refused in ("lora.rank=4", "training.optimizer=adamw_8bit", "delivery.send=delta", "delivery.transport=nccl"):
         with pytest.raises(ConfigError, match=r"^\[training\] ranks: .* needs one rank without offload$"):
             make_config(MINIMAL, ["training.ranks=2", refused])
-    beside = ["algorithm.kl=k3", "algorithm.loss=decoupled_ppo", "algorithm.proximal=recomputed"]
-    assert make_config(MINIMAL, ["training.ranks=2", *beside]).algorithm.kl == "k3"
+    policies = ["algorithm.kl=k3", "algorithm.loss=decoupled_ppo", "algorithm.proximal=recomputed"]
+    assert make_config(MINIMAL, ["training.ranks=2", "training.optimizer=muon", *policies]).algorithm.kl == "k3"
     with pytest.raises(ConfigError, match=r'\[engine\] urls: only engine kind "vllm" has it'):
         make_config(MINIMAL, ['engine.urls=["http://127.0.0.1:8000"]'])
     with pytest.raises(ConfigError, match=r'\[engine\] python: engine kind "vllm" needs'):

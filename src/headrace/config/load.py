@@ -279,7 +279,7 @@ def _check_ranks(config: Config) -> None:
     """What is built for one rank so far is refused on several, in one line each."""
     wanted = {
         "[lora]": config.lora is not None,
-        f'[training] optimizer = "{config.training.optimizer}"': config.training.optimizer != "adamw",
+        '[training] optimizer = "adamw_8bit"': config.training.optimizer == "adamw_8bit",
         '[delivery] send = "delta"': config.delivery.send == "delta",
         '[delivery] transport = "nccl"': config.delivery.transport == "nccl",
     }

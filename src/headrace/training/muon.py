@@ -1,16 +1,19 @@
 """Muon: momentum whose matrices are orthogonalised, so that a step moves every direction of a matrix alike.
 
 The size of an update is that of AdamW's, whatever the shape, so one learning rate serves both. The iteration runs in
-bfloat16 on a GPU and in float32 on a CPU; stacks of matrices (experts) are orthogonalised one by one.
+bfloat16 on a GPU and in float32 on a CPU, or in the float64 of the weights; stacks of matrices (experts) are
+orthogonalised one by one. Of sharded matrices momentum is kept by shard, and what is orthogonalised is gathered.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+
+from headrace.training.sharding import on_whole_matrices
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: steep at zero, so that five steps bring all singular values near 1."""
@@ -21,8 +24,18 @@ RMS_OF_ADAMW = 0.2
 class Muon(torch.optim.Optimizer):
     """Nesterov momentum, orthogonalised, with decoupled weight decay."""
 
-    def __init__(self, params: Iterable[Any], lr: float, *, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        *,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        wholes: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """`wholes` has the sharded parameter for each one that is a rank's part of it."""
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self._wholes = wholes or {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -37,8 +50,9 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
                 momentum = state["momentum_buffer"].lerp_(p.grad, 1.0 - beta)
-                direction = orthogonalised(p.grad.lerp(momentum, beta))
-                size = RMS_OF_ADAMW * math.sqrt(max(p.shape[-2:]))
+                whole = self._wholes.get(p, p)
+                direction = on_whole_matrices(orthogonalised, p.grad.lerp(momentum, beta), whole)
+                size = RMS_OF_ADAMW * math.sqrt(max(whole.shape[-2:]))
                 p.mul_(1.0 - rate * group["weight_decay"])
                 p.add_(direction.to(p.dtype), alpha=-rate * size)
 
@@ -47,8 +61,9 @@ def orthogonalised(matrices: torch.Tensor) -> torch.Tensor:
     """U S V^T becomes about U V^T, for each matrix of a stack [..., m, n], by Newton-Schulz iteration."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x: torch.Tensor = matrices.to(torch.float32 if matrices.device.type == "cpu" else torch.bfloat16)
-    x = x.mT if tall else x
+    x: torch.Tensor = matrices.mT if tall else matrices
+    if x.dtype != torch.float64:
+        x = x.to(torch.float32 if x.device.type == "cpu" else torch.bfloat16)
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(ITERATIONS):
         gram = x @ x.mT

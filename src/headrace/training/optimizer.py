@@ -70,7 +70,7 @@ class Pending(NamedTuple):
 class Optimizer:
     """The optimizers of a model's trainable parameters as one, stepped with a given learning rate.
 
-    Of a sharded model it steps this rank's part, by this rank's part of the moments: AdamW knows no neighbours.
+    Of a sharded model it steps this rank's part, by this rank's part of the moments; Muon gathers matrices for it.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Optimizer:
         )
         self._named = {name: local_part(p) for name, p in self._parameters.items()}
         self._clip_norm = config.clip_norm
-        self._parts = make_parts(model, self._named, config)
+        self._parts = make_parts(model, self._named, config, self._parameters)
         self._part_of = {
             id(p): part for part in self._parts for group in part.optimizer.param_groups for p in group["params"]
         }

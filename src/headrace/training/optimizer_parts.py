@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,15 +42,24 @@ class Part:
                 group["lr"] = rate * group["factor"]
 
 
-def make_parts(model: torch.nn.Module, named: Mapping[str, torch.nn.Parameter], config: TrainingConfig) -> list[Part]:
-    """The optimizers of a model's trainable parameters, or of this rank's parts of them, as the configuration says."""
+def make_parts(
+    model: torch.nn.Module,
+    named: Mapping[str, torch.nn.Parameter],
+    config: TrainingConfig,
+    wholes: Mapping[str, torch.nn.Parameter],
+) -> list[Part]:
+    """The optimizers of a model's trainable parameters, or of this rank's parts of them, as the configuration says.
+
+    `wholes` are the parameters themselves, by the same names.
+    """
     factors = _factors(named, config.learning_rates)
     if config.optimizer != "muon":
         make = _adamw if config.optimizer == "adamw" else _adamw_8bit
         return [make(_groups(named, factors, config), config)] if named else []
     hidden = hidden_matrices(model)
+    muon = partial(_muon, wholes={p: wholes[name] for name, p in named.items()})
     parts = []
-    for mine, make in ((hidden, _muon), (named.keys() - hidden, _adamw)):
+    for mine, make in ((hidden, muon), (named.keys() - hidden, _adamw)):
         chosen = {name: p for name, p in named.items() if name in mine}
         if chosen:
             parts.append(make(_groups(chosen, factors, config), config))
@@ -97,8 +107,8 @@ def _adamw(groups: list[dict[str, Any]], config: TrainingConfig) -> Part:
     return Part(torch.optim.AdamW(groups, lr=0.0, betas=(config.beta1, config.beta2), fused=True), ADAMW_STATE)
 
 
-def _muon(groups: list[dict[str, Any]], config: TrainingConfig) -> Part:
-    return Part(Muon(groups, lr=0.0), frozenset({"momentum_buffer"}))
+def _muon(groups: list[dict[str, Any]], config: TrainingConfig, wholes: Mapping[torch.Tensor, torch.Tensor]) -> Part:
+    return Part(Muon(groups, lr=0.0, wholes=wholes), frozenset({"momentum_buffer"}))
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], config: TrainingConfig) -> Part:

@@ -32,11 +32,11 @@ from headrace.training.sharded_checkpoint import (
     WEIGHTS,
     ShardWriter,
     has_reference,
-    placed_like,
     read_optimizer,
     read_shards,
     write_model_files,
 )
+from headrace.training.sharding import placed_like
 from headrace.training.snapshot import CheckpointWriter, ModelSnapshot, on_host
 
 OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"

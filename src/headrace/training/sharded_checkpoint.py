@@ -36,6 +36,7 @@ from headrace.training.checkpoint import (
     partial_path,
 )
 from headrace.training.ranks import Ranks
+from headrace.training.sharding import placed_like
 
 WEIGHTS = "model/"
 OPTIMIZER = "optimizer/"
@@ -120,20 +121,6 @@ def read_optimizer(
         key.removeprefix(OPTIMIZER): tensor.to_local() if isinstance(tensor, DTensor) else tensor
         for key, tensor in targets.items()
     }
-
-
-def placed_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor of the optimizer's as a shard of a whole: as its parameter is, unless it has a shape of its own."""
-    if not isinstance(parameter, DTensor) or part.shape != parameter.to_local().shape or not part.ndim:
-        return part
-    return DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def write_model_files(model: Any, path: Path) -> None:

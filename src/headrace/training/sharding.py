@@ -5,7 +5,7 @@ Sharding changes where weights lie and who computes what, never what is computed
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from headrace.config.schema import TrainingConfig
+from headrace.delivery.regions import whole
+from headrace.delivery.shards import held_region
 from headrace.errors import ModelError, UserError
 from headrace.training.compiled import compile_model
 from headrace.training.devices import compute_dtype
@@ -99,6 +101,38 @@ def local_part(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor, on the same memory: itself, where it is whole."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor of the optimizer's as a shard of a whole: as its parameter is, unless it has a shape of its own."""
+    if not isinstance(parameter, DTensor) or part.shape != parameter.to_local().shape or not part.ndim:
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def on_whole_matrices(
+    function: Callable[[torch.Tensor], torch.Tensor], part: torch.Tensor, parameter: torch.Tensor
+) -> torch.Tensor:
+    """This rank's part of what a function makes of matrices [..., m, n], given its part of them, cut like a parameter.
+
+    Every rank gathers them and computes all, unless a stack is cut between its matrices. The same calls on all ranks.
+    """
+    if not isinstance(parameter, DTensor) or not _cuts_matrices(parameter):
+        return function(part)
+    mine = held_region(parameter).within(whole(parameter.shape))
+    gathered: Any = placed_like(part, parameter)
+    return function(gathered.full_tensor())[mine].to(part.device)
+
+
+def _cuts_matrices(parameter: DTensor) -> bool:
+    return any(getattr(placement, "dim", -1) >= parameter.ndim - 2 for placement in parameter.placements)
 
 
 def global_norm(gradients: Iterable[torch.Tensor], ranks: Ranks | None) -> torch.Tensor:

@@ -14,7 +14,7 @@ from random_models import twins
 from headrace.config.schema import TrainingConfig
 from headrace.errors import UserError
 from headrace.training import update_ratio
-from headrace.training.muon import Muon
+from headrace.training.muon import Muon, orthogonalised
 from headrace.training.optimizer import Optimizer, learning_rate
 from headrace.training.optimizer_parts import hidden_matrices
 from headrace.training.update_ratio import UpdateRatio
@@ -278,6 +278,13 @@ def test_moments_in_eight_bits_are_near_and_go_on_to_the_bit(monkeypatch):
     assert torch.equal(models[2].weight, models[0].weight)
     moved = (models[3].weight - matrix().weight).abs().mean()
     assert float((models[0].weight - models[3].weight).abs().mean()) < 0.1 * float(moved)
+
+
+def test_muon_iterates_in_float64_where_the_weights_are():
+    matrix = torch.randn(6, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    exact, rounded = orthogonalised(matrix), orthogonalised(matrix.float())
+    assert exact.dtype == torch.float64
+    assert 0 < float((rounded - exact).abs().max()) < 1e-5
 
 
 def test_eight_bits_without_a_package_are_refused_in_one_line(monkeypatch):
