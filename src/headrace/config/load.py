@@ -278,7 +278,7 @@ def _check_ignored(algorithm: AlgorithmConfig) -> None:
 def _check_ranks(config: Config) -> None:
     """What is built for one rank so far is refused on several, in one line each."""
     wanted = {
-        "[lora]": config.lora is not None,
+        '[lora] base = "nf4"': config.lora is not None and config.lora.base == "nf4",
         '[training] optimizer = "adamw_8bit"': config.training.optimizer == "adamw_8bit",
         '[delivery] send = "delta"': config.delivery.send == "delta",
         '[delivery] transport = "nccl"': config.delivery.transport == "nccl",
@@ -286,6 +286,8 @@ def _check_ranks(config: Config) -> None:
     for what, used in wanted.items():
         if used:
             raise ConfigError(f"[training] ranks: {what} needs one rank without offload")
+    if config.lora is not None and config.training.tensor_parallel > 1:
+        raise ConfigError("[training] tensor_parallel: an adapter is not cut over tensor ranks (set it to 1)")
 
 
 def _check_lora(lora: LoraConfig) -> None:

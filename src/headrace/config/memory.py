@@ -100,7 +100,8 @@ def state_bytes(config: Config, facts: ModelFacts, *, on_gpu: bool = True) -> in
     training, trained = config.training, trained_parameters(config.lora, facts)
     copy = _copy_bytes(training, on_gpu)
     if _is_sharded(training):
-        return _part(trained * STATE_BYTES[training.optimizer], training)
+        frozen = 4 * facts.parameters if config.lora else 0
+        return _part(trained * STATE_BYTES[training.optimizer] + frozen, training)
     own = trained * (STATE_BYTES[training.optimizer] + (copy if copy < 4 else 0))
     return own + (_frozen_bytes(config.lora, facts, copy) if config.lora else 0)
 
@@ -166,7 +167,8 @@ def _gathered(config: Config, facts: ModelFacts, copy: int) -> int:
     """Embeddings and projection, the layer in use and the next one; gradients of all weights between two passes."""
     outer, layers = _outer(facts), max(1, facts.layers)
     layer = (facts.parameters - outer) // layers
-    gradients = facts.parameters if _takes_several_passes(config, facts) else outer + layer
+    trained = trained_parameters(config.lora, facts)
+    gradients = trained if _takes_several_passes(config, facts) else min(trained, outer + layer)
     return copy * (outer + min(2, layers) * layer) + 4 * gradients
 
 

@@ -10,7 +10,7 @@ import copy
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from headrace.errors import ModelError, UserError
 from headrace.models.lora import adapter_weights
 from headrace.models.lora_targets import Targets, find_targets
 from headrace.training.checkpoint import copy_companions
-from headrace.training.sharding import input_device
+from headrace.training.sharding import input_device, reshard, take_part, whole_tensor
 from headrace.training.snapshot import on_host
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -86,14 +86,20 @@ class TrainedAdapter:
                 for layer in self._dropouts:
                     layer.eval()
 
-    def disabled(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
         """Inside, the model is its base, from which a divergence is measured. Not for gradients."""
-        disabled: AbstractContextManager[None] = self._peft.disable_adapter()
-        return disabled
+        # What peft switches on and off must be a rank's own parameters, not those that a pass has gathered.
+        reshard(self._model)
+        with self._peft.disable_adapter():
+            try:
+                yield
+            finally:
+                reshard(self._model)
 
     def snapshot(self) -> Callable[[Path], None]:
-        """Copy the adapter as it is now; what writes the copy into a directory, as peft does."""
-        state = on_host(self._state())
+        """Copy the adapter as it is now, on several ranks all of it; what writes the copy as peft does."""
+        state = on_host({name: whole_tensor(tensor) for name, tensor in self._state().items()})
         settings = copy.copy(self._settings)
         settings.inference_mode = True
 
@@ -112,9 +118,7 @@ class TrainedAdapter:
         for name in sorted(saved.keys() | live.keys()):
             if name not in saved or name not in live or saved[name].shape != live[name].shape:
                 raise UserError(f"{path} holds another adapter than [lora] asks for: they differ in {name}")
-        with torch.no_grad():
-            for name, tensor in live.items():
-                tensor.copy_(saved[name])
+        take_part(saved, live)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """The live tensors by the names of peft's files."""

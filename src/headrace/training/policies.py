@@ -1,8 +1,8 @@
 """The policies beside the one in training: reference, proximal, teacher. They score the same rows, without gradient.
 
-None of them is changed by training: the reference is what the first policy step began with, also after a restart, the
-proximal one what the version in training began with. A model whose weights are exchanged for a while has them back, to
-the bit, whatever happens meanwhile.
+None of them is changed by training: the reference is what the first policy step began with, also after a restart, or
+the base of an adapter; the proximal one what the version in training began with. A model whose weights are exchanged
+for a while has them back, to the bit, whatever happens meanwhile.
 """
 
 from __future__ import annotations

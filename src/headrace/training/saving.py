@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
 
 from headrace.delivery.regions import whole
 from headrace.delivery.shards import held_region
@@ -36,7 +35,7 @@ from headrace.training.sharded_checkpoint import (
     read_shards,
     write_model_files,
 )
-from headrace.training.sharding import placed_like
+from headrace.training.sharding import placed_like, take_part, whole_tensor
 from headrace.training.snapshot import CheckpointWriter, ModelSnapshot, on_host
 
 OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"
@@ -77,9 +76,9 @@ class Saver:
         """Write a checkpoint below this directory, with the companions of that model directory; its path, once whole.
 
         This returns when all tensors are copied; they are written while the trainer goes on. One that is still being
-        written is waited for, and what made it fail is raised.
+        written is waited for, and what made it fail is raised. An adapter is small: the first rank writes all of it.
         """
-        if self._shards is not None:
+        if self._shards is not None and self._adapter is None:
 
             def fill(path: Path) -> None:
                 write_model_files(self._model, path)
@@ -87,13 +86,18 @@ class Saver:
 
             moments = optimizer.tensors() if optimizer else {}
             return self._shards.save(directory, state, self._sharded(moments, self._own_reference(state)), fill)
+        if self._ranks is not None and self._ranks.rank:
+            self._snapshot(state, optimizer, companions)  # with the first rank, which gathers it
+            written: Future[Path] = Future()
+            written.set_result(directory)
+            return written
         return self._writer.save(directory, state, lambda: self._snapshot(state, optimizer, companions))
 
     def _snapshot(self, state: TrainerState, optimizer: Optimizer | None, companions: Path) -> Callable[[Path], None]:
         """Copy all that a checkpoint holds; what writes it."""
         with self._whole():
             write_weights = self._adapter.snapshot() if self._adapter else ModelSnapshot(self._model).write
-        moments = on_host(optimizer.tensors() if optimizer else {})
+        moments = on_host(self._gathered(optimizer.tensors() if optimizer else {}))
         reference = on_host(self._own_reference(state))
 
         def write(path: Path) -> None:
@@ -111,7 +115,7 @@ class Saver:
         if state.policy_steps:
             self._policies.hold_reference()
             self._load_reference(checkpoint, state)
-        if is_sharded(checkpoint):
+        if is_sharded(checkpoint) and self._adapter is None:
             read_shards(checkpoint, _under(WEIGHTS, self._weights()), self._ranks)
             if optimizer:
                 optimizer.restore(read_optimizer(checkpoint, dict(self._model.named_parameters()), self._ranks))
@@ -147,7 +151,7 @@ class Saver:
         if is_sharded(checkpoint) and has_reference(checkpoint):
             read_shards(checkpoint, _under(REFERENCE, reference), self._ranks)
         elif (checkpoint / REFERENCE_FILE).is_file():
-            _take(load_file(checkpoint / REFERENCE_FILE), reference)
+            take_part(load_file(checkpoint / REFERENCE_FILE), reference)
         elif state.steps_done > state.policy_steps:
             raise UserError(
                 f"[algorithm] kl: {checkpoint} does not hold the policy that its warm start made, the reference; "
@@ -163,7 +167,7 @@ class Saver:
             raise UserError(f"{checkpoint} holds an adapter only: it is of a run with [lora]")
         weights = self._weights()
         saved = load_model(checkpoint, dtype=str(next(iter(weights.values())).dtype).removeprefix("torch."))
-        _take(named_weights(saved), weights)
+        take_part(named_weights(saved), weights)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return trained_weights(self._model, self._half, self._adapter)
@@ -172,11 +176,20 @@ class Saver:
         self, moments: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """This rank's shards of everything, by the names that they have in a checkpoint."""
+        return (
+            _under(WEIGHTS, self._weights()) | _under(REFERENCE, reference) | _under(OPTIMIZER, self._placed(moments))
+        )
+
+    def _placed(self, moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What this rank's optimizer keeps, by `kind/parameter name`, as shards of the whole."""
         parameters = dict(self._model.named_parameters())
-        shards = _under(WEIGHTS, self._weights()) | _under(REFERENCE, reference)
-        for key, tensor in moments.items():
-            shards[OPTIMIZER + key] = placed_like(tensor, parameters[key.partition("/")[2]])
-        return shards
+        return {key: placed_like(tensor, parameters[key.partition("/")[2]]) for key, tensor in moments.items()}
+
+    def _gathered(self, moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same of all ranks."""
+        if self._ranks is None:
+            return dict(moments)
+        return {key: whole_tensor(tensor) for key, tensor in self._placed(moments).items()}
 
     def _own_part(self, moments: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Of whole tensors by `kind/parameter name`, what this rank's optimizer steps."""
@@ -193,11 +206,3 @@ class Saver:
 
 def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {prefix + name: tensor for name, tensor in tensors.items()}
-
-
-@torch.no_grad()
-def _take(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy whole tensors over weights of which this rank may hold only a part."""
-    for name, tensor in weights.items():
-        part = saved[name][held_region(tensor).within(whole(tensor.shape))]
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).copy_(part)

@@ -5,7 +5,7 @@ Sharding changes where weights lie and who computes what, never what is computed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -101,6 +101,18 @@ def local_part(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor, on the same memory: itself, where it is whole."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, of which this rank may hold only a part; the same calls on all ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def take_part(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy whole tensors over weights of which this rank may hold only a part."""
+    for name, tensor in weights.items():
+        local_tensor(tensor).copy_(saved[name][held_region(tensor).within(whole(tensor.shape))])
 
 
 def placed_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
