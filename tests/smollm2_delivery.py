@@ -1,11 +1,14 @@
 """Deliveries of a real model: SmolLM2-135M, trained by RL steps, to real engines. Run by `make examples`.
 
 Deltas at a small learning rate are small and lose nothing, also for an engine that missed a version; of a LoRA adapter
-nothing but the adapter travels, whatever the transport. The model is fetched by `examples/smollm2/fetch.py`.
+nothing but the adapter travels, whatever the transport, and plain peft makes the same model of its export. SmolLM2 is
+fetched by `examples/smollm2/fetch.py`.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
 
 from headrace.config.schema import AlgorithmConfig, EngineConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.delivery import transports
@@ -31,11 +36,28 @@ from headrace.errors import WrongBase
 from headrace.models.loading import load_model, named_weights
 from headrace.models.lora import attach
 from headrace.models.rounding import rounded
+from headrace.training.checkpoint import latest
 from headrace.training.lora import TrainedAdapter
 from headrace.training.trainer import Trainer
 from headrace.types import Batch, Float32Array, Int32Array
 
-MODEL = Path(__file__).parents[1] / "examples/smollm2/model"
+sys.path.append(str(Path(__file__).parent / "unit/training"))
+
+from random_models import AllDouble
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / "examples/smollm2/model"
+LORA_RUN = {
+    "run.versions": 2,
+    # Two rewards that are equal teach nothing; these steps do, whatever is sampled.
+    "warm_start.steps": 2,
+    "warm_start.batch": 4,
+    "buffer.groups": 2,
+    "rollouts.group_size": 2,
+    "rollouts.max_tokens": 8,
+    "evaluate.prompts": 0,
+    "observe.display": "none",
+}
 QUESTION = "<|im_start|>user\nWhat is {} + {}?<|im_end|>\n<|im_start|>assistant\n"
 TOKENS = 6
 MISSED = 11
@@ -248,3 +270,36 @@ def test_of_a_lora_run_only_the_adapter_travels_and_is_served_as_trained(
     with_base = trainer.reference_score(prompt)
     assert np.abs(trainer.score(prompt) - with_base).max() > 1e-2, "the adapter must matter"
     engine.close()
+
+
+def command(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_export_of_a_lora_run_is_the_trained_model_in_plain_peft(tokenizer: Any, tmp_path: Path) -> None:
+    """In float64 on both sides: what is left is no rounding of either."""
+    chosen = [f"{key}={value}" for key, value in LORA_RUN.items()] + [f"run.directory={tmp_path}", "run.name=lora"]
+    command("train", "examples/lora/lora.toml", *(part for one in chosen for part in ("--set", one)))
+    command("export", str(tmp_path / "lora"), "--to", "peft", "--out", str(tmp_path / "adapter"))
+
+    ours = load_model(MODEL, dtype="float64")
+    adapter = TrainedAdapter(ours, LoraConfig(rank=16, alpha=32), base=MODEL)
+    settings = {"total_steps": 100, "warm_start": WarmStartConfig(), "adapter": adapter}
+    trainer = Trainer(ours, AlgorithmConfig(), TrainingConfig(compute_dtype="float32", compile=False), **settings)
+    trainer.load(latest(tmp_path / "lora" / "checkpoints"))
+    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64, attn_implementation="eager")
+    plain = PeftModel.from_pretrained(base, tmp_path / "adapter").to(torch.float64).eval()
+
+    for first, second in ((17, 25), (3, 4), (88, 9)):
+        token_ids = np.array(tokenizer.encode(QUESTION.format(first, second) + str(first + second)).ids, np.int32)
+        with torch.no_grad(), AllDouble():
+            found = trainer.score(token_ids)
+            before = trainer.reference_score(token_ids)
+            tokens = torch.from_numpy(token_ids).long()
+            logits = plain(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+            expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+        assert np.abs(found - before).max() > 1e-2, "the adapter must matter"
