@@ -7,6 +7,7 @@ import os
 import signal
 import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,46 @@ def test_a_killed_controller_leaves_no_orphan_and_its_run_goes_on(tmp_path: Path
     assert reasons <= {"surplus"}, "nothing that was begun is thrown away, unless 12 versions have no use for it"
     assert versions == sorted(set(versions)), "versions are never reused"
     assert segments_left() == set()
+
+
+def in_flight(run_dir: Path) -> int:
+    with sqlite3.connect(run_dir / "journal.db") as db:
+        return db.execute("SELECT count(*) FROM groups WHERE state = 'in_flight'").fetchone()[0]
+
+
+def trained_state(run_dir: Path) -> dict[str, bytes]:
+    """The files of the last checkpoint that hold numbers: weights or adapter, optimizer."""
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    return {str(path.relative_to(newest)): path.read_bytes() for path in newest.rglob("*.safetensors")}
+
+
+@pytest.mark.parametrize(
+    "more", [pytest.param((), id="full"), pytest.param(("lora.rank=4",), id="lora", marks=pytest.mark.slow)]
+)
+def test_a_synchronous_run_killed_between_steps_ends_as_if_undisturbed(
+    tmp_path: Path, stop: Callable[..., Path], more: tuple[str, ...]
+) -> None:
+    mine = ["buffer.depth=0", "run.versions=6", "training.checkpoint_every=2", "evaluate.prompts=0", *more]
+    stopped = stop("engine", "headrace.engines.embedded.loop:EngineLoop._submit", 4, "nobody")
+    run_dir = tmp_path / "run"
+    run = start("train", str(QUICKSTART), *settings(tmp_path, *mine))
+    wait_until_training(run_dir, 3)
+    deadline = time.monotonic() + 30
+    while in_flight(run_dir) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert stopped.exists() and in_flight(run_dir) == 4, "the groups of the fourth step are begun, and have no token"
+    run.kill()
+    run.communicate(timeout=30)
+    while worker_pids(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+    again = headrace("resume", str(run_dir))
+    assert again.returncode == 0, again.stderr
+    assert ledger(run_dir) == {"admitted": 24, "trained": 24, "dropped": 0, "failed": 0, "in_flight": 0}
+    twin = headrace("train", str(QUICKSTART), *settings(tmp_path / "twin", *mine))
+    assert twin.returncode == 0, twin.stderr
+    undisturbed = trained_state(tmp_path / "twin" / "run")
+    assert len(undisturbed) == 2 and trained_state(run_dir) == undisturbed
 
 
 def test_a_killed_trainer_comes_back_and_nothing_is_generated_again(tmp_path: Path) -> None:

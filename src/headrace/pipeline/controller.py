@@ -120,7 +120,6 @@ class Controller:
         self.recorder.training_started()
         async with asyncio.TaskGroup() as loops:
             self.attempts.run_in(loops)
-            self._take_up(loops)
             saving = loops.create_task(self.partials.save_loop(), name="save")
             loops.create_task(self.admit_loop(loops), name="admit")
             loops.create_task(self.train_loop(loops), name="train")
@@ -150,18 +149,21 @@ class Controller:
     # ---- ADMIT
 
     async def admit_loop(self, tasks: asyncio.TaskGroup) -> None:
-        """Start groups while the window has slots for them."""
+        """Go on with the groups of an earlier life, then start groups while the window has slots for them."""
+        await self._start(self._take_up(), tasks)
         while not self._admitted_all():
             await self.waits.until("admit", self._explain_admission, self._may_admit)
-            started = [self._admit() for _ in range(0 if self.stopping else self.window.free)]
-            if self.synchronous:
-                # All first requests leave in one message: the engine's schedule follows from it alone.
-                for _, episodes in started:
-                    await prepare_group(episodes)
-            for group, episodes in started:
-                tasks.create_task(self._run_group(group, episodes), name=f"group {group.id}")
+            await self._start([self._admit() for _ in range(0 if self.stopping else self.window.free)], tasks)
         if self.stopping:
             await self.attempts.cancel_running()
+
+    async def _start(self, groups: list[tuple[Group, list[AnyEpisode]]], tasks: asyncio.TaskGroup) -> None:
+        if self.synchronous:
+            # All first requests leave in one message: the engine's schedule follows from it alone.
+            for _, episodes in groups:
+                await prepare_group(episodes)
+        for group, episodes in groups:
+            tasks.create_task(self._run_group(group, episodes), name=f"group {group.id}")
 
     def _may_admit(self) -> bool:
         return self.window.may_admit() or self._admitted_all()
@@ -195,15 +197,17 @@ class Controller:
 
     # ---- groups of an earlier life
 
-    def _take_up(self, tasks: asyncio.TaskGroup) -> None:
-        """Go on with what an earlier life of the run had in flight."""
+    def _take_up(self) -> list[tuple[Group, list[AnyEpisode]]]:
+        """What an earlier life of the run had in flight: complete groups are judged, the others are to be run."""
+        unfinished = []
         prompts = {prompt.id: prompt for prompt in self.parts.task.train} if self.parts.left else {}
         for left in self.parts.left:
             group = Group(id=left.id, prompt=prompts[left.prompt], version=left.version, rollouts=left.rollouts)
             if left.complete:
                 self.attempts.taken_up(group)
             else:
-                tasks.create_task(self._run_group(group, self._resume_group(group, left)), name=f"group {group.id}")
+                unfinished.append((group, self._resume_group(group, left)))
+        return unfinished
 
     def _resume_group(self, group: Group, left: LeftGroup) -> list[AnyEpisode]:
         self.partials.resumed(left.partial)
