@@ -4,7 +4,8 @@
     ├── UserError            a mistake in what the user gave: one line, exit code 2
     │   ├── ConfigError      a value of the configuration (says which `[section] key`)
     │   ├── DataError        a file of theirs (says which file, which line)
-    │   └── ModelError       a model directory that cannot be used, or would be served wrongly
+    │   ├── ModelError       a model directory that cannot be used, or would be served wrongly
+    │   └── DiskError        a disk that takes no more
     ├── ChannelError         a message could not be sent, decoded or answered
     │   ├── DeadlineError    nobody answered in time (says who waited for whom)
     │   ├── HttpError        a server answered with an error (carries its status)
@@ -36,6 +37,10 @@ class DataError(UserError):
 
 class ModelError(UserError):
     """A model directory that cannot be used."""
+
+
+class DiskError(UserError):
+    """A disk that takes no more: nothing that was given is wrong, and what was written before is good."""
 
 
 class ChannelError(HeadraceError):

@@ -6,14 +6,16 @@ import json
 import os
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import QUICKSTART, headrace, small_settings
+from runs import QUICKSTART, headrace, small_settings, worker_pids
 from test_mistakes import refused
 
 from headrace.buffer.database import lock_run
+from headrace.config import load_config
 
 pytestmark = pytest.mark.slow
 
@@ -69,6 +71,30 @@ def test_settings_that_are_refused_are_not_kept(run_dir: Path) -> None:
     before = (run_dir / "config.toml").read_bytes()
     assert "[model] path: nowhere is not a directory" in refused("resume", str(run_dir), "--set", "model.path=nowhere")
     assert (run_dir / "config.toml").read_bytes() == before
+
+
+@pytest.mark.parametrize("setting", ["training.optimizer=muon", "lora.rank=4"])
+def test_settings_that_the_trainer_refuses_are_not_kept(run_dir: Path, setting: str) -> None:
+    before = (run_dir / "config.toml").read_bytes()
+    refused("resume", str(run_dir), "--set", "run.versions=4", "--set", setting)
+    assert (run_dir / "config.toml").read_bytes() == before
+    assert not list(run_dir.glob("config.next.*"))
+    goes_on(run_dir, 4)
+    assert load_config(run_dir / "config.toml").run.versions == 4
+
+
+def test_settings_of_a_resume_that_was_killed_before_it_had_started_are_not_kept(
+    run_dir: Path, stop: Callable[..., Path]
+) -> None:
+    before = (run_dir / "config.toml").read_bytes()
+    stopped = stop("trainer", "headrace.training.building:build_trainer", 1, "controller")
+    killed = headrace("resume", str(run_dir), "--set", "training.optimizer=muon")
+    assert stopped.exists() and killed.returncode == -9
+    assert (run_dir / "config.toml").read_bytes() == before
+    deadline = time.monotonic() + 30
+    while worker_pids(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    goes_on(run_dir, 4)
 
 
 @pytest.mark.parametrize("where", ["header", "page"])

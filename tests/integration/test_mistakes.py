@@ -84,6 +84,13 @@ def test_a_model_that_would_be_served_wrongly(tmp_path: Path) -> None:
     assert "Bloom" in line
 
 
+def test_what_the_trainer_refuses_leaves_no_directory_in_the_way(tmp_path: Path) -> None:
+    line = train(tmp_path, "training.learning_rates={nowhere=2.0}")
+    assert line == "[training] learning_rates: no trainable parameter has 'nowhere' in its name"
+    chosen = [part for setting in small_settings(tmp_path, "run.versions=1") for part in ("--set", setting)]
+    assert headrace("train", str(QUICKSTART), *chosen).returncode == 0
+
+
 def test_a_run_directory_that_exists_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").write_text("mine")

@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.buffer.database import check_resumable
 from headrace.config import Config, dump_config, with_settings
-from headrace.errors import UserError
+from headrace.errors import DiskError, UserError
 from headrace.observe.progress import Progress
 from headrace.pipeline.inputs import check_inputs
 from headrace.pipeline.run_dir import RunDir
@@ -29,11 +29,12 @@ class Outcome:
 
 
 def start_run(config: Config, progress: Progress, judge: Judge | None = None, *, prompts: str | None = None) -> Outcome:
-    """A new run. A mistake of the user's that shows before training begins leaves no run directory behind.
+    """A new run. A mistake of the user's that shows before the first version is served leaves no run directory behind.
 
     `prompts` are JSON lines to keep in the run directory, as `prompts.jsonl`.
     """
     run_dir = RunDir.create(config)
+    session = None
     try:
         if prompts is not None:
             (run_dir.path / "prompts.jsonl").write_text(prompts)
@@ -41,15 +42,19 @@ def start_run(config: Config, progress: Progress, judge: Judge | None = None, *,
         session = Session(config, run_dir, progress, task, chat)
         with run_dir.said_when_full():
             summary = session.execute()
-    except UserError:
-        if not run_dir.journal.is_file():
+    except UserError as error:
+        resumable = isinstance(error, DiskError) or (session is not None and session.began)
+        if not (resumable and run_dir.journal.is_file()):
             shutil.rmtree(run_dir.path)
         raise
     return Outcome(run_dir, summary, session.outcome)
 
 
 def resume_run(path: str | Path, progress: Progress, settings: Iterable[str] = ()) -> Outcome:
-    """Go on from the newest checkpoint of a run; `settings` change its configuration, and that is said."""
+    """Go on from the newest checkpoint of a run; `settings` change its configuration, and that is said.
+
+    They are kept once every process has started with them.
+    """
     run_dir, before = RunDir.open(path)
     if not run_dir.journal.is_file():
         raise UserError(f"{path}: nothing to resume (it has no journal.db)")
@@ -58,9 +63,7 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str] = (
     task, chat = check_inputs(config)
     for line in changes(before, config):
         progress.note(line)
-    with run_dir.said_when_full():
-        # Only now: settings that are refused are not kept.
-        run_dir.write_config(config)
+    with run_dir.said_when_full(), run_dir.trying(config):
         session = Session(config, run_dir, progress, task, chat)
         return Outcome(run_dir, session.execute(), session.outcome)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from headrace.config import Config, dump_config, load_config
-from headrace.errors import UserError
+from headrace.errors import DiskError, UserError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
@@ -19,6 +19,8 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.toml"
+        self.next_config = path / "config.next.toml"
+        """The configuration that a resume tries to start with."""
         self.journal = path / "journal.db"
         self.segments = path / "segments"
         self.metrics = path / "metrics.jsonl"
@@ -46,9 +48,25 @@ class RunDir:
 
     def write_config(self, config: Config) -> None:
         """The resolved configuration, whole or as it was before."""
-        part = self.config.with_suffix(".part")
-        part.write_text(dump_config(config))
-        part.replace(self.config)
+        _write_whole(self.config, config)
+
+    @contextmanager
+    def trying(self, config: Config) -> Iterator[None]:
+        """Workers that start in here read this configuration; it is kept if `keep_config` is called in here."""
+        try:
+            _write_whole(self.next_config, config)
+            yield
+        finally:
+            self.next_config.unlink(missing_ok=True)
+
+    def keep_config(self) -> None:
+        """The run has started with the configuration that was tried, if one was: it is the run's from now on."""
+        with suppress(FileNotFoundError):
+            self.next_config.replace(self.config)
+
+    def config_to_start_with(self) -> Config:
+        """What a worker reads."""
+        return load_config(self.next_config if self.next_config.is_file() else self.config)
 
     @contextmanager
     def said_when_full(self) -> Iterator[None]:
@@ -58,7 +76,7 @@ class RunDir:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            raise UserError(
+            raise DiskError(
                 f"{error.filename or self.path} cannot be written: {error.strerror}; when there is room, go on with "
                 f"`headrace resume {self.path}`"
             ) from error
@@ -72,3 +90,9 @@ class RunDir:
         if not run_dir.config.is_file():
             raise UserError(f"{path}: not a run directory (it has no config.toml)")
         return run_dir, load_config(run_dir.config)
+
+
+def _write_whole(path: Path, config: Config) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(dump_config(config))
+    part.replace(path)

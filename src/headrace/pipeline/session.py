@@ -26,6 +26,7 @@ from headrace.pipeline.run_dir import RunDir
 from headrace.pipeline.status import write_status
 from headrace.pipeline.wiring import TRAINER, Wired, make_controller, wire
 from headrace.tasks.chat import ChatFormat
+from headrace.types import NO_VERSION
 
 SHOW_SECONDS = 0.25
 WATCH_SECONDS = 1.0
@@ -53,6 +54,11 @@ class Session:
         self._journal = journal
         self._controller: Controller | None = None
         self.outcome = "failed"
+
+    @property
+    def began(self) -> bool:
+        """Whether a version was served: from then on there is something to go on with."""
+        return self._controller is not None and self._controller.proved != NO_VERSION
 
     def execute(self) -> dict[str, Any]:
         """Run to the end and return the summary. Raises the `HeadraceError` that ended it otherwise."""
@@ -110,6 +116,7 @@ class Session:
             watchers.append(guard.create_task(controller.deliveries.run(), name="deliver"))
             if wired.gateway is not None:
                 await wired.gateway.start()
+            self.run_dir.keep_config()
             watchers.append(guard.create_task(self._show_loop(controller), name="show"))
             watchers.append(guard.create_task(self._watch_loop(wired, controller), name="watch stalls"))
             await controller.begin()

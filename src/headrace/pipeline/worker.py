@@ -18,8 +18,9 @@ from typing import NoReturn
 
 from headrace.buffer.reader import open_readonly
 from headrace.channel.desk import Desk
-from headrace.config import Config, load_config
+from headrace.config import Config
 from headrace.errors import HeadraceError, PeerDied
+from headrace.pipeline.run_dir import RunDir
 
 PR_SET_PDEATHSIG = 1
 EXIT_USER_ERROR = 2
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle; it asks us to stop.
-    config = load_config(arguments.run / "config.toml")
+    config = RunDir(arguments.run).config_to_start_with()
     desk = Desk(f"{arguments.role}-{arguments.rank}", arguments.address, arguments.run)
     desk.spoke.start()
     try:
