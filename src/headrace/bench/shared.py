@@ -105,6 +105,8 @@ def _model(options: SharedBench, directory: Path, say: Say, *, cuda: bool) -> tu
 def _run(config: Any, depth: int, *, cuda: bool) -> dict[str, Any]:
     with _watched_memory(cuda=cuda) as memory:
         outcome = start_run(config, NoProgress())
+    if why := outcome.summary["no_mps"]:
+        raise UserError(f"--one-gpu mps: {why}")
     with open_journal(outcome.run_dir.path) as journal:
         steps = [dict(step) for step in policy_steps(journal)]
         held = read_meta(journal).get("peak_memory_bytes", {})

@@ -466,7 +466,8 @@ class PipelineConfig(Section, frozen=True):
     """Seconds in which every process must be ready."""
     one_gpu: Literal["turns", "slices", "mps"] = "turns"
     """Trainer and engines on one GPU: each has it for itself in turn, the trainer for a whole step; the driver slices
-    its time; or they run side by side under NVIDIA's MPS, which is started for the run."""
+    its time; or they run side by side under NVIDIA's MPS, which is started for the run. Where that cannot be started
+    they take turns, and the run says so and why."""
     restarts: NonNegative = 3
     """How often in a row an engine or trainer that dies is started again; with more deaths the run ends. One that has
     served for a minute starts counting anew."""

@@ -69,6 +69,7 @@ def summarize_journal(db: sqlite3.Connection) -> dict[str, Any]:
         "engine_idle_fraction": _idle(db, "engine-*", window),
         **_lag(db),
         "lag_bound": meta.get("lag_bound"),
+        "no_mps": meta.get("no_mps"),
         "ledger": count_states(db, "groups"),
         "ledger_rollouts": count_states(db, "rollouts"),
         "reasons": count_reasons(db, "groups"),

@@ -72,6 +72,9 @@ class Session:
         wired: Wired | None = None
         try:
             wired = wire(self.config, self.run_dir, self._task, self._chat)
+            if wired.no_mps:
+                said = f'[pipeline] one_gpu = "mps": {wired.no_mps}'
+                self.progress.note(f"{said}; trainer and engines take turns instead")
             with self._interruptible():
                 await self._supervised(wired)
         except BaseExceptionGroup as failures:
@@ -149,7 +152,7 @@ class Session:
 
     def _trainer_has_the_gpu(self, wired: Wired) -> bool:
         """Whether engines may be waiting for their turn, which is no fault of theirs."""
-        turns = self.config.pipeline.one_gpu == "turns" and wired.trainer_device != "cpu"
+        turns = wired.takes_turns and wired.trainer_device != "cpu"
         return turns and wired.fleet.phases.get(TRAINER) == "stepping"
 
     @contextlib.contextmanager

@@ -1,6 +1,7 @@
-"""Directories of a controller's sockets: each lasts as long as its owner, or until the next run on this host begins.
+"""Directories of sockets, of a controller or a daemon that it started: each lasts as long as the controller, its owner.
 
-An owner holds a lock on its directory, which ends with the process however that ends.
+An owner holds a lock on its directory, which ends with the process however that ends. The next run on this host removes
+what is left.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 PREFIX = "headrace-sockets-"
@@ -17,9 +19,9 @@ PREFIX = "headrace-sockets-"
 class SocketDir:
     """A new directory of this process, from now until `remove`."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = PREFIX) -> None:
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+            self.path = Path(tempfile.mkdtemp(prefix=prefix))
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if self.path.exists():
@@ -34,19 +36,23 @@ class SocketDir:
             self._lock = -1
 
 
-def sweep_socket_dirs() -> list[str]:
-    """Remove this user's directories whose owner is dead, and return their names."""
+def sweep_socket_dirs(prefix: str = PREFIX, end: Callable[[Path], None] = lambda path: None) -> list[str]:
+    """Remove this user's directories whose owner is dead, and return their names.
+
+    `end` is called before: it ends what still uses a directory, which stays if that raises an `OSError`.
+    """
     swept = []
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # gone meanwhile, or another user's
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            end(path)
             shutil.rmtree(path)
             swept.append(path.name)
-        except OSError:  # its owner lives, or is another user
+        except OSError:  # its owner lives, or is another user, or it could not be ended
             continue
         finally:
             os.close(lock)

@@ -28,7 +28,7 @@ from headrace.pipeline.controller import Controller
 from headrace.pipeline.engine_watch import EngineWatch
 from headrace.pipeline.inputs import ReadyTask
 from headrace.pipeline.launchers.choice import make_launcher
-from headrace.pipeline.mps import Mps
+from headrace.pipeline.mps import Mps, environment_of_workers, start_mps, sweep_daemons
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Recorder
 from headrace.pipeline.run_dir import RunDir
@@ -63,6 +63,13 @@ class Wired:
     trainer_device: str = "cpu"
     gateway: Gateway | None = None
     mps: Mps | None = None
+    no_mps: str = ""
+    """Why there is no daemon, where one was asked for."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a GPU that trainer and engines share is each one's in turn."""
+        return self.config.pipeline.one_gpu == "turns" or bool(self.no_mps)
 
 
 def wire(config: Config, run_dir: RunDir, task: ReadyTask, chat: ChatFormat) -> Wired:
@@ -71,8 +78,9 @@ def wire(config: Config, run_dir: RunDir, task: ReadyTask, chat: ChatFormat) -> 
     (run_dir.path / RENDEZVOUS).unlink(missing_ok=True)
     trainers = [("trainer", rank) for rank in range(config.training.ranks)]
     workers = [*trainers, *(("engine", rank) for rank in range(config.engine.processes))]
-    mps = Mps() if config.pipeline.one_gpu == "mps" else None
-    fleet = Fleet(make_launcher(config, mps.environment if mps else None), run_dir.path, workers)
+    sweep_daemons()
+    mps, no_mps = start_mps(config)
+    fleet = Fleet(make_launcher(config, environment_of_workers(mps, no_mps)), run_dir.path, workers)
     stall = config.pipeline.stall_seconds
     engines = {
         name: RemoteEngine(fleet.hub, name, load_deadline=config.delivery.deadline, token_deadline=stall)
@@ -82,7 +90,15 @@ def wire(config: Config, run_dir: RunDir, task: ReadyTask, chat: ChatFormat) -> 
     others = [name for name in fleet.names if name.startswith("trainer-") and name != TRAINER]
     trainer = RemoteTrainer(fleet.hub, TRAINER, deadline=max(stall, config.delivery.deadline), others=others)
     return Wired(
-        config=config, fleet=fleet, task=task, chat=chat, engines=engines, trainer=trainer, waits=Waits(), mps=mps
+        config=config,
+        fleet=fleet,
+        task=task,
+        chat=chat,
+        engines=engines,
+        trainer=trainer,
+        waits=Waits(),
+        mps=mps,
+        no_mps=no_mps,
     )
 
 
@@ -117,6 +133,7 @@ def make_controller(
     journal.meta("started", clock.wall)
     journal.meta("outcome", "running")
     journal.meta("lag_bound", window.lag_bound)
+    journal.meta("no_mps", wired.no_mps or None)
     recorder = Recorder(
         journal,
         MetricsLog(run_dir.metrics),

@@ -1,8 +1,8 @@
 """The start of every worker process: `python -m headrace.pipeline.worker --role R --rank N --address A --run DIR`.
 
-It needs nothing but these four: no inherited descriptor, no environment, no state, so that it may also be a fork of a
-process that has loaded its libraries. It ends when it is told to, when its parent dies, or when the controller falls
-silent.
+It needs nothing but these four: no inherited descriptor, no state, and no environment but what says how a GPU is shared
+(`mps`), so that it may also be a fork of a process that has loaded its libraries. It ends when it is told to, when its
+parent dies, or when the controller falls silent.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from headrace.buffer.reader import open_readonly
 from headrace.channel.desk import Desk
 from headrace.config import Config
 from headrace.errors import HeadraceError, PeerDied
+from headrace.pipeline.mps import without_mps
 from headrace.pipeline.run_dir import RunDir
 
 PR_SET_PDEATHSIG = 1
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle; it asks us to stop.
-    config = RunDir(arguments.run).config_to_start_with()
+    config = without_mps(RunDir(arguments.run).config_to_start_with(), os.environ)
     desk = Desk(f"{arguments.role}-{arguments.rank}", arguments.address, arguments.run)
     desk.spoke.start()
     try:

@@ -58,6 +58,7 @@ def test_an_empty_journal_gives_nulls_not_guesses(journal: JournalMaker):
         "lag_mean",
         "lag_max",
         "lag_bound",
+        "no_mps",
     }
     assert summary["ledger"] == {"admitted": 0, "trained": 0, "dropped": 0, "failed": 0, "in_flight": 0}
     assert "no end recorded" in describe(summary)
