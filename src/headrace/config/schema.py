@@ -309,8 +309,8 @@ class TrainingConfig(Section, frozen=True):
     """[training]: from batches to new weights."""
 
     ranks: Positive = 1
-    """Trainer processes that share the model, its optimizer and the work of a step; more than one not with `[lora]`,
-    optimizer "adamw_8bit", `[delivery] send` "delta" or transport "nccl"."""
+    """Trainer processes that share the model, its optimizer and the work of a step; on GPUs, each has its own. More
+    than one not with optimizer "adamw_8bit", `[lora] base` "nf4", `[delivery] send` "delta" or transport "nccl"."""
     tensor_parallel: Positive = 1
     """Ranks that work on one row of tokens together, each with a slice of every matrix; divides `ranks`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

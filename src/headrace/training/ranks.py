@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from headrace.errors import UserError
+
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -84,13 +86,19 @@ class Ranks:
 
 
 def join(store: Path, rank: int, ranks: int, *, tensor_parallel: int, device: str, timeout: float) -> Ranks:
-    """Meet the other ranks at `store`, a file that was not there before, and form the grid."""
+    """Meet the other ranks at `store`, a file that was not there before, and form the grid.
+
+    On GPUs each rank has its own; a `UserError` where they are too few.
+    """
     # One host: nothing listens beyond it, whatever its name resolves to. A launcher of several hosts sets these.
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, _LOOPBACK)
     place = torch.device(device)
     if place.type == "cuda":
-        place = torch.device("cuda", rank % torch.cuda.device_count())
+        if ranks > (here := torch.cuda.device_count()):
+            # Two ranks on one GPU cannot speak through NCCL.
+            raise UserError(f"[training] ranks: {ranks} ranks need {ranks} GPUs, and this machine has {here}")
+        place = torch.device("cuda", rank)
         torch.cuda.set_device(place)
     wait = timedelta(seconds=timeout)
     dist.init_process_group(
