@@ -7,6 +7,7 @@ times; otherwise it ends the run with its last lines. A run that ends leaves no 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -88,7 +89,7 @@ class Fleet:
 
     async def _watch_exits(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            exited = await self._launcher.next_exit()
+            exited = await self._next_exit()
             if self._stopping:
                 continue
             death = _death(exited)
@@ -107,6 +108,20 @@ class Fleet:
             self._in_a_row[death.peer] += 1
             self.restarting.add(death.peer)
             tasks.create_task(self._restart(death), name=f"restart {death.peer}")
+
+    async def _next_exit(self) -> Exit:
+        """The next process that ended; of a trainer's ranks, of which each ends the run, the one to blame."""
+        exited = await self._launcher.next_exit()
+        ranks = [spec.name for spec in self._specs if spec.role == "trainer"]
+        if self._stopping or len(ranks) == 1 or exited.name not in ranks or not _may_follow(exited):
+            return exited
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_NEWS_SECONDS):
+                while True:
+                    other = await self._launcher.next_exit()
+                    if other.name in ranks and not _may_follow(other):
+                        return other
+        return exited
 
     async def _restart(self, death: PeerDied) -> None:
         await asyncio.sleep(FIRST_PAUSE * 2 ** (self._in_a_row[death.peer] - 1))
@@ -180,6 +195,11 @@ class Fleet:
 
 async def _nothing(_: str) -> None:
     """Where nobody waits for a worker's return."""
+
+
+def _may_follow(exited: Exit) -> bool:
+    """Whether a process ended with an error for which another's end may be the reason."""
+    return exited.code > 0 and exited.code != EXIT_USER_ERROR
 
 
 def _mistake(exited: Exit, death: PeerDied) -> UserError:

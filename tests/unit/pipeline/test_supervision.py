@@ -43,9 +43,9 @@ class Threads:
     async def next_exit(self) -> Exit:
         return await self._exits.get()
 
-    def die(self, name: str) -> None:
+    def die(self, name: str, code: int = -9) -> None:
         self.spokes.pop(name).close()
-        self._exits.put_nowait(Exit(name=name, code=-9, last_lines=""))
+        self._exits.put_nowait(Exit(name=name, code=code, last_lines=""))
 
     def kill(self, name: str) -> None:
         self.killed.append(name)
@@ -117,3 +117,29 @@ async def test_a_process_that_is_heard_again_is_left_alone_and_one_that_is_not_i
         fleet._silent(death)
         await until(lambda: launcher.killed == ["trainer-0"])
         await until(lambda: launcher.started == 2 and "trainer-0" in fleet.hub.peers)
+
+
+@pytest.mark.parametrize(
+    ("codes", "told"),
+    [
+        ({"trainer-0": 1, "trainer-1": -9}, "trainer-1 died: killed by signal 9"),
+        ({"trainer-1": -9, "trainer-0": 1}, "trainer-1 died: killed by signal 9"),
+        ({"trainer-0": 1, "engine-0": -9, "trainer-1": 1}, "trainer-0 died: exit code 1"),
+    ],
+)
+async def test_of_ranks_that_die_together_the_one_that_was_killed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: dict[str, int], told: str
+) -> None:
+    monkeypatch.setattr(supervision, "EXIT_NEWS_SECONDS", 0.3)
+    launcher = Threads()
+    fleet = Fleet(launcher, tmp_path, [("trainer", 0), ("trainer", 1), ("engine", 0)])
+    watching = asyncio.create_task(fleet.watch())
+    try:
+        await fleet.start(10)
+        for name, code in codes.items():
+            launcher.die(name, code)
+        with pytest.raises(ExceptionGroup) as raised:
+            await asyncio.wait_for(watching, 5)
+        assert [str(error) for error in raised.value.exceptions] == [told]
+    finally:
+        await fleet.stop()
