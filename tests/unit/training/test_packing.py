@@ -70,13 +70,13 @@ def contexts(batch: Batch) -> dict[int, list[int]]:
     return found
 
 
-@given(batches(), st.integers(1, 40), st.booleans())
+@given(batches(), st.integers(1, 40), st.booleans(), st.integers(1, 4))
 @settings(max_examples=80, deadline=None)
-def test_a_sequence_is_never_cut_and_tokens_know_theirs(batch, budget, share):
+def test_a_sequence_is_never_cut_and_tokens_know_theirs(batch, budget, share, ranks):
     ends = np.cumsum(batch.lengths)
     owner = np.searchsorted(ends, np.arange(len(batch.token_ids)), side="right")
     seen = set()
-    for row in plan(batch, micro_batch_tokens=budget, share_prefixes=share):
+    for row in plan(batch, micro_batch_tokens=budget, share_prefixes=share, ranks=ranks):
         assert len(row.sequences) == len(row.sources)
         numbers = sorted(set(row.sequences.tolist()))
         assert numbers == list(range(len(numbers)))
@@ -88,10 +88,10 @@ def test_a_sequence_is_never_cut_and_tokens_know_theirs(batch, budget, share):
             assert sources.tolist() == np.flatnonzero(batch.trained & (owner == sequence)).tolist()
 
 
-@given(batches(), st.integers(1, 40), st.booleans())
+@given(batches(), st.integers(1, 40), st.booleans(), st.integers(1, 4))
 @settings(max_examples=80, deadline=None)
-def test_every_trained_token_is_read_once_behind_its_own_context(batch, budget, share):
-    rows = plan(batch, micro_batch_tokens=budget, share_prefixes=share)
+def test_every_trained_token_is_read_once_behind_its_own_context(batch, budget, share, ranks):
+    rows = plan(batch, micro_batch_tokens=budget, share_prefixes=share, ranks=ranks)
     found = {}
     for row in rows:
         assert len(row.targets) == len(row.predictors) == len(row.sources) > 0
@@ -104,26 +104,26 @@ def test_every_trained_token_is_read_once_behind_its_own_context(batch, budget, 
     assert found == contexts(batch)
 
 
-@given(batches(), st.integers(1, 40), st.booleans(), st.integers(1, 3))
+@given(batches(), st.integers(1, 40), st.booleans(), st.integers(1, 3), st.integers(1, 4))
 @settings(max_examples=80, deadline=None)
-def test_every_pass_has_the_experts_that_were_recorded_for_its_tokens(batch, budget, share, experts):
+def test_every_pass_has_the_experts_that_were_recorded_for_its_tokens(batch, budget, share, experts, ranks):
     """Whatever is shared: the record of a token is of the pass over the token before it."""
     rng = np.random.default_rng(len(batch.token_ids))
     # Few different ones, so that first tokens of a group agree by chance too.
     batch.routing = rng.integers(0, experts, (len(batch.token_ids), 2, 1)).astype(np.int16)
     starts = np.repeat(np.cumsum(batch.lengths) - batch.lengths, batch.lengths)
-    for row in plan(batch, micro_batch_tokens=budget, share_prefixes=share):
+    for row in plan(batch, micro_batch_tokens=budget, share_prefixes=share, ranks=ranks):
         assert row.routing.shape == (len(row), 2, 1)
         for predictor, source in zip(row.predictors, row.sources, strict=True):
             found = row.routing[places_before(row, int(predictor))]
             assert found.tolist() == batch.routing[starts[source] + 1 : source + 1].tolist()
 
 
-@given(batches(), st.integers(1, 40), st.booleans())
+@given(batches(), st.integers(1, 40), st.booleans(), st.integers(1, 4))
 @settings(max_examples=80, deadline=None)
-def test_rows_keep_the_budget_and_are_covered_by_their_segments(batch, budget, share):
+def test_rows_keep_the_budget_and_are_covered_by_their_segments(batch, budget, share, ranks):
     longest = max(batch.lengths)
-    for row in plan(batch, micro_batch_tokens=budget, share_prefixes=share):
+    for row in plan(batch, micro_batch_tokens=budget, share_prefixes=share, ranks=ranks):
         answers = [s for i, s in enumerate(row.segments) if not any(other.prefix == i for other in row.segments)]
         assert len(row) <= budget or (len(answers) == 1 and len(row) <= longest)
         assert [s.start for s in row.segments] == np.cumsum([0, *(s.length for s in row.segments[:-1])]).tolist()
