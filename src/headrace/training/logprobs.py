@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from headrace.models.attention import attending
 from headrace.training.attention import PackedAttention
 from headrace.training.compiled import arithmetic_of
+from headrace.training.families import Index
 from headrace.training.head import Reading, read_head
-from headrace.training.packing import Index, MicroBatch
+from headrace.training.packing import MicroBatch
 from headrace.training.reading import EntropyOf, Readings, Wanted, read
 from headrace.training.sharding import input_device
 from headrace.training.transfer import upload

@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from headrace.training.packing import Index, MicroBatch
+from headrace.training.families import Index
+from headrace.training.packing import MicroBatch
 from headrace.training.transfer import upload
 from headrace.types import Kept
 

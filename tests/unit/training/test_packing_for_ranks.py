@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import random_batch
 
-from headrace.training.packing import PAIRS_PER_TOKEN, MicroBatch, passes, plan, plan_scoring
+from headrace.training.families import PAIRS_PER_TOKEN
+from headrace.training.packing import MicroBatch, passes, plan, plan_scoring
 from headrace.types import Batch
 
 

@@ -1,0 +1,190 @@
+"""Rows for several ranks: alike in cost, as many for each, and families cut as far as that makes the ranks faster.
+
+Ranks wait for each other in every pass, so the costliest row of each pass is what counts. Pure arithmetic, which every
+rank does alone and comes to the same; no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.training.families import Family, Member, cost_of, family_of, first_fit, pays
+
+PARTS_OF_A_ROW = (1, 2, 4)
+"""How finely families are cut, between whole families and single sequences: parts for a row."""
+
+
+def rows_for_ranks(families: Sequence[Family], budget: int, ranks: int, join_cost: float) -> list[list[Family]]:
+    """The rows that take the least time on ranks that wait for each other in every pass."""
+    loads = _fastest(families, budget, ranks, join_cost)
+    return [[family for part in load.parts.values() for family in part.families] for load in loads]
+
+
+def _fastest(families: Sequence[Family], budget: int, ranks: int, join_cost: float) -> list[_Load]:
+    """The first of the fastest rows, of families that are whole, cut ever finer, and that share nothing.
+
+    Whole families may leave ranks with nothing to do, and every cut repeats a prefix.
+    """
+    alone = [_singles(Family((member,), 0), join_cost)[0] for family in families for member in family.members]
+    if not any(family.prefix for family in families):
+        return _even(alone, budget, ranks)
+    blocks = [block for family in families for block in _blocks(_singles(family, join_cost), budget)]
+    whole = _parts(blocks, math.inf)
+    found = [_even(whole, budget, ranks)]
+    row_cost = sum(part.own_cost for part in whole) / (-(-len(found[0]) // ranks) * ranks)
+    cuts = [whole, *(_parts(blocks, row_cost / parts) for parts in PARTS_OF_A_ROW), list(itertools.chain(*blocks))]
+    found += [_even(cut, budget, ranks) for coarser, cut in itertools.pairwise(cuts) if len(cut) > len(coarser)]
+    fastest = min(found, key=lambda rows: _wall(rows, ranks))
+    # What ranks take at least that share nothing, however even.
+    if _wall(fastest, ranks) <= sum(part.cost for part in alone) / ranks:
+        return fastest
+    return min(fastest, _even(alone, budget, ranks), key=lambda rows: _wall(rows, ranks))
+
+
+@dataclass(frozen=True, eq=False)
+class _Kin:
+    """What the members of one family have in common; no two families have the same, even if it is alike."""
+
+    prefix: int
+    prefix_cost: float
+    join_cost: float
+
+    def takes(self, members: int, own: int, own_cost: float) -> tuple[int, float]:
+        """The tokens and the cost of members in one row: with the prefix once if that pays, or else for each."""
+        if pays(self.prefix, members, own, self.join_cost):
+            return self.prefix + own, self.prefix_cost + own_cost + self.join_cost * own
+        return members * self.prefix + own, members * self.prefix_cost + own_cost
+
+
+@dataclass(slots=True)
+class _Part:
+    """Some members of a family, to be computed in one row."""
+
+    kin: _Kin
+    members: tuple[Member, ...]
+    own: int
+    """Tokens behind the prefix."""
+    own_cost: float
+    """What those take, without joining their attention to the prefix's."""
+    tokens: int
+    cost: float
+
+    @property
+    def shares(self) -> bool:
+        return pays(self.kin.prefix, len(self.members), self.own, self.kin.join_cost)
+
+    @property
+    def families(self) -> list[Family]:
+        """These members as `_row` computes them; what they have in common may be more than the whole family has."""
+        return [family_of(self.members)] if self.shares else [family_of([member]) for member in self.members]
+
+
+class _Load:
+    """A row that is being filled; parts of one family are one."""
+
+    def __init__(self) -> None:
+        self.parts: dict[_Kin, _Part] = {}
+        self.tokens = 0
+        self.cost = 0.0
+
+    def cost_with(self, part: _Part, budget: int) -> float:
+        """What the row takes with a part, which is less if some of its family are here; infinite if it has no room."""
+        tokens, cost = part.tokens, part.cost
+        here = self.parts.get(part.kin)
+        if here is not None:
+            members = len(here.members) + len(part.members)
+            tokens, cost = part.kin.takes(members, here.own + part.own, here.own_cost + part.own_cost)
+            tokens, cost = tokens - here.tokens, cost - here.cost
+        return self.cost + cost if not self.parts or self.tokens + tokens <= budget else math.inf
+
+    def add(self, part: _Part) -> None:
+        here = self.parts.get(part.kin)
+        both = part if here is None else _together([here, part])
+        self.parts[part.kin] = both
+        self.tokens += both.tokens - (0 if here is None else here.tokens)
+        self.cost += both.cost - (0.0 if here is None else here.cost)
+
+
+def _wall(rows: Sequence[_Load], ranks: int) -> float:
+    """How long ranks take that wait for each other in every pass; see `passes`."""
+    return sum(sorted((row.cost for row in rows), reverse=True)[::ranks])
+
+
+def _singles(family: Family, join_cost: float) -> list[_Part]:
+    """A part for every member."""
+    kin = _Kin(family.prefix, cost_of(family.prefix, 0), join_cost)
+    parts = []
+    for member in family.members:
+        own = len(member.token_ids) - kin.prefix
+        own_cost = cost_of(own, kin.prefix)
+        parts.append(_Part(kin, (member,), own, own_cost, *kin.takes(1, own, own_cost)))
+    return parts
+
+
+def _together(parts: Sequence[_Part]) -> _Part:
+    """Parts of one family as one."""
+    kin, members = parts[0].kin, tuple(member for part in parts for member in part.members)
+    own, own_cost = sum(part.own for part in parts), sum(part.own_cost for part in parts)
+    return _Part(kin, members, own, own_cost, *kin.takes(len(members), own, own_cost))
+
+
+def _blocks(singles: Sequence[_Part], budget: int) -> list[list[_Part]]:
+    """Members of a family, those together that hold the budget with one prefix."""
+    rows = first_fit([single.own for single in singles], budget - singles[0].kin.prefix)
+    return [[singles[i] for i in row] for row in rows]
+
+
+def _parts(blocks: Sequence[Sequence[_Part]], most: float) -> list[_Part]:
+    """A part of each block, or several if it costs more than `most` without its prefix; members if none is shared."""
+    parts: list[_Part] = []
+    for block in blocks:
+        cost = sum(single.own_cost for single in block)
+        for cut in _cut(block, math.ceil(cost / most)) if cost > most else [block]:
+            part = _together(cut)
+            parts.extend([part] if part.shares else cut)
+    return parts
+
+
+def _cut(singles: Sequence[_Part], count: int) -> list[Sequence[_Part]]:
+    """At most `count` lists of like cost."""
+    lists: list[list[_Part]] = [[] for _ in range(min(count, len(singles)))]
+    costs = [0.0] * len(lists)
+    for single in sorted(singles, key=lambda single: -single.own_cost):
+        cheapest = costs.index(min(costs))
+        lists[cheapest].append(single)
+        costs[cheapest] += single.own_cost
+    return [cut for cut in lists if cut]
+
+
+def _even(parts: Sequence[_Part], budget: int, ranks: int) -> list[_Load]:
+    """Rows of like cost, for about the fewest passes of all ranks that hold the parts; rows that stay empty go."""
+    ordered = sorted(parts, key=lambda part: -part.cost)
+    fewest = -(-len(first_fit([part.tokens for part in parts], budget)) // ranks)
+    filled = (_fill(ordered, budget, times * ranks) for times in itertools.count(fewest))
+    return [row for row in next(rows for rows in filled if rows is not None) if row.parts]
+
+
+def _fill(parts: Sequence[_Part], budget: int, count: int) -> list[_Load] | None:
+    """Every part in the cheapest row with room, or the cheapest of its family if that takes less then; None if full."""
+    rows = [_Load() for _ in range(count)]
+    by_cost = [(0.0, i) for i in range(count)]
+    homes: dict[_Kin, set[int]] = {}
+    for part in parts:
+        home = homes.setdefault(part.kin, set())
+        options = ((rows[i].cost_with(part, budget), i) for _, i in by_cost)
+        best = next((option for option in options if option[0] < math.inf), None)
+        if best is None:
+            return None
+        if home:
+            related = min(home, key=lambda i: (rows[i].cost, i))
+            best = min(best, (rows[related].cost_with(part, budget), related))
+        row = best[1]
+        del by_cost[bisect_left(by_cost, (rows[row].cost, row))]
+        rows[row].add(part)
+        insort(by_cost, (rows[row].cost, row))
+        home.add(row)
+    return rows
