@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +55,12 @@ class TrainedAdapter:
         self._seed = seed
         self._model = model
         self._dropouts = _dropouts(model)
-        _check_names(adapter_weights(model), targets, config.rank)
+        self.find_weights()
+        _check_names(self._weights, targets, config.rank)
 
-    @cached_property
-    def _weights(self) -> dict[str, torch.Tensor]:
-        # Looked for when first asked for: sharding the model puts others in their places.
-        return adapter_weights(self._model)
+    def find_weights(self) -> None:
+        """Look for the adapter's tensors, again where the model has been sharded: others are in their places then."""
+        self._weights = adapter_weights(self._model)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What is published: the adapter's live tensors by the names that engines know."""

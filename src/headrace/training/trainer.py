@@ -64,6 +64,9 @@ class Trainer:
         """`chunk_elements` is how many logits are held at once, where that is not left to the trainer."""
         self.model = model.eval()
         self._chunk_elements = chunk_elements
+        if adapter is not None:
+            # After sharding, and before copies in 16 bits are in the places of the masters.
+            adapter.find_weights()
         half = compute_dtype(training, input_device(model)) == "bfloat16"
         # Several ranks hold 16-bit weights only while they gather them: their sharding sees to it.
         self._half = HalfWeights(model) if half and ranks is None else None
