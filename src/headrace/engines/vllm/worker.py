@@ -124,6 +124,20 @@ def _core(desk: Desk, config: Config, client: VllmClient, facts: Facts, max_leng
     return core
 
 
+def receive(
+    desk: Desk, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Incoming], stopping: threading.Event
+) -> None:
+    """Put what arrives into the loop's inbox, until it is stopping or has ended."""
+    while not stopping.is_set():
+        incoming = desk.next_message()
+        if incoming is None:
+            continue
+        try:
+            loop.call_soon_threadsafe(inbox.put_nowait, incoming)
+        except RuntimeError:
+            return  # The loop is closed: the server is lost, and said so; nobody answers any more.
+
+
 async def _pass_messages(desk: Desk, core: VllmCore, pulse: Pulse) -> None:
     """Until `Stop`: what takes time gets a task of its own, so that no message waits for another's answer.
 
@@ -132,14 +146,7 @@ async def _pass_messages(desk: Desk, core: VllmCore, pulse: Pulse) -> None:
     loop = asyncio.get_running_loop()
     inbox: asyncio.Queue[Incoming] = asyncio.Queue()
     stopping = threading.Event()
-
-    def receive() -> None:
-        while not stopping.is_set():
-            incoming = desk.next_message()
-            if incoming is not None:
-                loop.call_soon_threadsafe(inbox.put_nowait, incoming)
-
-    receiver = threading.Thread(target=receive, name="messages", daemon=True)
+    receiver = threading.Thread(target=receive, args=(desk, loop, inbox, stopping), name="messages", daemon=True)
     receiver.start()
     tasks: set[asyncio.Task[None]] = set()
 
