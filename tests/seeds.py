@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from headrace.pipeline.launchers.seed import ROOM
-from headrace.pipeline.launchers.seed_line import SHARED
+from headrace.cluster.launchers.seed import ROOM
+from headrace.cluster.launchers.seed_line import SHARED
 
 
 @contextmanager
 def shared_seed(directory: Path, **environment: str) -> Iterator[None]:
     """Runs that begin meanwhile fork their workers from one seed, whose socket and log are in this directory."""
-    command = [sys.executable, "-m", "headrace.pipeline.launchers.seed", str(directory / "seed"), " " * ROOM]
+    command = [sys.executable, "-m", "headrace.cluster.launchers.seed", str(directory / "seed"), " " * ROOM]
     with (directory / "seed.log").open("wb") as log, pytest.MonkeyPatch.context() as patch:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **environment})
         patch.setenv(SHARED, str(directory / "seed"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs import QUICKSTART, headrace, small_settings
 
-from headrace.pipeline.mps import CONTROL
+from headrace.cluster.mps import CONTROL
 
 SCRIPT = """#!/bin/sh
 echo "$CUDA_MPS_PIPE_DIRECTORY $* $(cat)" >> "{log}"

@@ -17,7 +17,7 @@ from headrace.observe.progress import NoProgress
 from headrace.pipeline.batches import recorded_batches, warm_start_batches
 from headrace.pipeline.inputs import check_inputs
 from headrace.pipeline.launch import start_run
-from headrace.pipeline.run_dir import RunDir
+from headrace.run_dir import RunDir
 
 VERSIONS = 30
 

@@ -24,8 +24,8 @@ from headrace.buffer.writer import Call, Event, Writer
 from headrace.observe.ledgers import read_ledgers
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.inputs import check_inputs
-from headrace.pipeline.run_dir import RunDir
 from headrace.pipeline.session import Session
+from headrace.run_dir import RunDir
 
 WARM_VERSIONS = 4
 """At the beginning, not counted."""

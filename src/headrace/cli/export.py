@@ -27,7 +27,7 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint of RUN_DIR as a directory that Hugging Face (`hf`) or peft (`peft`) loads."""
-    from headrace.pipeline.run_dir import RunDir
+    from headrace.run_dir import RunDir
 
     paths, _ = RunDir.open(run_dir)
     chosen = _choose(paths.checkpoints, checkpoint)

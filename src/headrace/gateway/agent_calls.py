@@ -28,7 +28,7 @@ import msgspec
 
 from headrace.errors import ConfigError
 from headrace.gateway.frames import Done, Job
-from headrace.tasks.reference import describe, import_function
+from headrace.reference import describe, import_function
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

@@ -13,12 +13,12 @@ from headrace.errors import ConfigError
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.frames import Setup
 from headrace.gateway.task import AgentTask as Agents
+from headrace.reference import import_function
 from headrace.scoring.workers import WorkerJudge
 from headrace.tasks.base import Judge, Task
 from headrace.tasks.chat import ChatFormat
 from headrace.tasks.dataset import check_disjoint, load_prompts, split_heldout
 from headrace.tasks.gym import GymTask as Gym
-from headrace.tasks.reference import import_function
 from headrace.tasks.single_turn import SingleTurnTask
 from headrace.types import Prompt
 

@@ -13,8 +13,8 @@ from headrace.config import Config, dump_config, with_settings
 from headrace.errors import DiskError, UserError
 from headrace.observe.progress import Progress
 from headrace.pipeline.inputs import check_inputs
-from headrace.pipeline.run_dir import RunDir
 from headrace.pipeline.session import Session
+from headrace.run_dir import RunDir
 from headrace.tasks.base import Judge
 
 

@@ -12,7 +12,7 @@ import msgspec
 from headrace.errors import UserError
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.engine_watch import EngineWatch
-from headrace.pipeline.run_dir import RunDir
+from headrace.run_dir import RunDir
 
 LATE_SECONDS = 5.0
 """A status that is older was not written by a controller that is well."""

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 from headrace.buffer.journal import Journal
 from headrace.buffer.window import Window
 from headrace.channel.codec import Message
+from headrace.cluster.launchers.choice import make_launcher
+from headrace.cluster.mps import Mps, environment_of_workers, start_mps, sweep_daemons
+from headrace.cluster.supervision import Fleet
 from headrace.config import Config
 from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import prepare
@@ -27,14 +30,11 @@ from headrace.observe.timeline import Timeline
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.engine_watch import EngineWatch
 from headrace.pipeline.inputs import ReadyTask
-from headrace.pipeline.launchers.choice import make_launcher
-from headrace.pipeline.mps import Mps, environment_of_workers, start_mps, sweep_daemons
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Recorder
-from headrace.pipeline.run_dir import RunDir
-from headrace.pipeline.supervision import Fleet
 from headrace.pipeline.taking_up import take_up
 from headrace.pipeline.waits import Waits
+from headrace.run_dir import RunDir
 from headrace.tasks.chat import ChatFormat
 from headrace.tasks.source import PromptSource
 from headrace.training.messages import RENDEZVOUS, Published, Saved

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from headrace.config import Config
 from headrace.errors import HeadraceError
 from headrace.observe.records import Row, open_journal, rows
-from headrace.pipeline.run_dir import RunDir
 from headrace.review.findings import Audit, VersionAudit
 from headrace.review.rollouts import recorded
+from headrace.run_dir import RunDir
 from headrace.training.checkpoint import by_version
 from headrace.types import (
     NO_VERSION,

@@ -15,7 +15,7 @@ from headrace.config import Config
 from headrace.errors import UserError
 from headrace.pipeline.batches import recorded_batches, warm_start_batches
 from headrace.pipeline.inputs import check_inputs
-from headrace.pipeline.run_dir import RunDir
+from headrace.run_dir import RunDir
 from headrace.types import Batch
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def check_schedule(reader: JournalReader, path: str | Path) -> int:
 
 def _digests(config: Config, run_dir: RunDir, last: int) -> Iterator[tuple[int, int]]:
     """(optimizer steps, digest as published) wherever a version may have been published."""
-    from headrace.pipeline.worker import fix_threads
+    from headrace.cluster.worker import fix_threads
 
     fix_threads(config.training.threads)
     from headrace.training.building import build_trainer

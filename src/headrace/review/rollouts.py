@@ -13,7 +13,7 @@ from typing import Any
 from headrace.buffer.segments import read
 from headrace.errors import UserError
 from headrace.observe.records import Row, one
-from headrace.pipeline.run_dir import RunDir
+from headrace.run_dir import RunDir
 from headrace.tasks.chat import ChatFormat
 from headrace.training.checkpoint import latest
 from headrace.types import NO_VERSION, Rollout, Trace

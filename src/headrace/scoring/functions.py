@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 
 from headrace.errors import ConfigError
+from headrace.reference import describe
 from headrace.tasks.base import JudgeError, Judgement
-from headrace.tasks.reference import describe
 
 RewardFunction = Callable[..., Any]
 

@@ -19,10 +19,10 @@ from queue import SimpleQueue
 from typing import BinaryIO
 
 from headrace.errors import ConfigError
+from headrace.reference import describe, import_function
 from headrace.scoring.frames import Answer, Hello, Setup, pack, read
 from headrace.scoring.functions import Question, RewardFunction, call, check_signature, finish, judgement
 from headrace.tasks.base import JudgeError
-from headrace.tasks.reference import describe, import_function
 
 GRACE_SECONDS = 2.0
 """How long a worker whose owner is gone may take to end by itself."""

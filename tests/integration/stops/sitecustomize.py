@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-WORKER = "headrace.pipeline.worker"
-SEED = "headrace.pipeline.launchers.seed"
+WORKER = "headrace.cluster.worker"
+SEED = "headrace.cluster.launchers.seed"
 
 
 class MeddledWorkers(importlib.abc.MetaPathFinder):

@@ -12,8 +12,8 @@ from controller_parts import FakeRun
 from headrace.config import dump_config
 from headrace.errors import UserError
 from headrace.pipeline.engine_watch import EngineWatch
-from headrace.pipeline.run_dir import RunDir
 from headrace.pipeline.status import describe, read_status, write_status
+from headrace.run_dir import RunDir
 
 
 def test_an_engine_with_requests_and_without_tokens_is_stuck() -> None:

@@ -11,10 +11,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace.pipeline.launchers.base import Exit, WorkerSpec
-from headrace.pipeline.launchers.seed import Ended, Kill, Start
-from headrace.pipeline.launchers.seed_line import SeedLine
-from headrace.pipeline.launchers.worker_log import last_lines, worker_log
+from headrace.cluster.launchers.base import Exit, WorkerSpec
+from headrace.cluster.launchers.seed import Ended, Kill, Start
+from headrace.cluster.launchers.seed_line import SeedLine
+from headrace.cluster.launchers.worker_log import last_lines, worker_log
 
 KILL_SECONDS = 5.0
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.cluster.launchers.seed import ROOM, Ended, Kill, Start
+from headrace.cluster.launchers.worker_log import last_lines
+from headrace.cluster.socket_dir import SocketDir
 from headrace.errors import DeadlineError
-from headrace.pipeline.launchers.seed import ROOM, Ended, Kill, Start
-from headrace.pipeline.launchers.worker_log import last_lines
-from headrace.pipeline.socket_dir import SocketDir
 
 SHARED = "HEADRACE_SEED"
 LISTEN_SECONDS = 30.0
@@ -59,7 +59,7 @@ class SeedLine:
         path = str(sockets.path / "seed")
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "headrace.pipeline.launchers.seed", path, " " * ROOM),
+                *(sys.executable, "-m", "headrace.cluster.launchers.seed", path, " " * ROOM),
                 stdin=DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.tasks.reference import import_function
+from headrace.reference import import_function
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The process that workers are forked from: `python -m headrace.pipeline.launchers.seed SOCKET ROOM`.
+"""The process that workers are forked from: `python -m headrace.cluster.launchers.seed SOCKET ROOM`.
 
 It has loaded the libraries that every worker needs, which takes seconds, and computes nothing itself: one thread, no
 device, no open state, so that a fork of it is as good as a new process. Launchers connect to its socket and ask for
@@ -22,8 +22,8 @@ from typing import NoReturn
 
 import msgspec
 
-from headrace.pipeline.worker import die_with_parent, leave
-from headrace.pipeline.worker import main as work
+from headrace.cluster.worker import die_with_parent, leave
+from headrace.cluster.worker import main as work
 
 ROOM = 1024
 """Bytes of the seed's command line: what a worker's must fit into to be seen by `ps`."""
@@ -134,7 +134,7 @@ class Seed:
             os.chdir(start.directory)
             os.environ.clear()
             os.environ.update(start.environment)
-            sys.argv = ["headrace.pipeline.worker", *start.arguments]
+            sys.argv = ["headrace.cluster.worker", *start.arguments]
             _show_as([sys.executable, "-m", *sys.argv])
             code = work(start.arguments)
         finally:

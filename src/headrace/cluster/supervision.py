@@ -16,10 +16,10 @@ from pathlib import Path
 from headrace.channel.beats import Beat, Hello, Ready, Stop
 from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
+from headrace.cluster.launchers.base import Exit, Launcher, WorkerSpec
+from headrace.cluster.socket_dir import SocketDir, sweep_socket_dirs
+from headrace.cluster.worker import EXIT_LOST, EXIT_USER_ERROR
 from headrace.errors import ChannelError, DeadlineError, PeerDied, UserError
-from headrace.pipeline.launchers.base import Exit, Launcher, WorkerSpec
-from headrace.pipeline.socket_dir import SocketDir, sweep_socket_dirs
-from headrace.pipeline.worker import EXIT_LOST, EXIT_USER_ERROR
 
 STOP_SECONDS = 10.0
 FIRST_PAUSE = 0.5

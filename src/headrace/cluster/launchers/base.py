@@ -22,7 +22,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def arguments(self) -> list[str]:
-        """Those of `headrace.pipeline.worker`."""
+        """Those of `headrace.cluster.worker`."""
         own = {"--role": self.role, "--rank": str(self.rank), "--address": self.address, "--run": self.run_dir}
         return [word for pair in own.items() for word in pair]
 

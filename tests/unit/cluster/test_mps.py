@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import Config, load_config
-from headrace.pipeline.mps import (
+from headrace.cluster.mps import (
     CONTROL,
     PREFIX,
     Mps,
@@ -21,6 +20,7 @@ from headrace.pipeline.mps import (
     sweep_daemons,
     without_mps,
 )
+from headrace.config import Config, load_config
 
 QUICKSTART = Path(__file__).parents[3] / "examples/quickstart/quickstart.toml"
 SCRIPT = """#!/bin/sh
@@ -28,7 +28,7 @@ echo "$CUDA_MPS_PIPE_DIRECTORY $CUDA_MPS_LOG_DIRECTORY $* $(cat)" >> "{log}"
 {then}
 """
 OWNER = """
-from headrace.pipeline.mps import Mps
+from headrace.cluster.mps import Mps
 mps = Mps()
 print(mps.environment["CUDA_MPS_PIPE_DIRECTORY"], flush=True)
 input()
@@ -136,7 +136,7 @@ def test_a_daemon_that_does_not_answer_is_tried_again(
     left = temporary / f"{PREFIX}left"
     left.mkdir()
     control.then("sleep 5")
-    monkeypatch.setattr("headrace.pipeline.mps.SECONDS", 0.2)
+    monkeypatch.setattr("headrace.cluster.mps.SECONDS", 0.2)
     assert sweep_daemons() == [] and left.is_dir()
     control.then("exit 1")
     assert sweep_daemons() == [left.name], "it is gone"

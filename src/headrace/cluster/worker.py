@@ -1,4 +1,4 @@
-"""The start of every worker process: `python -m headrace.pipeline.worker --role R --rank N --address A --run DIR`.
+"""The start of every worker process: `python -m headrace.cluster.worker --role R --rank N --address A --run DIR`.
 
 It needs nothing but these four: no inherited descriptor, no state, and no environment but what says how a GPU is shared
 (`mps`), so that it may also be a fork of a process that has loaded its libraries. It ends when it is told to, when its
@@ -18,10 +18,10 @@ from typing import NoReturn
 
 from headrace.buffer.reader import open_readonly
 from headrace.channel.desk import Desk
+from headrace.cluster.mps import without_mps
 from headrace.config import Config
 from headrace.errors import HeadraceError, PeerDied
-from headrace.pipeline.mps import without_mps
-from headrace.pipeline.run_dir import RunDir
+from headrace.run_dir import RunDir
 
 PR_SET_PDEATHSIG = 1
 EXIT_USER_ERROR = 2

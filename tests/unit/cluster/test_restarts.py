@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from headrace.channel.beats import Ready
+from headrace.cluster import supervision
+from headrace.cluster.launchers.base import Exit, WorkerSpec
+from headrace.cluster.supervision import Fleet
+from headrace.cluster.worker import EXIT_LOST, EXIT_USER_ERROR
 from headrace.errors import PeerDied, UserError
-from headrace.pipeline import supervision
-from headrace.pipeline.launchers.base import Exit, WorkerSpec
-from headrace.pipeline.supervision import Fleet
-from headrace.pipeline.worker import EXIT_LOST, EXIT_USER_ERROR
 
 SECONDS = 20.0
 ENGINE = "engine-0"

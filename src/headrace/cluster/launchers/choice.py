@@ -6,10 +6,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from headrace.cluster.launchers.base import Launcher
+from headrace.cluster.launchers.forked import ForkedLauncher
+from headrace.cluster.launchers.local import LocalLauncher
 from headrace.config import Config
-from headrace.pipeline.launchers.base import Launcher
-from headrace.pipeline.launchers.forked import ForkedLauncher
-from headrace.pipeline.launchers.local import LocalLauncher
 
 GPU_DRIVER = Path("/dev/nvidiactl")
 

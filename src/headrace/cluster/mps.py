@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from headrace.cluster.socket_dir import SocketDir, sweep_socket_dirs
 from headrace.config import Config
 from headrace.errors import HeadraceError
-from headrace.pipeline.socket_dir import SocketDir, sweep_socket_dirs
 
 CONTROL = "nvidia-cuda-mps-control"
 SECONDS = 20.0

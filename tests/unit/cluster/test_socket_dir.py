@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace.pipeline.socket_dir import PREFIX, SocketDir, sweep_socket_dirs
+from headrace.cluster.socket_dir import PREFIX, SocketDir, sweep_socket_dirs
 
 OWNER = """
-from headrace.pipeline.socket_dir import SocketDir
+from headrace.cluster.socket_dir import SocketDir
 made = SocketDir()
 (made.path / "hub").touch()
 print(made.path, flush=True)

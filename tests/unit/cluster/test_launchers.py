@@ -13,13 +13,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from headrace.cluster.launchers.base import Launcher, WorkerSpec
+from headrace.cluster.launchers.choice import make_launcher
+from headrace.cluster.launchers.forked import ForkedLauncher
+from headrace.cluster.launchers.local import LocalLauncher
+from headrace.cluster.launchers.seed_line import SHARED
 from headrace.config import dump_config, load_config
 from headrace.errors import DeadlineError
-from headrace.pipeline.launchers.base import Launcher, WorkerSpec
-from headrace.pipeline.launchers.choice import make_launcher
-from headrace.pipeline.launchers.forked import ForkedLauncher
-from headrace.pipeline.launchers.local import LocalLauncher
-from headrace.pipeline.launchers.seed_line import SHARED
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "examples/quickstart/quickstart.toml"
@@ -55,7 +55,7 @@ def seen(run_dir: str) -> dict[int, list[str]]:
             command = (process / "cmdline").read_bytes().decode().rstrip("\0").split("\0")
         except OSError:
             continue
-        if "headrace.pipeline.worker" in command and run_dir in command:
+        if "headrace.cluster.worker" in command and run_dir in command:
             found[int(process.name)] = command
     return found
 
@@ -84,7 +84,7 @@ async def test_a_worker_is_seen_killed_told_and_started_again(launcher: Launcher
         await launcher.start(spec)
         await until(lambda: seen(spec.run_dir))
         ((pid, command),) = seen(spec.run_dir).items()
-        assert command == [sys.executable, "-m", "headrace.pipeline.worker", *spec.arguments]
+        assert command == [sys.executable, "-m", "headrace.cluster.worker", *spec.arguments]
         assert os.getsid(pid) == pid, "its group is killed as a whole"
         launcher.kill(spec.name)
         exited = await asyncio.wait_for(launcher.next_exit(), SECONDS)
@@ -153,8 +153,8 @@ async def test_a_library_that_cannot_be_loaded_is_named(spec: WorkerSpec, tmp_pa
 
 OWNER = """
 import asyncio, sys
-from headrace.pipeline.launchers.base import WorkerSpec
-from headrace.pipeline.launchers.forked import ForkedLauncher
+from headrace.cluster.launchers.base import WorkerSpec
+from headrace.cluster.launchers.forked import ForkedLauncher
 
 async def main():
     await ForkedLauncher().start(WorkerSpec(role="trainer", rank=0, address=sys.argv[1], run_dir=sys.argv[2]))
@@ -173,7 +173,7 @@ async def test_workers_end_with_the_process_that_asked_for_them(spec: WorkerSpec
 
 
 def test_a_run_on_cpus_forks_and_one_may_ask_for_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.pipeline.launchers.choice.GPU_DRIVER", ROOT)
+    monkeypatch.setattr("headrace.cluster.launchers.choice.GPU_DRIVER", ROOT)
 
     def made(*settings: str) -> type:
         return type(make_launcher(load_config(QUICKSTART, list(settings))))
@@ -182,5 +182,5 @@ def test_a_run_on_cpus_forks_and_one_may_ask_for_either(monkeypatch: pytest.Monk
     assert made("engine.device=auto", "training.device=cpu") is LocalLauncher
     assert made("engine.device=auto", "pipeline.launcher=forked") is ForkedLauncher
     assert made("engine.device=cpu", "training.device=cpu", "pipeline.launcher=local") is LocalLauncher
-    monkeypatch.setattr("headrace.pipeline.launchers.choice.GPU_DRIVER", ROOT / "no such file")
+    monkeypatch.setattr("headrace.cluster.launchers.choice.GPU_DRIVER", ROOT / "no such file")
     assert made("engine.device=auto", "training.device=auto") is ForkedLauncher

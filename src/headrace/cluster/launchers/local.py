@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace.pipeline.launchers.base import Exit, WorkerSpec
-from headrace.pipeline.launchers.worker_log import last_lines, worker_log
+from headrace.cluster.launchers.base import Exit, WorkerSpec
+from headrace.cluster.launchers.worker_log import last_lines, worker_log
 
 
 class LocalLauncher:
@@ -30,7 +30,7 @@ class LocalLauncher:
         log = self._logs[spec.name] = worker_log(spec)
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "headrace.pipeline.worker", *spec.arguments),
+                *(sys.executable, "-m", "headrace.cluster.worker", *spec.arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -12,10 +12,10 @@ import pytest
 
 from headrace.channel.beats import Beat, Ready, Stop
 from headrace.channel.spoke import Spoke
+from headrace.cluster import supervision
+from headrace.cluster.launchers.base import Exit, WorkerSpec
+from headrace.cluster.supervision import Fleet
 from headrace.errors import PeerDied
-from headrace.pipeline import supervision
-from headrace.pipeline.launchers.base import Exit, WorkerSpec
-from headrace.pipeline.supervision import Fleet
 
 
 class Threads:

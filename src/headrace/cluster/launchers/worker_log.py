@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.pipeline.launchers.base import WorkerSpec
+from headrace.cluster.launchers.base import WorkerSpec
 
 LAST_LINES = 12
 

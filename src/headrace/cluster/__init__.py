@@ -1,0 +1,1 @@
+"""Who runs where: launchers start worker processes and end them, supervision watches over them."""
