@@ -21,6 +21,7 @@ import msgspec
 from msgspec import inspect as kinds
 
 from headrace.config import schema
+from headrace.config.names import Names
 
 PAGE = Path(__file__).parent / "configuration.md"
 
@@ -49,6 +50,7 @@ versions = 50
 - `--set section.key=value` changes a key on the command line, as often as needed: `--set buffer.depth=2`. The value is
   read as TOML; what is not TOML is taken as text, so quotes are not needed.
 - Relative paths start at the working directory.
+- A *reference* names code of your own: `module:attribute`, or `path/to/file.py:attribute`.
 - A key that is not listed here is an error, not ignored. A mistake is one line that names `[section] key`, and exit
   code 2.
 - The resolved configuration is written to `config.toml` of the [run directory](run_directory.md), and `headrace resume`
@@ -133,6 +135,9 @@ def _default(field: Any) -> str:
 
 def type_in_words(hint: Any) -> str:
     """A type and its range, as a reader of TOML would call it."""
+    names = next((each for each in typing.get_args(hint) if isinstance(each, Names)), None)
+    if names is not None:
+        return " or ".join(f"`{json.dumps(name)}`" for name in names) + ", or a reference"
     if typing.get_origin(hint) is typing.Literal:  # msgspec sorts the values; the source has them in a better order
         return " or ".join(f"`{json.dumps(value)}`" for value in typing.get_args(hint))
     match kinds.type_info(hint):

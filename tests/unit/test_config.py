@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config import AgentTask, AlgorithmConfig, Config, dump_config, load_config, make_config, with_settings
-from headrace.config.load import READ_BY_CORRECTIONS, READ_BY_LOSSES
+from headrace.config.load import ONLY_NAMES, READ_BY_CORRECTIONS, READ_BY_LOSSES
 from headrace.errors import ConfigError
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "gym", "name": "spell_backward"}}
@@ -51,6 +51,8 @@ KEYS = {
 LOSSES = sorted(path.stem for path in Path("src/headrace/algorithms/losses/policy").glob("[!_]*.py"))
 
 
+OR_OWN = "or module:attribute, or file.py:attribute"
+
 AGENT_KEYS = {
     "path", "agent", "command", "heldout_path", "system", "demonstration", "workers", "concurrency", "timeout",
 }  # fmt: skip
@@ -77,7 +79,23 @@ def test_keys_are_pinned() -> None:
         ),
         (
             "algorithm.loss=ppo",
-            f"[algorithm] loss: invalid enum value 'ppo' (one of: {', '.join(LOSSES)})",
+            f"[algorithm] loss: invalid enum value 'ppo' (one of: {', '.join(LOSSES)}, {OR_OWN})",
+        ),
+        ("engine.kind=vlm", f"[engine] kind: invalid enum value 'vlm' (one of: embedded, vllm, {OR_OWN})"),
+        ("engine.kind=own:", f"[engine] kind: invalid enum value 'own:' (one of: embedded, vllm, {OR_OWN})"),
+        ("engine.kind=3", f"[engine] kind: expected `str`, got `int` (one of: embedded, vllm, {OR_OWN})"),
+        (
+            "algorithm.advantage=gppo",
+            "[algorithm] advantage: invalid enum value 'gppo' "
+            f"(one of: grpo, dr_grpo, rloo, maxrl, reinforce_plus_plus, {OR_OWN})",
+        ),
+        (
+            "delivery.transport=rdma",
+            f"[delivery] transport: invalid enum value 'rdma' (one of: auto, shm, file, tcp, cuda_ipc, nccl, {OR_OWN})",
+        ),
+        (
+            "pipeline.launcher=slurm",
+            f"[pipeline] launcher: invalid enum value 'slurm' (one of: auto, local, forked, {OR_OWN})",
         ),
         (
             'algorithm.corrections=["tsi"]',
@@ -116,6 +134,13 @@ def test_mistakes_are_one_line(setting: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_config(MINIMAL, [setting])
     assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize("key", sorted(ONLY_NAMES))
+def test_code_of_your_own_where_it_is_not_run_yet_is_one_line(key: str) -> None:
+    section, _, name = key.partition(".")
+    with pytest.raises(ConfigError, match=rf"^\[{section}\] {name}: code of your own, such as 'm:f', is not run here"):
+        make_config(MINIMAL, [f"{key}=m:f"])
 
 
 def test_a_number_in_place_of_a_section_is_one_line_too() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
+from headrace.config.names import REFERENCES, is_reference, mistake, names_of
 from headrace.config.schema import (
     AgentTask,
     AlgorithmConfig,
@@ -52,6 +53,8 @@ READ_BY_CORRECTIONS = {
     "opsm_limit": "opsm",
 }
 """Keys of [algorithm] that only this correction looks at."""
+ONLY_NAMES = {"algorithm.advantage", "algorithm.loss", "delivery.transport", "engine.kind", "pipeline.launcher"}
+"""Keys that will take a reference to the user's code, and whose stage does not import one yet."""
 
 
 def load_config(path: str | Path, settings: Iterable[str] = ()) -> Config:
@@ -77,6 +80,7 @@ def make_config(raw: Mapping[str, Any], settings: Iterable[str] = ()) -> Config:
         config = msgspec.convert(data, Config, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error))) from error
+    _check_names(config)
     _check_together(config)
     return config
 
@@ -158,6 +162,8 @@ def _allowed_values(section: type[Section] | None, parts: list[str]) -> list[str
     if section is None or len(parts) < 2:
         return []
     hint = typing.get_type_hints(section).get(parts[1])
+    if hint is str and (names := names_of(section, parts[1])):
+        return [*names, REFERENCES]
     if len(parts) == 3 and typing.get_origin(hint) is list:
         [hint] = typing.get_args(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -174,6 +180,18 @@ def _check_finite(section: str, value: Any, *keys: str) -> None:
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
         _check_finite(section, each, *keys, str(key))
+
+
+def _check_names(config: Config) -> None:
+    """A key that takes names has one of them, or a reference to the user's code."""
+    for name in Config.__struct_fields__:
+        section = getattr(config, name)
+        for key in getattr(section, "__struct_fields__", ()):
+            names = names_of(type(section), key)
+            if names is None:
+                continue
+            if wrong := mistake(getattr(section, key), names, references=f"{name}.{key}" not in ONLY_NAMES):
+                raise ConfigError(f"[{name}] {key}: {wrong}")
 
 
 def _check_together(config: Config) -> None:
@@ -236,7 +254,8 @@ def _check_buffer(buffer: BufferConfig, rollouts: RolloutsConfig, algorithm: Alg
 
 def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
     advantage, loss = algorithm.advantage, algorithm.loss
-    if advantage != "reinforce_plus_plus" and loss != "distillation" and rollouts.group_size < 2:
+    compares = advantage != "reinforce_plus_plus" and not is_reference(advantage)
+    if compares and loss != "distillation" and rollouts.group_size < 2:
         raise ConfigError(f"[rollouts] group_size: advantage {advantage!r} compares answers and needs at least 2")
     if algorithm.proximal == "recomputed" and algorithm.proximal_mix is not None:
         raise ConfigError("[algorithm] proximal_mix: a proximal policy that is recomputed has no mix (remove one)")
@@ -263,7 +282,8 @@ def _check_ignored(algorithm: AlgorithmConfig) -> None:
     default = AlgorithmConfig()
     changed = {key for key in AlgorithmConfig.__struct_fields__ if getattr(algorithm, key) != getattr(default, key)}
     for key in sorted(changed):
-        if algorithm.loss not in READ_BY_LOSSES.get(key, (algorithm.loss,)):
+        # A loss of the user's own may look at any key.
+        if algorithm.loss not in READ_BY_LOSSES.get(key, (algorithm.loss,)) and not is_reference(algorithm.loss):
             readers = ", ".join(READ_BY_LOSSES[key])
             raise ConfigError(f"[algorithm] {key}: loss {algorithm.loss!r} does not look at it (only {readers})")
         correction = READ_BY_CORRECTIONS.get(key)
@@ -305,6 +325,7 @@ def _check_engine(engine: EngineConfig) -> None:
         for key in ("python", "urls", "port", "arguments"):
             if getattr(engine, key):
                 raise ConfigError(f'[engine] {key}: only engine kind "vllm" has it')
+    if engine.kind != "vllm":
         return
     if engine.kv == "keep":
         raise ConfigError(

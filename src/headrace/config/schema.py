@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import pkgutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
+
+from headrace.config.names import Names
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -23,10 +25,11 @@ BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
 """Its modules are the losses there are. They are looked up, not imported: they need torch."""
 
-if TYPE_CHECKING:
-    LossName = str
-else:
-    LossName = Literal[tuple(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))]
+AdvantageName = Annotated[str, Names(("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"))]
+LossName = Annotated[str, Names(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))]
+EngineName = Annotated[str, Names(("embedded", "vllm"))]
+TransportName = Annotated[str, Names(("auto", "shm", "file", "tcp", "cuda_ipc", "nccl"))]
+LauncherName = Annotated[str, Names(("auto", "local", "forked"))]
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -127,7 +130,7 @@ TaskConfig = DatasetTask | GymTask | EnvironmentTask | AgentTask
 class EngineConfig(Section, frozen=True):
     """[engine]: the inference pool."""
 
-    kind: Literal["embedded", "vllm"] = "embedded"
+    kind: EngineName = "embedded"
     """What serves the model: Headrace's own engine, or vLLM servers."""
     count: Positive = 1
     """Engine processes (vLLM: servers to start)."""
@@ -247,7 +250,7 @@ class BufferConfig(Section, frozen=True):
 class AlgorithmConfig(Section, frozen=True):
     """[algorithm]: from rewards to a loss."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"] = "grpo"
+    advantage: AdvantageName = "grpo"
     """`(R - mean) / std` of the group, `R - mean`, `R - mean of the others`, `(R - mean) / mean`, or
     `(R - mean) / std` of the whole step."""
     loss: LossName = "cispo"
@@ -397,7 +400,7 @@ class WarmStartConfig(Section, frozen=True):
 class DeliveryConfig(Section, frozen=True):
     """[delivery]: from new weights to the engines."""
 
-    transport: Literal["auto", "shm", "file", "tcp", "cuda_ipc", "nccl"] = "auto"
+    transport: TransportName = "auto"
     """How weights travel: shared memory of one host, files in a directory, sockets, memory that the GPUs of one host
     share, a broadcast, or the best of them, which is said."""
     directory: str | None = None
@@ -456,7 +459,7 @@ class GatewayConfig(Section, frozen=True):
 class PipelineConfig(Section, frozen=True):
     """[pipeline]: processes and deadlines."""
 
-    launcher: Literal["auto", "local", "forked"] = "auto"
+    launcher: LauncherName = "auto"
     """How worker processes start, on this host: each by itself; or forked from one that has loaded their libraries,
     which is faster; `auto` forks where no GPU is used, on Linux."""
     stall_seconds: PositiveFloat = 120.0

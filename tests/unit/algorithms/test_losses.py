@@ -22,6 +22,7 @@ from headrace.algorithms.losses.policy.reinforce import reinforce
 from headrace.algorithms.losses.policy.sapo import sapo
 from headrace.algorithms.losses.policy.topr import topr
 from headrace.config.load import READ_BY_CORRECTIONS, READ_BY_LOSSES
+from headrace.config.names import names_of
 from headrace.config.schema import AlgorithmConfig
 from plain_losses import Tokens, plain_losses
 
@@ -367,7 +368,7 @@ def test_imitation_is_likelihood():
 
 def test_every_name_of_the_configuration_builds_and_no_other():
     hints = typing.get_type_hints(AlgorithmConfig)
-    assert list(typing.get_args(hints["loss"])) == sorted(LOSSES)
+    assert list(names_of(AlgorithmConfig, "loss")) == sorted(LOSSES)
     [correction] = typing.get_args(hints["corrections"])
     assert set(typing.get_args(correction)) == set(CORRECTIONS)
     for name in LOSSES:

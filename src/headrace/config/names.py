@@ -1,0 +1,39 @@
+"""Keys that take one of Headrace's own names or a reference to the user's code.
+
+A reference is `module:attribute` or `path/to/file.py:attribute`. Only its form is checked here: the stage that the key
+belongs to imports it.
+"""
+
+from __future__ import annotations
+
+import typing
+
+import msgspec
+
+REFERENCES = "or module:attribute, or file.py:attribute"
+
+
+class Names(tuple[str, ...]):
+    """The names that a key takes: `kind: Annotated[str, Names(("embedded", "vllm"))]`. A reference is taken too."""
+
+
+def names_of(section: type[msgspec.Struct], key: str) -> Names | None:
+    """The names that this key of a section takes beside a reference; None for a key of another type."""
+    hint = typing.get_type_hints(section, include_extras=True)[key]
+    return next((each for each in typing.get_args(hint) if isinstance(each, Names)), None)
+
+
+def is_reference(value: str) -> bool:
+    """Whether a value has the form of a reference to the user's code."""
+    where, _, attribute = value.rpartition(":")
+    return bool(where.strip() and attribute.strip())
+
+
+def mistake(value: str, names: Names, *, references: bool = True) -> str | None:
+    """What is wrong with the value of a key with these names, in a line; None if nothing is."""
+    allowed = ", ".join(names)
+    if value in names or (references and is_reference(value)):
+        return None
+    if is_reference(value):
+        return f"code of your own, such as {value!r}, is not run here yet (one of: {allowed})"
+    return f"invalid enum value {value!r} (one of: {allowed}, {REFERENCES})"
