@@ -21,7 +21,9 @@ import msgspec
 from msgspec import inspect as kinds
 
 from headrace.config import schema
+from headrace.config.explain import NAMES
 from headrace.config.names import Names
+from headrace.config.tables import POLICY_SECTIONS
 
 PAGE = Path(__file__).parent / "configuration.md"
 
@@ -30,7 +32,8 @@ HEAD = """\
 
 <!-- Written by docs/make_configuration.py from src/headrace/config/schema.py: do not edit by hand. -->
 
-A run is one TOML file; its sections have the names of the stages. Only `[model] path` and `[task]` are required.
+A run is one TOML file; its sections have the names of the stages. Only `[model] path` and `[task]` are required. A task
+and a policy may have names of their own: see [`[tasks.NAME]`](#tasksname) and [`[policies.NAME]`](#policiesname).
 
 ```toml
 [model]
@@ -65,6 +68,40 @@ How `depth` and `max_lag` bound the age of what is trained is in [staleness](sta
 `[algorithm]` are in [losses](losses.md), adapters in [lora](lora.md).
 """
 
+TABLES = f"""
+## `[tasks.NAME]`
+
+A task with a name of its own. `[task]` is short for `[tasks.task]`; the keys are those of `[task]`. Give one of the two
+forms. A run has one task so far.
+
+```toml
+[tasks.sorting]
+kind = "dataset"
+path = "sorting.jsonl"
+reward = "rewards.py:reward"
+```
+
+## `[policies.NAME]`
+
+A policy is a model that is sampled from, with its engines, its trainer and its deliveries. Its sections are those of
+the short form, with the same keys, such as `[policies.writer.model]` and `[policies.writer.training]`:
+{", ".join(f"`{section}`" for section in POLICY_SECTIONS)}.
+
+At the top level, these sections describe a policy that is named `policy`. Give each section in one of the two places: a
+section that is not in the policy's table is taken from the top level. The name is the policy's id in the
+[journal](run_directory.md). A run has one policy so far.
+
+```toml
+[policies.writer.model]
+path = "path/to/model"
+
+[policies.writer.training]
+learning_rate = 1e-5
+```
+
+`--set policies.writer.training.learning_rate=1e-6` and `--set training.learning_rate=1e-6` then set the same key.
+"""
+
 
 def main() -> None:
     """Write the page."""
@@ -77,19 +114,24 @@ def render() -> str:
     parts = [HEAD]
     for name, kind in sections():
         title, text = _title(name, kind)
-        parts.append(f"\n## {title}\n\n{text}\n\n" + "\n".join(_table(kind, notes[kind.__name__])) + "\n")
+        of_kind = {key: note for cls in kind.__mro__ for key, note in notes.get(cls.__name__, {}).items()}
+        parts.append(f"\n## {title}\n\n{text}\n\n" + "\n".join(_table(kind, of_kind)) + "\n")
+    parts.append(TABLES)
     return "".join(parts)
 
 
 def sections() -> Iterator[tuple[str, type[msgspec.Struct]]]:
     """Every section's name with its struct; a section of several kinds comes once for each."""
     for field in msgspec.structs.fields(schema.Config):
+        if field.name in NAMES:
+            continue
         shape = kinds.type_info(field.type)
         for kind in shape.types if isinstance(shape, kinds.UnionType) else (shape,):
             if isinstance(kind, kinds.NoneType):
                 continue
-            assert isinstance(kind, kinds.StructType)
-            yield field.name, kind.cls
+            entry = kind.value_type if isinstance(kind, kinds.DictType) else kind
+            assert isinstance(entry, kinds.StructType)
+            yield field.name if entry is kind else f"{field.name}.NAME", entry.cls
 
 
 def field_notes(source: str) -> dict[str, dict[str, str]]:
@@ -119,7 +161,8 @@ def _title(name: str, kind: type[msgspec.Struct]) -> tuple[str, str]:
 def _table(kind: type[msgspec.Struct], notes: dict[str, str]) -> Iterator[str]:
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
-    for field in msgspec.structs.fields(kind):
+    # A key that every kind has comes after the kind's own.
+    for field in sorted(msgspec.structs.fields(kind), key=lambda field: field.name not in kind.__annotations__):
         note = " ".join(notes.get(field.encode_name, "").split())
         cells = (f"`{field.encode_name}`", type_in_words(field.type), _default(field), note)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -21,6 +21,12 @@ BoolArray = npt.NDArray[np.bool_]
 Ending = Literal["finished", "truncated", "aborted", "failed"]
 """How a rollout ended: by itself, at its length limit, by our own decision, or by an error."""
 
+POLICY = "policy"
+"""The id of a run's policy where the configuration gives it no name of its own."""
+
+TASK = "task"
+"""The name of a run's task where the configuration gives it none."""
+
 NO_VERSION = -1
 """The version of a token that no policy sampled (a prompt, a tool's answer)."""
 

@@ -5,7 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from headrace.config import AgentTask, AlgorithmConfig, Config, dump_config, load_config, make_config, with_settings
+from headrace.config import (
+    AgentTask,
+    AlgorithmConfig,
+    Config,
+    DatasetTask,
+    EnvironmentTask,
+    GymTask,
+    PolicyConfig,
+    ScorerConfig,
+    dump_config,
+    load_config,
+    make_config,
+    with_settings,
+)
 from headrace.config.load import ONLY_NAMES, READ_BY_CORRECTIONS, READ_BY_LOSSES
 from headrace.errors import ConfigError
 
@@ -55,14 +68,25 @@ OR_OWN = "or module:attribute, or file.py:attribute"
 
 AGENT_KEYS = {
     "path", "agent", "command", "heldout_path", "system", "demonstration", "workers", "concurrency", "timeout",
+    "weight",
 }  # fmt: skip
+DATASET_KEYS = {"path", "reward", "heldout_path", "system", "demonstration", "weight"}
+GYM_KEYS = {"name", "config", "size", "system", "suffix", "answer_pattern", "weight"}
+ENVIRONMENT_KEYS = {"factory", "config", "weight"}
+SCORER_KEYS = {"scorer", "weight", "config"}
+POLICY_KEYS = {"model", "engine", "buffer", "algorithm", "training", "lora", "warm_start", "delivery"}
+NOT_SECTIONS = {"task", "task_name", "policy_name", "scorers"}
 
 
 def test_keys_are_pinned() -> None:
     config = make_config({**MINIMAL, "lora": {}})
-    assert set(AgentTask.__struct_fields__) == AGENT_KEYS
-    found = {name: set(getattr(config, name).__struct_fields__) for name in Config.__struct_fields__ if name != "task"}
-    assert found == KEYS
+    pinned = {
+        AgentTask: AGENT_KEYS, DatasetTask: DATASET_KEYS, EnvironmentTask: ENVIRONMENT_KEYS, GymTask: GYM_KEYS,
+        PolicyConfig: POLICY_KEYS, ScorerConfig: SCORER_KEYS,
+    }  # fmt: skip
+    assert {kind: set(kind.__struct_fields__) for kind in pinned} == pinned
+    sections = set(Config.__struct_fields__) - NOT_SECTIONS
+    assert {name: set(getattr(config, name).__struct_fields__) for name in sections} == KEYS
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import math
-import re
 import tomllib
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,22 +12,21 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from headrace.config.names import REFERENCES, is_reference, mistake, names_of
+from headrace.config.explain import NAMES, explain
+from headrace.config.names import is_reference, mistake, names_of
 from headrace.config.schema import (
     AgentTask,
     AlgorithmConfig,
     BufferConfig,
     Config,
+    DatasetTask,
     EngineConfig,
     LoraConfig,
     RolloutsConfig,
-    Section,
+    ScorerConfig,
 )
+from headrace.config.tables import ShortForm, check_name, long_form
 from headrace.errors import ConfigError
-
-_WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
-_UNKNOWN = re.compile(r"unknown field `(?P<key>[^`]*)`")
-_MISSING = re.compile(r"missing required field `(?P<key>[^`]*)`")
 
 READ_BY_LOSSES = {
     "clip_low": ("dapo", "decoupled_ppo", "grpo", "gspo"),
@@ -71,15 +66,30 @@ def load_config(path: str | Path, settings: Iterable[str] = ()) -> Config:
 
 def make_config(raw: Mapping[str, Any], settings: Iterable[str] = ()) -> Config:
     """A checked configuration from nested dictionaries."""
-    data: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in raw.items()}
+    given = ShortForm(raw)
     for setting in settings:
-        _apply(data, setting)
-    for section, values in data.items():
-        _check_finite(section, values)
+        _apply(given, setting)
     try:
-        config = msgspec.convert(data, Config, strict=True)
+        return _checked(given)
+    except ConfigError as error:
+        raise ConfigError(given.as_given(str(error))) from error
+
+
+def _checked(given: ShortForm) -> Config:
+    data = given.data
+    for name in NAMES:
+        if name in data:
+            raise ConfigError(explain(f"Object contains unknown field `{name}`"))
+    for section, values in data.items():
+        if section != "scorers":
+            _check_finite(section, values)
+    for name, scorer in data.get("scorers", {}).items():
+        _check_scorer(name, scorer)
+    names = {"task_name": given.task_name, "policy_name": given.policy_name}
+    try:
+        config = msgspec.convert({**data, **names}, Config, strict=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(_explain(str(error))) from error
+        raise ConfigError(explain(str(error))) from error
     _check_names(config)
     _check_together(config)
     return config
@@ -87,20 +97,27 @@ def make_config(raw: Mapping[str, Any], settings: Iterable[str] = ()) -> Config:
 
 def with_settings(config: Config, settings: Iterable[str]) -> Config:
     """The same configuration with `section.key=value` settings applied."""
-    return make_config(_without_none(msgspec.to_builtins(config)), settings)
+    return make_config(_written(config), settings)
 
 
 def dump_config(config: Config) -> str:
     """The resolved configuration as TOML: loading it again gives an equal one."""
-    return tomli_w.dumps(_without_none(msgspec.to_builtins(config)))
+    return tomli_w.dumps(_written(config))
 
 
-def _apply(data: dict[str, Any], setting: str) -> None:
+def _written(config: Config) -> dict[str, Any]:
+    sections = {key: value for key, value in msgspec.to_builtins(config).items() if key not in NAMES}
+    if not config.scorers:
+        del sections["scorers"]
+    return long_form(_without_none(sections), config.task_name, config.policy_name)
+
+
+def _apply(given: ShortForm, setting: str) -> None:
     key, equals, text = setting.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or len(parts) < 2 or not all(parts):
         raise ConfigError(f"--set {setting}: expected section.key=value, such as --set buffer.depth=2")
-    target = data
+    target, parts = given.data, given.path(parts)
     for part in parts[:-1]:
         inner = target.setdefault(part, {})
         if not isinstance(inner, dict):
@@ -117,61 +134,6 @@ def _value(text: str) -> Any:
         return text
 
 
-def _explain(message: str) -> str:
-    match = _WHERE.match(message)
-    assert match is not None
-    what, parts = match["what"], [part for part in re.split(r"\.|\[", (match["path"] or "")) if part]
-    section = _section_type(parts)
-    where = f"[{parts[0]}]" if parts else ""
-    if unknown := _UNKNOWN.search(what):
-        known = _known_keys(parts)
-        close = difflib.get_close_matches(unknown["key"], known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-        noun = "key" if parts else "section"
-        return f"{where} unknown {noun} {unknown['key']!r} ({hint})".strip()
-    if missing := _MISSING.search(what):
-        return f"{where} {missing['key']} is required" if parts else f"section [{missing['key']}] is required"
-    key = ".".join(part.removesuffix("]") for part in parts[1:] if part.strip(".]"))
-    detail = what[0].lower() + what[1:]
-    if allowed := _allowed_values(section, parts):
-        detail += f" (one of: {', '.join(allowed)})"
-    return f"{where} {key}: {detail}"
-
-
-def _known_keys(parts: list[str]) -> list[str]:
-    if not parts:
-        return list(typing.get_type_hints(Config))
-    hint = typing.get_type_hints(Config)[parts[0]]
-    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not types.NoneType]
-    return sorted({key for kind in kinds for key in typing.get_type_hints(kind)})
-
-
-def _section_type(parts: list[str]) -> type[Section] | None:
-    if not parts:
-        return Config
-    hint = typing.get_type_hints(Config).get(parts[0])
-    # A section that may be absent is a union of one kind; the kinds of a task are several.
-    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not types.NoneType]
-    return kinds[0] if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], Section) else None
-
-
-def _allowed_values(section: type[Section] | None, parts: list[str]) -> list[str]:
-    if parts == ["task", "kind"]:
-        union = typing.get_args(typing.get_type_hints(Config)["task"])
-        return [str(task.__struct_config__.tag) for task in union]
-    if section is None or len(parts) < 2:
-        return []
-    hint = typing.get_type_hints(section).get(parts[1])
-    if hint is str and (names := names_of(section, parts[1])):
-        return [*names, REFERENCES]
-    if len(parts) == 3 and typing.get_origin(hint) is list:
-        [hint] = typing.get_args(hint)
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        words = [part for part in typing.get_args(hint) if typing.get_origin(part) is typing.Literal]
-        return ["a number", *(str(value) for part in words for value in typing.get_args(part))] if words else []
-    return [str(value) for value in typing.get_args(hint)] if typing.get_origin(hint) is typing.Literal else []
-
-
 def _check_finite(section: str, value: Any, *keys: str) -> None:
     """TOML has words for infinity and for what is no number; no key has a meaning for them."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -180,6 +142,19 @@ def _check_finite(section: str, value: Any, *keys: str) -> None:
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
         _check_finite(section, each, *keys, str(key))
+
+
+def _check_scorer(name: str, given: Any) -> None:
+    """Each scorer by itself: of an entry of a table, msgspec does not say the name."""
+    check_name("scorers", name)
+    place = f"scorers.{name}"
+    _check_finite(place, given)
+    try:
+        scorer = msgspec.convert(given, ScorerConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(explain(str(error), "scorers").replace("[scorers]", f"[{place}]", 1)) from error
+    if not is_reference(scorer.scorer):
+        raise ConfigError(f"[{place}] scorer: {scorer.scorer!r} is not module:attribute, or file.py:attribute")
 
 
 def _check_names(config: Config) -> None:
@@ -212,6 +187,8 @@ def _check_together(config: Config) -> None:
         _check_lora(config.lora)
     _check_bind("delivery", config.delivery.bind)
     _check_bind("gateway", config.gateway.bind)
+    if isinstance(config.task, DatasetTask) and config.task.reward is None and not config.scorers:
+        raise ConfigError("[task] reward is required, or a scorer in its place ([scorers.NAME])")
     if isinstance(config.task, AgentTask) and config.task.agent is not None and config.task.command:
         raise ConfigError("[task] command: give an agent or a command, not both")
     if isinstance(config.task, AgentTask) and config.rollouts.truncates:

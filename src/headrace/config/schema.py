@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct, field
 
 from headrace.config.names import Names
+from headrace.types import POLICY, TASK
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -60,13 +61,20 @@ class ModelConfig(Section, frozen=True):
     """The dtype that engines serve in; the trainer's own weights are float32."""
 
 
-class DatasetTask(Section, frozen=True, tag_field="kind", tag="dataset"):
+class TaskSection(Section, frozen=True, tag_field="kind"):
+    """The keys of a task of any kind."""
+
+    weight: PositiveFloat = 1.0
+    """This task's share of the prompts, relative to the weights of the run's other tasks. A run has one so far."""
+
+
+class DatasetTask(TaskSection, frozen=True, kw_only=True, tag="dataset"):
     """[task] kind = "dataset": JSON lines, judged by a function of yours."""
 
     path: str
     """Each line: `{"prompt": text or messages, ...}`; the other fields reach the reward function as `data`."""
-    reward: str
-    """`module:function`, or `path/to/file.py:function`."""
+    reward: str | None = None
+    """`module:function`, or `path/to/file.py:function`. Required unless there are `[scorers.NAME]`."""
     heldout_path: str | None = None
     """A second file for evaluation; otherwise `[evaluate] prompts` lines are split off by a hash of their ids."""
     system: str | None = None
@@ -75,7 +83,7 @@ class DatasetTask(Section, frozen=True, tag_field="kind", tag="dataset"):
     """The field that holds a right answer, for a supervised warm start."""
 
 
-class GymTask(Section, frozen=True, tag_field="kind", tag="gym"):
+class GymTask(TaskSection, frozen=True, kw_only=True, tag="gym"):
     """[task] kind = "gym": a reasoning-gym dataset with its own verifier."""
 
     name: str
@@ -92,7 +100,7 @@ class GymTask(Section, frozen=True, tag_field="kind", tag="gym"):
     """A regular expression whose first group (or whole match) is taken from the completion before it is judged."""
 
 
-class EnvironmentTask(Section, frozen=True, tag_field="kind", tag="environment"):
+class EnvironmentTask(TaskSection, frozen=True, kw_only=True, tag="environment"):
     """[task] kind = "environment": episodes of several turns."""
 
     factory: str
@@ -101,7 +109,7 @@ class EnvironmentTask(Section, frozen=True, tag_field="kind", tag="environment")
     """Arguments of the factory."""
 
 
-class AgentTask(Section, frozen=True, tag_field="kind", tag="agent"):
+class AgentTask(TaskSection, frozen=True, kw_only=True, tag="agent"):
     """[task] kind = "agent": agents that speak OpenAI's API work on prompts, through the gateway of the run."""
 
     path: str
@@ -222,6 +230,17 @@ class ScoringConfig(Section, frozen=True):
     """Seconds after which a judgement fails its rollout."""
     shuffle: bool = False
     """Control experiment: give every rollout the reward of another one of the same batch, drawn at random."""
+
+
+class ScorerConfig(Section, frozen=True):
+    """[scorers.NAME]: one of the scorers that judge rollouts. Without any, the task's own reward is the one scorer."""
+
+    scorer: str
+    """`module:attribute`, or `path/to/file.py:attribute`."""
+    weight: float = 1.0
+    """What its values count in a rollout's reward."""
+    config: dict[str, Any] = {}
+    """Arguments of the scorer."""
 
 
 class BufferConfig(Section, frozen=True):
@@ -489,15 +508,31 @@ class ObserveConfig(Section, frozen=True):
     """Keep every rollout's tokens in `segments/`."""
 
 
+class PolicyConfig(Section, frozen=True):
+    """[policies.NAME]: a model that is sampled from, with its engines, its trainer and its deliveries."""
+
+    model: ModelConfig
+    engine: EngineConfig = EngineConfig()
+    buffer: BufferConfig = BufferConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    training: TrainingConfig = TrainingConfig()
+    lora: LoraConfig | None = None
+    warm_start: WarmStartConfig = WarmStartConfig()
+    delivery: DeliveryConfig = DeliveryConfig()
+
+
 class Config(Section, frozen=True):
-    """A whole run."""
+    """A whole run, in the short form: `task` is the one task, and `model`, `training` and so on the one policy's."""
 
     model: ModelConfig
     task: TaskConfig
+    task_name: str = TASK
+    policy_name: str = POLICY
     run: RunConfig = RunConfig()
     engine: EngineConfig = EngineConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     scoring: ScoringConfig = ScoringConfig()
+    scorers: dict[str, ScorerConfig] = {}
     buffer: BufferConfig = BufferConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
@@ -508,3 +543,14 @@ class Config(Section, frozen=True):
     gateway: GatewayConfig = GatewayConfig()
     pipeline: PipelineConfig = PipelineConfig()
     observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def tasks(self) -> dict[str, TaskConfig]:
+        """Every task of the run by its name: one so far."""
+        return {self.task_name: self.task}
+
+    @property
+    def policies(self) -> dict[str, PolicyConfig]:
+        """Every policy of the run by its name, which is the policy's id in all records: one so far."""
+        sections = {key: getattr(self, key) for key in PolicyConfig.__struct_fields__}
+        return {self.policy_name: PolicyConfig(**sections)}

@@ -62,7 +62,7 @@ def count_prompts(config: Config) -> tuple[int, int]:
         if find_spec("reasoning_gym") is None:
             raise ConfigError('[task] kind = "gym" needs reasoning-gym: pip install "headrace[tasks]"')
         return config.task.size, config.evaluate.prompts or 0
-    if isinstance(config.task, DatasetTask):
+    if isinstance(config.task, DatasetTask) and config.task.reward is not None:
         import_function(config.task.reward)
     if isinstance(config.task, AgentTask) and config.task.agent is not None:
         import_function(config.task.agent)
@@ -72,6 +72,8 @@ def count_prompts(config: Config) -> tuple[int, int]:
 
 def make_task(config: Config, judge: Judge | None = None) -> ReadyTask:
     """The configured task; `judge` replaces its reward function (the Python API gives one)."""
+    if config.scorers:
+        raise ConfigError("[scorers]: the run's own scorers are not built yet; give [task] reward")
     match config.task:
         case DatasetTask() as dataset:
             return _dataset(config, dataset, judge)
@@ -108,6 +110,7 @@ def _dataset(config: Config, task: DatasetTask, judge: Judge | None) -> ReadyTas
     train, heldout = _prompts(config, task)
     start = _nothing
     if judge is None:
+        assert task.reward is not None, "checked with the configuration: without scorers there is a reward"
         workers = WorkerJudge(task.reward, workers=config.scoring.workers, timeout=config.scoring.timeout)
         judge, start = workers, workers.start
     return ReadyTask(SingleTurnTask(train, heldout, judge, task.demonstration), start)
