@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,9 +23,7 @@ def import_function(reference: str) -> Callable[..., Any]:
 
     Modules are looked for as Python does, and last in the working directory; a file may import its neighbours.
     """
-    where, separator, name = reference.rpartition(":")
-    if not separator or not where or not name:
-        raise ConfigError(f"{reference!r} must be `module:function` or `path/to/file.py:function`")
+    where, name = split_reference(reference)
     module = _load_file(where) if where.endswith(".py") else _load_module(where)
     found: Any = module
     for part in name.split("."):
@@ -34,6 +33,30 @@ def import_function(reference: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f"{reference!r}: {name} is a {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]
+
+
+def split_reference(reference: str) -> tuple[str, str]:
+    """The module or file, and the attribute in it."""
+    where, separator, name = reference.rpartition(":")
+    if not separator or not where or not name:
+        raise ConfigError(f"{reference!r} must be `module:function` or `path/to/file.py:function`")
+    return where, name
+
+
+def find_source(where: str) -> Path | None:
+    """The Python file of a module or path, found without running any of it; None where a module has none."""
+    if where.endswith(".py"):
+        return _file(where)
+    _add_path(Path.cwd())
+    top, *inner = where.split(".")
+    spec = importlib.util.find_spec(top)
+    for depth, _ in enumerate(inner, 2):
+        folders = None if spec is None else spec.submodule_search_locations
+        # To ask for an inner module by its whole name would import the packages around it.
+        spec = PathFinder.find_spec(".".join(where.split(".")[:depth]), folders) if folders else None
+    if spec is None:
+        raise ConfigError(f"there is no module {where!r}")
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
 
 def _load_module(name: str) -> ModuleType:
@@ -49,9 +72,7 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _load_file(name: str) -> ModuleType:
-    path = Path(name).expanduser().resolve()
-    if not path.is_file():
-        raise ConfigError(f"there is no file {name}")
+    path = _file(name)
     # One file is one module however it is spelt, and never shadows an installed one.
     module_name = f"headrace_file_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if module_name in sys.modules:
@@ -69,6 +90,13 @@ def _load_file(name: str) -> ModuleType:
         del sys.modules[module_name]
         raise ConfigError(f"importing {name} raised {describe(error)}") from error
     return module
+
+
+def _file(name: str) -> Path:
+    path = Path(name).expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"there is no file {name}")
+    return path
 
 
 def describe(error: BaseException) -> str:

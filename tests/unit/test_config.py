@@ -19,7 +19,8 @@ from headrace.config import (
     make_config,
     with_settings,
 )
-from headrace.config.load import ONLY_NAMES, READ_BY_CORRECTIONS, READ_BY_LOSSES
+from headrace.config.declared import correction_facts, losses_that_read
+from headrace.config.load import ONLY_NAMES
 from headrace.errors import ConfigError
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "gym", "name": "spell_backward"}}
@@ -65,6 +66,10 @@ LOSSES = sorted(path.stem for path in Path("src/headrace/algorithms/losses/polic
 
 
 OR_OWN = "or module:attribute, or file.py:attribute"
+
+READ_BY_LOSSES = {key: names for key in sorted(KEYS["algorithm"]) if (names := losses_that_read(key))}
+READ_BY_CORRECTIONS = {key: name for name, keys in correction_facts().reads.items() for key in keys}
+
 
 AGENT_KEYS = {
     "path", "agent", "command", "heldout_path", "system", "demonstration", "workers", "concurrency", "timeout",

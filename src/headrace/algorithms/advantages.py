@@ -2,6 +2,14 @@
 
 Each estimator follows a reordering of the rollouts and sums to zero, over a group or over the step: where all earned
 the same, nothing is to be learned.
+
+The smallest estimator of a user's own, named in the configuration by `advantage = "my_advantage.py:centred"`:
+
+    def centred(groups):
+        return [rewards - rewards.mean() for rewards in groups]
+
+It gets one array of rewards for each group of the step and returns one array of advantages for each. If it compares the
+answers of a group, its file may say so, and groups of one answer are refused: `COMPARES = ("centred",)`.
 """
 
 from __future__ import annotations
@@ -11,10 +19,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from headrace.errors import UserError
+from headrace.reference import describe, import_function
+
 FloatArray = npt.NDArray[np.float64]
 AdvantageFunction = Callable[[Sequence[FloatArray]], list[FloatArray]]
 """From the rewards of each group of a step to the advantages of each group."""
 
+COMPARES = ("grpo", "dr_grpo", "rloo", "maxrl")
+"""Estimators that compare the answers of a group with each other, and so need at least two."""
 EPSILON = 1e-6
 """Added to a standard deviation: small beside any real spread of rewards, large beside rounding."""
 
@@ -74,4 +87,19 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 
 def advantages(name: str, groups: Sequence[npt.ArrayLike]) -> list[FloatArray]:
     """The advantages of a step's rollouts: for each group, in the order of its rewards."""
-    return ADVANTAGES[name]([np.asarray(rewards, np.float64) for rewards in groups])
+    rewards = [np.asarray(each, np.float64) for each in groups]
+    return ADVANTAGES[name](rewards) if name in ADVANTAGES else _advantages_of_user(name, rewards)
+
+
+def _advantages_of_user(reference: str, rewards: Sequence[FloatArray]) -> list[FloatArray]:
+    """What the user's own function says, if it says one finite number for each reward."""
+    estimate = import_function(reference)
+    try:
+        found = [np.asarray(values, np.float64) for values in estimate(rewards)]
+    except (Exception, SystemExit) as error:
+        raise UserError(f"[algorithm] advantage: {reference} raised {describe(error)}") from error
+    if [values.shape for values in found] != [each.shape for each in rewards]:
+        raise UserError(f"[algorithm] advantage: {reference} did not return one number for each reward of each group")
+    if not all(np.isfinite(values).all() for values in found):
+        raise UserError(f"[algorithm] advantage: {reference} returned a number that is not finite")
+    return found

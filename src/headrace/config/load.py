@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
+from headrace.config.algorithm import check_algorithm
 from headrace.config.explain import NAMES, explain
 from headrace.config.names import is_reference, mistake, names_of
 from headrace.config.schema import (
@@ -28,27 +29,7 @@ from headrace.config.schema import (
 from headrace.config.tables import ShortForm, check_name, long_form
 from headrace.errors import ConfigError
 
-READ_BY_LOSSES = {
-    "clip_low": ("dapo", "decoupled_ppo", "grpo", "gspo"),
-    "clip_high": ("cispo", "dapo", "decoupled_ppo", "distillation", "grpo", "gspo"),
-    "sapo_tau_positive": ("sapo",),
-    "sapo_tau_negative": ("sapo",),
-    "dppo_delta": ("dppo_tv",),
-    "proximal": ("decoupled_ppo",),
-    "proximal_mix": ("decoupled_ppo",),
-}
-"""Keys of [algorithm] that only these losses look at."""
-READ_BY_CORRECTIONS = {
-    "tis_cap": "tis",
-    "icepop_low": "icepop",
-    "icepop_high": "icepop",
-    "mis_ratio": "mis",
-    "mis_low": "mis",
-    "mis_high": "mis",
-    "opsm_limit": "opsm",
-}
-"""Keys of [algorithm] that only this correction looks at."""
-ONLY_NAMES = {"algorithm.advantage", "algorithm.loss", "delivery.transport", "engine.kind", "pipeline.launcher"}
+ONLY_NAMES = {"delivery.transport", "engine.kind", "pipeline.launcher"}
 """Keys that will take a reference to the user's code, and whose stage does not import one yet."""
 
 
@@ -171,7 +152,7 @@ def _check_names(config: Config) -> None:
 
 def _check_together(config: Config) -> None:
     """What no single key can say."""
-    _check_algorithm(config.algorithm, config.rollouts)
+    check_algorithm(config.algorithm, config.rollouts)
     _check_engine(config.engine)
     if config.engine.kind == "vllm":
         _check_for_vllm(config)
@@ -227,49 +208,6 @@ def _check_buffer(buffer: BufferConfig, rollouts: RolloutsConfig, algorithm: Alg
             f"[rollouts] min_group: {rollouts.min_group} is not between {min(2, rollouts.group_size)} and group_size "
             f"{rollouts.group_size}"
         )
-
-
-def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
-    advantage, loss = algorithm.advantage, algorithm.loss
-    compares = advantage != "reinforce_plus_plus" and not is_reference(advantage)
-    if compares and loss != "distillation" and rollouts.group_size < 2:
-        raise ConfigError(f"[rollouts] group_size: advantage {advantage!r} compares answers and needs at least 2")
-    if algorithm.proximal == "recomputed" and algorithm.proximal_mix is not None:
-        raise ConfigError("[algorithm] proximal_mix: a proximal policy that is recomputed has no mix (remove one)")
-    if loss == "distillation" and algorithm.teacher is None:
-        raise ConfigError("[algorithm] teacher: loss 'distillation' needs the directory of a model to learn from")
-    if loss == "distillation" and "opsm" in algorithm.corrections:
-        raise ConfigError("[algorithm] corrections: 'opsm' goes by rewards, which loss 'distillation' does not")
-    if loss == "reinforce" and "tis" in algorithm.corrections:
-        raise ConfigError("[algorithm] corrections: 'tis' bounds ratios, and loss 'reinforce' has none (take 'cispo')")
-    if loss != "distillation" and algorithm.teacher is not None:
-        raise ConfigError("[algorithm] teacher: only loss 'distillation' learns from one")
-    for name in ("icepop", "mis"):
-        low, high = getattr(algorithm, f"{name}_low"), getattr(algorithm, f"{name}_high")
-        if low > high:
-            raise ConfigError(f"[algorithm] {name}_low: {low} is above {name}_high {high}")
-    buffer, longest = algorithm.overlong_buffer, rollouts.max_tokens
-    if buffer > longest:
-        raise ConfigError(f"[algorithm] overlong_buffer: {buffer} is above [rollouts] max_tokens {longest}")
-    _check_ignored(algorithm)
-
-
-def _check_ignored(algorithm: AlgorithmConfig) -> None:
-    """A key that was set and that nothing will look at is a mistake; at its default it is none."""
-    default = AlgorithmConfig()
-    changed = {key for key in AlgorithmConfig.__struct_fields__ if getattr(algorithm, key) != getattr(default, key)}
-    for key in sorted(changed):
-        # A loss of the user's own may look at any key.
-        if algorithm.loss not in READ_BY_LOSSES.get(key, (algorithm.loss,)) and not is_reference(algorithm.loss):
-            readers = ", ".join(READ_BY_LOSSES[key])
-            raise ConfigError(f"[algorithm] {key}: loss {algorithm.loss!r} does not look at it (only {readers})")
-        correction = READ_BY_CORRECTIONS.get(key)
-        if correction is not None and correction not in algorithm.corrections:
-            raise ConfigError(f"[algorithm] {key}: only {correction!r} looks at it, which is not in corrections")
-    if "kl_weight" in changed and algorithm.kl == "none":
-        raise ConfigError("[algorithm] kl_weight: kl is 'none', so nothing has this weight (set kl)")
-    if "overlong_penalty" in changed and not algorithm.overlong_buffer:
-        raise ConfigError("[algorithm] overlong_penalty: overlong_buffer is 0, so no answer is punished (set it)")
 
 
 def _check_ranks(config: Config) -> None:

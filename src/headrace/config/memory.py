@@ -9,8 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from headrace.config.declared import needs
 from headrace.config.model_dir import ModelFacts, model_facts
-from headrace.config.schema import AlgorithmConfig, Config, LoraConfig, TrainingConfig
+from headrace.config.schema import Config, LoraConfig, TrainingConfig
 
 STATE_BYTES = {"adamw": 16, "adamw_8bit": 10, "muon": 12}
 """Of a trained parameter: master, gradient, moments."""
@@ -142,12 +143,8 @@ def _publishes_on(config: Config, on_gpu: bool) -> bool:
 
 def _copies(config: Config) -> int:
     """Whole copies of what is trained; an adapter that is switched off leaves the reference."""
-    algorithm = config.algorithm
-    return (algorithm.kl != "none" and config.lora is None) + _recomputes_proximal(algorithm)
-
-
-def _recomputes_proximal(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.loss == "decoupled_ppo" and algorithm.proximal == "recomputed"
+    asked = needs(config.algorithm)
+    return (asked.reference and config.lora is None) + asked.proximal
 
 
 def _outer(facts: ModelFacts) -> int:

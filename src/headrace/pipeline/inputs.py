@@ -13,6 +13,7 @@ from headrace.errors import ConfigError
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.frames import Setup
 from headrace.gateway.task import AgentTask as Agents
+from headrace.pipeline.extensions import check_extensions
 from headrace.reference import import_function
 from headrace.scoring.workers import WorkerJudge
 from headrace.tasks.base import Judge, Task
@@ -43,6 +44,7 @@ def check_inputs(config: Config, judge: Judge | None = None) -> tuple[ReadyTask,
 
 def check_model(config: Config) -> ChatFormat:
     """The model's chat format, if its directory is complete and knows the configured stop tokens."""
+    check_extensions(config)
     model = check_model_dir(Path(config.model.path), config.model.weights, tokenizer=True)
     if config.algorithm.teacher is not None:
         check_teacher(Path(config.algorithm.teacher), model)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headrace.algorithms.losses.base import Needs
+from headrace.config.declared import Needs
 from headrace.errors import UserError
 from headrace.training.logprobs import row_logprobs
 from headrace.training.packing import MicroBatch

@@ -21,7 +21,7 @@ from headrace.algorithms.losses.policy.gspo import gspo
 from headrace.algorithms.losses.policy.reinforce import reinforce
 from headrace.algorithms.losses.policy.sapo import sapo
 from headrace.algorithms.losses.policy.topr import topr
-from headrace.config.load import READ_BY_CORRECTIONS, READ_BY_LOSSES
+from headrace.config.declared import correction_facts, loss_facts
 from headrace.config.names import names_of
 from headrace.config.schema import AlgorithmConfig
 from plain_losses import Tokens, plain_losses
@@ -398,9 +398,15 @@ class Watched:
         return getattr(AlgorithmConfig(), key)
 
 
-@pytest.mark.parametrize(("made_by", "read_by"), [(LOSSES, READ_BY_LOSSES), (CORRECTIONS, READ_BY_CORRECTIONS)])
-def test_the_configuration_knows_who_looks_at_a_key(made_by, read_by):
-    for name, build in made_by.items():
-        config = Watched()
-        build(config)
-        assert config.seen == {key for key, readers in read_by.items() if name in readers}, name
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_a_loss_declares_the_keys_that_it_reads(name):
+    config = Watched()
+    LOSSES[name](config)
+    assert config.seen == set(loss_facts(name).reads)
+
+
+@pytest.mark.parametrize("name", sorted(CORRECTIONS))
+def test_a_correction_declares_the_keys_that_it_reads(name):
+    config = Watched()
+    CORRECTIONS[name](config)
+    assert config.seen == set(correction_facts().reads[name])

@@ -9,7 +9,8 @@ import torch
 from random_models import FAMILIES, AllDouble, random_batch, twins
 from reference_loop import batch_loss, sequence_logprobs
 
-from headrace.algorithms.losses.base import LOSSES, build_loss, needs
+from headrace.algorithms.losses.base import LOSSES, build_loss
+from headrace.config.declared import needs
 from headrace.config.schema import AlgorithmConfig
 from headrace.training import attention, logprobs
 from headrace.training.packing import plan, plan_scoring

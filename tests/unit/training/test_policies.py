@@ -10,7 +10,7 @@ import torch
 from random_models import AllDouble, model_dir, random_batch, twins
 from reference_loop import plain_model, reference_losses, sequence_logprobs
 
-from headrace.algorithms.losses.base import Needs
+from headrace.config.declared import Needs
 from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights

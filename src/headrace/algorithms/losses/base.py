@@ -2,16 +2,31 @@
 
 A loss never normalises: the step multiplies it by the batch's weights and adds up. Its metrics are sums over tokens,
 so those of micro-batches add up too. All tokens of a sequence come in one call, so a loss may look at whole sequences.
+
+The smallest loss is a file with a `build`, named in the configuration by `loss = "my_loss.py:build"`:
+
+    from headrace.algorithms.losses.base import TokenLoss
+
+    def policy_gradient(inputs):
+        return TokenLoss(-inputs.advantages * inputs.logprobs, {})
+
+    def build(config):
+        return policy_gradient
+
+A loss that needs more than that declares it beside `build`, see `headrace.config.declared.LossFacts`:
+`NEEDS = ("reference",)` asks for a field of `TokenInputs`, `READS = ("clip_high",)` names keys of [algorithm].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from headrace.config.schema import AlgorithmConfig
+from headrace.errors import ConfigError
+from headrace.reference import describe, import_function
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are cut here: beyond it only overflow is to be had."""
@@ -87,28 +102,8 @@ ADDITIONS: list[Callable[[AlgorithmConfig, Loss], Loss]] = []
 """What may be added to any loss, whatever its corrections; each gives the loss back as it is where it is off."""
 
 
-class Needs(NamedTuple):
-    """What a configured loss asks the trainer for, beside the policy's log-probabilities."""
-
-    proximal: bool = False
-    reference: bool = False
-    teacher: bool = False
-    entropy: Literal["none", "value", "gradient"] = "none"
-
-
-def needs(config: AlgorithmConfig) -> Needs:
-    """Which of the optional fields of `TokenInputs` must be there."""
-    weight = config.entropy_weight
-    return Needs(
-        proximal=config.loss == "decoupled_ppo" and config.proximal == "recomputed",
-        reference=config.kl != "none",
-        teacher=config.loss == "distillation",
-        entropy="none" if weight is None else "gradient" if weight else "value",
-    )
-
-
 def given(field: torch.Tensor | None) -> torch.Tensor:
-    """An optional field that `needs` has asked for."""
+    """An optional field that the loss has declared among its `NEEDS`."""
     assert field is not None
     return field
 
@@ -118,12 +113,24 @@ def build_loss(config: AlgorithmConfig, correct_above: int | None = None) -> Los
 
     With `correct_above`, corrections touch only tokens of a larger lag.
     """
-    loss = LOSSES[config.loss](config)
+    loss = LOSSES[config.loss](config) if config.loss in LOSSES else _loss_of_user(config)
     corrections: dict[str, Correction] = {name: CORRECTIONS[name](config) for name in config.corrections}
     if corrections:
         loss = corrected(loss, corrections, above=correct_above)
     for extend in ADDITIONS:
         loss = extend(config, loss)
+    return loss
+
+
+def _loss_of_user(config: AlgorithmConfig) -> Loss:
+    """What the `build` that `[algorithm] loss` refers to makes."""
+    build = import_function(config.loss)
+    try:
+        loss: Loss = build(config)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"[algorithm] loss: {config.loss} raised {describe(error)}") from error
+    if not callable(loss):
+        raise ConfigError(f"[algorithm] loss: {config.loss} returned a {type(loss).__name__}, not a loss function")
     return loss
 
 

@@ -21,6 +21,16 @@ from headrace.algorithms.losses.base import (
     sequence_sums,
 )
 
+READS = {
+    "tis": ("tis_cap",),
+    "icepop": ("icepop_low", "icepop_high"),
+    "mis": ("mis_ratio", "mis_low", "mis_high"),
+    "opsm": ("opsm_limit",),
+}
+"""Keys of [algorithm] that only this correction reads."""
+GOES_BY_REWARDS = ("opsm",)
+BOUNDS_RATIOS = ("tis",)
+
 
 def tis(inputs: TokenInputs, *, cap: float) -> Corrected:
     """Truncated importance sampling: the ratio that the loss sees is min(rho, cap)."""

@@ -1,6 +1,7 @@
 """Policy losses. A module here is one: its name is the one in `[algorithm] loss`, and its `build` makes the loss.
 
-The configuration takes its names from the files here, without importing them: they need torch.
+Beside `build` a module declares what others must know about the loss, in literals that are read without importing the
+module, because it needs torch: `headrace.config.declared.LossFacts` says which. A user's own file is read the same way.
 """
 
 import importlib

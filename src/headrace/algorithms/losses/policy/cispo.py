@@ -10,6 +10,7 @@ from functools import partial
 from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums
 from headrace.config.schema import AlgorithmConfig
 
+READS = ("clip_high",)
 CLIP_HIGH = 0.28
 
 

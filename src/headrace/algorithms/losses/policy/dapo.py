@@ -11,6 +11,7 @@ from headrace.algorithms.losses.base import Loss
 from headrace.algorithms.losses.policy.grpo import clipped_grpo
 from headrace.config.schema import AlgorithmConfig
 
+READS = ("clip_low", "clip_high")
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 

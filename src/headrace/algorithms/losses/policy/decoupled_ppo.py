@@ -15,6 +15,8 @@ from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, given,
 from headrace.algorithms.losses.policy.grpo import clipped_surrogate
 from headrace.config.schema import AlgorithmConfig
 
+READS = ("clip_low", "clip_high", "proximal", "proximal_mix")
+NEEDS_WHEN = {"proximal": {"proximal": "recomputed"}}
 CLIP_LOW, CLIP_HIGH = 0.2, 0.2
 
 

@@ -12,6 +12,10 @@ from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, given,
 from headrace.algorithms.losses.policy.cispo import CLIP_HIGH, cispo
 from headrace.config.schema import AlgorithmConfig
 
+READS = ("clip_high",)
+NEEDS = ("teacher",)
+USES_REWARDS = False
+
 
 def distillation(inputs: TokenInputs, *, clip_high: float = CLIP_HIGH) -> TokenLoss:
     """-sg(min(r, 1 + clip_high) * log(teacher / pi)) * log pi, with r = pi / mu."""

@@ -13,6 +13,8 @@ import torch
 from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums
 from headrace.config.schema import AlgorithmConfig
 
+READS = ("dppo_delta",)
+
 
 def dppo_tv(inputs: TokenInputs, *, delta: float) -> TokenLoss:
     """-r A, with r = pi / mu; 0 where A > 0 and pi - mu > delta, or A < 0 and mu - pi > delta."""

@@ -12,6 +12,7 @@ import torch
 from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums
 from headrace.config.schema import AlgorithmConfig
 
+READS = ("clip_low", "clip_high")
 CLIP_LOW, CLIP_HIGH = 0.2, 0.2
 
 

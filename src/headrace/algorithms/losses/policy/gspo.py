@@ -18,6 +18,7 @@ from headrace.algorithms.losses.base import (
 from headrace.algorithms.losses.policy.grpo import clipped_surrogate
 from headrace.config.schema import AlgorithmConfig
 
+READS = ("clip_low", "clip_high")
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 
 

@@ -13,6 +13,8 @@ import torch
 from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums
 from headrace.config.schema import AlgorithmConfig
 
+READS = ("sapo_tau_positive", "sapo_tau_negative")
+
 
 def sapo(inputs: TokenInputs, *, tau_positive: float, tau_negative: float) -> TokenLoss:
     """-(4 / tau) sigmoid(tau (r - 1)) A, with r = pi / mu, and tau by the sign of A."""

@@ -1,0 +1,37 @@
+"""The user's own parts that a configuration names, checked before any process starts: a mistake is one line.
+
+What the controller uses is imported here: an advantage. What only workers use may need torch: the file of a loss is
+read and not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headrace.config import Config
+from headrace.config.algorithm import check_references
+from headrace.config.declared import loss_facts
+from headrace.config.names import is_reference
+from headrace.errors import ConfigError
+from headrace.reference import import_function
+
+
+def check_extensions(config: Config) -> None:
+    """Raise `ConfigError` for a reference that leads nowhere, or to what does not go together with the rest."""
+    if is_reference(config.algorithm.loss):
+        with _named("[algorithm] loss"):
+            loss_facts(config.algorithm.loss)
+    if is_reference(config.algorithm.advantage):
+        with _named("[algorithm] advantage"):
+            import_function(config.algorithm.advantage)
+    check_references(config.algorithm, config.rollouts)
+
+
+@contextmanager
+def _named(key: str) -> Iterator[None]:
+    """What is raised inside begins with the key that is wrong."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
