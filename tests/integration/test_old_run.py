@@ -12,7 +12,7 @@ import pytest
 from runs import ROOT, headrace
 
 OLD_RUN = ROOT / "tests/data/run_schema_2"
-"""Eight steps of depth 2 with `[pipeline] record`, a checkpoint after step 6, 12 groups in flight, 16 saved prefixes."""
+"""Eight steps of depth 2 with `[pipeline] record`, a checkpoint after step 6, 12 groups in flight and 16 prefixes."""
 SAME_CPU = platform.machine() == "aarch64"
 """Whether sums are made as on the machine that wrote the run: elsewhere replayed weights may differ in the last bit."""
 
