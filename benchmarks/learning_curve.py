@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import Any
 
+from headrace.buffer.reader import open_readonly
 from headrace.errors import UserError
 from headrace.observe.charts import Series, line_chart, moving_mean
-from headrace.observe.records import open_journal, policy_steps, rows
+from headrace.observe.records import EvaluationRecord, StepRecord
 
 WIDTH, HEIGHT = 640, 320
 WINDOW = 5
@@ -32,9 +32,9 @@ def main() -> None:
     parser.add_argument("--svg", type=Path)
     given = parser.parse_args()
     try:
-        with open_journal(given.run_dir) as journal:
-            steps = [dict(step) for step in policy_steps(journal)]
-            evaluations = [dict(row) for row in rows(journal, "SELECT * FROM evaluations ORDER BY version, started")]
+        with open_readonly(given.run_dir / "journal.db") as journal:
+            steps = journal.steps()
+            evaluations = sorted(journal.evaluations(), key=lambda e: (e.version, e.started))
     except UserError as error:
         raise SystemExit(f"learning_curve.py: {error}") from None
     if len(evaluations) < 2 or not steps:
@@ -44,25 +44,25 @@ def main() -> None:
         given.svg.write_text(picture(steps, evaluations))
 
 
-def gain(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
+def gain(steps: list[StepRecord], evaluations: list[EvaluationRecord]) -> str:
     """Held-out accuracy, last minus first, in standard errors too, and the time between."""
     first, last = evaluations[0], evaluations[-1]
-    more = last["pass_1"] - first["pass_1"]
-    error = math.sqrt(sum(e["pass_1"] * (1 - e["pass_1"]) / e["prompts"] for e in (first, last)))
-    minutes = (steps[-1]["ended"] - first["ended"]) / 60
+    more = last.pass_1 - first.pass_1
+    error = math.sqrt(sum(e.pass_1 * (1 - e.pass_1) / e.prompts for e in (first, last)))
+    minutes = (steps[-1].ended - first.ended) / 60
     # Where all were right or all were wrong, both times, there is no spread to compare with.
     errors = f"{more / error:.1f} standard errors, " if error else ""
     return (
-        f"held out {first['pass_1']:.3f} -> {last['pass_1']:.3f} ({first['prompts']} and {last['prompts']} prompts): "
+        f"held out {first.pass_1:.3f} -> {last.pass_1:.3f} ({first.prompts} and {last.prompts} prompts): "
         f"{more:+.3f}, {errors}{len(steps)} steps in {minutes:.1f} minutes"
     )
 
 
-def picture(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
+def picture(steps: list[StepRecord], evaluations: list[EvaluationRecord]) -> str:
     """Two lines over the seconds since the first evaluation; it stands alone, without the report's page."""
-    began = evaluations[0]["ended"]
-    reward = [(step["ended"] - began, step["reward_mean"]) for step in steps]
-    heldout = [(max(0.0, e["started"] - began), e["pass_1"]) for e in evaluations]
+    began = evaluations[0].ended
+    reward = [(step.ended - began, step.reward_mean) for step in steps]
+    heldout = [(max(0.0, e.started - began), e.pass_1) for e in evaluations]
     chart = line_chart(
         [
             Series(label=f"reward, mean of {WINDOW} steps", points=moving_mean(reward, WINDOW), hover=False),

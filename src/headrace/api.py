@@ -63,7 +63,7 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """The figures of the run, as in `summary.json`."""
-        from headrace.observe.summary import summarize
+        from headrace.review.summary import summarize
 
         return summarize(self.path)
 

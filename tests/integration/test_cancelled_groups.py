@@ -11,9 +11,9 @@ from runs import recompute
 from headrace import Run
 from headrace.bench.workload import LengthsEpisode, LengthsTask, write_model
 from headrace.config import make_config
-from headrace.observe.ledgers import read_ledgers
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run
+from headrace.review.ledgers import read_ledgers
 from headrace.types import NO_VERSION, Prompt, Rollout
 
 SHORT, LONG, EVERY = 6, 150, 5

@@ -19,11 +19,11 @@ from transformers import AutoTokenizer
 
 from headrace import Run
 from headrace.channel.codec import encode
-from headrace.observe.ledgers import read_ledgers
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run
 from headrace.review.audit import audit
 from headrace.review.findings import Audit
+from headrace.review.ledgers import read_ledgers
 from headrace.review.recompute import PlainModel
 
 

@@ -21,10 +21,10 @@ from headrace.bench.workload import loop_config, write_model
 from headrace.buffer.journal import Journal
 from headrace.buffer.store import Store
 from headrace.buffer.writer import Call, Event, Writer
-from headrace.observe.ledgers import read_ledgers
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.inputs import check_inputs
 from headrace.pipeline.session import Session
+from headrace.review.ledgers import read_ledgers
 from headrace.run_dir import RunDir
 
 WARM_VERSIONS = 4

@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.buffer.journal import Journal
+from headrace.buffer.journal import Journal, open_readonly
 from headrace.config import Config, make_config
-from headrace.observe.ledgers import read_ledgers
-from headrace.observe.records import open_journal
 from headrace.pipeline.batches import recorded_batches
-from headrace.review.rollouts import count, matching
+from headrace.review.ledgers import read_ledgers
 from headrace.types import NO_VERSION, Group, Prompt, Rollout, Trace, Version
 
 GROUP_SIZE, GROUPS = 8, 16
@@ -53,8 +51,8 @@ def bench_size(directory: Path, rollouts: int, say: Callable[[str], None]) -> di
     timed["resume"] = Spent(sum(part.seconds for part in parts), sum(part.cpu_seconds for part in parts))
     with _timed(timed, "ledger"):
         ledgers = read_ledgers(directory)
-    with _timed(timed, "query"), open_journal(directory) as db:
-        matched, shown = count(db, WHERE), list(matching(db, WHERE, SHOWN))
+    with _timed(timed, "query"), open_readonly(path) as reader:
+        matched, shown = reader.count_rollouts(WHERE), list(reader.rollout_records(WHERE, limit=SHOWN))
     return {
         "rollouts": rollouts,
         "steps": steps,

@@ -12,14 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headrace.bench.shared_work import WARM_VERSIONS, steady_rate
 from headrace.bench.workload import DRAWN, LengthsTask, write_model
+from headrace.buffer.reader import open_readonly
 from headrace.config import Config, make_config
 from headrace.errors import UserError
 from headrace.observe.progress import NoProgress
-from headrace.observe.records import open_journal, policy_steps
 from headrace.pipeline.launch import start_run
 from headrace.sim.long_tail import LONG_FACTOR, LONG_SHARE, MEDIAN, SIGMA
 
@@ -79,8 +80,8 @@ def bench_long_tail(versions: int, rounds: int, say: Callable[[str], None]) -> d
 
 def _measure(directory: Path, name: str, versions: int, depth: int) -> dict[str, Any]:
     outcome = start_run(_config(directory, name, versions, depth), NoProgress())
-    with open_journal(outcome.run_dir.path) as journal:
-        steps = [dict(step) for step in policy_steps(journal)]
+    with open_readonly(outcome.run_dir.journal) as journal:
+        steps = [msgspec.structs.asdict(step) for step in journal.steps()]
     names = ("trainer_idle_fraction", "engine_idle_fraction", "lag_mean", "lag_max")
     return steady_rate(steps, depth, WARM_VERSIONS) | {name: outcome.summary[name] for name in names}
 

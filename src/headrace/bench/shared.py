@@ -31,10 +31,10 @@ from headrace.bench.shared_work import (
     steady_rate,
 )
 from headrace.bench.workload import write_tokenizer
+from headrace.buffer.reader import open_readonly
 from headrace.errors import HeadraceError, UserError
 from headrace.models.shapes import SHAPES, build_shape
 from headrace.observe.progress import NoProgress
-from headrace.observe.records import open_journal, policy_steps, read_meta
 from headrace.pipeline.launch import start_run
 from headrace.training.devices import choose_device
 
@@ -107,9 +107,9 @@ def _run(config: Any, depth: int, *, cuda: bool) -> dict[str, Any]:
         outcome = start_run(config, NoProgress())
     if why := outcome.summary["no_mps"]:
         raise UserError(f"--one-gpu mps: {why}")
-    with open_journal(outcome.run_dir.path) as journal:
-        steps = [dict(step) for step in policy_steps(journal)]
-        held = read_meta(journal).get("peak_memory_bytes", {})
+    with open_readonly(outcome.run_dir.journal) as journal:
+        steps = [msgspec.structs.asdict(step) for step in journal.steps()]
+        held = journal.meta().get("peak_memory_bytes", {})
     names = ("trainer_idle_fraction", "engine_idle_fraction", "lag_mean", "lag_max", "train_seconds")
     return (
         steady_rate(steps, depth, WARM_VERSIONS + depth)

@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from headrace.buffer.balance import count_ledgers
 from headrace.buffer.ledger import EndState
-from headrace.buffer.reader import count_ledgers, open_readonly
+from headrace.buffer.reader import open_readonly
 from headrace.buffer.recovery import Recovered, recover
 from headrace.buffer.store import Store
 from headrace.buffer.writer import DEADLINE_SECONDS, Writer

@@ -1,51 +1,277 @@
-"""Reading a journal, of a live run or an ended one: only what is committed is seen, and nothing is ever changed."""
+"""The only reader of a journal, of a live run or an ended one: a method for each question that is asked of it.
+
+A reader sees what was committed when it was first asked, the same moment in all its answers, and changes nothing. All
+SQL that reads a journal from outside is here, and in `balance`. Columns are named, so that a schema may add some.
+"""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.buffer.database import connect
-from headrace.buffer.ledger import END_STATES, Counts
+from headrace.buffer.balance import Table, count_ledger, count_ledgers, imbalances
+from headrace.buffer.database import LOOK_SECONDS, connect
+from headrace.buffer.ledger import Counts
 from headrace.buffer.segments import read
-from headrace.errors import UserError
-from headrace.types import Rollout
+from headrace.errors import DataError, UserError
+from headrace.observe.ledgers import STATES
+from headrace.observe.records import (
+    DeliveryRecord,
+    EndedGroup,
+    EvaluationRecord,
+    RolloutRecord,
+    SampleRecord,
+    StepRecord,
+    VersionRecord,
+)
+from headrace.types import Group, Prompt, Rollout, republished_among, without_republished
 
-STATES = (*END_STATES, "in_flight")
+Record = TypeVar("Record", bound=msgspec.Struct)
+
+PROMPT = "(SELECT prompt FROM groups WHERE groups.id = rollouts.group_id)"
+TRAINED_AS = "(SELECT version FROM steps WHERE steps.step = rollouts.step)"
+IN_ORDER = "ORDER BY group_id, length(id), id"
+"""Rollouts by group and, within it, by number."""
 
 
 class JournalReader:
-    """The reading side: sees what is committed, also while a run writes."""
+    """One moment of a journal. Use it in a `with` statement: an error of SQLite in there becomes a `DataError`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.is_file():
-            raise UserError(f"{path} does not exist: not the directory of a run")
-        self._db = connect(f"{path.absolute().as_uri()}?mode=ro", path, 10.0)
+            raise DataError(f"{path.parent} is not a run directory: it has no {path.name}")
+        file = path.resolve()
+        # Without a write-ahead log beside it nobody is writing: then it can be read where nothing may be created.
+        live = file.with_name(file.name + "-wal").exists()
+        self._db = connect(f"{file.as_uri()}?{'mode=ro' if live else 'immutable=1'}", path, LOOK_SECONDS)
         self._db.row_factory = sqlite3.Row
+        self._db.execute("BEGIN")
+
+    def meta(self) -> dict[str, Any]:
+        """All facts about the run."""
+        meta: dict[str, Any] = {}
+        for key, value in self._db.execute("SELECT key, value FROM meta"):
+            try:
+                meta[key] = msgspec.json.decode(value)
+            except msgspec.DecodeError as error:
+                raise DataError(f"the journal's meta value {key!r} is not JSON: {error}") from error
+        return meta
+
+    def rows(self, sql: str, *parameters: Any) -> list[dict[str, Any]]:
+        """The answer to any query, a dict per row: for questions that nothing in Headrace asks."""
+        return [dict(row) for row in self._db.execute(sql, parameters)]
+
+    # ---- the ledgers
 
     def counts(self) -> dict[str, dict[str, Any]]:
         """Both ledgers: the same form as `Ledgers.as_dict`."""
         return count_ledgers(self._db)
 
-    def meta(self) -> dict[str, Any]:
-        """All facts about the run."""
-        return {key: msgspec.json.decode(value) for key, value in self._db.execute("SELECT key, value FROM meta")}
+    def ledger(self, table: Table) -> Counts:
+        """One ledger."""
+        return count_ledger(self._db, table)
 
-    def rows(self, sql: str, *parameters: Any) -> list[dict[str, Any]]:
-        """The answer to a query, a dict per row."""
-        return [dict(row) for row in self._db.execute(sql, parameters)]
+    def imbalances(self) -> list[str]:
+        """Every way in which the ledgers do not balance, a line each."""
+        return imbalances(self._db)
+
+    def sampled_tokens(self) -> dict[str, int]:
+        """State -> the sampled tokens of all rollouts in that state."""
+        sums = ", ".join(f"COALESCE(SUM(sampled_tokens * (state = '{state}')), 0)" for state in STATES)
+        found = self._db.execute(f"SELECT {sums} FROM rollouts").fetchone()
+        return dict(zip(STATES, map(int, found), strict=True))
+
+    def restarts(self) -> dict[str, int]:
+        """Process -> how often it was started again; `controller` counts how often the run was resumed."""
+        again = "process <> 'controller' OR reason = 'resumed'"
+        sql = f"SELECT process, COUNT(*) FROM restarts WHERE {again} GROUP BY process ORDER BY process"
+        return {process: int(count) for process, count in self._db.execute(sql)}
+
+    def regenerated_tokens(self) -> int:
+        """Tokens that were sampled, lost in a crash and sampled again."""
+        return self._count("SELECT COALESCE(SUM(regenerated_tokens), 0) FROM restarts")
+
+    # ---- training
+
+    def steps(self) -> list[StepRecord]:
+        """The policy's optimizer steps in order; the supervised steps of a warm start are not among them."""
+        return self._records(StepRecord, "steps WHERE objective = 'policy' ORDER BY step")
+
+    def step(self, step: int) -> StepRecord | None:
+        """One optimizer step of the policy."""
+        found = self._records(StepRecord, "steps WHERE step = ? AND objective = 'policy'", (step,))
+        return found[0] if found else None
+
+    def last_step(self) -> int:
+        """The last optimizer step of the policy, 0 if there was none."""
+        return self._count("SELECT COALESCE(MAX(step), 0) FROM steps WHERE objective = 'policy'")
+
+    def warm_start_steps(self) -> int:
+        """The number of supervised steps before the first version."""
+        return self._count("SELECT COUNT(*) FROM steps WHERE objective = 'imitation'")
+
+    def lag_tokens(self) -> dict[int, int]:
+        """Lag -> how many trained tokens had it, over all policy steps."""
+        sql = """
+            SELECT CAST(entry.key AS INTEGER) AS lag, SUM(entry.value)
+            FROM steps, json_each(steps.lag_histogram) AS entry
+            WHERE steps.objective = 'policy' GROUP BY lag ORDER BY lag
+        """
+        return {int(lag): tokens for lag, tokens in self._db.execute(sql)}
+
+    def training_window(self) -> tuple[float, float] | None:
+        """When training began and ended; for a run that was cut, its end is the last moment in the journal."""
+        meta = self.meta()
+        begin, end = meta.get("train_started"), meta.get("train_ended")
+        if begin is None:
+            return None
+        if end is None:
+            sql = "SELECT MAX(ended) FROM (SELECT ended FROM steps UNION ALL SELECT ended FROM activity)"
+            (end,) = self._db.execute(sql).fetchone()
+        return (float(begin), max(float(begin), float(end))) if end is not None else None
+
+    def idle_fraction(self, processes: str, window: tuple[float, float]) -> float | None:
+        """The idle share of the time that these processes (`engine-*`) spent in the window, if they spent any.
+
+        An interval on the border of the window counts by its share inside.
+        """
+        sql = """
+            WITH clipped AS (
+                SELECT busy_seconds, ended - started AS whole, MIN(ended, :end) - MAX(started, :begin) AS inside
+                FROM activity
+                WHERE process GLOB :processes AND ended > started AND ended > :begin AND started < :end
+            )
+            SELECT SUM(busy_seconds * inside / whole), SUM(inside) FROM clipped
+        """
+        given = {"processes": processes, "begin": window[0], "end": window[1]}
+        busy, elapsed = self._db.execute(sql, given).fetchone()
+        return min(1.0, max(0.0, 1.0 - float(busy) / float(elapsed))) if elapsed else None
+
+    def ended_groups(self) -> list[EndedGroup]:
+        """Every group that has ended and has a rollout that ended by itself, oldest first."""
+        again = self.republished()
+
+        def age(version: int, trained_as: int | None) -> int | None:
+            if trained_as is None:
+                return None
+            return int(without_republished(trained_as, again) - without_republished(version, again))
+
+        sql = """
+            SELECT groups.id, groups.state, groups.reason, groups.ended - groups.admitted AS seconds,
+                AVG(rollouts.sampled_tokens) AS tokens, AVG(rollouts.reward) AS reward,
+                groups.version, steps.version AS trained_as
+            FROM groups JOIN rollouts ON rollouts.group_id = groups.id LEFT JOIN steps ON steps.step = groups.step
+            WHERE groups.state <> 'in_flight' AND rollouts.ending IS NOT NULL
+            GROUP BY groups.id ORDER BY groups.id
+        """
+        found = []
+        for *columns, version, trained_as in self._db.execute(sql):
+            names = ("id", "state", "reason", "seconds", "tokens", "reward")
+            found.append(EndedGroup(**dict(zip(names, columns, strict=True)), age=age(version, trained_as)))
+        return found
+
+    def trained_groups(self, step: int) -> list[Group]:
+        """The groups that a step trained, with their tokens, oldest first; without rollouts that filters left out."""
+        sql = "SELECT id, prompt, version FROM groups WHERE step = ? AND state = 'trained' ORDER BY id"
+        return [
+            Group(
+                id=group_id,
+                prompt=Prompt(id=prompt),
+                version=version,
+                rollouts=sorted(
+                    self.rollouts("group_id = ? AND state <> 'dropped'", group_id), key=lambda rollout: rollout.index
+                ),
+            )
+            for group_id, prompt, version in self._db.execute(sql, (step,)).fetchall()
+        ]
+
+    def scheduled_events(self) -> int:
+        """The number of recorded events; 0 without `[pipeline] record`."""
+        return self._count("SELECT COUNT(*) FROM schedule")
+
+    def misscheduled_groups(self) -> list[int]:
+        """Groups whose step in the ledger is not the one that consumed them last, by the recorded schedule."""
+        sql = """
+            SELECT schedule.group_id FROM schedule JOIN groups ON groups.id = schedule.group_id
+            WHERE schedule.id IN (SELECT MAX(id) FROM schedule WHERE event = 'consume' GROUP BY group_id)
+            AND groups.state = 'trained' AND groups.step <> schedule.step
+        """
+        return [int(group_id) for (group_id,) in self._db.execute(sql)]
+
+    # ---- versions
+
+    def versions(self) -> list[VersionRecord]:
+        """Every published version, by id."""
+        return self._records(VersionRecord, "versions ORDER BY id")
+
+    def republished(self) -> list[int]:
+        """Versions whose weights had another id before: there are no more steps behind them."""
+        found = self._db.execute("SELECT id, step FROM versions ORDER BY id").fetchall()
+        return republished_among((int(version), int(step)) for version, step in found)
+
+    def deliveries(self) -> list[DeliveryRecord]:
+        """Every engine's proof of every version, in the order of time."""
+        return self._records(DeliveryRecord, "deliveries ORDER BY time")
+
+    def evaluations(self) -> list[EvaluationRecord]:
+        """Every evaluation on held-out prompts, in the order of their ends."""
+        return self._records(EvaluationRecord, "evaluations ORDER BY ended, version")
+
+    def samples(self) -> list[SampleRecord]:
+        """The held-out answers from before and after training, as recorded."""
+        return self._records(SampleRecord, "samples WHERE moment IN ('before', 'after') ORDER BY rowid")
+
+    # ---- rollouts
+
+    def count_rollouts(self, where: str = "TRUE") -> int:
+        """How many rollouts meet an SQL condition on the table `rollouts` (and `prompt`, the id of their prompt)."""
+        with self._condition(where):
+            # The condition ends with a line break, so that a comment in it ends there too.
+            return self._count(f"SELECT COUNT(*) FROM (SELECT id, {PROMPT} AS prompt FROM rollouts WHERE ({where}\n))")
+
+    def rollout_records(
+        self, where: str = "TRUE", *parameters: Any, limit: int | None = None, kept: bool = False
+    ) -> Iterator[RolloutRecord]:
+        """The rollouts that meet such a condition, in the order of groups; `kept`: only those with kept tokens."""
+        given = {"prompt": f"{PROMPT} AS prompt", "trained_as": f"{TRAINED_AS} AS trained_as"}
+        columns = ", ".join(given.get(name, f"rollouts.{name}") for name in RolloutRecord.__struct_fields__)
+        sql = f"SELECT {columns} FROM rollouts WHERE ({where}\n)"
+        sql += f"{' AND segment IS NOT NULL' if kept else ''} {IN_ORDER}{'' if limit is None else f' LIMIT {limit}'}"
+        with self._condition(where):
+            for row in self._db.execute(sql, parameters):
+                yield _record(RolloutRecord, row)
 
     def rollouts(self, where: str = "TRUE", *parameters: Any) -> Iterator[Rollout]:
-        """The kept rollouts that meet an SQL condition, in the order of groups."""
-        sql = f"SELECT segment, offset, length FROM rollouts WHERE segment IS NOT NULL AND ({where})"
-        sql += " ORDER BY group_id, id"
-        for segment, offset, length in self._db.execute(sql, parameters).fetchall():
-            yield read(self.path.parent / "segments", segment, offset, length)
+        """The rollouts that meet such a condition and whose tokens were kept, in the order of groups."""
+        for record in list(self.rollout_records(where, *parameters, kept=True)):
+            rollout = self.tokens(record)
+            assert rollout is not None
+            yield rollout
+
+    def tokens(self, record: RolloutRecord) -> Rollout | None:
+        """A rollout with its tokens; None where they were not kept, or are still to come."""
+        if record.segment is None:
+            return None
+        assert record.offset is not None
+        assert record.length is not None
+        return read(self.path.parent / "segments", record.segment, record.offset, record.length)
+
+    def kept_ids(self, versions: Iterable[int] | None = None) -> list[str]:
+        """The ids of the rollouts with kept tokens: all, or those that one of these versions may have a part in."""
+        sql = "SELECT id FROM rollouts WHERE segment IS NOT NULL"
+        if versions is None:
+            return [found for (found,) in self._db.execute(f"{sql} {IN_ORDER}")]
+        sql += " AND EXISTS (SELECT 1 FROM json_each(?) WHERE value BETWEEN oldest_version AND newest_version)"
+        given = msgspec.json.encode(sorted(versions)).decode()
+        return [found for (found,) in self._db.execute(f"{sql} {IN_ORDER}", (given,))]
+
+    # ---- the file
 
     def close(self) -> None:
         """Let go of the file."""
@@ -54,8 +280,27 @@ class JournalReader:
     def __enter__(self) -> JournalReader:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         self.close()
+        if isinstance(error, sqlite3.DatabaseError | msgspec.ValidationError):
+            raise DataError(f"{self.path} cannot be read as a journal: {error}") from error
+
+    def _records(self, kind: type[Record], rest: str, parameters: Sequence[Any] = ()) -> list[Record]:
+        columns = ", ".join(kind.__struct_fields__)
+        return [_record(kind, row) for row in self._db.execute(f"SELECT {columns} FROM {rest}", parameters)]
+
+    def _count(self, sql: str) -> int:
+        return int(self._db.execute(sql).fetchone()[0])
+
+    @contextmanager
+    def _condition(self, where: str) -> Iterator[None]:
+        """What SQLite refuses in here is a mistake in the condition, in one line."""
+        self._count("SELECT COUNT(*) FROM rollouts WHERE FALSE")  # a broken journal is not the condition's fault
+        try:
+            yield
+        except (sqlite3.Error, sqlite3.Warning) as error:
+            reason = " ".join(str(error).split())  # SQLite quotes the condition, line breaks and all
+            raise UserError(f"--where {where!r}: {reason} (an SQL condition on the table rollouts)") from error
 
 
 def open_readonly(path: Path) -> JournalReader:
@@ -63,20 +308,5 @@ def open_readonly(path: Path) -> JournalReader:
     return JournalReader(path)
 
 
-def count_ledger(db: sqlite3.Connection, table: Literal["groups", "rollouts"]) -> Counts:
-    """The ledger that the rows of a table make."""
-    # Sums in one pass: grouping a million rows would sort them first.
-    sums = ", ".join(f"COALESCE(SUM(state = '{state}'), 0)" for state in STATES)
-    admitted, *ended = db.execute(f"SELECT COUNT(*), {sums} FROM {table}").fetchone()
-    counts = Counts(admitted=int(admitted))
-    for state, count in zip(STATES, ended, strict=True):
-        setattr(counts, state, int(count))
-    why = f"SELECT state, reason, COUNT(*) FROM {table} WHERE state IN ('dropped', 'failed') GROUP BY state, reason"
-    for state, reason, count in db.execute(why):
-        counts.reasons[state][reason] = count
-    return counts
-
-
-def count_ledgers(db: sqlite3.Connection) -> dict[str, dict[str, Any]]:
-    """Both ledgers: the same form as `Ledgers.as_dict`."""
-    return {"groups": count_ledger(db, "groups").as_dict(), "rollouts": count_ledger(db, "rollouts").as_dict()}
+def _record(kind: type[Record], row: sqlite3.Row) -> Record:
+    return msgspec.convert(dict(row), kind, strict=False)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from headrace.buffer.balance import count_ledger
 from headrace.buffer.ledger import Counts
-from headrace.buffer.reader import count_ledger
 from headrace.buffer.store import Store
 from headrace.buffer.writer import COMMIT_SECONDS
 from headrace.errors import HeadraceError

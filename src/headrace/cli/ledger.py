@@ -17,7 +17,8 @@ def register(app: typer.Typer) -> None:
 
 def ledger(run_dir: RunPath, as_json: AsJson = False) -> None:
     """Print what was admitted, trained, dropped, failed and is in flight. Exit code 1 if it does not balance."""
-    from headrace.observe.ledgers import describe_ledgers, read_ledgers
+    from headrace.observe.ledgers import describe_ledgers
+    from headrace.review.ledgers import read_ledgers
 
     found = read_ledgers(Path(run_dir))
     typer.echo(json.dumps(found, indent=2) if as_json else describe_ledgers(found))

@@ -27,23 +27,24 @@ def rollouts(
     as_json: AsJson = False,
 ) -> None:
     """Browse the recorded rollouts of RUN_DIR, or export them with their tokens."""
-    from headrace.observe.records import open_journal
+    from headrace.buffer.reader import open_readonly
     from headrace.review import rollouts as found
     from headrace.review.export import export as write
     from headrace.review.export import writer_for
+    from headrace.run_dir import RunDir
 
     path = Path(run_dir)
     if export is not None:
         writer_for(Path(export))
-    with open_journal(path) as db:
-        total = found.count(db, where)
+    with open_readonly(RunDir(path).journal) as journal:
+        total = journal.count_rollouts(where)
         chat = found.load_chat(path) if text else None
         if export is not None:
-            written = write(Path(export), path, found.matching(db, where, limit), chat)
+            written = write(Path(export), journal, journal.rollout_records(where, limit=limit), chat)
             typer.echo(json.dumps({"records": written, "file": export}) if as_json else f"{written:,} in {export}")
             return
-        rows = found.matching(db, where, SHOWN if limit is None and not as_json else limit)
-        entries = list(found.shown(path, rows, chat))
+        records = journal.rollout_records(where, limit=SHOWN if limit is None and not as_json else limit)
+        entries = list(found.shown(journal, records, chat))
     if as_json:
         typer.echo(json.dumps(entries, indent=2))
         return

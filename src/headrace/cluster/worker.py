@@ -106,9 +106,7 @@ def last_step(run_dir: Path) -> int | None:
     if not journal.is_file():
         return None
     with open_readonly(journal) as reader:
-        return int(
-            reader.rows("SELECT COALESCE(MAX(step), 0) AS step FROM steps WHERE objective = 'policy'")[0]["step"]
-        )
+        return reader.last_step()
 
 
 def die_with_parent() -> None:

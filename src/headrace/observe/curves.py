@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import sqlite3
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.observe import charts
 from headrace.observe.charts import Series
 from headrace.observe.page import card, columns, nothing, section, stack, table
-from headrace.observe.records import Row, lag_tokens, policy_steps
+from headrace.observe.records import StepRecord
 from headrace.observe.summary import number, whole
 
+Row = dict[str, Any]
+"""An evaluation, as the summary has it."""
 
-def learning(db: sqlite3.Connection, summary: dict[str, Any]) -> str:
+
+def learning(steps: Sequence[StepRecord], summary: dict[str, Any]) -> str:
     """The section of reward, held-out accuracy and the optimizer's own numbers."""
-    steps = policy_steps(db)
     # One version a step is the usual case, and then both charts share their axis.
-    axis = "version" if len({step["version"] for step in steps}) == len(steps) else "step"
+    axis = "version" if len({step.version for step in steps}) == len(steps) else "step"
     lead = "Reward of the trained rollouts, and accuracy on held-out prompts, which never enter the buffer."
     small = [
         ("Loss", "loss", "b", False),
@@ -27,8 +29,8 @@ def learning(db: sqlite3.Connection, summary: dict[str, Any]) -> str:
     return section("Learning", lead, stack(curves, columns(*[_small_card(steps, axis, *chart) for chart in small])))
 
 
-def _reward_card(steps: list[Row], axis: str) -> str:
-    points = charts.finite([(step[axis], step["reward_mean"]) for step in steps])
+def _reward_card(steps: Sequence[StepRecord], axis: str) -> str:
+    points = charts.finite([(getattr(step, axis), step.reward_mean) for step in steps])
     if not points:
         return card("Reward", nothing("No policy step was recorded."))
     window = max(1, min(50, len(points) // 20))
@@ -62,17 +64,16 @@ def _by_version(evaluations: list[Row], column: str) -> list[tuple[float, float]
     return sorted(charts.finite([(e["version"], e[column]) for e in evaluations]))
 
 
-def _small_card(steps: list[Row], axis: str, title: str, column: str, tone: str, from_zero: bool) -> str:
-    points = charts.finite([(step[axis], step[column]) for step in steps])
+def _small_card(steps: Sequence[StepRecord], axis: str, title: str, column: str, tone: str, from_zero: bool) -> str:
+    points = charts.finite([(getattr(step, axis), getattr(step, column)) for step in steps])
     if not points:
         return card(title, nothing("Not recorded."))
     line = Series(label=f"{title.lower()}, {axis}", points=points, tone=tone)
     return card(title, charts.line_chart([line], name=title, x_label=axis, width=400, height=210, from_zero=from_zero))
 
 
-def lag(db: sqlite3.Connection, summary: dict[str, Any]) -> str:
-    """The section of how old the trained tokens were."""
-    tokens = lag_tokens(db)
+def lag(tokens: Mapping[int, int], summary: dict[str, Any]) -> str:
+    """The section of how old the trained tokens were; `tokens`: lag -> how many had it."""
     total = sum(tokens.values())
     lead = "How many versions older than the one in training each trained token was. None may be over the bound."
     if not total:

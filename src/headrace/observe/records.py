@@ -1,85 +1,126 @@
-"""journal.db, read only: one consistent snapshot of a run, whether it is over, cut short or still going.
+"""Rows of journal.db as plain data: the journal's reader answers with them, and reports are drawn from them.
 
-Everything goes through the documented schema (`buffer/schema.sql`) and plain SQL, as any other client would do it.
+The fields of a record are columns of its table (`buffer/schema.sql`), in the order in which they are shown to users.
 """
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from pathlib import Path
-from typing import Any
-
 import msgspec
 
-from headrace.errors import DataError
 
-JOURNAL = "journal.db"
-Row = dict[str, Any]
+class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """An optimizer step (table `steps`)."""
 
-
-@contextmanager
-def open_journal(run_dir: Path) -> Iterator[sqlite3.Connection]:
-    """A read transaction on a run's journal; all queries in it see the same moment."""
-    path = run_dir / JOURNAL
-    if not path.is_file():
-        raise DataError(f"{run_dir} is not a run directory: it has no {JOURNAL}")
-    # Without a write-ahead log beside it nobody is writing, and then the file can be read where nothing may be created.
-    live = path.with_name(JOURNAL + "-wal").exists()
-    uri = path.resolve().as_uri() + ("?mode=ro" if live else "?immutable=1")
-    try:
-        with closing(sqlite3.connect(uri, uri=True, timeout=10.0, isolation_level=None)) as db:
-            db.row_factory = sqlite3.Row
-            db.execute("BEGIN")
-            yield db
-    except sqlite3.DatabaseError as error:
-        raise DataError(f"{path} cannot be read as a journal: {error}") from error
+    step: int
+    version: int
+    """The version that was being trained."""
+    objective: str
+    groups: int
+    rollouts: int
+    tokens: int
+    trained_tokens: int
+    reward_mean: float | None
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    seconds: float | None
+    ended: float | None
 
 
-def rows(db: sqlite3.Connection, query: str, **parameters: Any) -> list[Row]:
-    """The rows of a query as plain dicts."""
-    return [dict(row) for row in db.execute(query, parameters)]
+class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Published weights (table `versions`)."""
+
+    id: int
+    parent: int
+    step: int
+    """Optimizer steps behind these weights."""
+    digest: str
+    """16 hexadecimal digits."""
+    published: float
 
 
-def one(db: sqlite3.Connection, query: str, **parameters: Any) -> Row:
-    """The only row of an aggregate query."""
-    return dict(db.execute(query, parameters).fetchone())
+class DeliveryRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine's proof of one version (table `deliveries`)."""
+
+    version: int
+    engine: str
+    accepted: bool
+    quarantined: bool
+    reason: str
+    staged_digest: str
+    live_digest: str
+    canary_error: float
+    stage_seconds: float
+    swap_seconds: float
+    time: float
+
+    @property
+    def proved(self) -> bool:
+        """Whether the engine serves this version from now on."""
+        return self.accepted and not self.quarantined
 
 
-def read_meta(db: sqlite3.Connection) -> dict[str, Any]:
-    """The table `meta`, its values decoded."""
-    meta: dict[str, Any] = {}
-    for row in db.execute("SELECT key, value FROM meta"):
-        try:
-            meta[row["key"]] = msgspec.json.decode(row["value"])
-        except msgspec.DecodeError as error:
-            raise DataError(f"the journal's meta value {row['key']!r} is not JSON: {error}") from error
-    return meta
+class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Held-out prompts answered under one version (table `evaluations`)."""
+
+    version: int
+    moment: str
+    """`before`, `during` or `after` training."""
+    prompts: int
+    samples: int
+    pass_1: float
+    pass_k: float
+    reward_mean: float
+    tokens_mean: float
+    started: float
+    ended: float
 
 
-def training_window(db: sqlite3.Connection, meta: dict[str, Any]) -> tuple[float, float] | None:
-    """When training began and ended; where it was cut, the last moment that the journal knows of stands for its end."""
-    begin = meta.get("train_started")
-    if begin is None:
-        return None
-    end = meta.get("train_ended")
-    if end is None:
-        last = one(db, "SELECT MAX(ended) AS ended FROM (SELECT ended FROM steps UNION ALL SELECT ended FROM activity)")
-        end = last["ended"]
-    return (float(begin), max(float(begin), float(end))) if end is not None else None
+class SampleRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A held-out answer to read (table `samples`)."""
+
+    version: int
+    moment: str
+    prompt: str
+    question: str
+    answer: str
+    reward: float | None
 
 
-def policy_steps(db: sqlite3.Connection) -> list[Row]:
-    """The policy's optimizer steps in order (a warm start's are not among them)."""
-    return rows(db, "SELECT * FROM steps WHERE objective = 'policy' ORDER BY step")
+class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout without its tokens (table `rollouts`)."""
+
+    id: str
+    group_id: int
+    prompt: str | None
+    """The id of its group's prompt."""
+    state: str
+    reason: str
+    ending: str | None
+    reward: float | None
+    step: int | None
+    tokens: int
+    sampled_tokens: int
+    oldest_version: int | None
+    newest_version: int | None
+    segment: str | None
+    """The file with its tokens; None where they were not kept, or are still to come."""
+    offset: int | None
+    length: int | None
+    trained_as: int | None
+    """The version that was being trained when this rollout was."""
 
 
-def lag_tokens(db: sqlite3.Connection) -> dict[int, int]:
-    """How many trained tokens had each lag, over all policy steps."""
-    query = """
-        SELECT CAST(entry.key AS INTEGER) AS lag, SUM(entry.value) AS tokens
-        FROM steps, json_each(steps.lag_histogram) AS entry
-        WHERE steps.objective = 'policy' GROUP BY lag ORDER BY lag
-    """
-    return {row["lag"]: row["tokens"] for row in rows(db, query)}
+class EndedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """A group that has ended, with the means over its rollouts that ended."""
+
+    id: int
+    state: str
+    reason: str
+    seconds: float | None
+    """From its admission to its end."""
+    tokens: float | None
+    """The mean number of sampled tokens."""
+    reward: float | None
+    age: int | None
+    """Versions between its admission and its step; None where it was not trained."""

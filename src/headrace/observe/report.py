@@ -1,16 +1,17 @@
-"""report.html: one file that shows a colleague what a run did. It fetches nothing and runs nothing.
+"""The page of a run, drawn from plain data. It fetches nothing and runs nothing.
 
-Made from journal.db, timeline.json and config.toml. Whatever a run did not leave (an evaluation, a timeline, its own
-end) is named as missing; the rest of the page stays.
+Whatever a run did not leave (an evaluation, a timeline, its own end) is named as missing; the rest of the page stays.
 """
 
 from __future__ import annotations
 
-import sqlite3
+from collections.abc import Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from headrace.observe import charts, gantt
 from headrace.observe.charts import Series
@@ -19,41 +20,51 @@ from headrace.observe.composition import composition
 from headrace.observe.curves import lag, learning
 from headrace.observe.ledgers import STATES
 from headrace.observe.page import card, columns, nothing, page, section, stack, table, tile
-from headrace.observe.records import Row, open_journal, policy_steps, read_meta, rows, training_window
-from headrace.observe.summary import number, percent, summarize_journal, whole
+from headrace.observe.records import DeliveryRecord, EndedGroup, SampleRecord, StepRecord
+from headrace.observe.summary import number, percent, whole
 from headrace.observe.timeline import timeline_started
 
-REPORT = "report.html"
 MOST_SAMPLES = 8
 NO_ANSWER = '<span class="soft">no answer recorded</span>'
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write a run's `report.html` (whole or not at all) and return its path."""
-    with open_journal(run_dir) as db:
-        html = _html(run_dir, db)
-    path = run_dir / REPORT
-    part = path.with_suffix(".html.part")
-    part.write_text(html, encoding="utf-8", errors="replace")
-    part.replace(path)
-    return path
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is drawn."""
+
+    directory: str
+    """The name of the run's directory, for a run without a name."""
+    meta: dict[str, Any]
+    """The journal's facts about the run."""
+    summary: dict[str, Any]
+    """As in `summary.json`."""
+    steps: Sequence[StepRecord]
+    lag_tokens: dict[int, int]
+    groups: Sequence[EndedGroup]
+    training: tuple[float, float] | None
+    """When training began and ended."""
+    deliveries: Sequence[DeliveryRecord]
+    samples: Sequence[SampleRecord]
+    timeline: Path
+    """The file may be missing."""
+    config: str | None
+    """The text of the resolved configuration."""
 
 
-def _html(run_dir: Path, db: sqlite3.Connection) -> str:
-    meta = read_meta(db)
-    summary = summarize_journal(db)
-    name = str(summary["name"] or run_dir.name)
+def draw(report: Report) -> str:
+    """The whole page."""
+    summary = report.summary
+    name = str(summary["name"] or report.directory)
     body = [
-        _header(name, meta, summary),
+        _header(name, report.meta, summary),
         _tiles(summary),
-        learning(db, summary),
-        lag(db, summary),
-        composition(db),
-        _processes(run_dir / "timeline.json", meta, training_window(db, meta), policy_steps(db)),
+        learning(report.steps, summary),
+        lag(report.lag_tokens, summary),
+        composition(report.groups),
+        _processes(report.timeline, report.meta, report.training, report.steps),
         _ledgers(summary),
-        _deliveries(db),
-        _samples(db),
-        _config(run_dir / "config.toml"),
+        _deliveries(report.deliveries),
+        _samples(report.samples),
+        _config(report.config),
         "<footer>Computed from journal.db, timeline.json and config.toml in the run's directory.</footer>",
     ]
     return page(f"{name} · Headrace", "".join(body))
@@ -113,7 +124,9 @@ def _lag_tile(summary: dict[str, Any]) -> str:
     return tile("Lag, mean and max", value, note)
 
 
-def _processes(path: Path, meta: dict[str, Any], training: tuple[float, float] | None, steps: list[Row]) -> str:
+def _processes(
+    path: Path, meta: dict[str, Any], training: tuple[float, float] | None, steps: Sequence[StepRecord]
+) -> str:
     lead = "What is not filled is idle. The whole timeline, span by span, is timeline.json: open it in ui.perfetto.dev."
     started = timeline_started(path) if path.exists() else None
     inside = None
@@ -136,11 +149,11 @@ def _processes(path: Path, meta: dict[str, Any], training: tuple[float, float] |
     )
 
 
-def _window(training: tuple[float, float] | None, steps: list[Row]) -> tuple[float, float] | None:
+def _window(training: tuple[float, float] | None, steps: Sequence[StepRecord]) -> tuple[float, float] | None:
     """A few optimizer steps from the middle of training, 2 to 10 seconds of it."""
     if training is None or training[1] <= training[0]:
         return None
-    taken = sorted(step["seconds"] for step in steps if step["seconds"])
+    taken = sorted(step.seconds for step in steps if step.seconds)
     typical = taken[len(taken) // 2] if taken else 1.0
     half = min(10.0, max(2.0, 4 * typical), training[1] - training[0]) / 2
     middle = (training[0] + training[1]) / 2
@@ -164,9 +177,8 @@ def _ledgers(summary: dict[str, Any]) -> str:
     return section("Ledger", lead, stack(card("Conservation", table(head, lines)), card("Dropped and failed", reasons)))
 
 
-def _deliveries(db: sqlite3.Connection) -> str:
+def _deliveries(deliveries: Sequence[DeliveryRecord]) -> str:
     lead = "Each engine proves each version: by the digest of its weights, and by a canary scored as by the trainer."
-    deliveries = rows(db, "SELECT * FROM deliveries ORDER BY time")
     if not deliveries:
         return section("Deliveries", lead, card("Proofs", nothing("No delivery was recorded.")))
     cards = [
@@ -174,11 +186,11 @@ def _deliveries(db: sqlite3.Connection) -> str:
         _delivery_card(deliveries, "Time to stage", "stage_seconds", "s"),
         _delivery_card(deliveries, "Time to swap", "swap_seconds", "s"),
     ]
-    refused = [row for row in deliveries if not row["accepted"] or row["quarantined"]]
+    refused = [row for row in deliveries if not row.proved]
     lines = [
         [
-            f"version {row['version']} on {row['engine']}: {row['reason']}",
-            "quarantined" if row["quarantined"] else "rejected",
+            f"version {row.version} on {row.engine}: {row.reason}",
+            "quarantined" if row.quarantined else "rejected",
         ]
         for row in refused[:20]
     ]
@@ -186,12 +198,12 @@ def _deliveries(db: sqlite3.Connection) -> str:
     return section("Deliveries", lead, stack(columns(*cards), *block))
 
 
-def _delivery_card(deliveries: list[Row], title: str, column: str, unit: str) -> str:
+def _delivery_card(deliveries: Sequence[DeliveryRecord], title: str, column: str, unit: str) -> str:
     """One number of all deliveries over versions, a line for each engine."""
-    engines = sorted({row["engine"] for row in deliveries})[:7]
+    engines = sorted({row.engine for row in deliveries})[:7]
     series = []
     for engine, tone in zip(engines, "dfacbeg", strict=False):
-        points = charts.finite([(row["version"], row[column]) for row in deliveries if row["engine"] == engine])
+        points = charts.finite([(row.version, getattr(row, column)) for row in deliveries if row.engine == engine])
         if points:
             series.append(Series(label=f"{engine}, version", points=sorted(points), tone=tone))
     if not series:
@@ -203,15 +215,13 @@ def _delivery_card(deliveries: list[Row], title: str, column: str, unit: str) ->
     return card(f"{title} · at most {largest}", chart + keys)
 
 
-def _samples(db: sqlite3.Connection) -> str:
+def _samples(samples: Sequence[SampleRecord]) -> str:
     lead = "The same held-out prompts, answered before the first and after the last version."
-    order = "ORDER BY moment = 'during', rowid"
-    found = rows(db, f"SELECT * FROM samples WHERE moment IN ('before', 'after') {order}")
-    if not found:
+    if not samples:
         return section("Sample rollouts", lead, card("Before and after", nothing("No samples were recorded.")))
-    prompts: dict[str, dict[str, list[Row]]] = {}
-    for row in found:
-        prompts.setdefault(row["prompt"], {"before": [], "after": []})[row["moment"]].append(row)
+    prompts: dict[str, dict[str, list[SampleRecord]]] = {}
+    for sample in samples:
+        prompts.setdefault(sample.prompt, {"before": [], "after": []})[sample.moment].append(sample)
     # Prompts answered at both moments say most; the order is otherwise the one they were recorded in.
     chosen = sorted(prompts.values(), key=lambda moments: not (moments["before"] and moments["after"]))[:MOST_SAMPLES]
     body = "".join(_sample_row(moments) for moments in chosen)
@@ -221,24 +231,23 @@ def _samples(db: sqlite3.Connection) -> str:
     )
 
 
-def _sample_row(moments: dict[str, list[Row]]) -> str:
-    question = (moments["before"] or moments["after"])[0]["question"]
+def _sample_row(moments: dict[str, list[SampleRecord]]) -> str:
+    question = (moments["before"] or moments["after"])[0].question
     cells = [f'<td><div class="said">{escape(question)}</div></td>']
     for moment in ("before", "after"):
-        answers = "".join(_answer(row) for row in moments[moment][:2])
+        answers = "".join(_answer(sample) for sample in moments[moment][:2])
         cells.append(f"<td>{answers or NO_ANSWER}</td>")
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _answer(row: Row) -> str:
-    reward = row["reward"]
+def _answer(sample: SampleRecord) -> str:
+    reward = sample.reward
     tone = "" if reward is None else "good" if reward >= 1 else "bad" if reward <= 0 else ""
     label = "not judged" if reward is None else f"reward {reward:.3g}"
-    return f'<div class="said">{escape(row["answer"])}</div><span class="badge {tone}">{label}</span>'
+    return f'<div class="said">{escape(sample.answer)}</div><span class="badge {tone}">{label}</span>'
 
 
-def _config(path: Path) -> str:
-    if not path.is_file():
+def _config(text: str | None) -> str:
+    if text is None:
         return '<p class="soft missing">This run left no config.toml.</p>'
-    text = path.read_text(encoding="utf-8", errors="replace")
     return f"<details><summary>Resolved configuration</summary><pre>{escape(text)}</pre></details>"

@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.algorithms.assemble import assemble, assemble_demonstrations
 from headrace.buffer.admission import oldest_on_time
-from headrace.buffer.reader import JournalReader, open_readonly
+from headrace.buffer.reader import open_readonly
 from headrace.buffer.salvage import masked
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError
@@ -21,7 +21,7 @@ from headrace.rollouts.base import ChatFormat
 from headrace.scoring.shuffle import shuffle_rewards
 from headrace.tasks.base import Task
 from headrace.tasks.source import PromptSource
-from headrace.types import Batch, Group, Int32Array, Prompt, Rollout, republished_among
+from headrace.types import Batch, Group, Int32Array, Prompt
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -61,37 +61,15 @@ def make_batch(
 def recorded_batches(config: Config, journal: Path, after: int, until: int) -> Iterator[Recorded]:
     """The batches of the policy steps after < step <= until, as they were trained, read one by one."""
     with open_readonly(journal) as reader:
-        republished = republished_versions(reader)
-        for step in range(after + 1, until + 1):
-            found = reader.rows("SELECT version, groups FROM steps WHERE step = ? AND objective = 'policy'", step)
-            groups = recorded_groups(reader, step)
-            if not found or len(groups) != found[0]["groups"]:
-                raise HeadraceError(f"{journal}: step {step} cannot be trained again, not all of its tokens were kept")
-            version = int(found[0]["version"])
-            batch = make_batch(config, groups, step=step, version=version, republished=republished)
-            yield Recorded(batch, groups)
-
-
-def recorded_groups(reader: JournalReader, step: int) -> list[Group]:
-    """The groups that a step trained, with their tokens, oldest first; without rollouts that filters left out."""
-    groups = reader.rows(
-        "SELECT id, prompt, version FROM groups WHERE step = ? AND state = 'trained' ORDER BY id", step
-    )
-    return [
-        Group(
-            id=row["id"],
-            prompt=Prompt(id=row["prompt"]),
-            version=row["version"],
-            rollouts=sorted(reader.rollouts("group_id = ? AND state <> 'dropped'", row["id"]), key=_index),
-        )
-        for row in groups
-    ]
-
-
-def republished_versions(reader: JournalReader) -> list[int]:
-    """Versions whose weights had another id before: there are no more steps behind them."""
-    rows = reader.rows("SELECT id, step FROM versions ORDER BY id")
-    return republished_among((int(row["id"]), int(row["step"])) for row in rows)
+        republished = reader.republished()
+    for step in range(after + 1, until + 1):
+        # One reader a step: while a reader is open, a live journal's write-ahead log cannot be emptied.
+        with open_readonly(journal) as reader:
+            found, groups = reader.step(step), reader.trained_groups(step)
+        if found is None or len(groups) != found.groups:
+            raise HeadraceError(f"{journal}: step {step} cannot be trained again, not all of its tokens were kept")
+        batch = make_batch(config, groups, step=step, version=found.version, republished=republished)
+        yield Recorded(batch, groups)
 
 
 def warm_start_batches(config: Config, task: Task, chat: ChatFormat, version: int) -> Iterator[Batch]:
@@ -109,7 +87,3 @@ def _demonstration(task: Task, chat: ChatFormat, prompt: Prompt) -> tuple[Int32A
         raise ConfigError(f"[warm_start] steps: the task has no demonstration for prompt {prompt.id}")
     opening = chat.open(prompt.messages) if prompt.messages else chat.encode(prompt.text or "")
     return opening, np.append(chat.encode(answer), chat.stop_token_ids[0]).astype(np.int32)
-
-
-def _index(rollout: Rollout) -> int:
-    return rollout.index

@@ -18,12 +18,12 @@ from headrace.config import Config
 from headrace.delivery.setup import clean
 from headrace.errors import HeadraceError
 from headrace.observe.progress import Progress
-from headrace.observe.report import write_report
-from headrace.observe.summary import write_summary
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask
 from headrace.pipeline.status import write_status
 from headrace.pipeline.wiring import TRAINER, Wired, make_controller, wire
+from headrace.review.report import write_report
+from headrace.review.summary import write_summary
 from headrace.run_dir import RunDir
 from headrace.tasks.chat import ChatFormat
 from headrace.types import NO_VERSION

@@ -1,4 +1,5 @@
-"""Looking into a run from outside: its recorded rollouts, and whether what is recorded is true.
+"""Looking into a run from outside: its summary and report, its recorded rollouts, and whether what is recorded is true.
 
-Everything here only reads a run directory, of a run that is over or under way, and no stage imports it.
+Everything here reads the directory of a run that is over or under way, writes nothing into it but `summary.json` and
+`report.html`, and no stage imports it.
 """

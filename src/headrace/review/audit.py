@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.config import Config
 from headrace.errors import HeadraceError
-from headrace.observe.records import Row, open_journal, rows
+from headrace.observe.records import DeliveryRecord, RolloutRecord, VersionRecord
 from headrace.review.findings import Audit, VersionAudit
-from headrace.review.rollouts import recorded
 from headrace.run_dir import RunDir
 from headrace.training.checkpoint import by_version
 from headrace.types import (
@@ -31,7 +31,6 @@ from headrace.types import (
     Kept,
     Rollout,
     Trace,
-    republished_among,
     without_republished,
 )
 
@@ -65,6 +64,13 @@ class _Source(msgspec.Struct, frozen=True):
     """Else it is the model directory, which nobody promised to keep."""
 
 
+class _Published(msgspec.Struct, frozen=True):
+    """A version of the journal, and the engines' proofs of it."""
+
+    version: VersionRecord
+    deliveries: list[DeliveryRecord]
+
+
 class _Stretch(msgspec.Struct, frozen=True):
     """The tokens of one trace that one version sampled."""
 
@@ -78,15 +84,16 @@ class _Stretch(msgspec.Struct, frozen=True):
 def audit(run_dir: Path, load: Load, *, samples: int = 64, seed: int = 0, tolerance: float = 1e-3) -> Audit:
     """Draw recorded rollouts and check every token that can be checked, a version at a time."""
     paths, config = RunDir.open(run_dir)
-    published = _published(run_dir)
-    sources = _sources(paths, config, published)
-    drawn, report = _draw(run_dir, sources, samples, seed)
-    report.tolerance = tolerance
     stretches: dict[int, list[_Stretch]] = {}
-    again = republished_among((version, row["step"]) for version, row in sorted(published.items()))
-    for row in drawn:
-        for version, stretch in _stretches(run_dir, row, report, again):
-            stretches.setdefault(version, []).append(stretch)
+    with open_readonly(paths.journal) as journal:
+        published = _published(journal)
+        sources = _sources(paths, config, published)
+        drawn, report = _draw(journal, sources, samples, seed)
+        report.tolerance = tolerance
+        again = journal.republished()
+        for record in drawn:
+            for version, stretch in _stretches(journal, record, report, again):
+                stretches.setdefault(version, []).append(stretch)
     kept = config.engine.kv == "keep" and config.engine.interrupt == "never"
     for version, found in sorted(stretches.items()):
         entry = _proofs(version, published, report)
@@ -102,65 +109,58 @@ def audit(run_dir: Path, load: Load, *, samples: int = 64, seed: int = 0, tolera
 # ---- what there is to check
 
 
-def _published(run_dir: Path) -> dict[int, Row]:
-    """Every version of the journal, with the engines' proofs of it in `deliveries`."""
-    with open_journal(run_dir) as db:
-        found = {row["id"]: {**row, "deliveries": []} for row in rows(db, "SELECT * FROM versions")}
-        for row in rows(db, "SELECT * FROM deliveries ORDER BY version, engine, time"):
-            if row["version"] in found:
-                found[row["version"]]["deliveries"].append(row)
+def _published(journal: JournalReader) -> dict[int, _Published]:
+    """Every version of the journal, with the proofs of it by engine and time."""
+    found = {version.id: _Published(version, []) for version in journal.versions()}
+    for delivery in sorted(journal.deliveries(), key=lambda delivery: (delivery.engine, delivery.time)):
+        if delivery.version in found:
+            found[delivery.version].deliveries.append(delivery)
     return found
 
 
-def _sources(paths: RunDir, config: Config, published: dict[int, Row]) -> dict[int, _Source]:
+def _sources(paths: RunDir, config: Config, published: dict[int, _Published]) -> dict[int, _Source]:
     found = {version: _Source(path, True) for version, path in by_version(paths.checkpoints).items()}
     whole = config.model.weights == "load" and config.lora is None
     if whole and not config.warm_start.steps and Path(config.model.path).is_dir():
-        untrained = [version for version, row in published.items() if row["step"] == 0 and version not in found]
+        untrained = [version for version, row in published.items() if not row.version.step and version not in found]
         found |= dict.fromkeys(untrained, _Source(Path(config.model.path), False))
     return found
 
 
-def _draw(run_dir: Path, sources: dict[int, _Source], samples: int, seed: int) -> tuple[list[Row], Audit]:
+def _draw(
+    journal: JournalReader, sources: dict[int, _Source], samples: int, seed: int
+) -> tuple[list[RolloutRecord], Audit]:
     """Among the rollouts that a known version has a part in, or among all where there are none."""
-    versions = msgspec.json.encode(sorted(sources)).decode()
-    touched = "EXISTS (SELECT 1 FROM json_each(:versions) WHERE value BETWEEN oldest_version AND newest_version)"
-    kept, order = "segment IS NOT NULL", "ORDER BY group_id, length(id), id"
-    with open_journal(run_dir) as db:
-        everything = [row["id"] for row in db.execute(f"SELECT id FROM rollouts WHERE {kept} {order}")]
-        checkable = [
-            row["id"]
-            for row in db.execute(f"SELECT id FROM rollouts WHERE {kept} AND {touched} {order}", {"versions": versions})
-        ]
-        population = checkable or everything
-        chosen = sorted(random.Random(seed).sample(range(len(population)), min(samples, len(population))))
-        trained = "(SELECT version FROM steps WHERE steps.step = rollouts.step) AS trained_as"
-        query = f"SELECT *, {trained} FROM rollouts WHERE id = :id"
-        drawn = [row for index in chosen for row in rows(db, query, id=population[index])]
+    everything, checkable = journal.kept_ids(), journal.kept_ids(sources)
+    population = checkable or everything
+    chosen = sorted(random.Random(seed).sample(range(len(population)), min(samples, len(population))))
+    drawn = [record for index in chosen for record in journal.rollout_records("id = ?", population[index])]
     return drawn, Audit(recorded=len(everything), checkable=len(checkable), drawn=len(drawn))
 
 
-def _stretches(run_dir: Path, row: Row, report: Audit, again: Sequence[int]) -> Iterator[tuple[int, _Stretch]]:
+def _stretches(
+    journal: JournalReader, record: RolloutRecord, report: Audit, again: Sequence[int]
+) -> Iterator[tuple[int, _Stretch]]:
     """The sampled tokens of a rollout by version; a record that cannot be read, or is not its row's, is a problem."""
     try:
-        rollout = recorded(run_dir, row)
+        rollout = journal.tokens(record)
     except HeadraceError as error:
-        report.problems.append(f"rollout {row['id']}: {error}")
+        report.problems.append(f"rollout {record.id}: {error}")
         return
     assert rollout is not None
-    if not _same(row, rollout):
-        report.problems.append(f"rollout {row['id']}: its tokens are not those that its row in the journal counts")
-    trained = None if row["trained_as"] is None else without_republished(row["trained_as"], again)
+    if not _same(record, rollout):
+        report.problems.append(f"rollout {record.id}: its tokens are not those that its row in the journal counts")
+    trained = None if record.trained_as is None else without_republished(record.trained_as, again)
     for number, trace in enumerate(rollout.traces):
         for version in np.unique(trace.versions[trace.versions != NO_VERSION]).tolist():
             where = np.flatnonzero(trace.versions == version)
             lag = None if trained is None else int(trained - without_republished(version, again))
-            yield version, _Stretch(row["id"], number, trace, where, lag)
+            yield version, _Stretch(record.id, number, trace, where, lag)
 
 
-def _same(row: Row, rollout: Rollout) -> bool:
+def _same(record: RolloutRecord, rollout: Rollout) -> bool:
     sampled = [version for trace in rollout.traces for version in trace.versions[trace.trained].tolist()]
-    counted = (row["id"], row["sampled_tokens"], row["oldest_version"], row["newest_version"])
+    counted = (record.id, record.sampled_tokens, record.oldest_version, record.newest_version)
     return counted == (rollout.id, len(sampled), min(sampled, default=None), max(sampled, default=None))
 
 
@@ -171,24 +171,24 @@ def _first_version(trace: Trace) -> int:
 # ---- the checks
 
 
-def _proofs(version: int, published: dict[int, Row], report: Audit) -> VersionAudit:
+def _proofs(version: int, published: dict[int, _Published], report: Audit) -> VersionAudit:
     """What the engines proved about a version that sampled tokens."""
     if version not in published:
         report.problems.append(f"version {version} has sampled tokens but was never published")
         return VersionAudit(version=version)
-    row = published[version]
-    proved = [proof for proof in row["deliveries"] if proof["accepted"] and not proof["quarantined"]]
+    digest, deliveries = published[version].version.digest, published[version].deliveries
+    proved = [proof for proof in deliveries if proof.proved]
     if not proved:
         report.problems.append(f"version {version} has sampled tokens but no engine has proved it")
     for proof in proved:
-        if {proof["staged_digest"], proof["live_digest"]} != {row["digest"]}:
-            report.problems.append(f"{proof['engine']} accepted version {version} with another digest than published")
+        if {proof.staged_digest, proof.live_digest} != {digest}:
+            report.problems.append(f"{proof.engine} accepted version {version} with another digest than published")
     return VersionAudit(
         version=version,
-        published_digest=row["digest"],
+        published_digest=digest,
         accepted=len(proved),
-        rejected=len(row["deliveries"]) - len(proved),
-        canary_error=max((proof["canary_error"] for proof in proved), default=None),
+        rejected=len(deliveries) - len(proved),
+        canary_error=max((proof.canary_error for proof in proved), default=None),
     )
 
 

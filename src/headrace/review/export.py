@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
+from headrace.buffer.reader import JournalReader
 from headrace.errors import UserError
-from headrace.observe.records import Row
-from headrace.review.rollouts import COLUMNS, completion, recorded
+from headrace.observe.records import RolloutRecord
+from headrace.review.rollouts import COLUMNS, Row, completion, documented
 from headrace.tasks.chat import ChatFormat
 
 _BATCH = 1000
@@ -34,12 +35,12 @@ def writer_for(path: Path) -> Writer:
     return _write_parquet
 
 
-def export(path: Path, run_dir: Path, rows: Iterable[Row], chat: ChatFormat | None = None) -> int:
-    """Write the rollouts of these rows, with their text where a tokenizer is given; how many records were written."""
+def export(path: Path, journal: JournalReader, found: Iterable[RolloutRecord], chat: ChatFormat | None = None) -> int:
+    """Write these rollouts, with their text where a tokenizer is given; how many records were written."""
     write = writer_for(path)
     part = path.with_name(f".{path.name}.part")
     try:
-        written = write(part, records(run_dir, rows, chat))
+        written = write(part, records(journal, found, chat))
         part.replace(path)
     except OSError as error:
         raise UserError(f"--export {path}: {error.strerror or error}") from error
@@ -48,11 +49,11 @@ def export(path: Path, run_dir: Path, rows: Iterable[Row], chat: ChatFormat | No
     return written
 
 
-def records(run_dir: Path, rows: Iterable[Row], chat: ChatFormat | None = None) -> Iterator[Row]:
+def records(journal: JournalReader, found: Iterable[RolloutRecord], chat: ChatFormat | None = None) -> Iterator[Row]:
     """A record for each trace: the columns of its rollout, its number there, and its arrays."""
-    for row in rows:
-        base = {column: row[column] for column in COLUMNS}
-        rollout = recorded(run_dir, row)
+    for record in found:
+        base = documented(record)
+        rollout = journal.tokens(record)
         if rollout is None:
             arrays: Row = dict.fromkeys(("trace", "token_ids", "logprobs", "versions", "trained"))
             yield {**base, **arrays, **({} if chat is None else {"text": None})}

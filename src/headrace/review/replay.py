@@ -26,39 +26,34 @@ def replay_run(path: str | Path, until: int | None = None) -> dict[str, Any]:
     """Train what the journal holds up to version `until` (all of it by default); which versions came out alike."""
     run_dir, config = RunDir.open(path)
     with open_readonly(run_dir.journal) as reader:
-        versions = reader.rows("SELECT id, step, digest FROM versions ORDER BY id")
-        last = int(reader.rows("SELECT COALESCE(MAX(step), 0) AS n FROM steps WHERE objective = 'policy'")[0]["n"])
+        versions = reader.versions()
+        last = reader.last_step()
         schedule = check_schedule(reader, path)
     if until is not None:
-        versions = [row for row in versions if row["id"] <= until]
-        last = min(last, max((row["step"] for row in versions), default=0))
+        versions = [version for version in versions if version.id <= until]
+        last = min(last, max((version.step for version in versions), default=0))
     if not versions:
         raise UserError(f"{path}: nothing to replay (no version was published)")
     digests = dict(_digests(config, run_dir, last))
-    compared = [row for row in versions if row["step"] in digests]
-    other = [row["id"] for row in compared if row["digest"] != f"{digests[row['step']]:016x}"]
+    compared = [version for version in versions if version.step in digests]
+    other = [version.id for version in compared if version.digest != f"{digests[version.step]:016x}"]
     return {
         "steps": last,
         "versions": len(compared),
         "identical": not other,
         "other": other,
-        "last_version": compared[-1]["id"],
-        "digest": compared[-1]["digest"],
-        "replayed_digest": f"{digests[compared[-1]['step']]:016x}",
+        "last_version": compared[-1].id,
+        "digest": compared[-1].digest,
+        "replayed_digest": f"{digests[compared[-1].step]:016x}",
         "scheduled_events": schedule,
     }
 
 
 def check_schedule(reader: JournalReader, path: str | Path) -> int:
     """The number of recorded events; 0 without [pipeline] record. Groups must have been consumed by their steps."""
-    sql = """
-        SELECT schedule.group_id AS id FROM schedule JOIN groups ON groups.id = schedule.group_id
-        WHERE schedule.id IN (SELECT MAX(id) FROM schedule WHERE event = 'consume' GROUP BY group_id)
-        AND groups.state = 'trained' AND groups.step <> schedule.step
-    """
-    if wrong := reader.rows(sql):
-        raise UserError(f"{path}: group {wrong[0]['id']} was consumed by another step than its ledger says")
-    return int(reader.rows("SELECT COUNT(*) AS n FROM schedule")[0]["n"])
+    if wrong := reader.misscheduled_groups():
+        raise UserError(f"{path}: group {wrong[0]} was consumed by another step than its ledger says")
+    return reader.scheduled_events()
 
 
 def _digests(config: Config, run_dir: RunDir, last: int) -> Iterator[tuple[int, int]]:

@@ -1,60 +1,30 @@
-"""The recorded rollouts that meet an SQL condition: their rows, and their tokens read back from the segments.
-
-The condition runs on a connection that can change nothing; one that SQLite refuses is the user's mistake, in one line.
-"""
+"""The recorded rollouts of a run for people and programs: the documented columns, and the text of their tokens."""
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from headrace.buffer.segments import read
-from headrace.errors import UserError
-from headrace.observe.records import Row, one
+from headrace.buffer.reader import JournalReader
+from headrace.observe.records import RolloutRecord
 from headrace.run_dir import RunDir
 from headrace.tasks.chat import ChatFormat
 from headrace.training.checkpoint import latest
-from headrace.types import NO_VERSION, Rollout, Trace
+from headrace.types import NO_VERSION, Trace
 
 COLUMNS = (
     "id", "group_id", "prompt", "state", "reason", "ending", "reward", "step", "tokens", "sampled_tokens",
     "oldest_version", "newest_version",
 )  # fmt: skip
-"""Of a row that is shown or exported; `prompt` is that of the group."""
+"""Of a rollout that is shown or exported; `prompt` is that of the group."""
+Row = dict[str, Any]
 _LONGEST_TEXT = 100
 
 
-def count(db: sqlite3.Connection, where: str) -> int:
-    """How many rollouts meet the condition."""
-    (row,) = _query(db, where, f"SELECT COUNT(*) AS n FROM rollouts WHERE ({where}\n)")
-    return int(row["n"])
-
-
-def matching(db: sqlite3.Connection, where: str = "TRUE", limit: int | None = None) -> Iterator[Row]:
-    """The rows that meet the condition, in the order of groups; `prompt` is among their columns."""
-    prompt = "(SELECT prompt FROM groups WHERE groups.id = rollouts.group_id) AS prompt"
-    # The condition ends with a line break, so that a comment in it ends there too.
-    sql = f"SELECT rollouts.*, {prompt} FROM rollouts WHERE ({where}\n) ORDER BY group_id, length(id), id"
-    return _query(db, where, sql + (f" LIMIT {limit}" if limit is not None else ""))
-
-
-def _query(db: sqlite3.Connection, where: str, sql: str) -> Iterator[Row]:
-    one(db, "SELECT COUNT(*) AS n FROM rollouts WHERE FALSE")  # a broken journal is not the condition's fault
-    try:
-        for row in db.execute(sql):
-            yield dict(row)
-    except (sqlite3.Error, sqlite3.Warning) as error:
-        reason = " ".join(str(error).split())  # SQLite quotes the condition, line breaks and all
-        raise UserError(f"--where {where!r}: {reason} (an SQL condition on the table rollouts)") from error
-
-
-def recorded(run_dir: Path, row: Row) -> Rollout | None:
-    """The rollout of a row with its tokens; None where they were not kept, or are still to come."""
-    if row["segment"] is None:
-        return None
-    return read(run_dir / "segments", row["segment"], row["offset"], row["length"])
+def documented(record: RolloutRecord) -> Row:
+    """The documented columns of a rollout."""
+    return {column: getattr(record, column) for column in COLUMNS}
 
 
 def load_chat(run_dir: Path) -> ChatFormat:
@@ -69,12 +39,12 @@ def completion(trace: Trace, chat: ChatFormat) -> str:
     return chat.decode(trace.token_ids[sampled[0] :], skip_special=False) if len(sampled) else ""
 
 
-def shown(run_dir: Path, rows: Iterable[Row], chat: ChatFormat | None) -> Iterator[Row]:
+def shown(journal: JournalReader, records: Iterable[RolloutRecord], chat: ChatFormat | None) -> Iterator[Row]:
     """Rows for people and programs: the documented columns and, with a tokenizer, `text` (one for each trace)."""
-    for row in rows:
-        entry = {column: row[column] for column in COLUMNS}
+    for record in records:
+        entry = documented(record)
         if chat is not None:
-            rollout = recorded(run_dir, row)
+            rollout = journal.tokens(record)
             entry["text"] = None if rollout is None else [completion(trace, chat) for trace in rollout.traces]
         yield entry
 

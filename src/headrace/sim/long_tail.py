@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace.buffer.reader import open_readonly
 from headrace.buffer.window import Window
 from headrace.config import Config, make_config
 from headrace.engines.base import Request
 from headrace.observe.drift import ks_distance
-from headrace.observe.records import open_journal
 from headrace.sim.clock import run_virtual
 from headrace.sim.run import SimRun
 from headrace.types import Group
@@ -102,8 +102,8 @@ async def _simulate(policy: str, config: Config, path: Path, seed: int) -> Outco
         window=window,
     )
     await run.execute()
-    with open_journal(path) as db:
-        ended = [row[0] for row in db.execute("SELECT sampled_tokens FROM rollouts WHERE ending = 'finished'")]
+    with open_readonly(path / "journal.db") as journal:
+        ended = [record.sampled_tokens for record in journal.rollout_records("ending = 'finished'")]
     generated, trained = np.asarray(ended, np.int64), np.asarray(run.trainer.lengths, np.int64)
     return Outcome(
         policy=policy,

@@ -274,7 +274,7 @@ def test_clear_errors_at_opening(tmp_path: Path) -> None:
     for opening in (Journal, open_readonly):
         with pytest.raises(UserError, match="schema 99, but this version of Headrace reads schema 2"):
             opening(tmp_path / "new.db")
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match=r"is not a run directory: it has no missing\.db"):
         open_readonly(tmp_path / "missing.db")
     with pytest.raises(UserError, match="cannot be opened as a journal"):
         Journal(foreign / "journal.db")

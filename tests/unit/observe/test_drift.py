@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.observe.composition import outcomes, quarters
 from headrace.observe.drift import FEWEST, LengthDrift, ks_distance
+from headrace.observe.records import EndedGroup
 
 SAMPLES = st.lists(st.integers(0, 30), min_size=1, max_size=40)
 
@@ -48,12 +49,12 @@ def test_too_few_rollouts_say_nothing() -> None:
 
 
 def test_groups_fall_into_quarters_and_outcomes() -> None:
-    groups = [
-        {"tokens": float(n), "state": "trained" if n < 6 else "dropped", "reason": "" if n < 6 else "stale"}
-        for n in range(8)
-    ]
-    parts = quarters([*groups, {"tokens": None, "state": "failed", "reason": "x"}], "tokens")
+    def group(tokens: float | None, state: str = "trained", reason: str = "") -> EndedGroup:
+        return EndedGroup(id=0, state=state, reason=reason, seconds=None, tokens=tokens, reward=None, age=None)
+
+    groups = [group(float(n), "trained" if n < 6 else "dropped", "" if n < 6 else "stale") for n in range(8)]
+    parts = quarters([*groups, group(None, "failed", "x")], "tokens")
     assert [(name, len(part)) for name, part in parts] == [("0 to 1", 2), ("2 to 3", 2), ("4 to 5", 2), ("6 to 7", 2)]
     assert [(name, len(part)) for name, part in outcomes(groups)] == [("trained", 6), ("stale", 2)]
-    assert quarters([{"tokens": 1.0}] * 5, "tokens")[0][0] == "1"
+    assert quarters([group(1.0)] * 5, "tokens")[0][0] == "1"
     assert quarters([], "tokens") == []

@@ -15,9 +15,7 @@ from headrace.config import make_config
 from headrace.engines.base import Request
 from headrace.engines.fake_policy import FakePolicy
 from headrace.errors import HeadraceError
-from headrace.observe.ledgers import imbalances
 from headrace.observe.metrics import read_metrics
-from headrace.observe.records import open_journal
 from headrace.pipeline import attempts
 from headrace.sim.clock import run_virtual
 from headrace.sim.parts import VOCABULARY
@@ -73,8 +71,8 @@ class Simulated:
 
     def check(self) -> None:
         """What every run must leave behind."""
-        with open_journal(self.path) as db:
-            assert imbalances(db) == []
+        with open_readonly(self.path / "journal.db") as journal:
+            assert journal.imbalances() == []
         for ledger in self.run.recorder.ledgers.as_dict().values():
             assert ledger["admitted"] == ledger["trained"] + ledger["dropped"] + ledger["failed"]
         assert self.lags.min() >= 0 and self.lags.max() <= self.run.window.lag_bound

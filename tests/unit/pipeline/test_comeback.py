@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 from controller_parts import FakeRun
 
+from headrace.buffer.reader import open_readonly
 from headrace.buffer.window import Window
 from headrace.channel.codec import encode
 from headrace.config import make_config
 from headrace.delivery.base import Manifest, Proof
 from headrace.engines.fake import lognormal_lengths
-from headrace.observe.ledgers import imbalances
-from headrace.observe.records import open_journal
 from headrace.pipeline.batches import make_batch
 from headrace.types import Batch, Group, Prompt, Rollout, Trace
 
@@ -221,8 +220,8 @@ OPTIONS = {
 
 def check_end(run: FakeRun) -> None:
     """What every run with six versions of two groups must leave behind, whatever happened to it."""
-    with open_journal(run.path) as db:
-        assert imbalances(db) == []
+    with open_readonly(run.path / "journal.db") as journal:
+        assert journal.imbalances() == []
     ledger = run.recorder.ledgers.as_dict()["groups"]
     assert ledger["trained"] == 12
     assert ledger["admitted"] == ledger["trained"] + ledger["dropped"] + ledger["failed"]

@@ -14,10 +14,10 @@ import pytest
 from recorded_runs import MODEL, RunMaker, trace
 from transformers import AutoTokenizer
 
+from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.errors import UserError
-from headrace.observe.records import open_journal
 from headrace.review.export import export
-from headrace.review.rollouts import count, load_chat, matching, shown, table
+from headrace.review.rollouts import load_chat, shown, table
 
 
 @pytest.fixture
@@ -30,9 +30,13 @@ def run_dir(tmp_path: Path) -> Path:
     return run.close()
 
 
+def opened(run_dir: Path) -> JournalReader:
+    return open_readonly(run_dir / "journal.db")
+
+
 def ids(run_dir: Path, where: str, limit: int | None = None) -> list[str]:
-    with open_journal(run_dir) as db:
-        return [row["id"] for row in matching(db, where, limit)]
+    with opened(run_dir) as journal:
+        return [record.id for record in journal.rollout_records(where, limit=limit)]
 
 
 def test_conditions_choose_rows(run_dir: Path) -> None:
@@ -42,8 +46,9 @@ def test_conditions_choose_rows(run_dir: Path) -> None:
     assert ids(run_dir, "reward < 1 -- a comment does not eat what follows") == ["1/0", "2/0"]
     assert ids(run_dir, "prompt = 'prompt-2'") == ["2/0"]
     assert ids(run_dir, "group_id IN (SELECT id FROM groups WHERE state = 'trained')") == ["0/0", "1/0"]
-    with open_journal(run_dir) as db:
-        assert count(db, "state = 'trained'") == 2
+    with opened(run_dir) as journal:
+        assert journal.count_rollouts("state = 'trained'") == 2
+        assert journal.count_rollouts("prompt = 'prompt-2'") == 1
 
 
 def test_rollouts_of_a_group_come_by_number(tmp_path: Path) -> None:
@@ -63,22 +68,22 @@ def test_rollouts_of_a_group_come_by_number(tmp_path: Path) -> None:
 )
 def test_a_bad_condition_is_one_line_and_changes_nothing(run_dir: Path, where: str) -> None:
     before = hashlib.sha256((run_dir / "journal.db").read_bytes()).digest()
-    for ask in (lambda db: count(db, where), lambda db: list(matching(db, where))):
-        with open_journal(run_dir) as db, pytest.raises(UserError, match="--where") as refused:
-            ask(db)
+    for ask in (lambda found: found.count_rollouts(where), lambda found: list(found.rollout_records(where))):
+        with opened(run_dir) as journal, pytest.raises(UserError, match="--where") as refused:
+            ask(journal)
         assert len(str(refused.value).splitlines()) == 1
     assert hashlib.sha256((run_dir / "journal.db").read_bytes()).digest() == before
     assert len(ids(run_dir, "TRUE")) == 4
 
 
 def test_an_error_while_rows_are_read_is_the_conditions_too(run_dir: Path) -> None:
-    with open_journal(run_dir) as db, pytest.raises(UserError, match=r"--where .*malformed JSON"):
-        list(matching(db, "json_extract(prompt, '$.x') = 1"))
+    with opened(run_dir) as journal, pytest.raises(UserError, match=r"--where .*malformed JSON"):
+        list(journal.rollout_records("json_extract(prompt, '$.x') = 1"))
 
 
 def test_the_table_has_a_line_for_each_rollout(run_dir: Path) -> None:
-    with open_journal(run_dir) as db:
-        lines = table(shown(run_dir, matching(db), None))
+    with opened(run_dir) as journal:
+        lines = table(shown(journal, journal.rollout_records(), None))
     assert [line.split() for line in lines[:3]] == [
         ["id", "step", "state", "ending", "reward", "tokens", "versions"],
         ["0/0", "5", "trained", "finished", "1", "3", "3-4"],
@@ -90,8 +95,8 @@ def test_the_table_has_a_line_for_each_rollout(run_dir: Path) -> None:
 
 def test_the_text_is_what_the_models_tokenizer_says(run_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    with open_journal(run_dir) as db:
-        entries = list(shown(run_dir, matching(db), load_chat(run_dir)))
+    with opened(run_dir) as journal:
+        entries = list(shown(journal, journal.rollout_records(), load_chat(run_dir)))
     assert entries[0]["text"] == [tokenizer.decode([6, 7, 3])]
     assert entries[1]["text"] == [tokenizer.decode([8]), tokenizer.decode([9, 3])]
     assert entries[3]["text"] is None
@@ -122,8 +127,8 @@ RECORDS = [
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_an_export_holds_what_was_recorded(run_dir: Path, tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"out.{suffix}"
-    with open_journal(run_dir) as db:
-        assert export(path, run_dir, matching(db), load_chat(run_dir)) == 5
+    with opened(run_dir) as journal:
+        assert export(path, journal, journal.rollout_records(), load_chat(run_dir)) == 5
     if suffix == "jsonl":
         found = [json.loads(line) for line in path.read_text().splitlines()]
     else:
@@ -144,9 +149,9 @@ def test_parquet_keeps_float32_to_the_bit_and_types_of_empty_columns(tmp_path: P
     value = float(np.float32(-0.1))
     run.rollout(trace([(5, value, 0)]))
     run_dir = run.close()
-    with open_journal(run_dir) as db:
-        export(tmp_path / "out.parquet", run_dir, matching(db))
-        export(tmp_path / "none.parquet", run_dir, matching(db, "FALSE"))
+    with opened(run_dir) as journal:
+        export(tmp_path / "out.parquet", journal, journal.rollout_records())
+        export(tmp_path / "none.parquet", journal, journal.rollout_records("FALSE"))
     found = pyarrow.parquet.read_table(tmp_path / "out.parquet")
     assert found.column("logprobs").to_pylist()[0][-1] == value
     assert found.schema == pyarrow.parquet.read_table(tmp_path / "none.parquet").schema
@@ -157,15 +162,15 @@ def test_parquet_keeps_float32_to_the_bit_and_types_of_empty_columns(tmp_path: P
 def test_an_export_that_cannot_be_made_is_one_line(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with open_journal(run_dir) as db:
+    with opened(run_dir) as journal:
         with pytest.raises(UserError, match=r"out\.csv: the name must end in \.jsonl or \.parquet"):
-            export(tmp_path / "out.csv", run_dir, matching(db))
+            export(tmp_path / "out.csv", journal, journal.rollout_records())
         with pytest.raises(UserError, match=r"No such file or directory"):
-            export(tmp_path / "nowhere" / "out.jsonl", run_dir, matching(db))
+            export(tmp_path / "nowhere" / "out.jsonl", journal, journal.rollout_records())
         with pytest.raises(UserError, match="--where"):
-            export(tmp_path / "out.jsonl", run_dir, matching(db, "json_extract(prompt, '$.x') = 1"))
+            export(tmp_path / "out.jsonl", journal, journal.rollout_records("json_extract(prompt, '$.x') = 1"))
         monkeypatch.setitem(sys.modules, "pyarrow", None)
         monkeypatch.delitem(sys.modules, "pyarrow.parquet")
         with pytest.raises(UserError, match=r'pyarrow \(pip install "headrace\[parquet\]"\)'):
-            export(tmp_path / "out.parquet", run_dir, matching(db))
+            export(tmp_path / "out.parquet", journal, journal.rollout_records())
     assert {path.name for path in tmp_path.iterdir()} == {"run"}

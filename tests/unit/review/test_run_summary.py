@@ -6,7 +6,8 @@ import pytest
 from journals import JournalMaker
 
 from headrace.errors import UserError
-from headrace.observe.summary import describe, summarize, write_summary
+from headrace.observe.summary import describe
+from headrace.review.summary import summarize, write_summary
 
 
 def test_every_figure_equals_the_hand_computed_one(finished_run: JournalMaker):

@@ -8,9 +8,9 @@ from journals import JournalMaker
 from headrace.errors import UserError
 from headrace.observe.clock import RunClock
 from headrace.observe.gantt import BINS, close_up, read_activity
-from headrace.observe.report import write_report
 from headrace.observe.spans import Span
 from headrace.observe.timeline import Timeline
+from headrace.review.report import write_report
 
 VOID = {"meta", "br", "link", "img"}
 

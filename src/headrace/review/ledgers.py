@@ -1,0 +1,26 @@
+"""Both ledgers of a run, and whether they balance: what `headrace ledger` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headrace.buffer.reader import open_readonly
+from headrace.run_dir import RunDir
+
+
+def read_ledgers(run_dir: Path) -> dict[str, Any]:
+    """Both ledgers of a run that is over, cut short or under way; `problems` is empty where they balance."""
+    with open_readonly(RunDir(run_dir).journal) as journal:
+        meta = journal.meta()
+        problems = journal.imbalances()
+        return {
+            "name": meta.get("name"),
+            "outcome": meta.get("outcome"),
+            **journal.counts(),
+            "sampled_tokens": journal.sampled_tokens(),
+            "regenerated_tokens": journal.regenerated_tokens(),
+            "restarts": journal.restarts(),
+            "balanced": not problems,
+            "problems": problems,
+        }

@@ -1,0 +1,102 @@
+"""summary.json: what a run came to, computed from journal.db alone, so that anybody can compute it again.
+
+A number that the journal cannot give is null, never a guess.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.buffer.reader import JournalReader, open_readonly
+from headrace.observe.records import StepRecord
+from headrace.run_dir import RunDir
+
+
+def summarize(run_dir: Path) -> dict[str, Any]:
+    """The summary of a run, whether it is over, cut short or under way."""
+    with open_readonly(RunDir(run_dir).journal) as journal:
+        return summarize_journal(journal)
+
+
+def write_summary(run_dir: Path) -> dict[str, Any]:
+    """Summarize a run into its `summary.json`, never leaving half of one, and return it."""
+    summary = summarize(run_dir)
+    whole = RunDir(run_dir).summary
+    part = whole.with_suffix(".json.part")
+    with part.open("wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(whole)
+    return summary
+
+
+def summarize_journal(journal: JournalReader) -> dict[str, Any]:
+    """The summary of an open journal."""
+    meta = journal.meta()
+    window = journal.training_window()
+    steps = journal.steps()
+    evaluations = journal.evaluations()
+    groups, rollouts = journal.ledger("groups").as_dict(), journal.ledger("rollouts").as_dict()
+    reasons, reasons_rollouts = groups.pop("reasons"), rollouts.pop("reasons")
+    return {
+        "name": meta.get("name"),
+        "outcome": meta.get("outcome"),
+        "heldout_before": next((e.pass_1 for e in evaluations if e.moment == "before"), None),
+        "heldout_after": next((e.pass_1 for e in reversed(evaluations) if e.moment == "after"), None),
+        **_rewards(steps),
+        "train_seconds": window[1] - window[0] if window else None,
+        "tokens_generated": sum(journal.sampled_tokens().values()),
+        "tokens_trained": sum(step.trained_tokens for step in steps),
+        "tokens_per_second": _rate(steps, window),
+        "trainer_idle_fraction": journal.idle_fraction("trainer-*", window) if window else None,
+        "engine_idle_fraction": journal.idle_fraction("engine-*", window) if window else None,
+        **_lag(journal.lag_tokens()),
+        "lag_bound": meta.get("lag_bound"),
+        "no_mps": meta.get("no_mps"),
+        "ledger": groups,
+        "ledger_rollouts": rollouts,
+        "reasons": reasons,
+        "reasons_rollouts": reasons_rollouts,
+        "steps": len(steps),
+        "warm_start_steps": journal.warm_start_steps(),
+        "versions": len(journal.versions()),
+        **_deliveries(journal),
+        "evaluations": [msgspec.structs.asdict(evaluation) for evaluation in evaluations],
+    }
+
+
+def _rewards(steps: list[StepRecord]) -> dict[str, float | None]:
+    """The mean reward of the first and of the last tenth of the policy steps (at least one step)."""
+    rewards = [step.reward_mean for step in steps if step.reward_mean is not None]
+    if not rewards:
+        return {"reward_first": None, "reward_last": None}
+    tenth = max(1, len(rewards) // 10)
+    return {"reward_first": sum(rewards[:tenth]) / tenth, "reward_last": sum(rewards[-tenth:]) / tenth}
+
+
+def _rate(steps: list[StepRecord], window: tuple[float, float] | None) -> float | None:
+    """Trained tokens per second of training; a resumed run's window is its last session, and so are the tokens."""
+    if window is None or window[1] <= window[0]:
+        return None
+    tokens = sum(step.trained_tokens for step in steps if step.ended is None or step.ended >= window[0])
+    return float(tokens / (window[1] - window[0]))
+
+
+def _lag(lag_tokens: dict[int, int]) -> dict[str, float | int | None]:
+    """Over tokens, not over steps: a long answer weighs what it weighs in the loss."""
+    tokens = {lag: count for lag, count in lag_tokens.items() if count > 0}
+    total = sum(tokens.values())
+    if not total:
+        return {"lag_mean": None, "lag_max": None}
+    return {"lag_mean": sum(lag * count for lag, count in tokens.items()) / total, "lag_max": max(tokens)}
+
+
+def _deliveries(journal: JournalReader) -> dict[str, int]:
+    deliveries = journal.deliveries()
+    proved = sum(delivery.proved for delivery in deliveries)
+    return {"deliveries_proved": proved, "deliveries_rejected": len(deliveries) - proved}
