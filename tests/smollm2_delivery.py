@@ -30,8 +30,8 @@ from headrace.delivery.transports import nccl_group
 from headrace.delivery.transports.cuda_ipc import CudaIpcSender
 from headrace.delivery.transports.tcp import TcpSender
 from headrace.engines.base import Delta, Request, Sampling
+from headrace.engines.embedded.building import lora_spec
 from headrace.engines.embedded.core import EngineCore
-from headrace.engines.worker import lora_spec
 from headrace.errors import WrongBase
 from headrace.models.loading import load_model, named_weights
 from headrace.models.lora import attach

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headrace.delivery.base import Manifest, Proof
     from headrace.delivery.publisher import Publisher
     from headrace.delivery.transports.shm import ShmSender
-    from headrace.engines.base import Delta, Engine, EngineStats, Request, Sampling
+    from headrace.engines.base import Delta, Engine, Request, Sampling
     from headrace.engines.embedded.engine import EmbeddedEngine
     from headrace.engines.fake import FakeEngine
     from headrace.errors import HeadraceError, UserError
@@ -35,7 +35,6 @@ _WHERE = {
     "Delta": "engines.base",
     "EmbeddedEngine": "engines.embedded.engine",
     "Engine": "engines.base",
-    "EngineStats": "engines.base",
     "Environment": "tasks.base",
     "EnvironmentStep": "tasks.base",
     "FakeEngine": "engines.fake",
@@ -71,7 +70,6 @@ __all__ = [
     "Delta",
     "EmbeddedEngine",
     "Engine",
-    "EngineStats",
     "Environment",
     "EnvironmentStep",
     "FakeEngine",

@@ -149,7 +149,7 @@ def engine(line: zmq.Socket[bytes], transport: str, kind: str, device: str) -> N
                 holds = serving.holds(proof.version) if proof.accepted else False
                 line.send_multipart([msgspec.json.encode(proof), b"bit for bit" if holds else b""])
             case ["check"]:
-                serving.go_on(serving.loop.stats().version)
+                serving.go_on(serving.loop.counters().version)
                 serving.loop.abort().result(30)
                 serving.check_answers()
                 served = {int(v) for delta in serving.answers().values() for v in delta.versions}

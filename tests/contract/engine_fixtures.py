@@ -28,6 +28,6 @@ async def fresh(factory: Factory, setting: Setting) -> AsyncIterator[Subject]:
 @pytest.fixture
 async def subject(fresh: Subject) -> Subject:
     """An engine that serves version 1."""
-    proof = await asyncio.wait_for(fresh.engine.load(await fresh.publish(1)), SECONDS)
+    proof = await asyncio.wait_for(fresh.load(await fresh.publish(1)), SECONDS)
     assert proof.accepted, proof.reason
     return fresh

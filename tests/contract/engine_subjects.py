@@ -20,18 +20,22 @@ from headrace.channel.beats import Ready, Stop
 from headrace.channel.codec import Message
 from headrace.channel.desk import Desk
 from headrace.channel.hub import Hub
-from headrace.config import make_config
+from headrace.config import Config, make_config
 from headrace.config.schema import EngineConfig
-from headrace.delivery.base import Manifest
+from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports.shm import ShmSender
-from headrace.engines.base import Engine, Interrupt
+from headrace.engines.base import Interrupt, Sampler
+from headrace.engines.counters import Counters
+from headrace.engines.embedded.building import build
 from headrace.engines.embedded.engine import EmbeddedEngine
+from headrace.engines.embedded.loop import EngineLoop
 from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.messages import Deltas
 from headrace.engines.pool import EnginePool
 from headrace.engines.remote import RemoteEngine
+from headrace.engines.server import Emit
 from headrace.engines.worker import serve
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array, Int32Array
@@ -46,7 +50,10 @@ PUBLISH_SECONDS = 120.0
 class Subject:
     """An engine and what a test needs to drive and to check it."""
 
-    engine: Engine
+    engine: Sampler
+    load: Callable[[Manifest], Awaitable[Proof]]
+    """Brings weights to the engine, or to every member of a pool."""
+    counters: Callable[[], Counters]
     publish: Callable[[int], Awaitable[Manifest]]
     """Publishes weights for this version, different from those of every other version, and returns their manifest."""
     reference: Callable[[int, Int32Array], Float32Array]
@@ -73,7 +80,7 @@ async def fake(setting: Setting) -> AsyncIterator[Subject]:
     policy = FakePolicy(VOCABULARY)
     engine = FakeEngine(policy=policy, slots=SLOTS, interrupt=setting.interrupt)
     try:
-        yield Subject(engine=engine, publish=_fake_publish(policy), reference=_fake_reference(policy))
+        yield Subject(engine, engine.load, engine.counters, _fake_publish(policy), _fake_reference(policy))
     finally:
         await engine.close()
 
@@ -84,11 +91,28 @@ async def pool_of_fakes(setting: Setting) -> AsyncIterator[Subject]:
     members = [
         FakeEngine(name=f"fake{i}", policy=policy, slots=SLOTS // 2, interrupt=setting.interrupt) for i in range(2)
     ]
-    engine = EnginePool(members)
+    pool = EnginePool(members)
+
+    async def load(manifest: Manifest) -> Proof:
+        """Bring weights to every member and declare them, as a run does."""
+        proofs = await asyncio.gather(*(member.load(manifest) for member in members))
+        for proof in proofs:
+            pool.loaded(proof)
+        if any(proof.accepted for proof in proofs):
+            pool.floor = manifest.version
+        return next((proof for proof in proofs if not proof.accepted), proofs[0])
+
+    def counters() -> Counters:
+        each = [member.counters() for member in members]
+        total = {
+            name: sum(getattr(one, name) for one in each) for name in Counters.__struct_fields__ if name != "version"
+        }
+        return Counters(version=pool.version, **{**total, "waiting": total["waiting"] + pool.waiting})
+
     try:
-        yield Subject(engine=engine, publish=_fake_publish(policy), reference=_fake_reference(policy))
+        yield Subject(pool, load, counters, _fake_publish(policy), _fake_reference(policy))
     finally:
-        await engine.close()
+        await pool.close()
 
 
 @asynccontextmanager
@@ -97,7 +121,7 @@ async def embedded(setting: Setting) -> AsyncIterator[Subject]:
     config = EngineConfig(slots=SLOTS, block_size=8, prefill_chunk=32, interrupt=setting.interrupt, kv="recompute")
     engine = EmbeddedEngine.from_path(setting.model_dir, config, max_length=MAX_LENGTH, name="embedded")
     try:
-        yield Subject(engine=engine, publish=trainer.publish, reference=trainer.reference)
+        yield Subject(engine, engine.load, engine.counters, trainer.publish, trainer.reference)
     finally:
         await engine.close()
         trainer.close()
@@ -128,13 +152,19 @@ async def remote(setting: Setting) -> AsyncIterator[Subject]:
             "engine": {**engine_config, "max_length": MAX_LENGTH},
         }
     )
-    worker = threading.Thread(target=serve, args=(desk, config))
+    loops: list[EngineLoop] = []
+
+    def build_loop(desk: Desk, config: Config, emit: Emit) -> EngineLoop:
+        loops.append(build(desk, config, emit))
+        return loops[0]
+
+    worker = threading.Thread(target=serve, args=(desk, config, build_loop))
     worker.start()
     await asyncio.wait_for(ready.wait(), 30)
     engine = engines["engine-0"] = RemoteEngine(hub, "engine-0", load_deadline=20, token_deadline=20)
     trainer = TinyTrainer(setting.model_dir)
     try:
-        yield Subject(engine=engine, publish=trainer.publish, reference=trainer.reference)
+        yield Subject(engine, engine.load, loops[0].counters, trainer.publish, trainer.reference)
     finally:
         await engine.close()
         await hub.send("engine-0", Stop())

@@ -6,14 +6,15 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import pytest
 from engine_subjects import Factory, Setting, Subject
 
-from headrace.engines.base import FORBIDDEN_LIMIT, Delta, Engine, EngineStats, FinishReason, Request, Sampling
+from headrace.engines.base import FORBIDDEN_LIMIT, Delta, FinishReason, Request, Sampler, Sampling
+from headrace.engines.counters import Counters
 from headrace.errors import HeadraceError
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ def ask(id: str, prompt: list[int] | None = None, *, priority: int = 0, **sampli
 class Stream:
     """A request under way; `completion` grows while it is watched."""
 
-    def __init__(self, engine: Engine, request: Request) -> None:
+    def __init__(self, engine: Sampler, request: Request) -> None:
         self.request = request
         self.completion = Completion()
         self._deltas: AsyncIterator[Delta] = engine.generate(request)
@@ -91,25 +92,32 @@ class Stream:
         await soon(self._deltas.aclose())  # type: ignore[attr-defined]
 
 
-async def complete(engine: Engine, request: Request) -> Completion:
+async def complete(engine: Sampler, request: Request) -> Completion:
     return await Stream(engine, request).end()
 
 
-async def complete_all(engine: Engine, requests: list[Request]) -> list[Completion]:
+async def complete_all(engine: Sampler, requests: list[Request]) -> list[Completion]:
     return await soon(asyncio.gather(*(complete(engine, request) for request in requests)))
 
 
-async def eventually(engine: Engine, holds: Callable[[EngineStats], bool]) -> EngineStats:
+class Counting(Protocol):
+    """A subject, or an engine that counts."""
+
+    @property
+    def counters(self) -> Callable[[], Counters]: ...
+
+
+async def eventually(counting: Counting, holds: Callable[[Counters], bool]) -> Counters:
     """Counters may trail the deltas by a moment."""
     async with asyncio.timeout(SECONDS):
         while True:
-            stats = await engine.stats()
+            stats = counting.counters()
             if holds(stats):
                 return stats
             await asyncio.sleep(0.01)
 
 
-def idle(stats: EngineStats) -> bool:
+def idle(stats: Counters) -> bool:
     return stats.running == stats.waiting == 0 and stats.free_blocks == stats.total_blocks
 
 
@@ -123,7 +131,7 @@ def assert_recorded(subject: Subject, request: Request, completion: Completion) 
 
 
 async def load(subject: Subject, version: int) -> None:
-    proof = await soon(subject.engine.load(await subject.publish(version)))
+    proof = await soon(subject.load(await subject.publish(version)))
     assert proof.accepted and not proof.quarantined and proof.version == version, proof.reason
 
 
@@ -196,7 +204,7 @@ async def test_more_requests_than_slots_all_finish_and_the_counters_add_up(subje
     requests = [ask(f"{i}", max_tokens=3 + i, seed=i) for i in range(3 * subject.slots)]
     completions = await complete_all(subject.engine, requests)
     assert [len(c.token_ids) for c in completions] == [3 + i for i in range(3 * subject.slots)]
-    stats = await eventually(subject.engine, idle)
+    stats = await eventually(subject, idle)
     assert stats.version == 1
     assert stats.generated_tokens == sum(len(c.token_ids) for c in completions)
     assert stats.prefilled_tokens >= len(requests[0].token_ids)
@@ -205,25 +213,25 @@ async def test_more_requests_than_slots_all_finish_and_the_counters_add_up(subje
 async def test_no_more_than_the_slots_run_at_a_time(subject: Subject) -> None:
     streams = [Stream(subject.engine, ask(f"{i}", max_tokens=LONG)) for i in range(subject.slots + 2)]
     running = [asyncio.create_task(stream.end()) for stream in streams]
-    await eventually(subject.engine, lambda s: (s.running, s.waiting) == (subject.slots, 2))
+    await eventually(subject, lambda s: (s.running, s.waiting) == (subject.slots, 2))
     await soon(subject.engine.abort())
     assert {(await soon(task)).finish for task in running} == {"aborted"}
 
 
-async def test_a_lower_priority_number_goes_first(subject: Subject) -> None:
-    await soon(subject.engine.pause())
+async def test_a_lower_priority_number_goes_first(fresh: Subject) -> None:
     ended: list[str] = []
 
     async def finish(request: Request) -> None:
-        await complete(subject.engine, request)
+        await complete(fresh.engine, request)
         ended.append(request.id)
 
-    patient = [ask(f"{i}", max_tokens=20, priority=1) for i in range(3 * subject.slots)]
+    patient = [ask(f"{i}", max_tokens=20, priority=1) for i in range(3 * fresh.slots)]
     tasks = [asyncio.create_task(finish(request)) for request in [*patient, ask("urgent", max_tokens=20)]]
-    await eventually(subject.engine, lambda s: s.running + s.waiting == len(tasks))
-    await soon(subject.engine.resume())
+    # All of them are there when the first may begin.
+    await eventually(fresh, lambda s: s.running + s.waiting == len(tasks))
+    await load(fresh, 1)
     await soon(asyncio.gather(*tasks))
-    assert ended.index("urgent") < subject.slots
+    assert ended.index("urgent") < fresh.slots
 
 
 async def test_a_duplicate_id_is_an_error_for_that_request_only(subject: Subject) -> None:
@@ -234,17 +242,17 @@ async def test_a_duplicate_id_is_an_error_for_that_request_only(subject: Subject
     second = await complete(subject.engine, ask("same", max_tokens=5))
     assert second.finish == "failed" and "same" in second.error
     assert (await soon(running)).token_ids == alone.token_ids
-    await eventually(subject.engine, idle)
+    await eventually(subject, idle)
 
 
 async def test_a_request_that_cannot_be_served_fails_alone(subject: Subject) -> None:
     good, bad = await complete_all(subject.engine, [ask("good"), ask("bad", [])])
     assert good.finish == "length"
     assert bad.finish == "failed" and bad.error and not bad.token_ids
-    await eventually(subject.engine, idle)
+    await eventually(subject, idle)
 
 
-# Abort, close, pause
+# Abort, close
 
 
 async def test_abort_returns_the_partial_and_a_prefix_resumes_it(subject: Subject) -> None:
@@ -276,12 +284,12 @@ async def test_abort_ends_the_named_requests_only(subject: Subject) -> None:
 async def test_abort_of_all_ends_running_and_waiting(subject: Subject) -> None:
     streams = [Stream(subject.engine, ask(f"{i}", max_tokens=LONG)) for i in range(2 * subject.slots)]
     tasks = [asyncio.create_task(stream.end()) for stream in streams]
-    await eventually(subject.engine, lambda s: s.running == s.waiting == subject.slots and s.generated_tokens > 0)
+    await eventually(subject, lambda s: s.running == s.waiting == subject.slots and s.generated_tokens > 0)
     await soon(subject.engine.abort())
     completions = await soon(asyncio.gather(*tasks))
     assert all(c.finish == "aborted" for c in completions)
     assert sum(bool(c.token_ids) for c in completions) >= 1
-    stats = await eventually(subject.engine, idle)
+    stats = await eventually(subject, idle)
     assert stats.generated_tokens == sum(len(c.token_ids) for c in completions)
 
 
@@ -289,52 +297,34 @@ async def test_closing_the_iterator_frees_the_request(subject: Subject) -> None:
     stream = Stream(subject.engine, ask("a", max_tokens=LONG))
     await stream.begun()
     await stream.close()
-    stats = await eventually(subject.engine, idle)
+    stats = await eventually(subject, idle)
     assert stats.generated_tokens < LONG
 
 
 async def test_cancelling_the_reader_frees_the_request(subject: Subject) -> None:
     reader = asyncio.create_task(complete(subject.engine, ask("a", max_tokens=LONG)))
-    await eventually(subject.engine, lambda s: s.running == 1)
+    await eventually(subject, lambda s: s.running == 1)
     reader.cancel()
     with pytest.raises(asyncio.CancelledError):
         await soon(reader)
-    stats = await eventually(subject.engine, idle)
+    stats = await eventually(subject, idle)
     assert stats.generated_tokens < LONG
-
-
-async def test_pause_stops_tokens_and_resume_goes_on_where_it_was(subject: Subject) -> None:
-    stream = Stream(subject.engine, ask("a", max_tokens=LONG))
-    await stream.begun()
-    await soon(subject.engine.pause())
-    before = (await soon(subject.engine.stats())).generated_tokens
-    await asyncio.sleep(0.1)
-    stats = await soon(subject.engine.stats())
-    assert stats.generated_tokens == before < LONG
-    assert stats.running + stats.waiting == 1
-    await soon(subject.engine.resume())
-    await stream.until(lambda c: len(c.token_ids) >= before + 10)
-    await soon(subject.engine.abort())
-    paused = await stream.end()
-    n = len(paused.token_ids)
-    assert paused.token_ids == (await complete(subject.engine, ask("b", max_tokens=n))).token_ids
 
 
 async def test_close_unblocks_everybody_and_may_be_called_again(subject: Subject) -> None:
     streams = [Stream(subject.engine, ask(f"{i}", max_tokens=LONG)) for i in range(2 * subject.slots)]
     tasks = [asyncio.create_task(_outcome(stream.end())) for stream in streams]
-    await eventually(subject.engine, lambda s: s.running == subject.slots)
+    await eventually(subject, lambda s: s.running == subject.slots)
     await soon(subject.engine.close())
     assert set(await soon(asyncio.gather(*tasks))) <= {"failed", "aborted"}
     await soon(subject.engine.close())
     assert await soon(_outcome(complete(subject.engine, ask("late")))) == "failed"
 
 
-async def test_close_unblocks_a_paused_engine(subject: Subject) -> None:
-    await soon(subject.engine.pause())
-    waiting = asyncio.create_task(_outcome(complete(subject.engine, ask("a"))))
-    await eventually(subject.engine, lambda s: s.running + s.waiting == 1)
-    await soon(subject.engine.close())
+async def test_close_unblocks_what_waits_for_a_first_version(fresh: Subject) -> None:
+    waiting = asyncio.create_task(_outcome(complete(fresh.engine, ask("a"))))
+    await eventually(fresh, lambda s: s.running + s.waiting == 1)
+    await soon(fresh.engine.close())
     assert await soon(waiting) in {"failed", "aborted"}
 
 
@@ -350,12 +340,12 @@ async def _outcome(completion: Awaitable[Completion]) -> str:
 
 
 async def test_requests_wait_for_the_first_proved_version(fresh: Subject) -> None:
-    assert (await soon(fresh.engine.stats())).version == -1
+    assert fresh.counters().version == -1
     request = ask("a")
     running = asyncio.create_task(complete(fresh.engine, request))
-    await eventually(fresh.engine, lambda s: s.running + s.waiting == 1)
+    await eventually(fresh, lambda s: s.running + s.waiting == 1)
     await asyncio.sleep(0.05)
-    assert not running.done() and (await soon(fresh.engine.stats())).generated_tokens == 0
+    assert not running.done() and fresh.counters().generated_tokens == 0
     await load(fresh, 3)
     completion = await soon(running)
     assert set(completion.versions) == {3}
@@ -369,7 +359,7 @@ async def test_a_load_changes_the_version_between_two_tokens_of_a_running_reques
         await stream.begun()
     for version in (2, 5):
         await load(subject, version)
-        assert (await soon(subject.engine.stats())).version == version
+        assert subject.counters().version == version
         for stream in streams:
             await stream.until(lambda c, version=version: c.versions[-1] == version)  # type: ignore[misc]
     await soon(subject.engine.abort())
@@ -393,17 +383,17 @@ async def test_new_weights_are_really_served(subject: Subject) -> None:
 @pytest.mark.parametrize("wrong", ["digest", "older"])
 async def test_a_rejected_load_changes_nothing(fresh: Subject, wrong: str) -> None:
     first = await fresh.publish(1)
-    assert (await soon(fresh.engine.load(first))).accepted
+    assert (await soon(fresh.load(first))).accepted
     await load(fresh, 2)
     stream = Stream(fresh.engine, ask("running", max_tokens=LONG))
     await stream.begun()
     if wrong == "digest":
         manifest = await fresh.publish(3)
-        proof = await soon(fresh.engine.load(msgspec.structs.replace(manifest, digest=manifest.digest ^ 1)))
+        proof = await soon(fresh.load(msgspec.structs.replace(manifest, digest=manifest.digest ^ 1)))
     else:
-        proof = await soon(fresh.engine.load(first))
+        proof = await soon(fresh.load(first))
     assert not proof.accepted and not proof.quarantined and proof.reason
-    assert (await soon(fresh.engine.stats())).version == 2
+    assert fresh.counters().version == 2
 
     known = len(stream.completion.token_ids)
     await stream.until(lambda c: len(c.token_ids) > known)
@@ -419,12 +409,12 @@ async def test_live_weights_that_fail_their_proof_serve_nothing(subject: Subject
     await stream.begun()
     manifest = await subject.publish(2)
     manifest.canary = msgspec.structs.replace(manifest.canary, logprobs=manifest.canary.logprobs - 1)
-    proof = await soon(subject.engine.load(manifest))
+    proof = await soon(subject.load(manifest))
     assert not proof.accepted and proof.quarantined and proof.reason
-    stats = await soon(subject.engine.stats())
+    stats = subject.counters()
     assert stats.version == -1
     await asyncio.sleep(0.05)
-    assert (await soon(subject.engine.stats())).generated_tokens == stats.generated_tokens
+    assert subject.counters().generated_tokens == stats.generated_tokens
     await load(subject, 3)
     completion = await stream.until(lambda c: c.versions[-1] == 3)
     assert set(completion.versions) == {1, 3}
@@ -446,7 +436,7 @@ async def test_an_interrupting_load_returns_partials_that_resume_under_the_new_w
         resumed = await complete(subject.engine, request)
         assert set(resumed.versions) == {2}
         assert_recorded(subject, request, resumed)
-        await eventually(subject.engine, idle)
+        await eventually(subject, idle)
 
 
 async def test_a_draining_load_lets_what_runs_end_and_nothing_begin(factory: Factory, setting: Setting) -> None:
@@ -457,9 +447,9 @@ async def test_a_draining_load_lets_what_runs_end_and_nothing_begin(factory: Fac
             await stream.begun()
         waiting = Stream(subject.engine, ask("w", max_tokens=10))
         waited = asyncio.create_task(waiting.end())
-        await eventually(subject.engine, lambda stats: stats.waiting == 1)
+        await eventually(subject, lambda stats: stats.waiting == 1)
         manifest = await subject.publish(2)
-        loading = asyncio.create_task(subject.engine.load(manifest))
+        loading = asyncio.create_task(subject.load(manifest))
         ended = [await stream.end() for stream in running]
         proof = await soon(loading)
         late = await waited
@@ -469,7 +459,7 @@ async def test_a_draining_load_lets_what_runs_end_and_nothing_begin(factory: Fac
             assert_recorded(subject, stream.request, completion)
         assert late.finish == "length" and set(late.versions) == {2}
         assert_recorded(subject, waiting.request, late)
-        await eventually(subject.engine, idle)
+        await eventually(subject, idle)
 
 
 async def test_a_blocking_load_lets_all_that_were_asked_for_end(factory: Factory, setting: Setting) -> None:
@@ -480,9 +470,9 @@ async def test_a_blocking_load_lets_all_that_were_asked_for_end(factory: Factory
             await stream.begun()
         # Its turn comes when another has ended: the time for that, and then the time for its own tokens.
         last = asyncio.create_task(before[-1].until(lambda c: bool(c.token_ids)))
-        await eventually(subject.engine, lambda stats: stats.waiting == 1)
+        await eventually(subject, lambda stats: stats.waiting == 1)
         manifest = await subject.publish(2)
-        loading = asyncio.create_task(subject.engine.load(manifest))
+        loading = asyncio.create_task(subject.load(manifest))
         ended = [await stream.end() for stream in before[:-1]]
         await last
         ended.append(await before[-1].end())
@@ -492,7 +482,7 @@ async def test_a_blocking_load_lets_all_that_were_asked_for_end(factory: Factory
         after = await complete(subject.engine, request)
         assert set(after.versions) == {2}
         assert_recorded(subject, request, after)
-        await eventually(subject.engine, idle)
+        await eventually(subject, idle)
 
 
 # Sampling options
@@ -529,7 +519,7 @@ async def test_a_stop_sequence_ends_the_completion_and_is_part_of_it(subject: Su
     assert (last.token_ids, last.finish) == (free[:end], "stop"), "at the length limit it is still a stop"
     cut = await complete(subject.engine, ask("cut", max_tokens=end - 1, stop_sequences=(late,)))
     assert (cut.token_ids, cut.finish) == (free[: end - 1], "length")
-    await eventually(subject.engine, idle)
+    await eventually(subject, idle)
 
 
 _ALTERNATIVES: dict[bytes, np.ndarray] = {}
@@ -664,7 +654,7 @@ async def test_values_that_make_no_sense_fail_their_request_alone_in_one_line(su
     for (name, (_, about)), completion in zip(bad.items(), failed, strict=True):
         assert completion.finish == "failed" and not completion.token_ids, name
         assert name in completion.error and about in completion.error and "\n" not in completion.error
-    await eventually(subject.engine, idle)
+    await eventually(subject, idle)
 
 
 # Parents
@@ -700,7 +690,7 @@ async def test_a_child_gets_the_tokens_of_its_prompt_and_leaves_its_parent_alone
         assert_recorded(subject, request, one)
     assert ended.token_ids == undisturbed.token_ids
     np.testing.assert_allclose(ended.logprobs, undisturbed.logprobs, atol=1e-4)
-    await eventually(subject.engine, idle)
+    await eventually(subject, idle)
 
 
 async def test_a_parent_that_is_unknown_or_has_ended_is_no_error(subject: Subject) -> None:
@@ -711,21 +701,79 @@ async def test_a_parent_that_is_unknown_or_has_ended_is_no_error(subject: Subjec
     for request, completion in zip(requests, await complete_all(subject.engine, requests), strict=True):
         assert (completion.token_ids, completion.finish) == (expected.token_ids, "length"), request.id
         assert_recorded(subject, request, completion)
-    await eventually(subject.engine, idle)
+    await eventually(subject, idle)
 
 
 async def test_a_parent_that_is_aborted_takes_no_child_along(subject: Subject) -> None:
     stream = Stream(subject.engine, ask("parent", max_tokens=LONG))
     known = list((await stream.begun()).token_ids)
-    await soon(subject.engine.pause())
-    request = child("child", "parent", [3, 1, 4, 1, 5, *known], max_tokens=20)
-    running = asyncio.create_task(complete(subject.engine, request))
-    await eventually(subject.engine, lambda s: s.running + s.waiting == 2)
-    await soon(subject.engine.resume())
+    prompt = [3, 1, 4, 1, 5, *known]
+    begun = Stream(subject.engine, child("begun", "parent", prompt, max_tokens=LONG))
+    await begun.begun()
+    late = child("late", "parent", prompt, max_tokens=20)
+    running = asyncio.create_task(complete(subject.engine, late))
+    await asyncio.sleep(0)  # It is asked for, and the abort comes right after it.
     await soon(subject.engine.abort(["parent"]))
     assert (await stream.end()).finish == "aborted"
-    completion = await soon(running)
-    alone = await complete(subject.engine, ask("alone", [3, 1, 4, 1, 5, *known], max_tokens=20))
-    assert (completion.token_ids, completion.finish) == (alone.token_ids, "length")
-    assert_recorded(subject, request, completion)
-    await eventually(subject.engine, idle)
+    had = len(begun.completion.token_ids)
+    await begun.until(lambda c: len(c.token_ids) >= had + 20 or c.finish is not None)
+    await soon(subject.engine.abort(["begun"]))
+    completions = [await begun.end(), await soon(running)]
+    assert [completion.finish for completion in completions] == ["aborted", "length"]
+    for request, completion in zip([begun.request, late], completions, strict=True):
+        count = len(completion.token_ids)
+        alone = await complete(subject.engine, ask(f"{request.id} alone", prompt, max_tokens=count))
+        assert completion.token_ids == alone.token_ids
+        assert_recorded(subject, request, completion)
+    await eventually(subject, idle)
+
+
+# Forks
+
+
+async def test_forks_continue_a_running_request_and_leave_it_alone(subject: Subject) -> None:
+    parent = ask("parent", max_tokens=LONG)
+    stream = Stream(subject.engine, parent)
+    await stream.until(lambda c: len(c.token_ids) >= 12 or c.finish is not None)
+    assert stream.completion.finish is None, "the request is too short for this test"
+    whole = [*parent.token_ids.tolist(), *stream.completion.token_ids]
+    inside, after = await soon(subject.engine.fork("parent", 3, 1)), await soon(subject.engine.fork("parent", 13, 2))
+    assert [len(inside), len(after)] == [1, 2]
+    for request, at in zip([*inside, *after], [3, 13, 13], strict=True):
+        assert request.token_ids.tolist() == whole[:at] and request.parent == "parent"
+        assert request.sampling.max_tokens == LONG - max(0, at - len(parent.token_ids))
+    assert len({request.sampling.seed for request in after} | {parent.sampling.seed}) == 3
+    short = [
+        msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, max_tokens=15))
+        for request in (*inside, *after)
+    ]
+    # Two at a time, so that there is a slot for them beside their parent.
+    forked = [*await complete_all(subject.engine, short[:1]), *await complete_all(subject.engine, short[1:])]
+    assert stream.completion.finish is None
+    await soon(subject.engine.abort(["parent"]))
+    ended = await stream.end()
+    alone = [msgspec.structs.replace(request, id=f"{request.id} alone", parent="") for request in short]
+    again = ask("parent again", max_tokens=len(ended.token_ids))
+    *without, undisturbed = await complete_all(subject.engine, [*alone, again])
+    for request, one, two in zip(short, forked, without, strict=True):
+        assert (one.token_ids, one.finish) == (two.token_ids, "length"), request.id
+        assert_recorded(subject, request, one)
+    assert ended.token_ids == undisturbed.token_ids
+    await eventually(subject, idle)
+
+
+async def test_what_cannot_be_forked_is_one_line_and_ends_nothing(subject: Subject) -> None:
+    stream = Stream(subject.engine, ask("a", max_tokens=LONG))
+    await stream.begun()
+    for name, at, n, why in (
+        ("nobody", 1, 1, "fork of request nobody: it is not running"),
+        ("a", LONG + 5, 1, f"token {LONG + 5} is not among its tokens"),
+        ("a", 2, 0, "0 alternatives were asked for"),
+    ):
+        with pytest.raises(HeadraceError, match=why) as caught:
+            await soon(subject.engine.fork(name, at, n))
+        assert "\n" not in str(caught.value)
+    known = len(stream.completion.token_ids)
+    await stream.until(lambda c: len(c.token_ids) > known)
+    await stream.close()
+    await eventually(subject, idle)

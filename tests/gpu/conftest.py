@@ -40,7 +40,7 @@ def on_gpu(*, graphs: bool, compile: bool) -> Factory:
         )
         engine = EmbeddedEngine.from_path(setting.model_dir, config, max_length=MAX_LENGTH, name="embedded")
         try:
-            yield Subject(engine=engine, publish=trainer.publish, reference=trainer.reference)
+            yield Subject(engine, engine.load, engine.counters, trainer.publish, trainer.reference)
         finally:
             await engine.close()
             trainer.close()

@@ -54,8 +54,8 @@ def test_greedy_equals_generate_and_logprobs_equal_a_forward(family: str, way: d
     requests += [request(f"g{i}", given[4], 12, group="g", temperature=1.0, seed=i) for i in range(3)]
     core.submit(requests)
     done = run_out(core)
-    assert core.stats().preemptions > 0
-    assert core.stats().free_blocks == core.stats().total_blocks
+    assert core.counters().preemptions > 0
+    assert core.counters().free_blocks == core.counters().total_blocks
     for r in requests:
         delta = done[r.id]
         if r.sampling.temperature == 0:
@@ -125,10 +125,10 @@ def test_forks_from_a_far_pivot_cost_no_prefill_and_equal_fresh_runs(way: dict[s
         for delta in core.step():
             answers.setdefault(delta.id, []).append(delta)
     forks = core.fork("parent", 2000, 8)
-    before = core.stats().prefilled_tokens
+    before = core.counters().prefilled_tokens
     core.submit([_shorter(fork, 50) for fork in forks])
     done = run_out(core)
-    assert core.stats().prefilled_tokens == before
+    assert core.counters().prefilled_tokens == before
     fresh = engine(model, max_length=4096, slots=16, **way)
     fresh.submit([_shorter(fork, 50, parent="") for fork in forks])
     expected = run_out(fresh)

@@ -119,7 +119,7 @@ def finish(core: EngineCore, joined: dict[str, Joined]) -> dict[str, Joined]:
             break
         collect(joined, core.step())
     assert not core.has_work
-    stats = core.stats()
+    stats = core.counters()
     assert stats.free_blocks == stats.total_blocks
     return joined
 
@@ -161,10 +161,10 @@ def test_a_batch_that_fills_up_does_not_step_in_between(model: Any) -> None:
     # Two prompts a pass: until the last two, as many begin as would decode.
     for passes in (1, 2, 3):
         collect(joined, core.step())
-        assert core.stats().prefilled_tokens == 8 * passes
+        assert core.counters().prefilled_tokens == 8 * passes
         assert not any(launch.decodes for launch in core._runner._launches) and core.timings.steps <= passes
     collect(joined, core.step())
-    assert core.stats().prefilled_tokens == 32 and not core.stats().waiting
+    assert core.counters().prefilled_tokens == 32 and not core.counters().waiting
     assert all(len(answer.tokens) == 8 for answer in finish(core, joined).values())
 
 
@@ -187,7 +187,7 @@ def test_a_cache_that_is_too_small_preempts_and_finishes(model: Any) -> None:
     host, device = cores(model, cache_tokens=48)
     requests = [ask(str(i), [i, i + 1, i + 2], max_tokens=12, seed=i) for i in range(5)]
     assert_same(run(host, requests), run(device, requests))
-    assert host.stats().preemptions > 0 and device.stats().preemptions > 0
+    assert host.counters().preemptions > 0 and device.counters().preemptions > 0
 
 
 @pytest.mark.parametrize("cache_tokens", [36, 48, 60, 72])
@@ -201,7 +201,7 @@ def test_no_step_is_launched_without_room_for_its_tokens(model: Any, cache_token
             # The last token of all is only stored by the step after it, and none beyond the limit ever.
             wanted = min(len(sequence.tokens) + sequence.in_flight, sequence.limit)
             assert wanted <= 4 * len(sequence.blocks) + 1
-    assert core.stats().preemptions > 0
+    assert core.counters().preemptions > 0
     assert [len(joined[str(i)].tokens) for i in range(6)] == [20 - i for i in range(6)]
 
 
@@ -214,10 +214,10 @@ def test_forks_share_and_continue(model: Any) -> None:
         collect(joined, device.step())
         collect(joined, device.flush())
     forks = device.fork("parent", 12, 2)
-    before = device.stats().prefilled_tokens
+    before = device.counters().prefilled_tokens
     device.submit(forks)
     finish(device, joined)
-    assert device.stats().prefilled_tokens == before
+    assert device.counters().prefilled_tokens == before
     host, _ = cores(model)
     fresh = run(host, [ask(f.id, f.token_ids.tolist(), **_sampling(f)) for f in forks])
     for fork in forks:
@@ -332,12 +332,12 @@ def test_no_step_is_begun_before_weights_that_are_nearly_proved(model: Any) -> N
         pace.hurry(haste)
     while device._runner.busy:
         collect(joined, device.step())
-    known = device.stats().generated_tokens
+    known = device.counters().generated_tokens
     assert [device.step() for _ in range(5)] == [[]] * 5
-    assert not device._runner.busy and device.stats().generated_tokens == known
+    assert not device._runner.busy and device.counters().generated_tokens == known
     clock.now += 6e-3
     collect(joined, device.step())
-    assert device._runner.busy or device.stats().generated_tokens > known, "a step is the most that is waited"
+    assert device._runner.busy or device.counters().generated_tokens > known, "a step is the most that is waited"
     pace.hurry("none")
     assert_same(run(host, requests), finish(device, joined))
 
@@ -394,7 +394,7 @@ def test_layers_are_compiled_once(model: Any, family: str, monkeypatch: pytest.M
         core.submit([ask(f"{name}{i}", list(range(length)), max_tokens=3) for i, length in enumerate(lengths)])
         while core.has_work:
             core.step()
-    assert core.stats().generated_tokens == 24
+    assert core.counters().generated_tokens == 24
     assert len(graphs) == 1
     # Of all numbers the length of a pass alone is a variable: sizes of heads and the like are constants.
     inputs = [node.meta["example_value"] for node in graphs[0].graph.nodes if node.op == "placeholder"]

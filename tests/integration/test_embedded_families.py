@@ -32,8 +32,8 @@ def test_greedy_equals_generate_and_logprobs_equal_a_forward(family: str) -> Non
     core.submit(requests)
     done = run_out(core)
 
-    assert core.stats().preemptions > 0
-    assert core.stats().free_blocks == core.stats().total_blocks
+    assert core.counters().preemptions > 0
+    assert core.counters().free_blocks == core.counters().total_blocks
     for r in requests:
         delta = done[r.id]
         assert delta.finish == "length"
@@ -89,7 +89,7 @@ def test_the_schedule_does_not_change_sampled_tokens() -> None:
     for core in (wide, small):
         core.submit(requests)
         results.append({k: v.token_ids.tolist() for k, v in run_out(core).items()})
-    assert wide.stats().preemptions == 0 < small.stats().preemptions
+    assert wide.counters().preemptions == 0 < small.counters().preemptions
     assert results[0] == results[1]
 
 
@@ -100,7 +100,7 @@ def test_a_group_computes_its_prompt_once() -> None:
     core.submit(request(f"r{i}", prompt, 1 if i == 0 else 9, group="g", seed=i) for i in range(8))
     done = run_out(core)
     # One whole prompt; the others begin with its last token, a decode, though the first ends with its first token.
-    assert core.stats().prefilled_tokens == 33
+    assert core.counters().prefilled_tokens == 33
     reference = plain(model)
     for delta in done.values():
         table = reference_logprobs(reference, prompt, delta.token_ids)
@@ -192,4 +192,4 @@ def test_a_request_that_cannot_be_served_fails_alone() -> None:
     for name in ("empty", "unknown token", "too long", "no tokens"):
         assert done[name].finish == "failed"
         assert done[name].error and "\n" not in done[name].error
-    assert core.stats().free_blocks == core.stats().total_blocks
+    assert core.counters().free_blocks == core.counters().total_blocks

@@ -139,7 +139,7 @@ def test_running_sequences_change_their_adapter_where_their_tags_say(trainer: Lo
     wrong = Delta(id="0", token_ids=delta.token_ids, logprobs=delta.logprobs, versions=2 - delta.versions)
     with pytest.raises(AssertionError):
         trainer.check(given[1], wrong)
-    stats = core.stats()
+    stats = core.counters()
     assert stats.free_blocks == stats.total_blocks
     core.close()
 

@@ -95,9 +95,9 @@ def test_a_token_belongs_to_the_version_of_its_tag(trainer: Trainer) -> None:
     for version in (0, 1, 2):
         proof = core.swap(core.stage(trainer.publish(version)))
         assert proof.accepted and core.version == version
-        before = core.stats().generated_tokens
+        before = core.counters().generated_tokens
         deltas += steps(core, 6)
-        assert core.stats().generated_tokens > before
+        assert core.counters().generated_tokens > before
     while core.has_work:
         deltas += core.step()
     done = join(deltas)
@@ -107,7 +107,7 @@ def test_a_token_belongs_to_the_version_of_its_tag(trainer: Trainer) -> None:
         assert (np.diff(delta.versions) >= 0).all()
         trainer.check(prompt, delta)
     assert set(done["r0"].versions.tolist()) >= {0, 1}
-    assert core.stats().free_blocks == core.stats().total_blocks
+    assert core.counters().free_blocks == core.counters().total_blocks
 
 
 def test_the_tag_changes_exactly_at_the_swap(trainer: Trainer) -> None:
@@ -194,7 +194,7 @@ def test_a_partial_resumed_by_prefix_continues_as_if_never_aborted() -> None:
     rest = run_out(core)["r"]
     assert np.concatenate([partial.token_ids, rest.token_ids]).tolist() == expected.token_ids.tolist()
     np.testing.assert_allclose(np.concatenate([partial.logprobs, rest.logprobs]), expected.logprobs, atol=1e-5)
-    assert core.stats().free_blocks == core.stats().total_blocks
+    assert core.counters().free_blocks == core.counters().total_blocks
 
 
 def test_the_death_of_a_leader_leaves_its_group_alive() -> None:
@@ -263,7 +263,7 @@ def test_no_schedule_leaks_blocks_or_mixes_versions(operations: list[Any], kv: s
         deltas += core.step()
     done = join(deltas)
     assert done.keys() == given_prompts.keys()
-    stats = core.stats()
+    stats = core.counters()
     assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.total_blocks)
     for name, delta in done.items():
         assert delta.finish in ("length", "aborted")
@@ -278,11 +278,12 @@ def test_no_schedule_leaks_blocks_or_mixes_versions(operations: list[Any], kv: s
 
 
 class Running:
-    """An `EngineLoop` in a thread, and what it emitted."""
+    """An `EngineLoop` in a thread, and what it emitted. It makes no further step while `gate` is held."""
 
     def __init__(self, core: EngineCore, interrupt: str = "never") -> None:
         self.deltas: list[Delta] = []
         self.emitted = threading.Condition()
+        self.gate = threading.Lock()
         self.error: BaseException | None = None
         self.loop = EngineLoop(core, self._emit, interrupt)  # type: ignore[arg-type]
         self.thread = threading.Thread(target=self._run)
@@ -295,7 +296,7 @@ class Running:
             self.error = error
 
     def _emit(self, deltas: list[Delta]) -> None:
-        with self.emitted:
+        with self.gate, self.emitted:
             self.deltas += deltas
             self.emitted.notify_all()
 
@@ -322,14 +323,14 @@ def test_the_loop_loads_between_two_steps(trainer: Trainer, interrupt: str) -> N
     running.loop.submit([request("r", prompt, 220, seed=2)])
     assert running.loop.load(trainer.publish(1)).result(30).accepted
     running.wait(lambda done: "r" in done)
-    running.loop.pause().result(30)
-    bad, good = trainer.publish(2), trainer.publish(3)
-    bad.digest ^= 1
-    running.loop.resume()
+    # Every step emits, so that this holds the request in its middle.
+    with running.gate:
+        bad, good = trainer.publish(2), trainer.publish(3)
+        bad.digest ^= 1
     loads = [running.loop.load(manifest) for manifest in (bad, good)]
     rejected, proof = (load.result(30) for load in loads)
     assert not rejected.accepted and not rejected.quarantined and "digest" in rejected.reason
-    assert proof.accepted and running.loop.stats().version == 3
+    assert proof.accepted and running.loop.counters().version == 3
     done = running.wait(lambda done: done["r"].finish is not None)
     trainer.check(prompt, done["r"])
     if interrupt == "abort":
@@ -359,15 +360,13 @@ def test_an_aborting_swap_returns_every_started_sequence() -> None:
 
 def test_an_error_in_a_step_is_raised_after_everybody_was_told(trainer: Trainer) -> None:
     core = new_core(version=0)
-    running = Running(core)
-    running.loop.pause().result(30)
-    running.loop.submit([request("r", prompts([4])[0], 5)])
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("the kernel is on fire")
 
     core._runner.run = broken  # type: ignore[method-assign]
-    running.loop.resume()
+    running = Running(core)
+    running.loop.submit([request("r", prompts([4])[0], 5)])
     done = running.wait(lambda done: "r" in done)
     running.thread.join(30)
     assert done["r"].finish == "aborted"
@@ -406,39 +405,37 @@ def test_what_began_together_is_not_sent_together_ever_after() -> None:
         assert turns[1] <= 8 and np.diff(turns[1:]).tolist() == [8] * (len(turns) - 2)
 
 
-async def test_the_engine_streams_pauses_and_ends(trainer: Trainer) -> None:
+async def test_the_engine_waits_for_weights_streams_and_ends(trainer: Trainer) -> None:
     config = EngineConfig(slots=4, block_size=4)
     model = make_model("llama", seed=0)
-    engine = EmbeddedEngine(EngineCore(model, config, name="e", max_length=64), config)
+    engine = EmbeddedEngine(EngineCore(model, config, name="e", max_length=4000), config)
     prompt = prompts([5])[0]
 
     async def collect(name: str, max_tokens: int) -> Delta:
         return join([delta async for delta in engine.generate(request(name, prompt, max_tokens, seed=4))])[name]
 
     waiting = asyncio.create_task(collect("a", 20))
+    aborted = asyncio.create_task(collect("c", 5))
     await asyncio.sleep(0.05)
+    assert not waiting.done() and not aborted.done()
+    await engine.abort(["c"])
+    assert (await asyncio.wait_for(aborted, 30)).finish == "aborted"
+    at_once = asyncio.create_task(collect("e", 5))
+    await asyncio.sleep(0)
+    await engine.abort(["e"])
+    assert (await asyncio.wait_for(at_once, 30)).finish == "aborted"
     assert not waiting.done()
     assert (await engine.load(trainer.publish(1))).accepted
     trainer.check(prompt, await asyncio.wait_for(waiting, 30))
 
-    await engine.pause()
-    paused = asyncio.create_task(collect("b", 5))
-    await asyncio.sleep(0.05)
-    assert not paused.done()
-    await engine.resume()
-    assert (await asyncio.wait_for(paused, 30)).finish == "length"
+    assert (await asyncio.wait_for(collect("b", 5), 30)).finish == "length"
 
-    await engine.pause()
-    aborted = asyncio.create_task(collect("c", 5))
-    await asyncio.sleep(0)
-    await engine.abort(["c"])
-    assert (await asyncio.wait_for(aborted, 30)).finish == "aborted"
-    closed = asyncio.create_task(collect("d", 50))
+    closed = asyncio.create_task(collect("d", 3000))
     await asyncio.sleep(0.05)
     await engine.close()
     assert (await asyncio.wait_for(closed, 30)).finish == "aborted"
     await engine.close()
-    assert (await engine.stats()).free_blocks == (await engine.stats()).total_blocks
+    assert engine.counters().free_blocks == engine.counters().total_blocks
 
 
 async def test_leaving_a_stream_early_aborts_its_request() -> None:
@@ -449,9 +446,9 @@ async def test_leaving_a_stream_early_aborts_its_request() -> None:
     async for _ in stream:
         break
     await stream.aclose()  # type: ignore[attr-defined]
-    await engine.pause()  # obeyed after the abort
-    assert (await engine.stats()).running == 0
-    assert (await engine.stats()).generated_tokens < 3000
+    await engine.score(CANARY)  # Asked for after the abort, and so answered after it.
+    assert engine.counters().running == 0
+    assert engine.counters().generated_tokens < 3000
     await engine.close()
 
 

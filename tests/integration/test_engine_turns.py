@@ -26,15 +26,15 @@ def test_the_engine_stands_still_while_the_trainer_has_the_gpu(tmp_path: Path) -
     trainer = TrainerTurns(tmp_path / "turn")
     thread.start()
     loop.submit([Request(id="r", token_ids=np.arange(5, dtype=np.int32), sampling=Sampling(max_tokens=TOKENS, seed=1))])
-    until(lambda: core.stats().generated_tokens > 3)
+    until(lambda: core.counters().generated_tokens > 3)
     with trainer.held(30.0):
-        before = core.stats().generated_tokens
+        before = core.counters().generated_tokens
         assert before < TOKENS
         # What was computed is handed out, not held back until the engine's turn.
         until(lambda: sum(len(delta.token_ids) for delta in received) == before)
         assert len(loop.score(np.arange(4, dtype=np.int32)).result(30.0)) == 3
         time.sleep(0.1)
-        assert core.stats().generated_tokens == before
+        assert core.counters().generated_tokens == before
     until(lambda: any(delta.finish is not None for delta in received))
     assert sum(len(delta.token_ids) for delta in received) == TOKENS
     # An engine without work holds nothing.

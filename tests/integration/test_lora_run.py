@@ -21,8 +21,8 @@ from headrace import Run
 from headrace.config.schema import AlgorithmConfig, EngineConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import WITHOUT_GPU, sender
+from headrace.engines.embedded.building import lora_spec
 from headrace.engines.embedded.core import EngineCore
-from headrace.engines.worker import lora_spec
 from headrace.models.four_bits import round_weights
 from headrace.models.lora import attach
 from headrace.models.lora_targets import frozen_linears

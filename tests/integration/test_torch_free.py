@@ -11,7 +11,7 @@ from runs import QUICKSTART, ROOT
 import headrace
 
 PUBLIC = [
-    "Batch", "ChatFormat", "Config", "Delta", "EmbeddedEngine", "Engine", "EngineStats", "Environment",
+    "Batch", "ChatFormat", "Config", "Delta", "EmbeddedEngine", "Engine", "Environment",
     "EnvironmentStep", "FakeEngine", "Group", "HeadraceError", "Judgement", "Manifest", "Prompt", "Proof", "Publisher",
     "Request", "Rollout", "Run", "Sampling", "ShmSender", "Task", "Trace", "Trainer", "UserError", "Version", "Window",
     "assemble", "load_config", "load_model", "make_config", "train",

@@ -24,7 +24,7 @@ from headrace.config.memory import (
 )
 from headrace.config.model_dir import ModelFacts
 from headrace.config.schema import LoraConfig
-from headrace.engines.worker import share_beside_trainer
+from headrace.engines.embedded.building import share_beside_trainer
 from headrace.errors import UserError
 from headrace.training.logprobs import CHUNK_ELEMENTS, DEVICE_CHUNKS
 

@@ -81,7 +81,7 @@ def factory(server: VllmServer) -> Factory:
             server.url, setting.model_dir, config, key=KEY, max_length=MAX_LENGTH, name="vllm", deadline=SECONDS
         )
         try:
-            yield Subject(engine=engine, publish=trainer.publish, reference=trainer.reference)
+            yield Subject(engine, engine.load, engine.counters, trainer.publish, trainer.reference)
         finally:
             await engine.close()
             trainer.close()

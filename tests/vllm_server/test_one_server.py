@@ -25,7 +25,7 @@ from headrace.delivery.transports.shm import ShmSender
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.engine import VllmEngine
 from headrace.engines.vllm.server import VllmServer
-from headrace.errors import HttpError
+from headrace.errors import HttpError, UserError
 from headrace.models.loading import named_weights
 from headrace.training.lora import TrainedAdapter
 from headrace.types import Float32Array, Int32Array
@@ -92,6 +92,23 @@ async def test_recording_what_was_kept_changes_no_token(subject: Subject) -> Non
     """It is refused, in one line."""
     completion = await test_engine.complete(subject.engine, test_engine.ask("kept", record_kept=True))
     assert completion.finish == "failed" and "record_kept" in completion.error and "\n" not in completion.error
+
+
+async def test_forks_continue_a_running_request_and_leave_it_alone(subject: Subject) -> None:
+    """It is refused, in one line, and the running request goes on."""
+    stream = test_engine.Stream(subject.engine, test_engine.ask("parent", max_tokens=40))
+    await stream.begun()
+    with pytest.raises(UserError, match=r"^vLLM cannot fork a running request: ") as caught:
+        await subject.engine.fork("parent", 3, 1)
+    assert "\n" not in str(caught.value)
+    completion = await stream.end()
+    assert (completion.finish, len(completion.token_ids)) == ("length", 40)
+
+
+async def test_what_cannot_be_forked_is_one_line_and_ends_nothing(subject: Subject) -> None:
+    """Nothing can be."""
+    with pytest.raises(UserError, match=r"^vLLM cannot fork a running request: "):
+        await subject.engine.fork("nobody", 1, 1)
 
 
 async def test_prompts_that_are_read_in_several_steps_change_no_draw(subject: Subject) -> None:

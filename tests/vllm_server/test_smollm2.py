@@ -99,7 +99,7 @@ async def test_the_prefix_cache_is_used_and_never_holds_old_weights(engine: Vllm
         await proved(engine, await trainer.publish(version))
         for turn in range(2):
             request = ask(f"{version}/{turn}", PROMPT, max_tokens=4, seed=turn)
-            prefilled = (await engine.stats()).prefilled_tokens
+            prefilled = engine.counters().prefilled_tokens
             completion = await Stream(engine, request).end()
             assert_recomputed(trainer, [(request, completion)])
             # What the cache held is said at the very end of a stream, after the last token.

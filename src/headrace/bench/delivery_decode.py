@@ -82,12 +82,12 @@ class DecodingEngine:
                 proved_at = time.monotonic()
                 if not proof.accepted:
                     break
-            known = self._core.stats().generated_tokens
+            known = self._core.counters().generated_tokens
             self.turn()
             now = time.monotonic()
             if not first_token_at and self._core.drawn_version >= version:
                 first_token_at = self._core.drawn_at
-            elif not first_token_at and self._core.stats().generated_tokens > known:
+            elif not first_token_at and self._core.counters().generated_tokens > known:
                 last_token_at = now
             if now > installed + DEADLINE:
                 raise DeliveryError(f"version {version} was not proved within {DEADLINE:g} s")
@@ -121,12 +121,12 @@ class DecodingEngine:
 
     def _warm(self) -> float:
         """Seconds of a decode step."""
-        while not self._core.stats().generated_tokens:
+        while not self._core.counters().generated_tokens:
             self.turn()
         for _ in range(_STEPS):
             self.turn()
-        tokens, rows, began = self._core.stats().generated_tokens, self._core.stats().running, time.monotonic()
-        while (drawn := self._core.stats().generated_tokens - tokens) < _STEPS * rows:
+        tokens, rows, began = self._core.counters().generated_tokens, self._core.counters().running, time.monotonic()
+        while (drawn := self._core.counters().generated_tokens - tokens) < _STEPS * rows:
             self.turn()
         # Counted in tokens: on a GPU the host plans several steps at a time.
         return (time.monotonic() - began) * rows / drawn

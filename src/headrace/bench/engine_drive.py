@@ -81,7 +81,7 @@ class Driver:
         timings = getattr(self.core, "timings", None)  # filled by GPU runners
         if timings is not None:
             timings.reset()
-        before = stats = self.core.stats()
+        before = stats = self.core.counters()
         run, first_step = Run(), self._steps()
         started = now = self._clock()
         self.submit(requests)
@@ -90,7 +90,7 @@ class Driver:
                 between()
             steps, then, prefilled = self._steps(), now, stats.prefilled_tokens
             self.step()
-            now, stats = self._clock(), self.core.stats()
+            now, stats = self._clock(), self.core.counters()
             if stats.prefilled_tokens == prefilled:
                 run.decode_steps += self._steps() - steps
                 run.decode_seconds += now - then
@@ -117,9 +117,9 @@ class Driver:
     def step(self) -> None:
         """One step; what it answered is kept."""
         self._calls += 1
-        tokens = self.core.stats().generated_tokens
+        tokens = self.core.counters().generated_tokens
         self.take(self.core.step())
-        if self.core.stats().generated_tokens > tokens:
+        if self.core.counters().generated_tokens > tokens:
             self._alive = self._clock()
         elif self._clock() - self._alive > STALL_SECONDS:
             raise StallError(f"the engine gave no token for {STALL_SECONDS:g} s")

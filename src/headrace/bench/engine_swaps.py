@@ -122,7 +122,7 @@ class SwapStream:
         if self._unproved is not None:
             self._prove(self._unproved)
             return
-        before, self._prefilled = self._prefilled, self._core.stats().prefilled_tokens
+        before, self._prefilled = self._prefilled, self._core.counters().prefilled_tokens
         if self._ready.empty() or self._prefilled != before:
             return
         staged = self._ready.get_nowait()

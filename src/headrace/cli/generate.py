@@ -104,9 +104,9 @@ def _answers(model_dir: str, weights: str, requests: list[Request], slots: int, 
     from rich.progress import Progress
 
     from headrace.config import EngineConfig
+    from headrace.engines.embedded.building import longest_sequence
     from headrace.engines.embedded.core import EngineCore
     from headrace.engines.embedded.setup import choose_device
-    from headrace.engines.worker import longest_sequence
     from headrace.models.loading import load_model
     from headrace.models.selfcheck import check_model
 

@@ -67,9 +67,10 @@ def _serve(role: str, desk: Desk, config: Config) -> None:
     fix_threads(threads)
     desk.peak_memory = peak_gpu_memory
     if role == "engine":
+        from headrace.engines.embedded.building import build
         from headrace.engines.worker import serve
 
-        serve(desk, config)
+        serve(desk, config, build)
     else:
         from headrace.training.worker import serve as serve_trainer
 

@@ -84,8 +84,6 @@ class Proof(msgspec.Struct, kw_only=True):
     quarantined: bool = False
     """The live weights do not match: the engine serves nothing until a later version is proved."""
     reason: str = ""
-    needs_full: bool = False
-    """A delta was rejected because this engine does not hold its base: send all weights."""
     staged_digest: int = 0
     live_digest: int = 0
     canary_error: float = 0.0

@@ -98,22 +98,8 @@ class Delta(msgspec.Struct, kw_only=True):
     """[tokens, layers, k]: the experts chosen by the pass that each token was drawn from (mixtures of experts)."""
 
 
-class EngineStats(msgspec.Struct, kw_only=True):
-    """Where an engine stands."""
-
-    version: int
-    """The version that its weights are proved to be; -1 before the first."""
-    running: int
-    waiting: int
-    generated_tokens: int
-    prefilled_tokens: int
-    preemptions: int
-    free_blocks: int
-    total_blocks: int
-
-
-class Engine(Protocol):
-    """A pool member. All methods may be called concurrently from one event loop."""
+class Sampler(Protocol):
+    """Whatever answers requests: one engine, or a pool of them. Methods may be called at once, from one event loop."""
 
     name: str
 
@@ -125,28 +111,28 @@ class Engine(Protocol):
         """End these requests (all, if None) now; each yields a last delta with `finish = "aborted"`."""
         ...
 
-    async def pause(self) -> None:
-        """Stop stepping; sequences keep their place."""
-        ...
+    async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
+        """Return `n` requests that continue a running request from its first `at` tokens (prompt included).
 
-    async def resume(self) -> None:
-        """Step again."""
-        ...
-
-    async def load(self, manifest: Manifest) -> Proof:
-        """Stage these weights, prove them, swap between two steps, prove them live. A rejected load changes nothing."""
+        The caller passes them to `generate`, where they share the running request's keys and values. The running
+        request goes on. Raises a `HeadraceError` of one line if the request is not running, or has no `at` tokens yet.
+        """
         ...
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """Log-probabilities of tokens 1..n given their prefix under the live weights, untempered ([n - 1])."""
         ...
 
-    async def stats(self) -> EngineStats:
-        """Counters and occupancy."""
-        ...
-
     async def close(self) -> None:
         """End everything that runs and free what is held. Idempotent."""
+        ...
+
+
+class Engine(Sampler, Protocol):
+    """One model that is served, and takes new weights. An engine that has proved no version samples nothing."""
+
+    async def load(self, manifest: Manifest) -> Proof:
+        """Stage these weights, prove them, swap between two steps, prove them live. A rejected load changes nothing."""
         ...
 
 

@@ -15,9 +15,11 @@ from typing import Literal
 import numpy as np
 
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, EngineStats, FinishReason, Interrupt, Request, failed_delta, sampling_refusal
+from headrace.engines.base import Delta, FinishReason, Interrupt, Request, failed_delta, sampling_refusal
+from headrace.engines.counters import Counters
 from headrace.engines.fake_policy import FakeDraw, FakePolicy, stable_hash
-from headrace.errors import DeliveryError, PeerDied
+from headrace.engines.forks import fork_requests
+from headrace.errors import DeliveryError, PeerDied, UserError
 from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept
 
 Lengths = Callable[[Request], int] | Sequence[int]
@@ -75,6 +77,9 @@ class FakeEngine:
         self._fail_requests = dict(fail_requests or {})
         self._die_after = die_after
         self._loads = dict(loads or {})
+        self.gate = asyncio.Event()
+        """No step is made while this is clear. It is set from the start."""
+        self.gate.set()
 
         self._sequences: dict[str, _Sequence] = {}
         self._waiting: list[_Sequence] = []
@@ -88,7 +93,6 @@ class FakeEngine:
         """Scripted tokens that an aborted sequence still had to give, by (seed, position)."""
         self._generated = 0
         self._prefilled = 0
-        self._paused = False
         self._quarantined = False
         self._over: str | None = None
         """Why it serves no more: it died, or was closed."""
@@ -104,7 +108,7 @@ class FakeEngine:
         finished = False
         try:
             while not finished:
-                # The caller owns this wait: a paused engine may keep it for as long as the caller likes.
+                # The caller owns this wait: an engine without proved weights gives no token.
                 delta = await sequence.deltas.get()
                 finished = delta.finish is not None
                 yield delta
@@ -118,14 +122,14 @@ class FakeEngine:
             if id in self._sequences:
                 self._end(self._sequences[id], "aborted")
 
-    async def pause(self) -> None:
-        """See `Engine.pause`."""
-        self._paused = True
-
-    async def resume(self) -> None:
-        """See `Engine.resume`."""
-        self._paused = False
-        self._wake()
+    async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
+        """See `Engine.fork`."""
+        self._check_alive()
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            raise UserError(f"fork of request {request_id}: it is not running")
+        tokens = [*sequence.request.token_ids.tolist(), *sequence.tokens]
+        return fork_requests(sequence.request, tokens, at, n)
 
     async def load(self, manifest: Manifest) -> Proof:
         """See `Engine.load`. The swap is atomic: steps and swaps both happen between two yields to the event loop."""
@@ -169,16 +173,14 @@ class FakeEngine:
             raise DeliveryError(f"{self.name} has no proved weights to score with")
         return self.policy.score(token_ids, self.version)
 
-    async def stats(self) -> EngineStats:
-        """See `Engine.stats`. A block is a slot."""
-        self._check_alive()
-        return EngineStats(
+    def counters(self) -> Counters:
+        """What happened so far. A block is a slot."""
+        return Counters(
             version=NO_VERSION if self._quarantined else self.version,
             running=len(self._running),
             waiting=len(self._waiting),
             generated_tokens=self._generated,
             prefilled_tokens=self._prefilled,
-            preemptions=0,
             free_blocks=self._slots - len(self._running),
             total_blocks=self._slots,
         )
@@ -196,7 +198,7 @@ class FakeEngine:
 
     @property
     def _runnable(self) -> bool:
-        return bool(self._sequences) and self._serving and not self._paused
+        return bool(self._sequences) and self._serving
 
     def _refusal(self, request: Request) -> str:
         if self._over is not None:
@@ -238,6 +240,7 @@ class FakeEngine:
         """Step while there is something to step; `_wake` starts it again."""
         while self._runnable:
             await self._sleep(self._token_seconds)
+            await self.gate.wait()
             if self._runnable:
                 self._step()
 

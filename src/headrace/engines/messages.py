@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.channel.codec import Message
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, EngineStats, Request
+from headrace.engines.base import Delta, Request
 from headrace.types import Float32Array, Int32Array
 
 
@@ -26,16 +26,18 @@ class Abort(Message):
     ids: list[str] | None
 
 
-class Pause(Message):
-    """Stop stepping; answered by `Done` when no step is under way."""
+class Fork(Message):
+    """Continue a running request in several ways; answered by `Forked`."""
+
+    request_id: str
+    at: int
+    n: int
 
 
-class Resume(Message):
-    """Step again; answered by `Done`."""
+class Forked(Message):
+    """The requests to submit."""
 
-
-class Done(Message):
-    """What was asked has happened."""
+    requests: list[Request]
 
 
 class Load(Message):
@@ -60,13 +62,3 @@ class Scored(Message):
     """Log-probabilities of tokens 1..n."""
 
     logprobs: Float32Array
-
-
-class AskStats(Message):
-    """Answered by `Stats`."""
-
-
-class Stats(Message):
-    """Where the engine stands."""
-
-    stats: EngineStats

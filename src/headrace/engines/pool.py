@@ -1,4 +1,4 @@
-"""Several engines as one: requests go where they are served soonest, weights go everywhere.
+"""Several engines as one: requests go where they are served soonest.
 
 A group stays on one engine, where its prompt is computed once, and a fork goes where its parent runs. An engine that
 is away, quarantined, or behind the version that the pool has declared gets no new request. What an engine that is lost
@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
-from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, Engine, EngineStats, Request, closing_deltas, failed_delta
-from headrace.errors import HeadraceError
+from headrace.delivery.base import Proof
+from headrace.engines.base import Delta, Engine, Request, closing_deltas, failed_delta
+from headrace.errors import HeadraceError, UserError
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 
 class EnginePool:
-    """Implements `Engine` over its members."""
+    """Implements `Sampler` over its members. Whoever delivers weights brings them to each member by itself."""
 
     def __init__(self, engines: Sequence[Engine], *, patience: float = 300.0) -> None:
         """`patience`: seconds that a request waits for an engine that serves."""
@@ -72,6 +72,11 @@ class EnginePool:
     def running(self) -> dict[str, int]:
         """How many requests each engine that is here has."""
         return {engine.name: self._running[engine.name] for engine in self.present}
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for an engine that serves."""
+        return len(self._unplaced)
 
     def lose(self, name: str, reason: str) -> None:
         """An engine is gone: its requests end, and it gets no other before it is back and has proved its weights."""
@@ -127,43 +132,21 @@ class EnginePool:
         self._ring()
         await asyncio.gather(*(engine.abort(ids) for engine in self.present))
 
-    async def pause(self) -> None:
-        """Pause all engines."""
-        await asyncio.gather(*(engine.pause() for engine in self.present))
-
-    async def resume(self) -> None:
-        """Resume all engines."""
-        await asyncio.gather(*(engine.resume() for engine in self.present))
-
-    async def load(self, manifest: Manifest) -> Proof:
-        """Load on every engine at once and declare it; the first refusal, if there is one, speaks for the pool."""
-        proofs = await asyncio.gather(*(engine.load(manifest) for engine in self.present))
-        for proof in proofs:
-            self.loaded(proof)
-        if any(proof.accepted for proof in proofs):
-            self.floor = manifest.version
-        return next((proof for proof in proofs if not proof.accepted), proofs[0])
+    async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
+        """Fork on the engine where the request runs."""
+        engine = self._open.get(request_id)
+        if engine is None:
+            raise UserError(f"fork of request {request_id}: it is not running")
+        return await engine.fork(request_id, at, n)
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """Score on the least loaded engine."""
         return await self._least_loaded().score(token_ids)
 
-    async def stats(self) -> EngineStats:
-        """The sum over the engines, at the pool's version."""
-        each = await asyncio.gather(*(engine.stats() for engine in self.present))
-        return EngineStats(
-            version=self.version,
-            running=sum(stats.running for stats in each),
-            waiting=sum(stats.waiting for stats in each) + len(self._unplaced),
-            generated_tokens=sum(stats.generated_tokens for stats in each),
-            prefilled_tokens=sum(stats.prefilled_tokens for stats in each),
-            preemptions=sum(stats.preemptions for stats in each),
-            free_blocks=sum(stats.free_blocks for stats in each),
-            total_blocks=sum(stats.total_blocks for stats in each),
-        )
-
     async def close(self) -> None:
-        """Close all engines."""
+        """Close all engines; requests that wait for one end as aborted."""
+        self._unplaced = set()
+        self._ring()
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
     async def _placeable(self, request_id: str) -> bool:

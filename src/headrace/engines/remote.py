@@ -14,21 +14,8 @@ from typing import Any, TypeVar
 from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, EngineStats, Request
-from headrace.engines.messages import (
-    Abort,
-    AskStats,
-    Deltas,
-    Done,
-    Load,
-    Pause,
-    Proved,
-    Resume,
-    Score,
-    Scored,
-    Stats,
-    Submit,
-)
+from headrace.engines.base import Delta, Request
+from headrace.engines.messages import Abort, Deltas, Fork, Forked, Load, Proved, Score, Scored, Submit
 from headrace.engines.streams import DeltaStreams
 from headrace.errors import PeerDied
 from headrace.types import Float32Array, Int32Array
@@ -65,19 +52,15 @@ class RemoteEngine:
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         """See `Engine.abort`."""
-        self._streams.flush()
-        # What was submitted before must be there before: an abort that overtakes its request does nothing.
-        await asyncio.gather(*self._sending)
+        await self._submitted()
         with contextlib.suppress(PeerDied):  # Nothing runs there.
             await self._hub.send(self.name, Abort(ids=None if ids is None else list(ids)))
 
-    async def pause(self) -> None:
-        """See `Engine.pause`."""
-        await self._ask(Pause(), Done, self._token_deadline)
-
-    async def resume(self) -> None:
-        """See `Engine.resume`."""
-        await self._ask(Resume(), Done, self._token_deadline)
+    async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
+        """See `Engine.fork`."""
+        await self._submitted()
+        fork = Fork(request_id=request_id, at=at, n=n)
+        return (await self._ask(fork, Forked, self._token_deadline)).requests
 
     async def load(self, manifest: Manifest) -> Proof:
         """See `Engine.load`."""
@@ -87,10 +70,6 @@ class RemoteEngine:
         """See `Engine.score`."""
         return (await self._ask(Score(token_ids=token_ids), Scored, self._token_deadline)).logprobs
 
-    async def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
-        return (await self._ask(AskStats(), Stats, self._token_deadline)).stats
-
     async def close(self) -> None:
         """Let go of open requests; the process itself belongs to its launcher."""
         self.lost("the engine was closed")
@@ -98,6 +77,11 @@ class RemoteEngine:
 
     async def _ask(self, message: Message, reply: type[M], deadline: float) -> M:
         return await self._hub.request(self.name, message, reply, timeout=deadline)
+
+    async def _submitted(self) -> None:
+        """What was submitted before must be there before: an abort that overtakes its request does nothing."""
+        self._streams.flush()
+        await asyncio.gather(*self._sending)
 
     def _submit(self, requests: list[Request]) -> None:
         self._spawn(self._hub.send(self.name, Submit(requests=requests)))

@@ -1,196 +1,69 @@
-"""The engine role of a worker process: the controller's messages on one side, an `EngineLoop` on the other.
+"""The engine role of a worker process: the controller's messages on one side, an `EngineServer` on the other.
 
-The loop has the main thread; this module's thread only passes messages, so a swap or an abort never waits for the
+The engine has the main thread; this module's thread only passes messages, so a swap or an abort never waits for the
 controller and a slow controller never holds a step.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
-
-import msgspec
-import torch
+from typing import TypeVar
 
 from headrace.channel.beats import Stop
+from headrace.channel.codec import Message
 from headrace.channel.desk import Desk
 from headrace.channel.spoke import Incoming
-from headrace.channel.turns import FILE as TURNS
-from headrace.channel.turns import EngineTurns
 from headrace.config import Config
-from headrace.config.memory import (
-    LONGEST_DEFAULT,
-    MARGIN_BYTES,
-    engine_share,
-    excess_bytes,
-    teacher_facts,
-    trainer_memory,
-)
-from headrace.config.model_dir import model_facts
-from headrace.config.schema import LoraConfig
-from headrace.delivery.digest import digest_as
-from headrace.delivery.transports.keys import KEYS
 from headrace.engines.base import Delta
-from headrace.engines.embedded.core import EngineCore
-from headrace.engines.embedded.loop import EngineLoop
-from headrace.engines.embedded.setup import choose_device
-from headrace.engines.interpreter import give_way_to_decoding
-from headrace.engines.messages import (
-    Abort,
-    AskStats,
-    Deltas,
-    Done,
-    Load,
-    Pause,
-    Proved,
-    Resume,
-    Score,
-    Scored,
-    Stats,
-    Submit,
-)
-from headrace.errors import HeadraceError, UserError
-from headrace.models.four_bits import round_weights
-from headrace.models.loading import load_model, named_weights
-from headrace.models.lora import LoraSpec, attach
-from headrace.models.lora_targets import frozen_linears
-from headrace.models.selfcheck import check_model
+from headrace.engines.messages import Abort, Deltas, Fork, Forked, Load, Proved, Score, Scored, Submit
+from headrace.engines.server import Build, EngineServer
+from headrace.errors import HeadraceError
 
-_SMALLER_TRAINER = "lower [training] micro_batch_tokens, set activation_checkpointing or offload, or take more ranks"
+T = TypeVar("T")
 
 
-def longest_sequence(configured: int, model: Any) -> int:
-    """The longest sequence that an engine takes: as configured, within what the model's positions allow."""
-    limit = int(getattr(model.config, "max_position_embeddings", LONGEST_DEFAULT))
-    return min(configured or LONGEST_DEFAULT, limit)
-
-
-def lora_spec(lora: LoraConfig) -> LoraSpec:
-    """What `[lora]` says to an engine."""
-    return LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), modules=tuple(lora.modules))
-
-
-def trains_on_gpu(config: Config) -> bool:
-    """Whether the run's trainer is on a GPU of this host too."""
-    return config.training.device == "cuda" or (config.training.device == "auto" and torch.cuda.is_available())
-
-
-def share_beside_trainer(config: Config, total: int) -> float:
-    """The share of a GPU of `total` bytes that each engine may take beside the trainer: as given, or what that leaves.
-
-    A `UserError` where both do not fit.
-    """
-    facts, teacher = model_facts(Path(config.model.path), config.model.weights), teacher_facts(config)
-    needed = trainer_memory(config, facts, teacher).total / 2**30
-    given = config.engine.memory_fraction
-    if given is None:
-        share = engine_share(config, facts, total, teacher)
-        if share <= 0:
-            raise UserError(
-                f"trainer and engine do not fit on one GPU of {total / 2**30:.0f} GiB: the trainer is estimated to need"
-                f" {needed:.1f} GiB, and {MARGIN_BYTES / 2**30:.0f} GiB are a margin ({_SMALLER_TRAINER})"
-            )
-        return share
-    if excess_bytes(config, facts, total, given, teacher) > 0:
-        count = config.engine.count
-        raise UserError(
-            f"[engine] memory_fraction = {given:g}: {f'{count} engines take' if count > 1 else 'the engine takes'}"
-            f" {given * count * total / 2**30:.1f} GiB of a GPU of {total / 2**30:.0f} GiB, and the trainer is"
-            f" estimated to need {needed:.1f} GiB (lower it, or {_SMALLER_TRAINER})"
-        )
-    return given
-
-
-def _round_as_the_trainer(model: Any, config: Config) -> None:
-    """Serve the weights that the trainer holds in 4 bits: rounded from float32, whatever is served."""
-    spared = tuple(config.lora.modules) if config.lora is not None else ()
-    sources = None
-    if config.model.dtype != "float32":
-        whole = load_model(config.model.path, weights=config.model.weights, dtype="float32", seed=config.run.seed)
-        sources = frozen_linears(whole, spared)
-    round_weights(frozen_linears(model, spared), sources)
-
-
-def serve(desk: Desk, config: Config) -> None:
-    """Load the model, check it, and serve until told to stop."""
-    desk.phase = "loading"
-    device = choose_device(config.engine.device)
-    engine = config.engine
-    shared = device == "cuda" and trains_on_gpu(config)
-    if shared:
-        total = torch.cuda.get_device_properties(0).total_memory
-        engine = msgspec.structs.replace(engine, memory_fraction=share_beside_trainer(config, total))
-    with desk.spans.span("load"):
-        model = load_model(
-            config.model.path,
-            weights=config.model.weights,
-            dtype=config.model.dtype,
-            seed=config.run.seed,
-            device=device,
-        )
-        if config.lora is not None and config.lora.base == "nf4":
-            _round_as_the_trainer(model, config)
-        base_digest = digest_as(named_weights(model), config.model.dtype) if config.lora is not None else None
-        adapter = attach(model, lora_spec(config.lora), config.lora.serve) if config.lora is not None else None
-        check_model(model, longest_sequence(config.engine.max_length, model))
-    desk.phase = "preparing"
-    core = EngineCore(
-        model,
-        engine,
-        name=desk.name,
-        max_length=longest_sequence(config.engine.max_length, model),
-        adapter=adapter,
-        base_digest=base_digest,
-        spans=desk.spans,
-        keys=desk.run_dir / KEYS,
-    )
+def serve(desk: Desk, config: Config, build: Build) -> None:
+    """Make the engine, and serve it until told to stop."""
 
     def emit(deltas: list[Delta]) -> None:
         desk.count_generated(sum(len(delta.token_ids) for delta in deltas))
         desk.spoke.send(Deltas(deltas=deltas))
 
-    turns = EngineTurns(desk.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
-    loop = EngineLoop(core, emit, interrupt=engine.interrupt, turns=turns)
-    give_way_to_decoding()
-    desk.ready(parameters=sum(p.numel() for p in model.parameters()))
-    threading.Thread(target=_pass_messages, args=(desk, loop), name="messages", daemon=True).start()
-    loop.run()
+    desk.phase = "loading"
+    server = build(desk, config, emit)
+    threading.Thread(target=pass_messages, args=(desk, server), name="messages", daemon=True).start()
+    server.run()
 
 
-def _pass_messages(desk: Desk, loop: EngineLoop) -> None:
+def pass_messages(desk: Desk, server: EngineServer) -> None:
+    """Give the engine what the controller sends, until that is `Stop`."""
     while True:
         incoming = desk.next_message()
-        match incoming.message if incoming else None:
-            case None:
-                pass
+        if incoming is None:
+            continue
+        match incoming.message:
             case Submit(requests=requests):
-                loop.submit(requests)
+                server.submit(requests)
             case Abort(ids=ids):
-                loop.abort(ids)
-            case Pause():
-                _answer(desk, incoming, loop.pause(), lambda _: Done())
-            case Resume():
-                _answer(desk, incoming, loop.resume(), lambda _: Done())
+                server.abort(ids)
+            case Fork(request_id=request_id, at=at, n=n):
+                _answer(desk, incoming, server.fork(request_id, at, n), lambda requests: Forked(requests=requests))
             case Load(manifest=manifest):
-                _answer(desk, incoming, loop.load(manifest), lambda proof: Proved(proof=proof))
+                _answer(desk, incoming, server.load(manifest), lambda proof: Proved(proof=proof))
             case Score(token_ids=token_ids):
-                _answer(desk, incoming, loop.score(token_ids), lambda logprobs: Scored(logprobs=logprobs))
-            case AskStats() if incoming:
-                desk.spoke.reply(incoming, Stats(stats=loop.stats()))
+                _answer(desk, incoming, server.score(token_ids), lambda logprobs: Scored(logprobs=logprobs))
             case Stop():
                 desk.phase = "stopping"
-                loop.stop()
+                server.stop()
                 return
             case other:
                 raise HeadraceError(f"an engine was sent a {type(other).__name__}")
 
 
-def _answer(desk: Desk, incoming: Incoming | None, future: Future[Any], wrap: Any) -> None:
-    assert incoming is not None
-
-    def done(settled: Future[Any]) -> None:
+def _answer(desk: Desk, incoming: Incoming, future: Future[T], wrap: Callable[[T], Message]) -> None:
+    def done(settled: Future[T]) -> None:
         error = settled.exception()
         if error is not None:
             desk.spoke.fail(incoming, f"{type(error).__name__}: {error}")

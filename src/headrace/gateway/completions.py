@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from headrace.engines.base import Engine, Request, Sampling
+from headrace.engines.base import Request, Sampler, Sampling
 from headrace.errors import ModelError
 from headrace.gateway.base import ApiError, Chat
 from headrace.gateway.conversation import Conversation, Opening
@@ -50,7 +50,7 @@ class Completions:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Sampler,
         chat: Chat,
         *,
         max_length: int,

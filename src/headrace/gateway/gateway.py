@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.engines.base import Engine, Sampling
+from headrace.engines.base import Sampler, Sampling
 from headrace.errors import UserError
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.base import Chat
@@ -31,7 +31,7 @@ class Gateway:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Sampler,
         chat: Chat,
         *,
         model: str,

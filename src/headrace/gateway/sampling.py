@@ -8,7 +8,7 @@ from contextlib import aclosing
 import msgspec
 import numpy as np
 
-from headrace.engines.base import Delta, Engine, Request, closing_deltas
+from headrace.engines.base import Delta, Request, Sampler, closing_deltas
 from headrace.errors import HeadraceError
 
 FRUITLESS_RESUMES = 100
@@ -19,7 +19,7 @@ class EngineFailure(Exception):
     """The engines could not answer; the text says why, in one line."""
 
 
-async def sample(engine: Engine, request: Request) -> AsyncGenerator[Delta]:
+async def sample(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
     """The deltas of a turn; the last has `finish` "stop" or "length". Raises `EngineFailure`."""
     limit = request.sampling.max_tokens
     token_ids = request.token_ids
@@ -48,7 +48,7 @@ async def sample(engine: Engine, request: Request) -> AsyncGenerator[Delta]:
             raise EngineFailure(f"{engine.name} aborted {fruitless} times in a row without a token")
 
 
-async def _deltas(engine: Engine, request: Request) -> AsyncGenerator[Delta]:
+async def _deltas(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
     """The deltas of one request up to its finish, whatever it is but a failure."""
     finished = False
     try:

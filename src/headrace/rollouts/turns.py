@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from headrace.engines.base import Engine, FinishReason, Request, Sampling, closing_deltas
+from headrace.engines.base import FinishReason, Request, Sampler, Sampling, closing_deltas
 from headrace.errors import HeadraceError
 from headrace.rollouts.base import ChatFormat
 from headrace.rollouts.failures import Cancelled, Failure, describe, first_line, foreign
@@ -48,7 +48,7 @@ class Episode:
         prompt: Prompt,
         environment: Environment,
         chat: ChatFormat,
-        engine: Engine,
+        engine: Sampler,
         sampling: Sampling,
         max_turns: int = 1,
         keep_routing: bool = False,

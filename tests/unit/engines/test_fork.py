@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from headrace.engines.base import Request, Sampling
-from headrace.engines.embedded.fork import fork_requests
+from headrace.engines.forks import fork_requests
 from headrace.errors import UserError
 
 SAMPLING = Sampling(max_tokens=10, temperature=0.7, top_p=0.9, seed=3, stop_token_ids=(2,))
@@ -15,7 +15,7 @@ TOKENS = [4, 5, 6, 7, 8, 9]
 
 def test_alternatives_go_on_from_the_pivot_with_what_is_left() -> None:
     forks = fork_requests(REQUEST, TOKENS, 5, 3)
-    assert [f.id for f in forks] == ["a/fork0", "a/fork1", "a/fork2"]
+    assert [f.id for f in forks] == ["a/fork5.0", "a/fork5.1", "a/fork5.2"]
     for fork in forks:
         assert fork.token_ids.tolist() == [4, 5, 6, 7, 8] and fork.token_ids.dtype == np.int32
         assert (fork.parent, fork.priority, fork.group) == ("a", 2, "a/fork")

@@ -22,12 +22,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headrace.config.schema import EngineConfig
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.core import EngineCore
-from headrace.engines.embedded.fork import fork_requests
 from headrace.engines.embedded.kv_cache import BlockPool
 from headrace.engines.embedded.runner import Runner
 from headrace.engines.embedded.sampler import uniforms
 from headrace.engines.embedded.sequence import Sequence
 from headrace.engines.embedded.setup import MakeRunner, make_host_runner
+from headrace.engines.forks import fork_requests
 from headrace.models.attention import ATTENTION
 from headrace.models.loading import named_weights
 
@@ -156,14 +156,14 @@ class Schedule:
 
     def step(self) -> None:
         before = {w: w.sequence.sampled for w in self.open()}
-        version, stats = self.core.version, self.core.stats()
+        version, stats = self.core.version, self.core.counters()
         self.take(self.core.step())
         for watched, sampled in before.items():
             watched.live += [version] * (watched.sequence.sampled - sampled)
         new = sum(watched.sequence.sampled - sampled for watched, sampled in before.items())
-        assert self.core.stats().generated_tokens == stats.generated_tokens + new
+        assert self.core.counters().generated_tokens == stats.generated_tokens + new
         self.happened["tokens"] += new
-        self.happened["preempted"] += self.core.stats().preemptions - stats.preemptions
+        self.happened["preempted"] += self.core.counters().preemptions - stats.preemptions
 
     def admit(self) -> None:
         prompt = self.random.choice(self.prompts)[: self.random.randrange(1, 13)]
@@ -225,7 +225,7 @@ class Schedule:
             self.step()
             self.check()
         assert not self.open() and not self.core.has_work, f"no end after {limit} steps"
-        stats = self.core.stats()
+        stats = self.core.counters()
         assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.total_blocks)
 
     def open(self) -> list[Watched]:

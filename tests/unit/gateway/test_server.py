@@ -312,7 +312,7 @@ async def test_a_client_that_leaves_frees_the_engine_and_its_partial_stream_is_k
                     break
             await chunks.close()
         await until(lambda: bool(session.conversation.turns))
-        assert (await engine.stats()).running == 0
+        assert engine.counters().running == 0
     (turn,) = session.conversation.turns
     assert CHAT.decode(turn.sampled).startswith(text)
 

@@ -225,7 +225,7 @@ class FakeRun:
             raise first_cause(failures) from None
         finally:
             for engine in self.engines:
-                self.generated[engine.name] = (await engine.stats()).generated_tokens
+                self.generated[engine.name] = engine.counters().generated_tokens
                 await engine.close()
             self.recorder.abandon("test over")
             self.recorder.close("finished")

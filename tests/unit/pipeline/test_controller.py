@@ -119,7 +119,7 @@ async def test_a_stalled_run_says_who_waits_for_whom(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     deliveries = asyncio.create_task(run.controller.deliveries.run())
     await run.controller.begin()
-    await run.engines[0].pause()
+    run.engines[0].gate.clear()
     training = asyncio.create_task(run.controller.train())
     await asyncio.sleep(0.3)
     with pytest.raises(StallError) as caught:

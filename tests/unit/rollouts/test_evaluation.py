@@ -64,7 +64,7 @@ async def test_no_more_episodes_are_in_flight_than_allowed_and_the_result_does_n
         class Watching(Script):
             async def step(self, completion: str) -> object:  # type: ignore[override]
                 nonlocal most
-                stats = await engine.stats()
+                stats = engine.counters()
                 most = max(most, stats.running + stats.waiting + 1)
                 return done(float(len(completion) % 3))
 

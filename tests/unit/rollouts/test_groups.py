@@ -41,7 +41,7 @@ async def test_cancelling_a_group_yields_what_there_is() -> None:
     complete = await asyncio.wait_for(running, 20)
     assert [r.ending for r in complete.rollouts] == ["finished", "aborted", "aborted"]
     assert [r.reason for r in complete.rollouts] == ["", *["its lag is over the limit"] * 2]
-    stats = await engine.stats()
+    stats = engine.counters()
     assert stats.running == stats.waiting == 0
     assert stats.generated_tokens == sum(r.trained_tokens for r in complete.rollouts)
     assert [e.closed for e in environments] == [1, 1, 1]
@@ -57,7 +57,7 @@ async def test_cancelling_the_task_frees_the_requests_and_closes_the_environment
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(running, 20)
-    stats = await engine.stats()
+    stats = engine.counters()
     assert stats.running == stats.waiting == 0
     assert all(len(one.partial) >= 30 for one in episodes)
     assert [e.closed for e in environments] == [1, 1, 1]

@@ -34,7 +34,7 @@ async def play(saved: Trace | None, environment: Script) -> tuple[Rollout, list[
     )  # fmt: skip
     await episode.prepare()
     rollout = await episode.run()
-    sampled = (await engine.stats()).generated_tokens
+    sampled = engine.counters().generated_tokens
     await engine.close()
     return rollout, discarded, sampled
 

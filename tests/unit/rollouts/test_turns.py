@@ -212,10 +212,10 @@ async def test_an_engine_that_raises_fails_the_rollout() -> None:
 
 async def test_a_deadline_names_what_was_waited_for() -> None:
     engine, environment = FakeEngine(version=1, lengths=[10_000]), Script(done())
-    await engine.pause()
+    engine.gate.clear()
     rollout = await run(episode(environment, engine, deadline=0.05))
     assert (rollout.ending, rollout.reason) == ("failed", "0.05 s passed while waiting for tokens from fake")
-    stats = await engine.stats()
+    stats = engine.counters()
     assert stats.running == stats.waiting == 0 and environment.closed == 1
 
     rollout = await run(episode(Script(60.0), deadline=0.05))
@@ -234,13 +234,13 @@ async def test_cancel_aborts_the_request_and_returns_the_partial() -> None:
     rollout = await asyncio.wait_for(running, 20)
     assert (rollout.ending, rollout.reason, rollout.reward) == ("aborted", "doomed", None)
     assert 14 <= rollout.trained_tokens < 20_000
-    assert (await engine.stats()).generated_tokens == rollout.trained_tokens
+    assert engine.counters().generated_tokens == rollout.trained_tokens
     assert environment.heard == [] and environment.closed == 1
 
 
 async def test_cancel_does_not_wait_for_a_token() -> None:
     engine = FakeEngine(version=1)
-    await engine.pause()
+    engine.gate.clear()
     one = episode(Script(done()), engine)
     await one.prepare()
     running = asyncio.create_task(one.run())
@@ -294,18 +294,18 @@ async def test_cancel_before_the_run_asks_nothing_of_the_engine() -> None:
     await one.prepare()
     await one.cancel("shutdown")
     assert (await one.run()).ending == "aborted"
-    assert (await engine.stats()).generated_tokens == 0
+    assert engine.counters().generated_tokens == 0
 
 
 async def test_run_submits_before_it_yields() -> None:
     engine = FakeEngine(version=1, lengths=[4])
-    await engine.pause()
+    engine.gate.clear()
     one = episode(Script(done()), engine)
     await one.prepare()
     running = asyncio.create_task(one.run())
     await asyncio.sleep(0)
-    assert (await engine.stats()).waiting == 1
-    await engine.resume()
+    assert engine.counters().waiting == 1
+    engine.gate.set()
     assert (await asyncio.wait_for(running, 20)).ending == "finished"
 
 

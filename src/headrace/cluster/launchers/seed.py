@@ -202,6 +202,7 @@ def main() -> NoReturn:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     seed = Seed(sys.argv[1])
+    import headrace.engines.embedded.building
     import headrace.engines.worker
     import headrace.training.worker  # noqa: F401
 

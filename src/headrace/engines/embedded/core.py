@@ -16,14 +16,15 @@ from typing import Any
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Installed, Receiver, Staged
-from headrace.engines.base import Delta, EngineStats, Request
+from headrace.engines.base import Delta, Request
+from headrace.engines.counters import Counters
 from headrace.engines.embedded.device.pace import Haste
 from headrace.engines.embedded.endings import Ending, ending, refusal
-from headrace.engines.embedded.fork import fork_requests
 from headrace.engines.embedded.runner import Sampled, Scoring, Timings
 from headrace.engines.embedded.scheduler import Scheduler
 from headrace.engines.embedded.sequence import Sequence
 from headrace.engines.embedded.setup import MakeRunner, make_runner
+from headrace.engines.forks import fork_requests
 from headrace.errors import DeliveryError, UserError
 from headrace.models.loading import named_weights
 from headrace.models.lora import Adapter
@@ -136,13 +137,12 @@ class EngineCore:
                 self._scheduler.add(sequence)
 
     def fork(self, request_id: str, at: int, n: int) -> list[Request]:
-        """Requests that continue a running one in `n` ways from its first `at` tokens on; none if it has ended.
-
-        They share its keys and values if they are submitted while it runs.
-        """
+        """See `Engine.fork`. The requests share keys and values if they are submitted while the forked one runs."""
         self._ready += self._settle()
         sequence = self._sequences.get(request_id)
-        return fork_requests(sequence.request, sequence.tokens, at, n) if sequence is not None else []
+        if sequence is None:
+            raise UserError(f"fork of request {request_id}: it is not running")
+        return fork_requests(sequence.request, sequence.tokens, at, n)
 
     def abort(self, ids: Iterable[str] | None = None) -> list[Delta]:
         """End these requests (all, if None), each with its partial completion. Unknown ids have already ended."""
@@ -267,9 +267,9 @@ class EngineCore:
         """Forget the keys and values of sequences that have ended: the next ones compute their prompts."""
         self._scheduler.forget_prefixes()
 
-    def stats(self) -> EngineStats:
+    def counters(self) -> Counters:
         """Counters and occupancy."""
-        return EngineStats(
+        return Counters(
             version=self.version,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),

@@ -14,7 +14,8 @@ from typing import TypeVar
 
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, EngineStats, Request
+from headrace.engines.base import Delta, Request
+from headrace.engines.counters import Counters
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.loop import EngineLoop
 from headrace.engines.embedded.setup import choose_device
@@ -35,7 +36,7 @@ class EmbeddedEngine:
         self._deadline = deadline
         self._events = asyncio.get_running_loop()
         self._loop = EngineLoop(core, self._emit, config.interrupt)
-        # No deadline for a delta: a paused or unproved engine is silent for as long as its user likes.
+        # No deadline for a delta: an engine without proved weights is silent for as long as its user likes.
         self._streams = DeltaStreams(core.name, self._loop.submit, lambda request_id: self._loop.abort([request_id]))
         self._thread = threading.Thread(target=self._serve, name=core.name, daemon=True)
         self._thread.start()
@@ -67,14 +68,6 @@ class EmbeddedEngine:
         self._streams.flush()
         await self._settled(self._loop.abort(ids), "an abort")
 
-    async def pause(self) -> None:
-        """See `Engine.pause`."""
-        await self._settled(self._loop.pause(), "a pause")
-
-    async def resume(self) -> None:
-        """See `Engine.resume`."""
-        await self._settled(self._loop.resume(), "a resume")
-
     async def load(self, manifest: Manifest) -> Proof:
         """See `Engine.load`."""
         return await self._settled(self._loop.load(manifest), f"version {manifest.version}")
@@ -84,16 +77,13 @@ class EmbeddedEngine:
         return await self._settled(self._loop.score(token_ids), "a score")
 
     async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
-        """Requests that continue a running one in `n` ways from its first `at` tokens on, with their keys and values.
-
-        Pass them to `generate`; the running one goes on.
-        """
+        """See `Engine.fork`."""
         self._streams.flush()
         return await self._settled(self._loop.fork(request_id, at, n), "a fork")
 
-    async def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
-        return self._loop.stats()
+    def counters(self) -> Counters:
+        """Counters and occupancy, as of some moment near the call."""
+        return self._loop.counters()
 
     async def close(self) -> None:
         """See `Engine.close`."""

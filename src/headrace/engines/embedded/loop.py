@@ -1,6 +1,6 @@
 """The thread around a core: commands enter between two steps, in the order they were given.
 
-Waits for: a command, or work (woken by `submit`, `resume`, `load`, `score`, `stop`). Loads run one after the other:
+Waits for: a command, or work (woken by `submit`, `load`, `score`, `stop`). Loads run one after the other:
 each is staged in a side thread while decoding goes on, and swapped in between two steps. When `run` ends, for whatever
 reason, every open future is failed and every open request has got its last delta.
 """
@@ -17,9 +17,10 @@ from typing import Any
 from headrace.channel.turns import EngineTurns
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Staged
-from headrace.engines.base import Delta, EngineStats, Interrupt, Request, failed_delta
+from headrace.engines.base import Delta, Interrupt, Request, failed_delta
+from headrace.engines.counters import Counters
 from headrace.engines.embedded.core import EngineCore
-from headrace.errors import DeliveryError, HeadraceError, UserError, WrongBase
+from headrace.errors import DeliveryError, HeadraceError, UserError
 from headrace.types import Float32Array, Int32Array
 
 _WAKE_SECONDS = 1.0
@@ -54,7 +55,6 @@ class EngineLoop:
         """Weights that are swapped in once what they must not interrupt has ended."""
         self._behind: list[Request] = []
         """Requests that came after those weights."""
-        self._paused = False
         self._stopping = False
         self._ended = False
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{core.name}-stage")
@@ -68,14 +68,6 @@ class EngineLoop:
     def abort(self, ids: Sequence[str] | None = None) -> Future[None]:
         """End these requests (all, if None); done when their last deltas were emitted."""
         return self._ask(lambda: self._abort(ids))
-
-    def pause(self) -> Future[None]:
-        """Stop stepping; done when no step is under way and all tokens so far were emitted."""
-        return self._ask(self._pause)
-
-    def resume(self) -> Future[None]:
-        """Step again."""
-        return self._ask(self._resume)
 
     def load(self, manifest: Manifest) -> Future[Proof]:
         """Stage, swap and prove these weights. A rejected load resolves to a proof that is not accepted."""
@@ -98,9 +90,9 @@ class EngineLoop:
         """Requests that continue a running one in `n` ways from its first `at` tokens on."""
         return self._ask(lambda: self._core.fork(request_id, at, n))
 
-    def stats(self) -> EngineStats:
+    def counters(self) -> Counters:
         """Counters and occupancy, as of some moment near the call."""
-        return self._core.stats()
+        return self._core.counters()
 
     def stop(self) -> None:
         """End `run` before its next step; what runs is aborted. Idempotent."""
@@ -116,7 +108,7 @@ class EngineLoop:
                 self._obey()
                 self._swap_at_rest()
                 self._report_proof()
-                if self._core.has_work and not self._paused and not self._stopping:
+                if self._core.has_work and not self._stopping:
                     if self._our_turn():
                         self._deliver(self._core.step())
                 else:
@@ -157,13 +149,6 @@ class EngineLoop:
             self._turns.give()
         with self._wait_span(), self._changed:
             self._changed.wait_for(lambda: self._commands or self._stopping, timeout=_WAKE_SECONDS)
-
-    def _pause(self) -> None:
-        self._paused = True
-        self._deliver(self._core.flush())
-
-    def _resume(self) -> None:
-        self._paused = False
 
     def _submit(self, requests: list[Request]) -> None:
         if self._awaited is not None and self._interrupt == "block":
@@ -215,19 +200,11 @@ class EngineLoop:
         self._core.submit(behind)
 
     def _refused(self, version: int, error: DeliveryError) -> None:
-        proof = Proof(
-            engine=self._core.name,
-            version=version,
-            accepted=False,
-            reason=str(error),
-            needs_full=isinstance(error, WrongBase),
-        )
-        self._loaded(proof)
+        self._loaded(Proof(engine=self._core.name, version=version, accepted=False, reason=str(error)))
 
     def _report_proof(self) -> None:
         """Steps go on while new weights are being proved; without steps there is nothing else to wait for."""
-        steps = self._core.has_work and not self._paused
-        proof = self._core.proof(wait=not steps)
+        proof = self._core.proof(wait=not self._core.has_work)
         if proof is not None:
             self._loaded(proof)
 

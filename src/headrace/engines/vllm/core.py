@@ -14,14 +14,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 import secrets
-import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Literal
 
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, EngineStats, Interrupt, Request
+from headrace.engines.base import Delta, Interrupt, Request
+from headrace.engines.counters import Counters
 from headrace.engines.vllm.client import Piece, VllmClient
 from headrace.engines.vllm.delivery import Delivery
 from headrace.engines.vllm.pulse import Pulse
@@ -80,7 +80,6 @@ class VllmCore:
         self._running: dict[str, Sequence] = {}
         self._orders = 0
         self._streams = 0
-        self._paused = False
         self._admitted: int | None = None
         """While a swap is due: of requests numbered higher than this none starts."""
         self._loading = asyncio.Lock()
@@ -88,8 +87,6 @@ class VllmCore:
         self._changed = asyncio.Event()
         self._outbox: list[Delta] = []
         self._generated = 0
-        self._preemptions = 0
-        self._counted = 0.0
 
     @property
     def version(self) -> int:
@@ -129,18 +126,6 @@ class VllmCore:
             else:
                 await self._end(running, GRACE_SECONDS)
 
-    async def pause(self) -> None:
-        """Take everything back; the server idles."""
-        self._paused = True
-        async with self._loading:
-            await self._recall("recall", "abort")
-            await self._client.resume()
-
-    async def resume(self) -> None:
-        """Go on by prefix, under the live version: the server's prefix cache still has most of it."""
-        self._paused = False
-        self._pump()
-
     async def load(self, manifest: Manifest) -> Proof:
         """Stage beside what runs, make way as `interrupt` says, swap, prove. A rejected load changes nothing."""
         async with self._loading:
@@ -166,20 +151,16 @@ class VllmCore:
         """Log-probabilities of tokens 1..n under the live weights."""
         return await self._client.score(token_ids.tolist())
 
-    async def stats(self) -> EngineStats:
-        """Counted here, but for the server's preemptions. Blocks are those of running sequences, shared or not."""
-        if time.monotonic() - self._counted > 1.0 and not self._closed:
-            self._counted = time.monotonic()
-            self._preemptions = await self._client.preemptions()
+    def counters(self) -> Counters:
+        """Counted here. Blocks are those of running sequences, shared or not."""
         size = self._facts.block_size
         used = sum(-(-one.length // size) for one in self._running.values())
-        return EngineStats(
+        return Counters(
             version=self.version,
             running=len(self._running),
             waiting=len(self._waiting),
             generated_tokens=self._generated,
             prefilled_tokens=self._client.prefilled_tokens,
-            preemptions=self._preemptions,
             free_blocks=max(0, self._facts.blocks - used),
             total_blocks=self._facts.blocks,
         )
@@ -231,7 +212,7 @@ class VllmCore:
 
     def _open(self, sequence: Sequence) -> bool:
         admitted = self._admitted is None or sequence.order <= self._admitted
-        return admitted and not self._paused and not self._closed and self.version != NO_VERSION
+        return admitted and not self._closed and self.version != NO_VERSION
 
     async def _run(self, sequence: Sequence) -> None:
         """One stream, from its opening until it ends, is cut or breaks."""

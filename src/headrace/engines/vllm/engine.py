@@ -10,11 +10,13 @@ from typing import Any
 from headrace.config.model_dir import model_facts
 from headrace.config.schema import EngineConfig, LoraConfig
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, EngineStats, Request
+from headrace.engines.base import Delta, Request
+from headrace.engines.counters import Counters
 from headrace.engines.streams import DeltaStreams
 from headrace.engines.vllm.checks import examine
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.core import VllmCore
+from headrace.errors import UserError
 from headrace.types import Float32Array, Int32Array
 
 
@@ -71,14 +73,12 @@ class VllmEngine:
         self._streams.flush()
         await self._core.abort(ids)
 
-    async def pause(self) -> None:
-        """See `Engine.pause`."""
-        self._streams.flush()
-        await self._core.pause()
-
-    async def resume(self) -> None:
-        """See `Engine.resume`."""
-        await self._core.resume()
+    async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
+        """VLLM has no such thing."""
+        raise UserError(
+            "vLLM cannot fork a running request: ask for a new one with its tokens as the prompt, which the server's"
+            " prefix cache shares"
+        )
 
     async def load(self, manifest: Manifest) -> Proof:
         """See `Engine.load`."""
@@ -88,9 +88,9 @@ class VllmEngine:
         """See `Engine.score`."""
         return await self._core.score(token_ids)
 
-    async def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
-        return await self._core.stats()
+    def counters(self) -> Counters:
+        """Counters and occupancy, as of some moment near the call."""
+        return self._core.counters()
 
     async def close(self) -> None:
         """See `Engine.close`."""

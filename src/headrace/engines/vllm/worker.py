@@ -10,7 +10,7 @@ import asyncio
 import os
 import secrets
 import threading
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +23,13 @@ from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import choose
 from headrace.delivery.transports.keys import KEYS
 from headrace.engines.base import Delta
-from headrace.engines.messages import (
-    Abort,
-    AskStats,
-    Deltas,
-    Done,
-    Load,
-    Pause,
-    Proved,
-    Resume,
-    Score,
-    Scored,
-    Stats,
-    Submit,
-)
+from headrace.engines.messages import Abort, Deltas, Fork, Load, Proved, Score, Scored, Submit
 from headrace.engines.vllm.checks import KEY_VARIABLE, check_hosts, examine
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.core import VllmCore
 from headrace.engines.vllm.pulse import Pulse, until_there
 from headrace.engines.vllm.server import ServerPlan, VllmServer
-from headrace.errors import HeadraceError, PeerDied
+from headrace.errors import HeadraceError, PeerDied, UserError
 from headrace_vllm_plugin.wire import Facts
 
 LONGEST_DEFAULT = 4096
@@ -205,20 +192,11 @@ async def _answer(desk: Desk, incoming: Incoming, core: VllmCore, pulse: Pulse) 
 
 async def _reply(message: Message, core: VllmCore) -> Message:
     match message:
-        case Pause():
-            return await _done(core.pause())
-        case Resume():
-            return await _done(core.resume())
+        case Fork():
+            raise UserError("vLLM cannot fork a running request")
         case Load(manifest=manifest):
             return Proved(proof=await core.load(manifest))
         case Score(token_ids=token_ids):
             return Scored(logprobs=await core.score(token_ids))
-        case AskStats():
-            return Stats(stats=await core.stats())
         case other:
             raise HeadraceError(f"an engine was sent a {type(other).__name__}")
-
-
-async def _done(work: Awaitable[None]) -> Done:
-    await work
-    return Done()

@@ -20,8 +20,8 @@ _MASK = (1 << 64) - 1
 def fork_requests(request: Request, tokens: Sequence[int], at: int, n: int) -> list[Request]:
     """`n` requests that go on after the first `at` of the request's `tokens` (its prompt and what was sampled).
 
-    Their ids are `<id>/fork0` and so on, their seeds differ, and tokens that were sampled before `at` count against
-    `max_tokens`. They are a group: what cannot be taken over from the parent is computed once for all of them.
+    Their ids are `<id>/fork<at>.0` and so on, their seeds differ, and tokens that were sampled before `at` count
+    against `max_tokens`. They are a group: what cannot be taken over from the parent is computed once for all of them.
     """
     left = request.sampling.max_tokens - max(0, at - len(request.token_ids))
     if n < 1:
@@ -34,7 +34,7 @@ def fork_requests(request: Request, tokens: Sequence[int], at: int, n: int) -> l
     return [
         msgspec.structs.replace(
             request,
-            id=f"{request.id}/fork{k}",
+            id=f"{request.id}/fork{at}.{k}",
             token_ids=prompt,
             sampling=msgspec.structs.replace(
                 request.sampling, max_tokens=left, seed=_derived_seed(request.sampling.seed, k)

@@ -1,0 +1,132 @@
+"""How a worker process makes an embedded engine: which device, how much of its memory, which weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from headrace.channel.desk import Desk
+from headrace.channel.turns import FILE as TURNS
+from headrace.channel.turns import EngineTurns
+from headrace.config import Config
+from headrace.config.memory import (
+    LONGEST_DEFAULT,
+    MARGIN_BYTES,
+    engine_share,
+    excess_bytes,
+    teacher_facts,
+    trainer_memory,
+)
+from headrace.config.model_dir import model_facts
+from headrace.config.schema import LoraConfig
+from headrace.delivery.digest import digest_as
+from headrace.delivery.transports.keys import KEYS
+from headrace.engines.embedded.core import EngineCore
+from headrace.engines.embedded.loop import EngineLoop
+from headrace.engines.embedded.setup import choose_device
+from headrace.engines.interpreter import give_way_to_decoding
+from headrace.engines.server import Emit
+from headrace.errors import UserError
+from headrace.models.four_bits import round_weights
+from headrace.models.loading import load_model, named_weights
+from headrace.models.lora import LoraSpec, attach
+from headrace.models.lora_targets import frozen_linears
+from headrace.models.selfcheck import check_model
+
+_SMALLER_TRAINER = "lower [training] micro_batch_tokens, set activation_checkpointing or offload, or take more ranks"
+
+
+def longest_sequence(configured: int, model: Any) -> int:
+    """The longest sequence that an engine takes: as configured, within what the model's positions allow."""
+    limit = int(getattr(model.config, "max_position_embeddings", LONGEST_DEFAULT))
+    return min(configured or LONGEST_DEFAULT, limit)
+
+
+def lora_spec(lora: LoraConfig) -> LoraSpec:
+    """What `[lora]` says to an engine."""
+    return LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), modules=tuple(lora.modules))
+
+
+def trains_on_gpu(config: Config) -> bool:
+    """Whether the run's trainer is on a GPU of this host too."""
+    return config.training.device == "cuda" or (config.training.device == "auto" and torch.cuda.is_available())
+
+
+def share_beside_trainer(config: Config, total: int) -> float:
+    """The share of a GPU of `total` bytes that each engine may take beside the trainer: as given, or what that leaves.
+
+    A `UserError` where both do not fit.
+    """
+    facts, teacher = model_facts(Path(config.model.path), config.model.weights), teacher_facts(config)
+    needed = trainer_memory(config, facts, teacher).total / 2**30
+    given = config.engine.memory_fraction
+    if given is None:
+        share = engine_share(config, facts, total, teacher)
+        if share <= 0:
+            raise UserError(
+                f"trainer and engine do not fit on one GPU of {total / 2**30:.0f} GiB: the trainer is estimated to need"
+                f" {needed:.1f} GiB, and {MARGIN_BYTES / 2**30:.0f} GiB are a margin ({_SMALLER_TRAINER})"
+            )
+        return share
+    if excess_bytes(config, facts, total, given, teacher) > 0:
+        count = config.engine.count
+        raise UserError(
+            f"[engine] memory_fraction = {given:g}: {f'{count} engines take' if count > 1 else 'the engine takes'}"
+            f" {given * count * total / 2**30:.1f} GiB of a GPU of {total / 2**30:.0f} GiB, and the trainer is"
+            f" estimated to need {needed:.1f} GiB (lower it, or {_SMALLER_TRAINER})"
+        )
+    return given
+
+
+def _round_as_the_trainer(model: Any, config: Config) -> None:
+    """Serve the weights that the trainer holds in 4 bits: rounded from float32, whatever is served."""
+    spared = tuple(config.lora.modules) if config.lora is not None else ()
+    sources = None
+    if config.model.dtype != "float32":
+        whole = load_model(config.model.path, weights=config.model.weights, dtype="float32", seed=config.run.seed)
+        sources = frozen_linears(whole, spared)
+    round_weights(frozen_linears(model, spared), sources)
+
+
+def build(desk: Desk, config: Config, emit: Emit) -> EngineLoop:
+    """Load the model, check it, and say that it can be served."""
+    desk.phase = "loading"
+    device = choose_device(config.engine.device)
+    engine = config.engine
+    shared = device == "cuda" and trains_on_gpu(config)
+    if shared:
+        total = torch.cuda.get_device_properties(0).total_memory
+        engine = msgspec.structs.replace(engine, memory_fraction=share_beside_trainer(config, total))
+    with desk.spans.span("load"):
+        model = load_model(
+            config.model.path,
+            weights=config.model.weights,
+            dtype=config.model.dtype,
+            seed=config.run.seed,
+            device=device,
+        )
+        if config.lora is not None and config.lora.base == "nf4":
+            _round_as_the_trainer(model, config)
+        base_digest = digest_as(named_weights(model), config.model.dtype) if config.lora is not None else None
+        adapter = attach(model, lora_spec(config.lora), config.lora.serve) if config.lora is not None else None
+        check_model(model, longest_sequence(config.engine.max_length, model))
+    desk.phase = "preparing"
+    core = EngineCore(
+        model,
+        engine,
+        name=desk.name,
+        max_length=longest_sequence(config.engine.max_length, model),
+        adapter=adapter,
+        base_digest=base_digest,
+        spans=desk.spans,
+        keys=desk.run_dir / KEYS,
+    )
+
+    turns = EngineTurns(desk.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
+    loop = EngineLoop(core, emit, interrupt=engine.interrupt, turns=turns)
+    give_way_to_decoding()
+    desk.ready(parameters=sum(p.numel() for p in model.parameters()))
+    return loop
