@@ -49,8 +49,8 @@ def make_weights(elements: int, tensors: int, device: str) -> dict[str, torch.Te
 
 def on_gpu(elements: int, tensors: int) -> None:
     """Print the milliseconds of each."""
-    from headrace.delivery.copy_kernel import DeviceCopy
-    from headrace.delivery.digest_kernel import DeviceDigest
+    from headrace.delivery.kernels.copy import DeviceCopy
+    from headrace.delivery.kernels.digest import DeviceDigest
 
     weights = make_weights(elements, tensors, "cuda")
     nbytes = sum(tensor.nbytes for tensor in weights.values())

@@ -9,7 +9,7 @@ import torch
 from headrace.delivery.base import Manifest
 from headrace.delivery.device_copies import DeviceCopies
 from headrace.delivery.digest import BLOCK, digest
-from headrace.delivery.digest_kernel import DeviceDigest
+from headrace.delivery.kernels.digest import DeviceDigest
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.receiver import Receiver
 from headrace.delivery.transports.shm import ShmSender

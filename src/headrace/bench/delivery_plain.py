@@ -69,7 +69,7 @@ def proof_seconds(weights: Mapping[str, torch.Tensor], device: str) -> dict[str,
         works["all_cores_digest_seconds"] = lambda: median_seconds(lambda: digest(placed.items()), repeats=1)
     else:
         # Late: only where there is a GPU is there a need for Triton.
-        from headrace.delivery.digest_kernel import DeviceDigest
+        from headrace.delivery.kernels.digest import DeviceDigest
 
         prepared = DeviceDigest(placed)
         works["digest_seconds"] = lambda: median_seconds(lambda: prepared.value(prepared.launch()), device, 1)

@@ -79,7 +79,7 @@ class DeviceCopies:
 
     def _record(self, targets: _Tensors, sources: _Tensors) -> _Recorded:
         # Late: only where there is a GPU is there a need for Triton.
-        from headrace.delivery.copy_kernel import DeviceCopy
+        from headrace.delivery.kernels.copy import DeviceCopy
 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):

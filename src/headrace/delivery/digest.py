@@ -72,7 +72,7 @@ def digest(weights: Iterable[tuple[str, torch.Tensor]], threads: int | None = No
         (on_gpus.setdefault(tensor.device, []) if tensor.is_cuda else on_host).append((name, tensor))
     for pairs in on_gpus.values():
         # Late: only where there is a GPU is there a need for Triton.
-        from headrace.delivery.digest_kernel import DeviceDigest
+        from headrace.delivery.kernels.digest import DeviceDigest
 
         total += DeviceDigest.value(DeviceDigest(pairs).launch())
     # All are held here while they are read, by address.

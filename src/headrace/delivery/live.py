@@ -19,7 +19,7 @@ from headrace.delivery.plan import Plan, dtype_of
 from headrace.errors import DeliveryError
 
 if TYPE_CHECKING:
-    from headrace.delivery.digest_kernel import DeviceDigest
+    from headrace.delivery.kernels.digest import DeviceDigest
 
 PREPARED = 8
 """Digests that are kept ready: of the live weights, and of the few places that new ones are staged in."""
@@ -65,7 +65,7 @@ class DeviceCheck:
 
     def digest(self) -> int:
         """Of the live weights; waits for it."""
-        from headrace.delivery.digest_kernel import DeviceDigest
+        from headrace.delivery.kernels.digest import DeviceDigest
 
         _wait(self.digested, "the digest of the live weights")
         with torch.cuda.stream(self.stream):
@@ -149,7 +149,7 @@ class DeviceSide:
 
     def _prepare(self, plan: Plan, weights: Mapping[str, torch.Tensor]) -> DeviceDigest:
         """A digest of these tensors, made once for each place that weights come to lie in."""
-        from headrace.delivery.digest_kernel import DeviceDigest
+        from headrace.delivery.kernels.digest import DeviceDigest
 
         key = (plan.digest, tuple([tensor.data_ptr() for tensor in weights.values()]))
         if key not in self._prepared:

@@ -30,7 +30,7 @@ from headrace.errors import DeliveryError
 from headrace.types import NO_VERSION, Int32Array
 
 if TYPE_CHECKING:
-    from headrace.delivery.digest_kernel import DeviceDigest
+    from headrace.delivery.kernels.digest import DeviceDigest
 
 PAYLOAD = "delta"
 """The name of the one tensor that a delta travels as."""
@@ -176,7 +176,7 @@ class Publisher:
         if not all(tensor.is_cuda for tensor in written.values()):
             return digest(written.items())
         # Late: only where there is a GPU is there a need for Triton. Prepared once for each of the few places.
-        from headrace.delivery.digest_kernel import DeviceDigest
+        from headrace.delivery.kernels.digest import DeviceDigest
 
         if digesting is None:
             known = self._on_gpu.get(location)

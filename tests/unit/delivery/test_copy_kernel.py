@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.delivery.copy_kernel import TILE, DeviceCopy, _runs
+from headrace.delivery.kernels.copy import TILE, DeviceCopy, _runs
 from headrace.errors import DeliveryError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
