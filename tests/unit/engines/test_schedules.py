@@ -21,9 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.config.schema import EngineConfig
 from headrace.engines.base import Delta, Request, Sampling
+from headrace.engines.embedded.base import Runner
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.kv_cache import BlockPool
-from headrace.engines.embedded.runner import Runner
 from headrace.engines.embedded.sampler import uniforms
 from headrace.engines.embedded.sequence import Sequence
 from headrace.engines.embedded.setup import MakeRunner, make_host_runner

@@ -18,11 +18,10 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Installed, Receiver, Staged
 from headrace.engines.base import Delta, Request
 from headrace.engines.counters import Counters
-from headrace.engines.embedded.device.pace import Haste
-from headrace.engines.embedded.endings import Ending, ending, refusal
-from headrace.engines.embedded.runner import Sampled, Scoring, Timings
+from headrace.engines.embedded.base import Haste, Scoring, Timings
+from headrace.engines.embedded.endings import ending, refusal
 from headrace.engines.embedded.scheduler import Scheduler
-from headrace.engines.embedded.sequence import Sequence
+from headrace.engines.embedded.sequence import Ending, Sampled, Sequence
 from headrace.engines.embedded.setup import MakeRunner, make_runner
 from headrace.engines.forks import fork_requests
 from headrace.errors import DeliveryError, UserError

@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from headrace.engines.base import FinishReason, Request, sampling_refusal
-from headrace.types import NO_VERSION
-
-if TYPE_CHECKING:
-    from headrace.engines.embedded.runner import Sampled
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a sequence ended, and with how many of the tokens that were just drawn."""
-
-    finish: FinishReason
-    tokens: int = 0
-    error: str = ""
-    version: int = NO_VERSION
-    """Under which the token was drawn that ended it."""
+from headrace.engines.base import Request, sampling_refusal
+from headrace.engines.embedded.sequence import Ending, Sampled
 
 
 def ending(new: Sampled) -> Ending | None:

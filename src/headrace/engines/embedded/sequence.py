@@ -7,16 +7,27 @@ known, and survive preemption and a swap of weights.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 
 from headrace.engines.base import Delta, FinishReason, Request
-from headrace.engines.embedded.endings import Ending
 from headrace.engines.embedded.prefix_cache import Chain
 from headrace.types import NO_VERSION, Float32Array, Int16Array, Int32Array, Kept
 
 PrefixKey = tuple[str, bytes]
 """A group and the prompt that its requests share."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a sequence ended, and with how many of the tokens that were just drawn."""
+
+    finish: FinishReason
+    tokens: int = 0
+    error: str = ""
+    version: int = NO_VERSION
+    """Under which the token was drawn that ended it."""
 
 
 class Sequence:
@@ -188,3 +199,24 @@ def _joined(kept: list[Int32Array]) -> Kept:
     counts: Int32Array = np.array([len(ids) for ids in kept], np.int32)
     token_ids: Int32Array = np.concatenate([np.empty(0, np.int32), *kept]).astype(np.int32)
     return Kept(counts=counts, token_ids=token_ids)
+
+
+@dataclass(slots=True)
+class Sampled:
+    """Tokens drawn for one sequence, one after the other."""
+
+    sequence: Sequence
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    sound: bool = True
+    """All log-probabilities are numbers."""
+    kept: list[Int32Array] | None = None
+    routing: list[Int16Array] | None = None
+
+    def cut(self, count: int) -> None:
+        """Forget all but the first `count` tokens."""
+        del self.tokens[count:], self.logprobs[count:], self.versions[count:]
+        for records in (self.kept, self.routing):
+            if records is not None:
+                del records[count:]

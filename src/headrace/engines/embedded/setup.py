@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from headrace.config.schema import EngineConfig
+from headrace.engines.embedded.base import Runner
 from headrace.engines.embedded.kv_cache import BlockPool, KVCache
-from headrace.engines.embedded.runner import HostRunner, Runner
+from headrace.engines.embedded.runner import HostRunner
 from headrace.errors import UserError
 from headrace.models.experts import RoutingShape, prepare_experts
 from headrace.models.head import keep_logits_in_float32

@@ -11,10 +11,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Literal
 
-Haste = Literal["none", "soon", "now"]
-"""Whether something is about to wait for the end of what is under way, or waits already."""
+from headrace.engines.embedded.base import Haste
 
 STEPS = 8
 """Decode steps of one launch at most: an ended row idles for as many."""

@@ -17,18 +17,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.engines.embedded.base import Haste, Timings
 from headrace.engines.embedded.device.graphs import StepGraphs, make_recorder
 from headrace.engines.embedded.device.memory import DeviceCache
-from headrace.engines.embedded.device.pace import LAUNCHES, STEPS, Haste, Pace
+from headrace.engines.embedded.device.pace import LAUNCHES, STEPS, Pace
 from headrace.engines.embedded.device.prompts import MOST_TOKENS, PromptPasses
 from headrace.engines.embedded.device.scoring import TokenScores
 from headrace.engines.embedded.device.state import DeviceState
 from headrace.engines.embedded.device.step import DecodeStep, Variant, variant_of
 from headrace.engines.embedded.device.transfer import Arriving, Mark
 from headrace.engines.embedded.kernels.rows import IDLE
-from headrace.engines.embedded.runner import Sampled, Timings
 from headrace.engines.embedded.scheduler import Chunk, Plan
-from headrace.engines.embedded.sequence import Sequence
+from headrace.engines.embedded.sequence import Sampled, Sequence
 from headrace.models.experts import RoutingShape
 from headrace.types import Int32Array
 
