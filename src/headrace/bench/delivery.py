@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from headrace.bench.delivery_engine import Enter, Entered, Take, Taken
+from headrace.bench.delivery_messages import Enter, Entered, Take, Taken
 from headrace.bench.delivery_options import RANK, DeliveryBench, Row, check_options, rows
 from headrace.bench.delivery_plain import copy_seconds, proof_seconds, socket_seconds
 from headrace.bench.delivery_sets import Sets, check_model_name, load, make_sets

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from headrace.bench.delivery_engine import Enter, Taken
+from headrace.bench.delivery_messages import Enter, Taken
 from headrace.bench.delivery_sets import load, served_adapter
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest
@@ -27,7 +27,7 @@ _STEPS = 16
 
 
 class DecodingEngine:
-    """A full batch that never ends. See `delivery_engine.Engine`."""
+    """A full batch that never ends. See `delivery_messages.Engine`."""
 
     def __init__(self, enter: Enter) -> None:
         model = load(enter.model, enter.dtype, enter.device, enter.seed)

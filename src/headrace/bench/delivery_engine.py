@@ -10,15 +10,15 @@ import queue
 import sys
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
 import torch
 
+from headrace.bench.delivery_messages import Engine, Enter, Entered, Take, Taken
 from headrace.bench.delivery_sets import load, served_adapter
 from headrace.bench.engine_rescore import plain_twin, row_logprobs
 from headrace.bench.side import Line
-from headrace.delivery.base import Manifest, Proof
+from headrace.delivery.base import Manifest
 from headrace.delivery.receiver import Receiver, Staged
 from headrace.engines.base import Sampling
 from headrace.engines.interpreter import give_way_to_decoding
@@ -29,76 +29,6 @@ from headrace.types import Float32Array
 IDLE_SECONDS = 3600.0
 _PROOF_SECONDS = 120.0
 _POLL_SECONDS = 0.0001
-
-
-class Enter(msgspec.Struct, kw_only=True):
-    """The first message: which model to hold, and how."""
-
-    name: str
-    model: str
-    dtype: str
-    device: str
-    seed: int
-    threads: int
-    adapter: bool
-    decode: int
-
-
-class Entered(msgspec.Struct, kw_only=True):
-    """The model is there."""
-
-
-class Take(msgspec.Struct, kw_only=True):
-    """Make this version the live one."""
-
-    manifest: Manifest
-
-
-class Taken(msgspec.Struct, kw_only=True):
-    """It is, and what it took. Moments are of the monotonic clock that the processes of a host share."""
-
-    proof: Proof
-    fetch_seconds: float
-    stage_seconds: float
-    """Fetching included."""
-    swap_seconds: float
-    """The copy over the live weights and their digest; of a decoding engine all that its steps waited for."""
-    canary_seconds: float
-    """0 where it ran beside decoding."""
-    proved_at: float
-    """Without the canary, where that was scored apart."""
-    received_at: float = 0.0
-    """When the engine's process had the manifest."""
-    staged_at: float = 0.0
-    install_began_at: float = 0.0
-    installed_at: float = 0.0
-    """When the copy was launched, behind what was under way."""
-    last_token_at: float = 0.0
-    """When the host knew the last token of the old version; not before `installed_at`."""
-    first_token_at: float = 0.0
-    """When the host first knew a token of the new version."""
-    step_seconds: float = 0.0
-    """Of a decode step, in the mean over those since the delivery before."""
-
-
-class Engine(Protocol):
-    """What a process of the benchmark does with manifests."""
-
-    def stage(self, manifest: Manifest) -> Staged:
-        """Fetch and check; in a thread of its own."""
-        ...
-
-    def take(self, staged: Staged) -> Taken:
-        """Swap and prove."""
-        ...
-
-    def turn(self) -> None:
-        """What is done while nothing arrives."""
-        ...
-
-    def close(self) -> None:
-        """Let go of what deliveries hold."""
-        ...
 
 
 class HoldingEngine:

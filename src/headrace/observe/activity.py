@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
-from headrace.channel.beats import Beat
-from headrace.observe.spans import busy_seconds
+from headrace.observe.spans import Span, busy_seconds
+
+
+class Beat(Protocol):
+    """What a heartbeat must say; `headrace.channel.beats.Beat` does."""
+
+    @property
+    def time(self) -> float:
+        """The sender's monotonic clock."""
+        ...
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """What the sender did since its last beat."""
+        ...
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens generated since the sender's last beat."""
+        ...
 
 
 class Interval(NamedTuple):
