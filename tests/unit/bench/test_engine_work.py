@@ -49,10 +49,44 @@ def test_a_mistake_is_one_line_that_names_the_option(changes: dict[str, Any], sa
     assert "\n" not in str(caught.value)
 
 
-def test_good_options_pass() -> None:
-    check_options(options())
-    check_options(options(requests=9, lengths="lognormal:9:20", swap_every=1.0, fork="2:6", peers=("generate",)))
-    check_options(options(tail="3:90"))
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"batch": 1}, {"batch": 0}),
+        ({"requests": 0}, {"requests": -1}),
+        ({"top_p": 1.0}, {"top_p": 1.01}),
+        ({"top_k": 0}, {"top_k": -1}),
+        ({"rescore": 0.0}, {"rescore": -0.01}),
+        ({"rescore": 1.0}, {"rescore": 1.01}),
+        ({"temperature": 0.0}, {"temperature": -0.1}),
+        ({"swap_every": 0.0}, {"swap_every": -0.1}),
+        ({"peers": ("generate", "transformers")}, {"peers": ("generate", "vllm")}),
+        ({"tail": "3:21"}, {"tail": "3:20"}),
+        ({"tail": "3:21"}, {"tail": "4:21"}),
+        ({"tail": "3:21", "requests": 4}, {"tail": "3:21", "requests": 5}),
+        ({"fork": "2:6"}, {"fork": "2:5"}),
+        ({"lengths": "lognormal:1:1"}, {"lengths": "lognormal:0:1"}),
+    ],
+)
+def test_the_last_good_value_of_an_option_passes_and_the_next_does_not(
+    good: dict[str, Any], bad: dict[str, Any]
+) -> None:
+    check_options(options(**good))
+    with pytest.raises(UserError):
+        check_options(options(**bad))
+
+
+def test_options_that_pass_together_make_the_requests_that_they_describe() -> None:
+    together = options(requests=9, lengths="lognormal:9:20", fork="2:6", peers=("generate",), group_size=2, seed=3)
+    check_options(together)
+    work = make_work(together, 50)
+    assert work.lengths == draw_lengths(9, 9, 20, 3).tolist() and len(set(work.lengths)) > 1
+    assert work.fork == (2, 6) and work.tail_rows == 0
+    requests = work.requests("round")
+    assert [len(request.token_ids) for request in requests] == [5] * 9
+    assert [request.sampling.max_tokens for request in requests] == work.lengths
+    assert [request.group for request in requests] == [f"round/group-{i // 2}" for i in range(9)]
+    assert len({request.sampling.seed for request in requests}) == 9
 
 
 @given(count=st.integers(1, 50), mean=st.integers(1, 200), cut=st.integers(1, 300), seed=st.integers(0, 9))

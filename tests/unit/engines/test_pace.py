@@ -176,12 +176,34 @@ def test_no_step_more_than_needed(step: float, turn: float) -> None:
     assert steps == 1 or (steps - 1) * step < max(LAUNCH_SECONDS, SLACK * turn)
 
 
-def test_measurements_are_followed() -> None:
+def test_steps_that_become_slower_or_faster_are_followed() -> None:
     pace = paced(1e-3, 1e-4)
-    assert pace.steps == 2
+    assert pace.steps == 2, "2 ms in steps of 1"
     for _ in range(100):
-        pace.stepped(2e-3)
-    assert pace.steps == 2, "they come close to 2 ms and never quite reach it"
+        pace.stepped(4e-4)
+    assert pace.steps == 5, "2 ms in steps of 0.4"
+    for _ in range(100):
+        pace.stepped(4e-3)
+    assert pace.steps == 1, "one step of 4 ms is longer than 2"
+
+
+def test_a_host_that_becomes_slower_or_quicker_is_followed() -> None:
+    pace = paced(1e-3, 1e-4)
+    for _ in range(100):
+        pace.turned(3e-3)
+    assert pace.steps == 5, "half as much again as the host's 3 ms, in steps of 1"
+    for _ in range(100):
+        pace.turned(1e-4)
+    assert pace.steps == 2, "2 ms in steps of 1"
+
+
+def test_one_measurement_counts_for_a_tenth() -> None:
+    pace = paced(1e-3, 1e-4)
+    pace.stepped(3e-3)
+    assert pace.steps == 2, "2 ms in steps of 1.2: a single slow step does not change a launch"
+    for _ in range(6):
+        pace.stepped(3e-3)
+    assert pace.steps == 1, "1 + 2 * (1 - 0.9 ** 7) is above 2"
 
 
 def test_steps_that_cover_prompts_by_hand() -> None:
