@@ -21,7 +21,7 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Train from the journal, in the recorded order, without an engine. Exit code 1 if a version has other weights."""
-    from headrace.review.replay import describe, replay_run
+    from headrace.pipeline.replay import describe, replay_run
 
     found = replay_run(run_dir, None if until < 0 else until)
     typer.echo(json.dumps(found, indent=2) if as_json else describe(found))
