@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from headrace.engines.fake import FakeEngine
     from headrace.errors import HeadraceError, UserError
     from headrace.models.loading import load_model
-    from headrace.tasks.base import Environment, EnvironmentStep, Judgement, Task
+    from headrace.scoring.base import Judgement
+    from headrace.tasks.base import Environment, EnvironmentStep, Task
     from headrace.tasks.chat import ChatFormat
     from headrace.training.trainer import Trainer
     from headrace.types import Batch, Group, Prompt, Rollout, Trace, Version
@@ -40,7 +41,7 @@ _WHERE = {
     "FakeEngine": "engines.fake",
     "Group": "types",
     "HeadraceError": "errors",
-    "Judgement": "tasks.base",
+    "Judgement": "scoring.base",
     "Manifest": "delivery.base",
     "Prompt": "types",
     "Proof": "delivery.base",

@@ -43,12 +43,12 @@ def train(
     """
     from headrace.observe.progress import make_progress
     from headrace.pipeline.launch import start_run
-    from headrace.scoring.threads import CallableJudge
+    from headrace.scoring.threads import ThreadScorer
 
     config, lines = _config(model, prompts, reward, {"observe.display": display, **(settings or {})})
-    judge = None if isinstance(reward, str) else CallableJudge(reward, timeout=config.scoring.timeout)
+    scorer = None if isinstance(reward, str) else ThreadScorer(reward, timeout=config.scoring.timeout)
     progress = make_progress(config.observe.display, title=config.run.name)
-    outcome = _outside_of_a_loop(lambda: start_run(config, progress, judge, prompts=lines))
+    outcome = _outside_of_a_loop(lambda: start_run(config, progress, scorer, prompts=lines))
     return Run(outcome.run_dir.path)
 
 

@@ -27,6 +27,9 @@ POLICY = "policy"
 TASK = "task"
 """The name of a run's task where the configuration gives it none."""
 
+Level = Literal["rollout", "turn", "step", "token"]
+"""What a score is about: the whole rollout, a turn of the policy, a step within a turn, or single tokens."""
+
 NO_VERSION = -1
 """The version of a token that no policy sampled (a prompt, a tool's answer)."""
 
@@ -184,8 +187,26 @@ class Trace(msgspec.Struct, kw_only=True):
         return int(self.versions[self.trained].min()) if self.trained.any() else NO_VERSION
 
 
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """What one scorer says of a rollout, or of some tokens of it. Where it is about tokens, it names them."""
+
+    value: float
+    scorer: str = ""
+    """The scorer's name: its name in the configuration, or `environment`, or `agent`."""
+    version: str = ""
+    """The version of the scorer that gave the score."""
+    level: Level = "rollout"
+    trace: int = 0
+    """The trace that the tokens are in. This field, `start` and `end` mean nothing at level `rollout`."""
+    start: int = 0
+    """The position of the first of the tokens in their trace."""
+    end: int = 0
+    """The position after the last of the tokens."""
+    metrics: dict[str, float] = {}
+
+
 class Rollout(msgspec.Struct, kw_only=True):
-    """One episode: one or more traces, a reward, and how it ended."""
+    """One episode: one or more traces, scores, a reward, and how it ended."""
 
     id: str
     """`<group id>/<index>`."""
@@ -193,10 +214,12 @@ class Rollout(msgspec.Struct, kw_only=True):
     traces: list[Trace]
     ending: Ending
     reward: float | None = None
-    """None until it is judged, and for ever if it failed."""
+    """The scores of the whole rollout, combined. None until it is scored, and for ever if it failed."""
     reason: str = ""
     """Why it failed or was aborted, in one line."""
     metrics: dict[str, float] = {}
+    scores: list[Score] = []
+    """Every score that the rollout was given, of all levels; rollouts of older runs have none."""
 
     @property
     def trained_tokens(self) -> int:

@@ -17,9 +17,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.engines.base import Sampling
-from headrace.rollouts.base import AnyEpisode
-from headrace.types import Int32Array, Prompt
+from headrace.rollouts.base import AnyEpisode, EpisodePlan
+from headrace.types import Int32Array
 
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -69,9 +68,7 @@ class Chat(Protocol):
 class EpisodeMaker(Protocol):
     """What a run needs of its gateway."""
 
-    def episode(
-        self, *, id: str, index: int, prompt: Prompt, sampling: Sampling, group: str = "", priority: int = 0
-    ) -> AnyEpisode:
+    def episode(self, plan: EpisodePlan) -> AnyEpisode:
         """A rollout in the making whose turns an agent takes."""
         ...
 

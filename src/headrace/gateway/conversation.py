@@ -7,13 +7,14 @@ is trained on in exactly one trace; in the others it is context, with its record
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from headrace.gateway.base import Chat, Message, Tools
+from headrace.scoring.base import Turn as PlacedTurn
 from headrace.types import Float32Array, Int32Array, Trace
 
 History = tuple[str, ...]
@@ -122,20 +123,45 @@ class Conversation:
 
     def traces(self) -> list[Trace]:
         """One trace for each turn that no other one follows, in the order of their turns."""
-        followed = {id(turn.opening.parent) for turn in self.turns}
         trained: set[int] = set()
-        return [_trace(turn, trained) for turn in self.turns if id(turn) not in followed]
+        return [_trace(path, trained) for path in self._paths()]
+
+    def placed_turns(self) -> list[PlacedTurn]:
+        """The turns in their order, each in the trace that it is trained in."""
+        place: dict[int, int] = {}
+        for number, path in enumerate(self._paths()):
+            for turn in path:
+                place.setdefault(id(turn), number)
+        return [
+            PlacedTurn(
+                place[id(turn)], len(turn.token_ids) - len(turn.sampled), len(turn.token_ids), self._decoder(turn)
+            )
+            for turn in self.turns
+        ]
+
+    def _decoder(self, turn: Turn) -> Callable[[], str]:
+        return lambda: self._chat.decode(turn.sampled[:-1] if turn.ended else turn.sampled)
+
+    def _paths(self) -> list[list[Turn]]:
+        """The turns of each trace, from its first one on."""
+        followed = {id(turn.opening.parent) for turn in self.turns}
+        return [_path(turn) for turn in self.turns if id(turn) not in followed]
 
 
-def _trace(leaf: Turn, trained: set[int]) -> Trace:
-    """The stream that ends with this turn; turns in `trained` are only context, and these become trained."""
+def _path(leaf: Turn) -> list[Turn]:
+    """The turns of the stream that ends with this one."""
     path: list[Turn] = []
     turn: Turn | None = leaf
     while turn is not None:
         path.append(turn)
         turn = turn.opening.parent
+    return path[::-1]
+
+
+def _trace(path: list[Turn], trained: set[int]) -> Trace:
+    """The stream of these turns; those in `trained` are only context, and the others become trained."""
     trace = Trace.of_context(np.zeros(0, np.int32))
-    for turn in reversed(path):
+    for turn in path:
         context = Trace.of_context(turn.opening.context)
         trace = trace.extended(context.token_ids, context.logprobs, context.versions, trained=False)
         trace = trace.extended(turn.sampled, turn.logprobs, turn.versions, trained=id(turn) not in trained)

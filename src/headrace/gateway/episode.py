@@ -6,7 +6,7 @@ It stands where `rollouts.Episode` stands: groups, ledgers, admission and traini
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +15,9 @@ from headrace.gateway.agents import AgentError, AgentPool
 from headrace.gateway.base import Chat, Reward
 from headrace.gateway.frames import Job
 from headrace.gateway.session import Session
-from headrace.types import Ending, Prompt, Rollout, Trace
+from headrace.rollouts.base import AnyEpisode, Cancelled, EpisodePlan
+from headrace.scoring.base import Turn
+from headrace.types import Ending, Rollout, Score, Trace
 
 
 class House(Protocol):
@@ -34,15 +36,13 @@ class House(Protocol):
         ...
 
 
-class AgentEpisode:
-    """Used once: `prepare`, then `run`."""
+class AgentEpisode(AnyEpisode):
+    """One rollout in the making whose turns an agent takes."""
 
     def __init__(
         self,
+        plan: EpisodePlan,
         *,
-        id: str,
-        index: int,
-        prompt: Prompt,
         make_session: Callable[[], Session],
         house: House,
         agents: AgentPool | None,
@@ -50,28 +50,26 @@ class AgentEpisode:
         timeout: float,
     ) -> None:
         """Without `agents` the session is offered to agents from outside."""
-        self.id = id
-        self.index = index
-        self.prompt = prompt
+        super().__init__(plan)
         self._make_session = make_session
         self._house = house
         self._agents = agents
         self._chat = chat
         self._timeout = timeout
         self._session: Session | None = None
-        self._cancelled: str | None = None
-        self._running: asyncio.Task[Reward | str] | None = None
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether it was told to end."""
-        return self._cancelled is not None
+        # An agent cannot be continued: what it had come to in a previous process is of no use.
+        self.discarded = 0 if plan.saved is None else plan.saved.trained_tokens
 
     @property
     def partial(self) -> Trace:
         """The tokens of its first trace so far."""
         traces = self._traces()
         return traces[0] if traces else Trace.of_context(np.zeros(0, np.int32))
+
+    @property
+    def turns(self) -> Sequence[Turn]:
+        """The policy's turns so far, for scorers."""
+        return [] if self._session is None else self._session.conversation.placed_turns()
 
     def since(self, start: int) -> Trace | None:
         """None: an agent cannot be continued, it begins again."""
@@ -88,35 +86,14 @@ class AgentEpisode:
 
     async def run(self) -> Rollout:
         """Let an agent work until it has its reward."""
-        if self._cancelled is not None:
-            return self._rollout("aborted", reason=self._cancelled)
         session = self._session = self._make_session()
-        self._running = asyncio.create_task(self._work(session), name=f"agent {self.id}")
         try:
-            outcome = await self._outcome(self._running)
+            outcome = await self.interruptible(self._work(session))
+        except Cancelled:
+            return self._rollout("aborted", reason=self.cancelled or "")
         finally:
-            self._running.cancel()
             self._house.dismiss(session)
-        if outcome is None:
-            return self._rollout("aborted", reason=self._cancelled or "")
         return self._ended(session, outcome)
-
-    async def _outcome(self, running: asyncio.Task[Reward | str]) -> Reward | str | None:
-        """What the agent came to; None if the episode was told to end."""
-        try:
-            return await running
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if self._cancelled is None or (current is not None and current.cancelling()):
-                raise
-            return None
-
-    async def cancel(self, reason: str) -> None:
-        """End it now: `run` returns what there is."""
-        if self._cancelled is None:
-            self._cancelled = reason
-            if self._running is not None:
-                self._running.cancel()
 
     async def discard(self) -> None:
         """Close an episode that will not be run. Idempotent."""
@@ -177,6 +154,7 @@ class AgentEpisode:
             ending=ending,
             reward=None if outcome is None else outcome.reward,
             reason=reason,
+            scores=[] if outcome is None else [Score(value=outcome.reward, scorer="agent")],
             metrics={"turns": float(turns), "traces": float(len(traces)), **(outcome.metrics if outcome else {})},
         )
 

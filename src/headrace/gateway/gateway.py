@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.engines.base import Sampler, Sampling
+from headrace.engines.base import Sampler
 from headrace.errors import UserError
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.base import Chat
@@ -21,7 +21,7 @@ from headrace.gateway.episode import AgentEpisode
 from headrace.gateway.frames import Job
 from headrace.gateway.server import Server
 from headrace.gateway.session import Session, Sessions
-from headrace.types import Prompt
+from headrace.rollouts.base import EpisodePlan
 
 KEY_VARIABLE = "HEADRACE_GATEWAY_KEY"
 
@@ -92,22 +92,18 @@ class Gateway:
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
-    def episode(
-        self, *, id: str, index: int, prompt: Prompt, sampling: Sampling, group: str = "", priority: int = 0
-    ) -> AgentEpisode:
+    def episode(self, plan: EpisodePlan) -> AgentEpisode:
         """A rollout in the making whose turns an agent takes."""
-        stops = tuple(dict.fromkeys((*self._chat.stop_token_ids, *sampling.stop_token_ids)))
+        stops = tuple(dict.fromkeys((*self._chat.stop_token_ids, *plan.sampling.stop_token_ids)))
         return AgentEpisode(
-            id=id,
-            index=index,
-            prompt=prompt,
+            plan,
             make_session=lambda: Session(
                 chat=self._chat,
-                prompt=prompt,
-                sampling=msgspec.structs.replace(sampling, stop_token_ids=stops),
+                prompt=plan.prompt,
+                sampling=msgspec.structs.replace(plan.sampling, stop_token_ids=stops),
                 max_turns=self._max_turns,
-                group=group,
-                priority=priority,
+                group=plan.group,
+                priority=plan.priority,
             ),
             house=self,
             agents=self._agents,

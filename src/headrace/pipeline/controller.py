@@ -1,12 +1,12 @@
 """The controller: it closes the loop, and does nothing that takes time itself.
 
-    source ─▶ ADMIT ─▶ groups ─▶ engines ─▶ judges ─▶ window ─▶ TRAIN ─▶ trainer
+    source ─▶ ADMIT ─▶ groups ─▶ engines ─▶ scoring ─▶ window ─▶ TRAIN ─▶ trainer
                  ▲                  ▲                              │
                  └── slots freed ── DELIVER ◀── published version ─┘
 
     loop      waits for                                   is woken by
     ADMIT     a free slot of the window                   DELIVER (a version is proved), a group that failed
-    (group)   its episodes: tokens, judgements            engines and reward workers; one task a group
+    (group)   its episodes: tokens, scores                engines and scorers; one task a group
     TRAIN     a batch in the window, a free place at the  a group that completes, a step that ends
               trainer (it holds at most two batches)
     DELIVER   a published version; engines that prove it  the trainer's announcement; a loop an engine (`deliveries`)
@@ -189,7 +189,11 @@ class Controller:
             await prepare_group(episodes)
         rollouts = self.config.rollouts
         group = await run_group(
-            group, episodes, min_group=rollouts.min_group, straggler_seconds=rollouts.straggler_seconds
+            group,
+            episodes,
+            self.parts.scoring,
+            min_group=rollouts.min_group,
+            straggler_seconds=rollouts.straggler_seconds,
         )
         self.partials.ended(episodes)
         self.attempts.ended(group)
@@ -211,7 +215,7 @@ class Controller:
 
     def _resume_group(self, group: Group, left: LeftGroup) -> list[AnyEpisode]:
         self.partials.resumed(left.partial)
-        episodes = self.episodes.resumed(group, left.members, left.partial, self.partials.discarded)
+        episodes = self.episodes.resumed(group, left.members, left.partial)
         self.attempts.started(group, episodes)
         return episodes
 

@@ -53,6 +53,7 @@ class Evaluations:
             evaluate(
                 prompts,
                 lambda prompt, sample: self._episodes.heldout(prompt, sample, version),
+                self._parts.scoring,
                 samples=self._config.samples,
                 concurrency=self._concurrency(moment),
             )

@@ -2,44 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from headrace.config import AgentTask, Config, DatasetTask, EnvironmentTask, GymTask
+from headrace.config import AgentTask, Config, DatasetTask, EnvironmentTask, GymTask, ScorerConfig
 from headrace.config.model_dir import check_model_dir, check_teacher
 from headrace.errors import ConfigError
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.frames import Setup
 from headrace.gateway.task import AgentTask as Agents
 from headrace.pipeline.extensions import check_extensions
-from headrace.reference import import_function
-from headrace.scoring.workers import WorkerJudge
-from headrace.tasks.base import Judge, Task
+from headrace.reference import describe, import_function
+from headrace.scoring.base import Scorer
+from headrace.scoring.functions import is_reward_function
+from headrace.scoring.stage import Stage
+from headrace.scoring.workers import WorkerScorer
+from headrace.tasks.base import Task
 from headrace.tasks.chat import ChatFormat
 from headrace.tasks.dataset import check_disjoint, load_prompts, split_heldout
+from headrace.tasks.gym import VERIFIER
 from headrace.tasks.gym import GymTask as Gym
 from headrace.tasks.single_turn import SingleTurnTask
 from headrace.types import Prompt
 
+OWN_REWARDS = ("environment", "agent")
+"""The names under which rewards of environments and agents are recorded."""
+
 
 @dataclass(frozen=True)
 class ReadyTask:
-    """A task and what must happen before its first episode."""
+    """A task and the stage that scores its rollouts."""
 
     task: Task
-    start: Callable[[], Awaitable[None]]
+    scoring: Stage
+
+    async def start(self) -> None:
+        """Start the workers of agents and scorers, before the first episode. Raises `ConfigError`."""
+        if isinstance(self.task, Agents):
+            await self.task.start()
+        await self.scoring.start()
+
+    async def close(self) -> None:
+        """End them. Idempotent."""
+        await self.scoring.close()
+        await self.task.close()
 
 
-async def _nothing() -> None:
-    """For tasks that need no start."""
+def check_inputs(config: Config, reward: Scorer | None = None) -> tuple[ReadyTask, ChatFormat]:
+    """Everything of the user's that can be wrong without starting a process: model files, dataset, references.
 
-
-def check_inputs(config: Config, judge: Judge | None = None) -> tuple[ReadyTask, ChatFormat]:
-    """Everything of the user's that can be wrong without starting a process: model files, dataset, references."""
+    `reward` takes the place of the configured reward function (the Python API gives one).
+    """
     chat = check_model(config)
-    return make_task(config, judge), chat
+    task = make_task(config)
+    weights = {name: scorer.weight for name, scorer in config.scorers.items()}
+    scoring = Stage(make_scorers(config, reward), weights, timeout=config.scoring.timeout)
+    return ReadyTask(task, scoring), chat
 
 
 def check_model(config: Config) -> ChatFormat:
@@ -63,6 +83,7 @@ def count_prompts(config: Config) -> tuple[int, int]:
         check_model(config)
         if find_spec("reasoning_gym") is None:
             raise ConfigError('[task] kind = "gym" needs reasoning-gym: pip install "headrace[tasks]"')
+        make_scorers(config)
         return config.task.size, config.evaluate.prompts or 0
     if isinstance(config.task, DatasetTask) and config.task.reward is not None:
         import_function(config.task.reward)
@@ -72,20 +93,68 @@ def count_prompts(config: Config) -> tuple[int, int]:
     return len(task.train), len(task.heldout)
 
 
-def make_task(config: Config, judge: Judge | None = None) -> ReadyTask:
-    """The configured task; `judge` replaces its reward function (the Python API gives one)."""
-    if config.scorers:
-        raise ConfigError("[scorers]: the run's own scorers are not built yet; give [task] reward")
+def make_task(config: Config) -> Task:
+    """The configured task."""
     match config.task:
         case DatasetTask() as dataset:
-            return _dataset(config, dataset, judge)
+            return SingleTurnTask(*_prompts(config, dataset), dataset.demonstration)
         case GymTask() as gym:
             return _gym(config, gym)
         case EnvironmentTask() as environment:
-            return ReadyTask(_environment(config, environment), _nothing)
+            return _environment(config, environment)
         case AgentTask() as agent:
-            task = _agents(config, agent)
-            return ReadyTask(task, task.start)
+            return _agents(config, agent)
+
+
+def make_scorers(config: Config, reward: Scorer | None = None) -> dict[str, Scorer]:
+    """The run's scorers, by name: the task's reward function, if it has one, and those of `[scorers.NAME]`.
+
+    `reward` takes the place of the task's reward function. Raises `ConfigError`.
+    """
+    scorers: dict[str, Scorer] = {}
+    match config.task:
+        case DatasetTask(reward=reference):
+            if reward is not None:
+                scorers["reward"] = reward
+            elif reference is not None:
+                scorers["reward"] = _in_workers(config, reference)
+        case GymTask() as gym:
+            arguments = Gym.verifier_arguments(gym.name, gym.config, gym.answer_pattern)
+            scorers["verifier"] = _in_workers(config, VERIFIER, arguments)
+    for name, scorer in config.scorers.items():
+        if name in scorers or name in OWN_REWARDS:
+            raise ConfigError(f"[scorers.{name}]: {name!r} is the name of the task's own reward; choose another one")
+        scorers[name] = _named_scorer(config, name, scorer)
+    return scorers
+
+
+def _named_scorer(config: Config, name: str, scorer: ScorerConfig) -> Scorer:
+    """What `[scorers.NAME]` refers to: a reward function, or a factory that makes a scorer or a reward function."""
+    place = f"[scorers.{name}] scorer"
+    try:
+        found = import_function(scorer.scorer)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    if not scorer.config and is_reward_function(found):
+        return _in_workers(config, scorer.scorer, key=place)
+    try:
+        made = found(**scorer.config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{place}: {scorer.scorer} raised {describe(error)}") from error
+    if isinstance(made, Scorer):
+        return made
+    if is_reward_function(made):
+        return _in_workers(config, scorer.scorer, scorer.config, key=place)
+    raise ConfigError(
+        f"{place}: {scorer.scorer} made a {type(made).__name__}, neither a scorer nor a function of `completion`"
+    )
+
+
+def _in_workers(config: Config, reference: str, arguments: dict[str, Any] | None = None, key: str = "") -> WorkerScorer:
+    scoring = config.scoring
+    return WorkerScorer(reference, arguments=arguments, workers=scoring.workers, timeout=scoring.timeout, key=key)
 
 
 def _prompts(config: Config, task: DatasetTask | AgentTask) -> tuple[list[Prompt], list[Prompt]]:
@@ -108,26 +177,9 @@ def _agents(config: Config, task: AgentTask) -> Agents:
     return Agents(train, heldout, agents, timeout=task.timeout, demonstration_field=task.demonstration)
 
 
-def _dataset(config: Config, task: DatasetTask, judge: Judge | None) -> ReadyTask:
-    train, heldout = _prompts(config, task)
-    start = _nothing
-    if judge is None:
-        assert task.reward is not None, "checked with the configuration: without scorers there is a reward"
-        workers = WorkerJudge(task.reward, workers=config.scoring.workers, timeout=config.scoring.timeout)
-        judge, start = workers, workers.start
-    return ReadyTask(SingleTurnTask(train, heldout, judge, task.demonstration), start)
-
-
-def _gym(config: Config, task: GymTask) -> ReadyTask:
-    judge = WorkerJudge(
-        "headrace.tasks.gym:verifier",
-        arguments=Gym.verifier_arguments(task.name, task.config, task.answer_pattern),
-        workers=config.scoring.workers,
-        timeout=config.scoring.timeout,
-    )
-    gym = Gym(
+def _gym(config: Config, task: GymTask) -> Gym:
+    return Gym(
         task.name,
-        judge=judge,
         config=task.config,
         seed=config.run.seed,
         size=task.size,
@@ -136,7 +188,6 @@ def _gym(config: Config, task: GymTask) -> ReadyTask:
         suffix=task.suffix,
         answer_pattern=task.answer_pattern,
     )
-    return ReadyTask(gym, judge.start)
 
 
 def _environment(config: Config, task: EnvironmentTask) -> Task:

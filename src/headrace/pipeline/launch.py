@@ -15,7 +15,7 @@ from headrace.observe.progress import Progress
 from headrace.pipeline.inputs import check_inputs
 from headrace.pipeline.session import Session
 from headrace.run_dir import RunDir
-from headrace.tasks.base import Judge
+from headrace.scoring.base import Scorer
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,12 @@ class Outcome:
     """finished, or interrupted."""
 
 
-def start_run(config: Config, progress: Progress, judge: Judge | None = None, *, prompts: str | None = None) -> Outcome:
+def start_run(
+    config: Config, progress: Progress, reward: Scorer | None = None, *, prompts: str | None = None
+) -> Outcome:
     """A new run. A mistake of the user's that shows before the first version is served leaves no run directory behind.
 
+    `reward` takes the place of the configured reward function.
     `prompts` are JSON lines to keep in the run directory, as `prompts.jsonl`.
     """
     run_dir = RunDir.create(config)
@@ -38,7 +41,7 @@ def start_run(config: Config, progress: Progress, judge: Judge | None = None, *,
     try:
         if prompts is not None:
             (run_dir.path / "prompts.jsonl").write_text(prompts)
-        task, chat = check_inputs(config, judge)
+        task, chat = check_inputs(config, reward)
         session = Session(config, run_dir, progress, task, chat)
         with run_dir.said_when_full():
             summary = session.execute()

@@ -24,6 +24,8 @@ class Partials:
         self._recorder = recorder
         self._saved: dict[str, int] = {}
         """Rollout -> tokens, while it goes on."""
+        self._resumed: set[str] = set()
+        """Rollouts that go on from tokens of an earlier life, as long as none of those were of no use."""
 
     async def save_loop(self) -> None:
         """Write down the new tokens of what is being sampled, until it is cancelled."""
@@ -31,6 +33,7 @@ class Partials:
             await asyncio.sleep(SAVE_SECONDS)
             for episodes in self._attempts.running.values():
                 for episode in episodes:
+                    self._discarded(episode)
                     known = self._saved.get(episode.id, 0)
                     if (tokens := episode.since(known)) is not None:
                         self._recorder.sampled(episode.id, episode.index, tokens)
@@ -39,13 +42,18 @@ class Partials:
     def resumed(self, partial: Mapping[str, Trace]) -> None:
         """These tokens, by rollout, are in the journal since an earlier life of the run."""
         self._saved |= {rollout: len(trace) for rollout, trace in partial.items()}
+        self._resumed |= set(partial)
 
-    def discarded(self, rollout_id: str, tokens: int) -> None:
-        """Tokens of an earlier life are of no use: the rollout begins again."""
-        self._saved[rollout_id] = 0
-        self._recorder.discarded(rollout_id, tokens)
+    def _discarded(self, episode: AnyEpisode) -> None:
+        """Note that tokens of an earlier life are of no use, once: the rollout begins again."""
+        if episode.discarded and episode.id in self._resumed:
+            self._resumed.discard(episode.id)
+            self._saved[episode.id] = 0
+            self._recorder.discarded(episode.id, episode.discarded)
 
     def ended(self, episodes: Sequence[AnyEpisode]) -> None:
         """These rollouts do not go on; they are journalled whole."""
         for episode in episodes:
+            self._discarded(episode)
             self._saved.pop(episode.id, None)
+            self._resumed.discard(episode.id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace.buffer.recovery import LeftGroup
 from headrace.buffer.window import Window
@@ -13,6 +13,7 @@ from headrace.gateway.base import EpisodeMaker
 from headrace.pipeline.recording import Recorder
 from headrace.pipeline.waits import Waits
 from headrace.rollouts.base import ChatFormat
+from headrace.scoring.stage import Stage
 from headrace.tasks.base import Task
 from headrace.tasks.source import PromptSource
 from headrace.training.base import TrainerHandle
@@ -31,6 +32,8 @@ class Parts:
     window: Window
     recorder: Recorder
     waits: Waits
+    scoring: Stage = field(default_factory=Stage)
+    """Scores every rollout when it has ended; without scorers, a reward is what an environment or an agent gave."""
     agents: EpisodeMaker | None = None
     """What makes episodes where agents take the turns; otherwise they come from the task's environments."""
     end_engine: Callable[[str], None] = lambda engine: None

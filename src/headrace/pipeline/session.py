@@ -84,7 +84,7 @@ class Session:
                 if wired.gateway is not None:
                     await wired.gateway.close()
                 await wired.fleet.stop()
-                await wired.task.task.close()
+                await wired.task.close()
                 if wired.mps is not None:
                     await asyncio.to_thread(wired.mps.stop)
             clean(self.config.delivery, self.run_dir.path)

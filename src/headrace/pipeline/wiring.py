@@ -162,6 +162,7 @@ def make_controller(
         window=window,
         recorder=recorder,
         waits=wired.waits,
+        scoring=wired.task.scoring,
         end_engine=wired.fleet.kill,
         agents=wired.gateway if isinstance(wired.task.task, AgentTask) else None,
         first_step=first_step,

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from headrace.rollouts.base import AnyEpisode
+from headrace.rollouts.groups import run_episode
+from headrace.scoring.base import Scoring
 from headrace.types import Prompt, Rollout
 
 SHOWN = 8
@@ -50,6 +52,7 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
 async def evaluate(
     prompts: Sequence[Prompt],
     make_episode: Callable[[Prompt, int], AnyEpisode],
+    scoring: Scoring,
     *,
     samples: int = 1,
     concurrency: int = 64,
@@ -70,7 +73,7 @@ async def evaluate(
     async def work(remaining: Iterator[tuple[int, Prompt, int]]) -> None:
         for p, prompt, sample in remaining:
             episode = make_episode(prompt, sample)
-            rollout = rollouts[p, sample] = await _complete(episode)
+            rollout = rollouts[p, sample] = await _complete(episode, scoring)
             if p < shown and sample == 0:
                 answers[p] = _answer(prompt, episode, rollout)
 
@@ -105,10 +108,10 @@ def pass_at_k(n: int, right: int, k: int) -> float:
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
-async def _complete(episode: AnyEpisode) -> Rollout:
+async def _complete(episode: AnyEpisode, scoring: Scoring) -> Rollout:
     try:
         await episode.prepare()
-        return await episode.run()
+        return await run_episode(episode, scoring)
     finally:
         await episode.discard()
 

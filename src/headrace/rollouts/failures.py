@@ -13,10 +13,6 @@ class Failure(Exception):
     """An episode failed; the text is the reason, in one line."""
 
 
-class Cancelled(Exception):
-    """An episode was told to end."""
-
-
 @contextmanager
 def foreign(what: str) -> Iterator[None]:
     """Run code of users: environments, reward functions, chat templates.

@@ -1,4 +1,6 @@
-"""The episodes of one group, side by side: the group is complete when every one of them has ended, however it ended.
+"""The episodes of one group, side by side: each is run and then scored, and never waits for the others.
+
+The group is complete when every one of them has ended, however it ended.
 
 A group may be closed without its stragglers: they are cancelled, and end as aborted.
 
@@ -15,7 +17,8 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
-from headrace.rollouts.base import AnyEpisode
+from headrace.rollouts.base import AnyEpisode, Cancelled
+from headrace.scoring.base import Ended, Scoring
 from headrace.types import Group, Rollout
 
 STRAGGLER = "straggler"
@@ -33,9 +36,14 @@ async def prepare_group(episodes: Sequence[AnyEpisode]) -> None:
 
 
 async def run_group(
-    group: Group, episodes: Sequence[AnyEpisode], *, min_group: int | None = None, straggler_seconds: float = math.inf
+    group: Group,
+    episodes: Sequence[AnyEpisode],
+    scoring: Scoring,
+    *,
+    min_group: int | None = None,
+    straggler_seconds: float = math.inf,
 ) -> Group:
-    """The group with the rollouts of these prepared episodes, sorted by index.
+    """The group with the scored rollouts of these prepared episodes, sorted by index.
 
     When `straggler_seconds` have passed and `min_group` of them have ended without failing, the others are cancelled.
 
@@ -45,12 +53,30 @@ async def run_group(
     """
     async with asyncio.TaskGroup() as tasks:
         running = [
-            tasks.create_task(episode.run(), name=f"rollout {episode.id}")
+            tasks.create_task(run_episode(episode, scoring), name=f"rollout {episode.id}")
             for episode in sorted(episodes, key=lambda episode: episode.index)
         ]
         if min_group is not None and min_group < len(episodes):
             await _close_early(episodes, running, min_group, straggler_seconds)
     return msgspec.structs.replace(group, rollouts=[task.result() for task in running])
+
+
+async def run_episode(episode: AnyEpisode, scoring: Scoring) -> Rollout:
+    """Run a prepared episode to its end and score the rollout that it has become.
+
+    An episode that is told to end while its rollout is being scored ends as aborted, without a score.
+    """
+    try:
+        rollout = await episode.run()
+        if rollout.ending not in ("finished", "truncated"):
+            return rollout
+        return await episode.interruptible(scoring.score(Ended(episode.prompt, rollout, episode.turns)))
+    except Cancelled:
+        return msgspec.structs.replace(
+            rollout, ending="aborted", reward=None, reason=episode.cancelled or "", scores=[]
+        )
+    finally:
+        scoring.forget(episode.id)
 
 
 async def _close_early(

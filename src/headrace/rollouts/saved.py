@@ -1,11 +1,9 @@
-"""What an earlier life of an episode had come to: its turns, in order, and what came between them.
+"""What an episode had come to in a previous process: its turns, in order, and what came between them.
 
-A saved token is used where everything before it is as it was, and reported as discarded otherwise; never both.
+A saved token is used where everything before it is as it was, and counted as discarded otherwise; never both.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 
@@ -15,10 +13,11 @@ from headrace.types import NO_VERSION, Int32Array, Trace
 class SavedTurns:
     """Gives turns back one by one, while the context that is met is the one that was saved."""
 
-    def __init__(self, trace: Trace | None, on_discard: Callable[[int], None]) -> None:
+    def __init__(self, trace: Trace | None) -> None:
         self._left = trace if trace is not None and len(trace) else None
         """A token with a version was sampled, whether it is trained or was salvaged as context."""
-        self._on_discard = on_discard
+        self.discarded = 0
+        """Sampled tokens that were of no use."""
 
     def expect(self, context: Int32Array) -> None:
         """These tokens, which nobody sampled, come next; if others were saved here, what follows them is discarded."""
@@ -47,8 +46,8 @@ class SavedTurns:
     def discard(self) -> None:
         """What is left is of no use."""
         left, self._left = self._left, None
-        if left is not None and (tokens := int((left.versions != NO_VERSION).sum())):
-            self._on_discard(tokens)
+        if left is not None:
+            self.discarded += int((left.versions != NO_VERSION).sum())
 
     def _drop(self, n: int) -> None:
         assert self._left is not None

@@ -24,14 +24,14 @@ class TokenStream:
     def __len__(self) -> int:
         return self._length
 
-    def append_context(self, token_ids: Int32Array) -> None:
-        """Tokens that nobody sampled."""
-        self._append(Trace.of_context(np.array(token_ids, np.int32)))
+    def append_context(self, token_ids: Int32Array) -> Trace:
+        """Append tokens that nobody sampled; returns what was appended, as all three ways of appending do."""
+        return self._append(Trace.of_context(np.array(token_ids, np.int32)))
 
-    def append_recorded(self, trace: Trace) -> None:
-        """Tokens of an earlier attempt or life, with their records; what was sampled then counts as sampled."""
+    def append_recorded(self, trace: Trace) -> Trace:
+        """Append tokens of an earlier attempt or process, with their records; what was sampled counts as sampled."""
         self.sampled += int((trace.versions != NO_VERSION).sum())
-        self._append(trace)
+        return self._append(trace)
 
     def append_sampled(
         self,
@@ -40,8 +40,11 @@ class TokenStream:
         versions: Int32Array,
         kept: Kept | None = None,
         routing: Int16Array | None = None,
-    ) -> None:
-        """Tokens that the policy sampled, with the engine's records. Copied: they may be views of a wire's frame."""
+    ) -> Trace:
+        """Append tokens that the policy sampled, with the engine's records.
+
+        They are copied, since they may be views of a message.
+        """
         n = len(token_ids)
         if not n == len(logprobs) == len(versions):
             raise ChannelError(f"{n} tokens came with {len(logprobs)} log-probabilities and {len(versions)} versions")
@@ -52,7 +55,7 @@ class TokenStream:
         if routing is not None and len(routing) != n:
             raise ChannelError(f"{n} tokens came with the experts of {len(routing)}")
         self.sampled += n
-        self._append(
+        return self._append(
             Trace(
                 token_ids=np.array(token_ids, np.int32),
                 trained=np.ones(n, np.bool_),
@@ -88,7 +91,8 @@ class TokenStream:
         """The token ids so far."""
         return self.trace().token_ids
 
-    def _append(self, part: Trace) -> None:
+    def _append(self, part: Trace) -> Trace:
         if len(part):
             self._parts.append(part)
             self._length += len(part)
+        return part

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
-from headrace.engines.base import FinishReason, Request, Sampler, Sampling, closing_deltas
+from headrace.engines.base import FinishReason, Request, Sampler, closing_deltas
 from headrace.errors import HeadraceError
-from headrace.rollouts.base import ChatFormat
-from headrace.rollouts.failures import Cancelled, Failure, describe, first_line, foreign
+from headrace.rollouts.base import AnyEpisode, Cancelled, ChatFormat, EpisodePlan
+from headrace.rollouts.failures import Failure, describe, first_line, foreign
 from headrace.rollouts.saved import SavedTurns
 from headrace.rollouts.stream import TokenStream
+from headrace.scoring.base import Scoring, Span, Turn
 from headrace.tasks.base import Environment, EnvironmentStep
-from headrace.types import Ending, Int32Array, Prompt, Rollout, Trace
+from headrace.types import Ending, Int32Array, Rollout, Score, Trace
 
 T = TypeVar("T")
 
@@ -32,69 +34,43 @@ FRUITLESS_RESUMES = 100
 """Aborts in a row without a token between them, after which an episode no longer asks its engine again."""
 
 
-class Episode:
-    """One rollout in the making, used once: `prepare`, then `run`.
+@dataclass(frozen=True)
+class Equipment:
+    """What the episodes of a run work with, the same for all of them."""
+
+    engine: Sampler
+    chat: ChatFormat
+    scoring: Scoring | None = None
+    """Told of tokens as they arrive; None where nobody listens."""
+
+
+class Episode(AnyEpisode):
+    """One rollout in the making whose turns an environment answers.
 
     The two phases keep a synchronous run deterministic: all episodes are prepared first (environments may take any
     time), and `run` submits its request before it first yields to the event loop, so engines see requests in the order
-    in which episodes are run. `sampling.max_tokens` is the budget over all turns.
+    in which episodes are run.
     """
 
-    def __init__(
-        self,
-        *,
-        id: str,
-        index: int,
-        prompt: Prompt,
-        environment: Environment,
-        chat: ChatFormat,
-        engine: Sampler,
-        sampling: Sampling,
-        max_turns: int = 1,
-        keep_routing: bool = False,
-        group: str = "",
-        priority: int = 0,
-        deadline: float | None = None,
-        prefix: Trace | None = None,
-        saved: Trace | None = None,
-        on_discard: Callable[[int], None] = lambda tokens: None,
-    ) -> None:
-        """`deadline` is in seconds, for preparing and for running each; None leaves it to the caller's own.
-
-        With `prefix`, the first turn goes on from these tokens of an earlier attempt, opening included, as they are.
-        `saved` is what an earlier life of this episode had come to, a prefix of it included: its turns are taken as
-        they are and told to the environment again, as long as that answers as it did. `on_discard` hears of sampled
-        tokens that are of no use.
-        """
-        self.id = id
-        self.index = index
-        self.prompt = prompt
+    def __init__(self, plan: EpisodePlan, environment: Environment, equipment: Equipment) -> None:
+        super().__init__(plan)
         self._environment = environment
-        self._chat = chat
-        self._engine = engine
-        stops = dict.fromkeys((*chat.stop_token_ids, *sampling.stop_token_ids))
-        self._sampling = msgspec.structs.replace(sampling, stop_token_ids=tuple(stops))
-        self._max_turns = max_turns
-        self._keep_routing = keep_routing
-        self._group = group
-        self._priority = priority
-        self._deadline = deadline
-        self._prefix = prefix
-
-        self._saved = SavedTurns(saved, on_discard)
+        self._chat = equipment.chat
+        self._engine = equipment.engine
+        self._scoring = equipment.scoring
+        stops = dict.fromkeys((*self._chat.stop_token_ids, *plan.sampling.stop_token_ids))
+        self._sampling = msgspec.structs.replace(plan.sampling, stop_token_ids=tuple(stops))
+        self._saved = SavedTurns(plan.saved)
         self._stream = TokenStream()
         self._opening_tokens = 0
         self._metrics: dict[str, float] = {}
-        self._turns = 0
+        self._turns: list[Turn] = []
         self._requests = 0
         self._request: str | None = None
         """The id of the request that the engine is working on."""
-        self._calling: asyncio.Task[Any] | None = None
-        """The environment's method that is being waited for."""
         self._doing = "waiting to be prepared"
         self._prepared = False
         self._closed = False
-        self._cancelled: str | None = None
         self._failed: str | None = None
 
     @property
@@ -103,9 +79,9 @@ class Episode:
         return self._stream.trace()
 
     @property
-    def cancelled(self) -> bool:
-        """Whether it was told to end."""
-        return self._cancelled is not None
+    def turns(self) -> Sequence[Turn]:
+        """The policy's turns so far, for scorers."""
+        return self._turns
 
     @property
     def answer(self) -> str:
@@ -122,7 +98,7 @@ class Episode:
             return
         self._prepared = True
         try:
-            async with asyncio.timeout(self._deadline):
+            async with asyncio.timeout(self.plan.deadline):
                 messages = await self._ask("environment.reset", self._environment.reset)
             self._begin(self._open(messages))
         except TimeoutError:
@@ -134,13 +110,13 @@ class Episode:
 
     def _begin(self, opening: Int32Array) -> None:
         self._opening_tokens = len(opening)
-        self._saved.expect(opening)
-        if self._prefix is None:
-            self._stream.append_context(opening)
+        self._expect(opening)
+        if self.plan.prefix is None:
+            self._tell(self._stream.append_context(opening))
             return
-        if not np.array_equal(self._prefix.token_ids[: len(opening)], opening):
+        if not np.array_equal(self.plan.prefix.token_ids[: len(opening)], opening):
             raise Failure("the environment opens with other tokens than those that the episode is to go on from")
-        self._stream.append_recorded(self._prefix)
+        self._tell(self._stream.append_recorded(self.plan.prefix))
 
     async def run(self) -> Rollout:
         """Take turns until the episode ends; the environment is closed whatever happens."""
@@ -152,18 +128,11 @@ class Episode:
             rollout = self._rollout("failed", reason=closing)
         return rollout
 
-    async def cancel(self, reason: str) -> None:
-        """End the episode now: its request is aborted at the engine and `run` returns what there is."""
-        if self._cancelled is not None:
-            return
-        self._cancelled = reason
-        if self._calling is not None:
-            self._calling.cancel()
-        await self._abort_request()
-
     async def discard(self) -> None:
-        """Close an episode that will not be run."""
+        """Close an episode that will not be run (any more). Idempotent."""
         await self._close()
+        if self._scoring is not None:
+            self._scoring.forget(self.id)
 
     async def _run(self) -> Rollout:
         if not self._prepared:
@@ -171,38 +140,55 @@ class Episode:
         if self._failed is not None:
             return self._rollout("failed", reason=self._failed)
         try:
-            async with asyncio.timeout(self._deadline):
+            async with asyncio.timeout(self.plan.deadline):
                 return await self._take_turns()
         except TimeoutError:
             return self._rollout("failed", reason=self._late())
         except Failure as failure:
             return self._rollout("failed", reason=str(failure))
         except Cancelled:
-            return self._rollout("aborted", reason=self._cancelled or "")
+            return self._rollout("aborted", reason=self.cancelled or "")
 
     async def _take_turns(self) -> Rollout:
         while True:
             turn_ids, finish = await self._sample_turn()
-            self._turns += 1
             stopped = finish == "stop"
-            step = await self._step(turn_ids[:-1] if stopped else turn_ids)
+            step = await self._step(self._say(turn_ids, stopped=stopped))
             self._metrics |= step.metrics
-            if step.done or not stopped or self._turns >= self._max_turns or self._budget == 0:
+            if step.done or not stopped or len(self._turns) >= self.plan.max_turns or self._budget == 0:
                 ending: Ending = "finished" if stopped and step.done else "truncated"
                 return self._rollout(ending, reward=_reward(step))
             ended = int(turn_ids[-1]) in self._chat.stop_token_ids
             with foreign("chat.continue_"):
                 context = self._chat.continue_(step.messages, ended=ended)
-            self._saved.expect(context)
-            self._stream.append_context(context)
+            self._expect(context)
+            self._tell(self._stream.append_context(context))
+
+    def _say(self, turn_ids: Int32Array, *, stopped: bool) -> str:
+        """The text of the turn that has just ended, which is a turn of the rollout from now on."""
+        end = len(self._stream)
+        with foreign("chat.decode"):
+            text = self._chat.decode(turn_ids[:-1] if stopped else turn_ids)
+        self._turns.append(Turn(0, end - len(turn_ids), end, lambda: text))
+        return text
+
+    def _expect(self, context: Int32Array) -> None:
+        self._saved.expect(context)
+        self.discarded = self._saved.discarded
+
+    def _tell(self, tokens: Trace) -> None:
+        """Tell the scorers of tokens that the stream has just grown by."""
+        if self._scoring is not None and self._scoring.listening and len(tokens):
+            start = len(self._stream) - len(tokens)
+            self._scoring.span(Span(self.id, 0, len(self._turns), start, tokens, self._chat.decode))
 
     async def _sample_turn(self) -> tuple[Int32Array, FinishReason]:
         """The policy's next turn, over as many requests as it takes: an aborted one is resumed by its prefix."""
-        self._check_cancelled()
+        self.check_cancelled()
         start = len(self._stream) if self._turns else self._opening_tokens
         saved, whole = self._saved.next_turn()
         if saved is not None:
-            self._stream.append_recorded(saved)
+            self._tell(self._stream.append_recorded(saved))
             ids = self._stream.token_ids()[start:]
             if whole or int(ids[-1]) in self._sampling.stop_token_ids:
                 return ids, "stop"
@@ -212,7 +198,7 @@ class Episode:
         while True:
             before = len(self._stream)
             finish = await self._sample()
-            self._check_cancelled()
+            self.check_cancelled()
             if finish != "aborted":
                 return self._stream.token_ids()[start:], finish
             fruitless = fruitless + 1 if len(self._stream) == before else 0
@@ -221,13 +207,13 @@ class Episode:
 
     async def _sample(self) -> FinishReason:
         """One request to the engine; its tokens are kept as they come."""
-        self._check_cancelled()
+        self.check_cancelled()
         request = Request(
             id=f"{self.id}/{self._requests}",
             token_ids=self._stream.token_ids(),
             sampling=msgspec.structs.replace(self._sampling, max_tokens=self._budget),
-            group=self._group,
-            priority=self._priority,
+            group=self.plan.group,
+            priority=self.plan.priority,
         )
         self._requests += 1
         self._request = request.id
@@ -235,31 +221,34 @@ class Episode:
         try:
             async with closing_deltas(self._engine.generate(request)) as deltas:
                 async for delta in deltas:
-                    routing = delta.routing if self._keep_routing else None
-                    self._stream.append_sampled(delta.token_ids, delta.logprobs, delta.versions, delta.kept, routing)
+                    routing = delta.routing if self.plan.keep_routing else None
+                    self._tell(
+                        self._stream.append_sampled(
+                            delta.token_ids, delta.logprobs, delta.versions, delta.kept, routing
+                        )
+                    )
                     if delta.finish == "failed":
                         raise Failure(f"{self._engine.name}: {first_line(delta.error) or 'failed without a reason'}")
                     if delta.finish is not None:
                         return delta.finish
-                    if self.cancelled:
+                    if self.cancelled is not None:
                         # The first abort may have overtaken the request on its way to the engine.
-                        await self._abort_request()
+                        await self.abort_requests()
         except HeadraceError as error:
             raise Failure(f"{self._engine.name}: {describe(error)}") from error
         finally:
             self._request = None
         raise Failure(f"{self._engine.name}: the stream ended without a finish")
 
-    async def _abort_request(self) -> None:
+    async def abort_requests(self) -> None:
+        """See `AnyEpisode.abort_requests`."""
         if self._request is not None:
             # An engine that cannot be told is dead or dying, and then its stream ends by itself.
             with suppress(HeadraceError):
                 await self._engine.abort([self._request])
 
-    async def _step(self, spoken: Int32Array) -> EnvironmentStep:
+    async def _step(self, text: str) -> EnvironmentStep:
         """The environment's answer to a turn, in plain numbers whatever number types it likes."""
-        with foreign("chat.decode"):
-            text = self._chat.decode(spoken)
         step = await self._ask("environment.step", lambda: self._environment.step(text))
         with foreign("environment.step"):
             return EnvironmentStep(
@@ -278,28 +267,20 @@ class Episode:
         raise Failure("the environment opened without a message and the prompt has no text")
 
     async def _ask(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        """What the environment answers; in a task of its own, so that `cancel` reaches it."""
-        self._check_cancelled()
+        """What the environment answers, unless the episode is told to end meanwhile."""
 
         async def guarded() -> T:
             with foreign(what):
                 return await call()
 
         self._doing = f"waiting for {what}"
-        self._calling = asyncio.create_task(guarded())
         try:
-            answer: T = await self._calling
+            return await self.interruptible(guarded())
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
-            if not self.cancelled:
-                raise Failure(f"{what}: cancelled by the environment itself") from None
-            raise Cancelled from None
-        finally:
-            self._calling = None
-        self._check_cancelled()
-        return answer
+            raise Failure(f"{what}: cancelled by the environment itself") from None
 
     async def _close(self) -> str:
         """Close the environment, once; the reason if that failed."""
@@ -322,27 +303,25 @@ class Episode:
             ending=ending,
             reward=reward,
             reason=reason,
-            metrics={"turns": float(self._turns), **self._metrics},
+            metrics={"turns": float(len(self._turns)), **self._metrics},
+            scores=[] if reward is None else [Score(value=reward, scorer="environment")],
         )
-
-    def _check_cancelled(self) -> None:
-        if self.cancelled:
-            raise Cancelled
 
     @property
     def _budget(self) -> int:
         return self._sampling.max_tokens - self._stream.sampled
 
     def _late(self) -> str:
-        return f"{self._deadline:g} s passed while {self._doing}"
+        return f"{self.plan.deadline:g} s passed while {self._doing}"
 
 
-def _reward(step: EnvironmentStep) -> float:
-    """The episode's reward: what the environment gave, or 0 where it was cut off before it gave any."""
+def _reward(step: EnvironmentStep) -> float | None:
+    """The environment's own reward: what it gave, or 0 where it was cut off before it gave any.
+
+    None where it ended the episode without a reward: then scorers give one.
+    """
     if step.reward is None:
-        if step.done:
-            raise Failure("the environment ended the episode without a reward")
-        return 0.0
+        return None if step.done else 0.0
     if not math.isfinite(step.reward):
         raise Failure(f"the reward is {step.reward}, not a finite number")
     return step.reward

@@ -1,1 +1,1 @@
-"""Rollouts become rewards: reward functions in worker processes (or threads), while other answers are generated."""
+"""Rollouts become scores: a stage of scorers, which see tokens as they arrive; reward functions are the first kind."""

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
+from headrace.scoring.base import Judgement
 from headrace.scoring.functions import Question
-from headrace.tasks.base import Judgement
 
 HEADER = struct.Struct("<I")
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +24,28 @@ import msgspec
 
 from headrace.errors import ConfigError
 from headrace.reference import describe
-from headrace.tasks.base import JudgeError, Judgement
+from headrace.scoring.base import Ended, Judgement, ScoreError, Scorer
+from headrace.types import Prompt, Score
 
 RewardFunction = Callable[..., Any]
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY,)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class RewardScorer(Scorer):
+    """A reward function as a scorer: it gives one score to a whole rollout, by the text of its last turn."""
+
+    keeps_deadlines = True
+
+    @abstractmethod
+    async def judge(self, prompt: Prompt, completion: str) -> Judgement:
+        """The reward function's judgement. Raises `ScoreError` when it raised, gave no number, or took too long."""
+
+    async def score(self, ended: Ended) -> list[Score]:
+        """The judgement as a score."""
+        judgement = await self.judge(ended.prompt, ended.completion)
+        return [Score(value=judgement.reward, metrics=judgement.metrics)]
 
 
 class Question(msgspec.Struct, kw_only=True):
@@ -62,8 +79,19 @@ def check_signature(function: RewardFunction, name: str) -> None:
         raise ConfigError(f"{name} takes ({', '.join(parameters)}), but a reward function must take `completion`")
 
 
+def is_reward_function(candidate: object) -> bool:
+    """Whether this could be called as a reward function."""
+    if not callable(candidate) or inspect.isclass(candidate):
+        return False
+    try:
+        check_signature(candidate, "")
+    except ConfigError:
+        return False
+    return True
+
+
 def call(function: RewardFunction, question: Question) -> Any:
-    """Call the function with what it declares; an awaitable is returned as it is. Raises `JudgeError`."""
+    """Call the function with what it declares; an awaitable is returned as it is. Raises `ScoreError`."""
     available = question.fields()
     positional: list[Any] = []
     named: dict[str, Any] = {}
@@ -75,7 +103,7 @@ def call(function: RewardFunction, question: Question) -> Any:
         elif name not in available:
             if parameter.default is inspect.Parameter.empty:
                 has = ", ".join(sorted(question.data)) or "no fields"
-                raise JudgeError(f"the reward function wants {name!r}, which this prompt does not have (it has {has})")
+                raise ScoreError(f"the reward function wants {name!r}, which this prompt does not have (it has {has})")
         elif parameter.kind in _POSITIONAL:
             positional.append(available.pop(name))
         else:
@@ -83,34 +111,34 @@ def call(function: RewardFunction, question: Question) -> Any:
     try:
         return function(*positional, **named)
     except (Exception, SystemExit) as error:
-        raise JudgeError(f"the reward function raised {describe(error)}") from error
+        raise ScoreError(f"the reward function raised {describe(error)}") from error
 
 
 async def finish(result: Any) -> Any:
-    """Await what an async reward function returned. Raises `JudgeError`."""
+    """Await what an async reward function returned. Raises `ScoreError`."""
     try:
         return await result
     except (Exception, SystemExit) as error:
-        raise JudgeError(f"the reward function raised {describe(error)}") from error
+        raise ScoreError(f"the reward function raised {describe(error)}") from error
 
 
 def judgement(result: Any) -> Judgement:
-    """What a reward function returned, as a judgement. Raises `JudgeError`."""
+    """What a reward function returned, as a judgement. Raises `ScoreError`."""
     if not isinstance(result, dict):
         return Judgement(reward=_number(result, "the reward function gave"))
     if "reward" not in result:
-        raise JudgeError(f'the reward function gave a dict without "reward" (it has {", ".join(map(str, result))})')
+        raise ScoreError(f'the reward function gave a dict without "reward" (it has {", ".join(map(str, result))})')
     numbers = {str(key): _number(value, f"the reward function gave, as {key!r},") for key, value in result.items()}
     return Judgement(reward=numbers.pop("reward"), metrics=numbers)
 
 
 def _number(value: Any, said: str) -> float:
     if not hasattr(value, "__float__"):
-        raise JudgeError(f"{said} a {type(value).__name__}, not a number")
+        raise ScoreError(f"{said} a {type(value).__name__}, not a number")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise JudgeError(f"{said} a {type(value).__name__}, not a number") from error
+        raise ScoreError(f"{said} a {type(value).__name__}, not a number") from error
     if not math.isfinite(number):
-        raise JudgeError(f"{said} {number}, not a finite number")
+        raise ScoreError(f"{said} {number}, not a finite number")
     return number

@@ -11,13 +11,13 @@ import contextlib
 import inspect
 import threading
 
-from headrace.scoring.functions import Question, RewardFunction, call, check_signature, finish, judgement
-from headrace.tasks.base import JudgeError, Judgement
+from headrace.scoring.base import Judgement, ScoreError
+from headrace.scoring.functions import Question, RewardFunction, RewardScorer, call, check_signature, finish, judgement
 from headrace.types import Prompt
 
 
-class CallableJudge:
-    """A `Judge` around a callable; `threads` judgements at a time, first come, first served."""
+class ThreadScorer(RewardScorer):
+    """A callable as a scorer; `threads` judgements at a time, first come, first served."""
 
     def __init__(self, function: RewardFunction, timeout: float = 30.0, *, threads: int = 1) -> None:
         check_signature(function, f"the reward function {getattr(function, '__name__', function)!r}")
@@ -27,9 +27,6 @@ class CallableJudge:
         self._free = asyncio.Semaphore(threads)
         self._waiting = 0
         self._closed = False
-
-    async def start(self) -> None:
-        """Nothing to start: here for symmetry with `WorkerJudge`."""
 
     async def judge(self, prompt: Prompt, completion: str) -> Judgement:
         """The judgement; its time counts from when a thread starts on it."""
@@ -41,16 +38,16 @@ class CallableJudge:
             async with asyncio.timeout(longest):
                 await self._free.acquire()
         except TimeoutError:
-            raise JudgeError(f"no thread was free to judge within {longest:g} s") from None
+            raise ScoreError(f"no thread was free to judge within {longest:g} s") from None
         finally:
             self._waiting -= 1
         try:
             if self._closed:
-                raise JudgeError("the judge is closed")
+                raise ScoreError("the reward function is closed")
             async with asyncio.timeout(self._timeout):
                 return await self._run(question)
         except TimeoutError:
-            raise JudgeError(f"the reward function took more than {self._timeout:g} s") from None
+            raise ScoreError(f"the reward function took more than {self._timeout:g} s") from None
         finally:
             self._free.release()
 
@@ -62,10 +59,10 @@ class CallableJudge:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Judgement] = loop.create_future()
 
-        def settle(result: Judgement | JudgeError) -> None:
+        def settle(result: Judgement | ScoreError) -> None:
             if answer.done():
                 return
-            if isinstance(result, JudgeError):
+            if isinstance(result, ScoreError):
                 answer.set_exception(result)
             else:
                 answer.set_result(result)
@@ -80,11 +77,11 @@ class CallableJudge:
         return await answer
 
 
-def _judge_here(function: RewardFunction, question: Question) -> Judgement | JudgeError:
+def _judge_here(function: RewardFunction, question: Question) -> Judgement | ScoreError:
     try:
         result = call(function, question)
         if inspect.isawaitable(result):
             result = asyncio.run(finish(result))
         return judgement(result)
-    except JudgeError as error:
+    except ScoreError as error:
         return error

@@ -20,9 +20,9 @@ from typing import BinaryIO
 
 from headrace.errors import ConfigError
 from headrace.reference import describe, import_function
+from headrace.scoring.base import ScoreError
 from headrace.scoring.frames import Answer, Hello, Setup, pack, read
 from headrace.scoring.functions import Question, RewardFunction, call, check_signature, finish, judgement
-from headrace.tasks.base import JudgeError
 
 GRACE_SECONDS = 2.0
 """How long a worker whose owner is gone may take to end by itself."""
@@ -70,7 +70,7 @@ def answer(function: RewardFunction, question: Question, runner: asyncio.Runner)
         if inspect.isawaitable(result):
             result = runner.run(finish(result))
         return Answer(judgement=judgement(result))
-    except JudgeError as error:
+    except ScoreError as error:
         return Answer(error=str(error))
 
 

@@ -15,16 +15,16 @@ import msgspec
 
 from headrace.channel import pipes
 from headrace.errors import ConfigError
+from headrace.scoring.base import Judgement, ScoreError
 from headrace.scoring.frames import HEADER, Answer, Hello, Setup, pack, unpack
-from headrace.scoring.functions import Question
-from headrace.tasks.base import JudgeError, Judgement
+from headrace.scoring.functions import Question, RewardScorer
 from headrace.types import Prompt
 
 T = TypeVar("T")
 
 
-class WorkerJudge:
-    """A `Judge` of `workers` processes; judgements are taken in the order in which they are asked for."""
+class WorkerScorer(RewardScorer):
+    """A reward function in `workers` processes; judgements are taken in the order in which they are asked for."""
 
     def __init__(
         self,
@@ -35,12 +35,14 @@ class WorkerJudge:
         arguments: dict[str, Any] | None = None,
         start_timeout: float = 60.0,
         log: Path | None = None,
+        key: str = "",
     ) -> None:
         """`reference` names the reward function; with `arguments`, a maker that returns it (see `frames.Setup`).
 
         `timeout` counts from when a worker starts on a judgement. What the functions print goes to `log`, or to this
-        process's standard error.
+        process's standard error. `key` is the key of the configuration that names the function, if not `[task]`.
         """
+        self._key = key or ("[task] reward" if arguments is None else "")
         self._setup = Setup(reference=reference, arguments=arguments)
         self._timeout = timeout
         self._start_timeout = start_timeout
@@ -62,16 +64,16 @@ class WorkerJudge:
             raise self._refusal(errors[0]) from errors[0]
 
     async def judge(self, prompt: Prompt, completion: str) -> Judgement:
-        """The judgement; raises `JudgeError` when the function raised, gave no number, took too long, or died."""
+        """The judgement; raises `ScoreError` when the function raised, gave no number, took too long, or died."""
         question = Question(completion=completion, messages=prompt.messages or [], text=prompt.text, data=prompt.data)
         try:
             frame = pack(question)
         except (TypeError, ValueError) as error:
-            raise JudgeError(f"the prompt's data cannot be sent to a reward worker: {error}") from error
+            raise ScoreError(f"the prompt's data cannot be sent to a reward worker: {error}") from error
         place = await self._take()
         try:
             if self._closed:
-                raise JudgeError("the reward workers are closed")
+                raise ScoreError("the reward workers are closed")
             try:
                 return await self._judge_at(place, frame)
             except _Died:
@@ -93,7 +95,7 @@ class WorkerJudge:
             async with asyncio.timeout(longest):
                 return await self._free.get()
         except TimeoutError:
-            raise JudgeError(f"no reward worker was free within {longest:g} s") from None
+            raise ScoreError(f"no reward worker was free within {longest:g} s") from None
         finally:
             self._waiting -= 1
 
@@ -101,14 +103,14 @@ class WorkerJudge:
         try:
             worker = await self._fill(place)
         except (ConfigError, _Gone, TimeoutError) as error:
-            raise JudgeError(f"a reward worker could not be started again: {self._refusal(error)}") from error
+            raise ScoreError(f"a reward worker could not be started again: {self._refusal(error)}") from error
         settled = False
         try:
             async with asyncio.timeout(self._timeout):
                 answer = await worker.ask(frame, Answer)
             settled = True
         except TimeoutError:
-            raise JudgeError(f"the reward function took more than {self._timeout:g} s") from None
+            raise ScoreError(f"the reward function took more than {self._timeout:g} s") from None
         except _Gone as error:
             raise _Died(f"the reward worker {error} during a judgement") from None
         finally:
@@ -117,7 +119,7 @@ class WorkerJudge:
                 place.worker = None
                 await asyncio.shield(worker.kill())
         if answer.judgement is None:
-            raise JudgeError(answer.error)
+            raise ScoreError(answer.error)
         return answer.judgement
 
     async def _fill(self, place: _Place) -> _Worker:
@@ -143,7 +145,7 @@ class WorkerJudge:
 
     def _refusal(self, error: BaseException) -> ConfigError:
         """Why the reward function cannot be used, in one line."""
-        name = f"[task] reward {self._setup.reference!r}" if self._setup.arguments is None else "[task]"
+        name = f"{self._key} {self._setup.reference!r}" if self._key else "[task]"
         if isinstance(error, ConfigError):
             text = str(error)
             return ConfigError(text if text.startswith("[") else f"{name}: {text}")
@@ -154,7 +156,7 @@ class WorkerJudge:
         raise error
 
 
-class _Died(JudgeError):
+class _Died(ScoreError):
     """A worker died during a judgement."""
 
 

@@ -1,1 +1,1 @@
-"""Prompts and judges: datasets, reasoning-gym, environments with tools, and the model's chat format."""
+"""Prompts and environments: datasets, reasoning-gym, environments with tools, and the model's chat format."""

@@ -1,4 +1,4 @@
-"""What a task is: prompts with stable ids, and a judge (or an environment that answers turn by turn).
+"""What a task is: prompts with stable ids, and an environment that answers turn by turn.
 
 A task knows messages and text; the tokens of a conversation belong to `rollouts`, which renders each new message once
 and never tokenises an earlier turn again.
@@ -14,29 +14,6 @@ import msgspec
 from headrace.types import Prompt
 
 
-class Judgement(msgspec.Struct, kw_only=True):
-    """What a judge says about one answer."""
-
-    reward: float
-    metrics: dict[str, float] = {}
-
-
-class Judge(Protocol):
-    """Scores finished answers, off the event loop, with a deadline."""
-
-    async def judge(self, prompt: Prompt, completion: str) -> Judgement:
-        """The judgement; raises `JudgeError` when the reward function raised or took too long."""
-        ...
-
-    async def close(self) -> None:
-        """End the workers. Idempotent."""
-        ...
-
-
-class JudgeError(Exception):
-    """A reward function raised, timed out or gave no number: fails that rollout, nothing else."""
-
-
 class EnvironmentStep(msgspec.Struct, kw_only=True):
     """What an environment answers to the policy's turn."""
 
@@ -44,7 +21,7 @@ class EnvironmentStep(msgspec.Struct, kw_only=True):
     """Messages that follow (a tool's answer, a user's reply); tokens of these are never trained on."""
     done: bool = False
     reward: float | None = None
-    """The episode's reward; required when done."""
+    """The episode's reward. An environment without one leaves it to the run's scorers (see `scoring`)."""
     metrics: dict[str, float] = {}
 
 
@@ -88,5 +65,5 @@ class Task(Protocol):
         ...
 
     async def close(self) -> None:
-        """End reward workers and environments. Idempotent."""
+        """End what the task holds for all its episodes. Idempotent."""
         ...

@@ -1,4 +1,4 @@
-"""Any reasoning-gym dataset as a task, judged by its own verifier.
+"""Any reasoning-gym dataset as a task; its own verifier is the reward function (`verifier`).
 
 Held-out questions come from another seed and are fixed first; a training question that equals one of them is replaced
 by the next that does not, so the two never meet, and training questions are only generated when they are drawn.
@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 from headrace.errors import ConfigError
-from headrace.tasks.base import Judge
 from headrace.tasks.single_turn import SingleTurnTask
 from headrace.types import Prompt
 
@@ -31,7 +30,6 @@ class GymTask(SingleTurnTask):
         self,
         name: str,
         *,
-        judge: Judge,
         config: dict[str, Any] | None = None,
         seed: int = 0,
         size: int = 10_000,
@@ -53,7 +51,6 @@ class GymTask(SingleTurnTask):
         super().__init__(
             GymPrompts(data, f"{name}/{seed}", phrase, avoid=frozenset(entry["question"] for entry in chosen)),
             [phrase.prompt(f"{name}/{seed}/heldout/{i}", entry) for i, entry in enumerate(chosen)],
-            judge,
         )
 
     @staticmethod

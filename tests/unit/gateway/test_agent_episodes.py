@@ -21,6 +21,7 @@ from headrace.gateway.agents import AgentPool
 from headrace.gateway.episode import AgentEpisode
 from headrace.gateway.frames import Setup
 from headrace.gateway.gateway import Gateway
+from headrace.rollouts.base import EpisodePlan
 from headrace.types import Prompt, Rollout
 
 HERE = Path(__file__).parent
@@ -41,7 +42,7 @@ async def pool(function: str = "behave", command: list[str] | None = None, **mor
 def episode(gateway: Gateway, way: str = "", *, index: int = 0, mark: str = "", max_tokens: int = 40) -> AgentEpisode:
     prompt = Prompt(id="p", messages=[{"role": "user", "content": "hi"}], data={"way": way, "data_": 1, "mark": mark})
     sampling = Sampling(max_tokens=max_tokens, seed=index)
-    return gateway.episode(id=f"9/{index}", index=index, prompt=prompt, sampling=sampling, group="9")
+    return gateway.episode(EpisodePlan(id=f"9/{index}", index=index, prompt=prompt, sampling=sampling, group="9"))
 
 
 async def ended(*episodes: AgentEpisode) -> list[Rollout]:

@@ -9,7 +9,9 @@ import numpy as np
 
 from headrace.engines.base import Engine, Sampling
 from headrace.engines.fake import FakeEngine
-from headrace.rollouts.turns import Episode
+from headrace.rollouts.base import EpisodePlan
+from headrace.rollouts.turns import Episode, Equipment
+from headrace.scoring.base import Scoring
 from headrace.tasks.base import EnvironmentStep
 from headrace.types import Int32Array, Prompt
 
@@ -96,18 +98,18 @@ def episode(
     seed: int = 5,
     stop: tuple[int, ...] = (),
     deadline: float | None = None,
+    scoring: Scoring | None = None,
 ) -> Episode:
-    return Episode(
+    plan = EpisodePlan(
         id=id or f"9/{index}",
         index=index,
         prompt=prompt or Prompt(id="p", messages=[{"role": "user", "content": "hi"}]),
-        environment=environment,
-        chat=chat or TinyChat(),
-        engine=engine or FakeEngine(version=1, lengths=[6, 4, 8]),
         sampling=Sampling(max_tokens=max_tokens, seed=seed, stop_token_ids=stop),
         max_turns=max_turns,
         deadline=deadline,
     )
+    engine = engine or FakeEngine(version=1, lengths=[6, 4, 8])
+    return Episode(plan, environment, Equipment(engine, chat or TinyChat(), scoring))
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -12,6 +12,7 @@ from rollout_parts import Script, done, episode
 from headrace.engines.fake import FakeEngine, lognormal_lengths
 from headrace.rollouts.evaluation import EvaluationResult, evaluate, pass_at_k
 from headrace.rollouts.turns import Episode
+from headrace.scoring.stage import Stage
 from headrace.types import Prompt
 
 PROMPTS = [Prompt(id=f"p{i}", messages=[{"role": "user", "content": f"what is {i}?"}]) for i in range(5)]
@@ -39,7 +40,7 @@ async def test_the_figures_are_those_of_the_rewards() -> None:
         environment = Script(reward if isinstance(reward, Exception) else done(reward))
         return episode(environment, engine, prompt=prompt, id=f"{prompt.id}/{sample}")
 
-    result = await asyncio.wait_for(evaluate(PROMPTS, make, samples=4, k=2, concurrency=3, shown=4), 20)
+    result = await asyncio.wait_for(evaluate(PROMPTS, make, Stage(), samples=4, k=2, concurrency=3, shown=4), 20)
     assert (result.prompts, result.samples, result.k, result.failed) == (5, 4, 2, 1)
     assert result.pass_1 == pytest.approx((1 + 0 + 4 + 2 + 0) / 20)
     # Of 4 answers 1, 0, 4, 2, 0 are right: two drawn miss all with chance 3/6, 1, 0, 1/6, 1.
@@ -72,7 +73,7 @@ async def test_no_more_episodes_are_in_flight_than_allowed_and_the_result_does_n
             seed = 10 * sample + PROMPTS.index(prompt)
             return episode(Watching(), engine, prompt=prompt, seed=seed, id=f"{prompt.id}/{sample}")
 
-        return await asyncio.wait_for(evaluate(PROMPTS, make, samples=3, concurrency=concurrency), 20), most
+        return await asyncio.wait_for(evaluate(PROMPTS, make, Stage(), samples=3, concurrency=concurrency), 20), most
 
     (one, most_one), (four, most_four) = await run(1), await run(4)
     assert one == four
@@ -81,6 +82,6 @@ async def test_no_more_episodes_are_in_flight_than_allowed_and_the_result_does_n
 
 async def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="no prompt"):
-        await evaluate([], lambda prompt, sample: episode(Script()), samples=1)
+        await evaluate([], lambda prompt, sample: episode(Script()), Stage(), samples=1)
     with pytest.raises(ValueError, match="pass@3 of 2"):
-        await evaluate(PROMPTS, lambda prompt, sample: episode(Script()), samples=2, k=3)
+        await evaluate(PROMPTS, lambda prompt, sample: episode(Script()), Stage(), samples=2, k=3)

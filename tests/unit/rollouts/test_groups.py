@@ -8,6 +8,7 @@ from rollout_parts import Script, done, episode, until
 
 from headrace.engines.fake import FakeEngine, lognormal_lengths
 from headrace.rollouts import cancel_group, derive_seed, discard_group, prepare_group, run_group
+from headrace.scoring.stage import Stage
 from headrace.types import Group, Prompt
 
 
@@ -21,7 +22,7 @@ async def test_a_group_is_complete_when_every_rollout_has_ended() -> None:
     episodes = [episode(environment, engine, index=i, seed=i) for i, environment in enumerate(environments)]
     await prepare_group(episodes)
     asked = group()
-    complete = await asyncio.wait_for(run_group(asked, episodes[::-1]), 20)
+    complete = await asyncio.wait_for(run_group(asked, episodes[::-1], Stage()), 20)
     assert [r.index for r in complete.rollouts] == [0, 1, 2, 3]
     assert [r.ending for r in complete.rollouts] == ["finished", "finished", "failed", "failed"]
     assert [r.reward for r in complete.rollouts] == [0.0, 0.25, None, None]
@@ -35,7 +36,7 @@ async def test_cancelling_a_group_yields_what_there_is() -> None:
     environments = [Script(done()) for _ in range(3)]
     episodes = [episode(e, engine, index=i, max_tokens=20_000) for i, e in enumerate(environments)]
     await prepare_group(episodes)
-    running = asyncio.create_task(run_group(group(), episodes))
+    running = asyncio.create_task(run_group(group(), episodes, Stage()))
     await until(lambda: len(episodes[2].partial) >= 30)
     await cancel_group(episodes, "its lag is over the limit")
     complete = await asyncio.wait_for(running, 20)
@@ -52,7 +53,7 @@ async def test_cancelling_the_task_frees_the_requests_and_closes_the_environment
     environments = [Script(done()) for _ in range(3)]
     episodes = [episode(e, engine, index=i, max_tokens=20_000) for i, e in enumerate(environments)]
     await prepare_group(episodes)
-    running = asyncio.create_task(run_group(group(), episodes))
+    running = asyncio.create_task(run_group(group(), episodes, Stage()))
     await until(lambda: len(episodes[0].partial) >= 30)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -67,7 +68,7 @@ async def test_a_group_cancelled_as_it_starts_is_closed_too() -> None:
     environments = [Script(done()) for _ in range(2)]
     episodes = [episode(e, index=i) for i, e in enumerate(environments)]
     await prepare_group(episodes)
-    running = asyncio.create_task(run_group(group(), episodes))
+    running = asyncio.create_task(run_group(group(), episodes, Stage()))
     asyncio.get_running_loop().call_soon(running.cancel)
     await asyncio.wait([running], timeout=20)
     assert running.cancelled() and [e.closed for e in environments] == [1, 1]
@@ -77,7 +78,7 @@ async def test_a_group_whose_task_never_began_is_closed_by_discarding_it() -> No
     environments = [Script(done()) for _ in range(2)]
     episodes = [episode(e, index=i) for i, e in enumerate(environments)]
     await prepare_group(episodes)
-    running = asyncio.create_task(run_group(group(), episodes))
+    running = asyncio.create_task(run_group(group(), episodes, Stage()))
     running.cancel()
     await asyncio.wait([running], timeout=20)
     await discard_group(episodes)
@@ -110,7 +111,7 @@ async def test_the_engine_sees_requests_in_the_order_of_the_calls_however_long_e
     ended: list[str] = []
     for one in [one for episodes in groups for one in episodes]:
         one._environment.close = functools.partial(_note, ended, one.id)  # type: ignore[method-assign]
-    tasks = [asyncio.create_task(run_group(group(), episodes)) for episodes in groups]
+    tasks = [asyncio.create_task(run_group(group(), episodes, Stage())) for episodes in groups]
     await asyncio.wait_for(asyncio.gather(*tasks), 20)
     assert ended == ["0/0", "0/1", "1/0", "1/1"], "one slot serves them in the order in which they came"
 

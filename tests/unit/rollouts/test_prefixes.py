@@ -8,17 +8,18 @@ from rollout_parts import Script, TinyChat, done
 
 from headrace.engines.base import Sampling
 from headrace.engines.fake import FakeEngine
-from headrace.rollouts.turns import Episode
+from headrace.rollouts.base import EpisodePlan
+from headrace.rollouts.turns import Episode, Equipment
 from headrace.types import Prompt, Trace
 
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "hi"}])
 
 
 def episode(engine: FakeEngine, environment: Script, chat: TinyChat, max_tokens: int, prefix: Trace | None) -> Episode:
-    return Episode(
-        id="9/0", index=0, prompt=PROMPT, environment=environment, chat=chat, engine=engine,
-        sampling=Sampling(max_tokens=max_tokens, seed=5), prefix=prefix,
-    )  # fmt: skip
+    plan = EpisodePlan(
+        id="9/0", index=0, prompt=PROMPT, sampling=Sampling(max_tokens=max_tokens, seed=5), prefix=prefix
+    )
+    return Episode(plan, environment, Equipment(engine, chat))
 
 
 async def run(one: Episode) -> tuple[str, Trace]:
@@ -73,17 +74,15 @@ async def test_a_prefix_is_part_of_what_a_later_life_goes_on_from() -> None:
     engine = FakeEngine(version=2)
     _, whole = await run(episode(engine, Script(done()), TinyChat(), 10, prefix))
     for cut in range(len(prefix) - 4, len(whole) + 1):
-        discarded: list[int] = []
-        resumed = Episode(
-            id="9/0", index=0, prompt=PROMPT, environment=Script(done()), chat=TinyChat(), engine=engine,
-            sampling=Sampling(max_tokens=10, seed=5), saved=whole.part(0, cut), on_discard=discarded.append,
-        )  # fmt: skip
+        sampling = Sampling(max_tokens=10, seed=5)
+        plan = EpisodePlan(id="9/0", index=0, prompt=PROMPT, sampling=sampling, saved=whole.part(0, cut))
+        resumed = Episode(plan, Script(done()), Equipment(engine, TinyChat()))
         ending, trace = await run(resumed)
         if cut >= len(prefix):
             for name in ("token_ids", "trained", "logprobs", "versions"):
                 np.testing.assert_array_equal(getattr(trace, name), getattr(whole, name), err_msg=f"{name}, {cut}")
         np.testing.assert_array_equal(trace.token_ids[:cut], whole.token_ids[:cut])
         np.testing.assert_array_equal(trace.trained[:cut], whole.trained[:cut])
-        assert discarded == [] and ending in ("finished", "truncated")
+        assert resumed.discarded == 0 and ending in ("finished", "truncated")
         assert int((trace.versions != -1).sum()) <= 10, "salvaged tokens count in the budget"
     await engine.close()

@@ -9,7 +9,8 @@ from rollout_parts import END, Script, TinyChat
 from headrace.engines.base import Sampling
 from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
-from headrace.rollouts.turns import Episode
+from headrace.rollouts.base import EpisodePlan
+from headrace.rollouts.turns import Episode, Equipment
 from headrace.tasks.base import EnvironmentStep
 from headrace.types import Prompt, Rollout, Trace
 
@@ -22,21 +23,19 @@ def script(last: str = "right") -> Script:
     return Script(*steps, EnvironmentStep(done=True, reward=1.0))
 
 
-async def play(saved: Trace | None, environment: Script) -> tuple[Rollout, list[int], int]:
-    """The rollout, the tokens that were discarded, and how many the engine sampled."""
+async def play(saved: Trace | None, environment: Script) -> tuple[Rollout, int, int]:
+    """The rollout, how many saved tokens were discarded, and how many the engine sampled."""
     policy = FakePolicy(64)
     engine = FakeEngine(name="engine-0", policy=policy, slots=4, token_seconds=0.0)
     await engine.load(policy.manifest(0))
-    discarded: list[int] = []
-    episode = Episode(
-        id="0/0", index=0, prompt=Prompt(id="p", text="x"), environment=environment, chat=TinyChat(), engine=engine,
-        sampling=Sampling(max_tokens=400, seed=3), max_turns=8, saved=saved, on_discard=discarded.append,
-    )  # fmt: skip
+    sampling = Sampling(max_tokens=400, seed=3)
+    plan = EpisodePlan(id="0/0", index=0, prompt=Prompt(id="p", text="x"), sampling=sampling, max_turns=8, saved=saved)
+    episode = Episode(plan, environment, Equipment(engine, TinyChat()))
     await episode.prepare()
     rollout = await episode.run()
     sampled = engine.counters().generated_tokens
     await engine.close()
-    return rollout, discarded, sampled
+    return rollout, episode.discarded, sampled
 
 
 def same(one: Trace, two: Trace) -> None:
@@ -56,7 +55,7 @@ async def test_every_prefix_of_an_episode_leads_to_the_same_one() -> None:
         again, discarded, sampled = await play(trace.part(0, cut), environment)
         same(again.traces[0], trace)
         assert (again.reward, again.ending, again.metrics) == (whole.reward, whole.ending, whole.metrics)
-        assert discarded == []
+        assert discarded == 0
         assert sampled == all_sampled - trace.part(0, cut).trained_tokens, "what was saved is not sampled again"
         assert len(environment.heard) == 3, "the environment hears every turn"
 
@@ -69,7 +68,7 @@ async def test_an_environment_that_answers_otherwise_ends_the_use_of_what_was_sa
     same(again.traces[0], fresh.traces[0])
     context = np.flatnonzero(np.diff(trace.trained.astype(int)) == 1)
     last_turn = trace.part(int(context[2]) + 1, len(trace))
-    assert discarded == [last_turn.trained_tokens] and discarded[0] > 0
+    assert discarded == last_turn.trained_tokens > 0
 
 
 @pytest.mark.parametrize("opening", ["ho", "hi there"])
@@ -78,5 +77,5 @@ async def test_another_opening_discards_all(opening: str) -> None:
     environment = script()
     environment.opening = opening
     again, discarded, _ = await play(whole.traces[0], environment)
-    assert discarded == [whole.traces[0].trained_tokens]
+    assert discarded == whole.traces[0].trained_tokens
     assert again.reward == 1.0

@@ -13,7 +13,7 @@ from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
 from headrace.errors import PeerDied
 from headrace.rollouts.turns import FRUITLESS_RESUMES, Episode
-from headrace.tasks.base import EnvironmentStep, JudgeError
+from headrace.tasks.base import EnvironmentStep
 from headrace.types import NO_VERSION, Prompt, Rollout
 
 OPENING = [OPEN, USER, ord("h") % 59, ord("i") % 59, END, ASSISTANT]
@@ -150,13 +150,11 @@ class Odd(Exception):
 @pytest.mark.parametrize(
     ("environment", "reason"),
     [
-        (Script(JudgeError("took too long")), "environment.step: JudgeError: took too long"),
         (Script(Odd()), "environment.step: Odd: first line"),
         (Script(ZeroDivisionError()), "environment.step: ZeroDivisionError"),
         (Script(TimeoutError("theirs")), "environment.step: TimeoutError: theirs"),
         (Script(opening=KeyError("q")), "environment.reset: KeyError: 'q'"),
         (Script(opening=""), "the environment opened without a message and the prompt has no text"),
-        (Script(done(None)), "the environment ended the episode without a reward"),
         (Script(done(float("nan"))), "the reward is nan, not a finite number"),
         (Script(EnvironmentStep(done=True, reward="best")), "environment.step: ValueError: could not convert"),  # type: ignore[arg-type]
         (Script(None), "environment.step: AttributeError"),  # type: ignore[arg-type]

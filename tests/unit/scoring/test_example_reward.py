@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.scoring.workers import WorkerJudge
+from headrace.scoring.workers import WorkerScorer
 from headrace.tasks.dataset import load_prompts, split_heldout
 from headrace.tasks.single_turn import SingleTurnTask
 
@@ -13,17 +13,17 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "rewards"
 
 async def test_the_example_judges_its_own_dataset() -> None:
     train, heldout = split_heldout(load_prompts(EXAMPLE / "words.jsonl"), 20)
-    judge = WorkerJudge(f"{EXAMPLE / 'sorted_words.py'}:reward")
+    judge = WorkerScorer(f"{EXAMPLE / 'sorted_words.py'}:reward")
     await judge.start()
-    task = SingleTurnTask(train, heldout, judge, demonstration_field="answer")
+    task = SingleTurnTask(train, heldout, demonstration_field="answer")
     try:
         for prompt in heldout:
             right = task.demonstration(prompt)
             assert right is not None
             words = right.split()
-            assert (await task.episode(prompt).step(right)).reward == 1.0
+            assert (await judge.judge(prompt, right)).reward == 1.0
             swapped = " ".join([*words[:-2], words[-1], words[-2]])
-            assert (await task.episode(prompt).step(swapped)).reward == 0.5 * (len(words) - 2) / len(words)
-            assert (await task.episode(prompt).step("")).reward == 0.0
+            assert (await judge.judge(prompt, swapped)).reward == 0.5 * (len(words) - 2) / len(words)
+            assert (await judge.judge(prompt, "")).reward == 0.0
     finally:
-        await task.close()
+        await judge.close()

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from headrace.errors import ConfigError
+from headrace.scoring.base import ScoreError
 from headrace.scoring.functions import Question, call, check_signature, judgement
-from headrace.tasks.base import JudgeError
 
 QUESTION = Question(
     completion="C",
@@ -60,7 +60,7 @@ def test_fields_of_the_data_cannot_hide_the_answer() -> None:
 
 
 def test_a_missing_field_is_named() -> None:
-    with pytest.raises(JudgeError, match=r"wants 'solution', which this prompt does not have \(it has answer, level\)"):
+    with pytest.raises(ScoreError, match=r"wants 'solution', which this prompt does not have \(it has answer, level\)"):
         call(lambda completion, solution: 0, QUESTION)
 
 
@@ -68,7 +68,7 @@ def test_what_a_function_raises_is_one_line() -> None:
     def reward(completion: str) -> float:
         raise KeyError("two\nlines")
 
-    with pytest.raises(JudgeError, match=r"raised KeyError: .*\(test_functions\.py, line \d+\)$"):
+    with pytest.raises(ScoreError, match=r"raised KeyError: .*\(test_functions\.py, line \d+\)$"):
         call(reward, QUESTION)
 
 
@@ -112,5 +112,5 @@ def test_numbers(result: Any, reward: float, metrics: dict[str, float]) -> None:
     ],
 )
 def test_what_is_not_a_number(result: Any, problem: str) -> None:
-    with pytest.raises(JudgeError, match=problem):
+    with pytest.raises(ScoreError, match=problem):
         judgement(result)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.scoring.threads import CallableJudge
-from headrace.tasks.base import JudgeError
+from headrace.scoring.base import ScoreError
+from headrace.scoring.threads import ThreadScorer
 from headrace.types import Prompt
 
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "Q"}], data={"answer": "4"})
@@ -23,9 +23,9 @@ async def test_sync_and_async_callables() -> None:
         await asyncio.sleep(0.01)
         return {"reward": float(completion == answer), "waited": 1}
 
-    assert (await CallableJudge(exact).judge(PROMPT, "4")).reward == 1.0
-    assert (await CallableJudge(exact).judge(PROMPT, "5")).reward == 0.0
-    found = await CallableJudge(slowly).judge(PROMPT, "4")
+    assert (await ThreadScorer(exact).judge(PROMPT, "4")).reward == 1.0
+    assert (await ThreadScorer(exact).judge(PROMPT, "5")).reward == 0.0
+    found = await ThreadScorer(slowly).judge(PROMPT, "4")
     assert (found.reward, found.metrics) == (1.0, {"waited": 1.0})
 
 
@@ -37,7 +37,7 @@ async def test_it_runs_off_the_loop() -> None:
         assert released.wait(5)
         return float(threading.get_ident() != loop_thread)
 
-    asked = asyncio.ensure_future(CallableJudge(reward).judge(PROMPT, "x"))
+    asked = asyncio.ensure_future(ThreadScorer(reward).judge(PROMPT, "x"))
     await asyncio.sleep(0)
     released.set()  # only a loop that is not held gets here
     assert (await asked).reward == 1.0
@@ -57,12 +57,12 @@ async def test_a_callable_that_raises_or_overruns_fails_one_judgement(kind: str)
             await asyncio.sleep(1.0)
         return reward(completion)
 
-    judge = CallableJudge(reward if kind == "sync" else async_reward, timeout=0.2)
+    judge = ThreadScorer(reward if kind == "sync" else async_reward, timeout=0.2)
     results: list[Any] = await asyncio.gather(
         *(judge.judge(PROMPT, text) for text in ("raise", "hang", "fine")), return_exceptions=True
     )
-    assert isinstance(results[0], JudgeError) and "raised ValueError: bad luck" in str(results[0])
-    assert isinstance(results[1], JudgeError) and str(results[1]) == "the reward function took more than 0.2 s"
+    assert isinstance(results[0], ScoreError) and "raised ValueError: bad luck" in str(results[0])
+    assert isinstance(results[1], ScoreError) and str(results[1]) == "the reward function took more than 0.2 s"
     assert results[2].reward == 1.0
 
 
@@ -80,11 +80,11 @@ async def test_as_many_at_a_time_as_there_are_threads() -> None:
             running -= 1
         return 0.0
 
-    judge = CallableJudge(reward, threads=3)
+    judge = ThreadScorer(reward, threads=3)
     await asyncio.gather(*(judge.judge(PROMPT, "x") for _ in range(12)))
     assert 1 < most <= 3
 
 
 def test_a_callable_without_completion_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="must take `completion`"):
-        CallableJudge(lambda text: 1.0)
+        ThreadScorer(lambda text: 1.0)

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.scoring.workers import WorkerJudge
-from headrace.tasks.base import Judge, JudgeError
+from headrace.scoring.base import ScoreError
+from headrace.scoring.functions import RewardScorer
+from headrace.scoring.workers import WorkerScorer
 from headrace.tasks.gym import VERIFIER, GymTask
 from headrace.types import Prompt
 
@@ -91,8 +92,8 @@ def rewards(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def judging(reference: str, **options: Any) -> AsyncIterator[WorkerJudge]:
-    judge = WorkerJudge(reference, **options)
+async def judging(reference: str, **options: Any) -> AsyncIterator[WorkerScorer]:
+    judge = WorkerScorer(reference, **options)
     try:
         await judge.start()
         yield judge
@@ -104,8 +105,8 @@ def prompt(**data: Any) -> Prompt:
     return Prompt(id="p", messages=[{"role": "user", "content": "Q"}], data=data)
 
 
-async def failure(judge: Judge, completion: str, **data: Any) -> str:
-    with pytest.raises(JudgeError) as caught:
+async def failure(judge: RewardScorer, completion: str, **data: Any) -> str:
+    with pytest.raises(ScoreError) as caught:
         await judge.judge(prompt(**data), completion)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -179,7 +180,7 @@ async def test_only_the_judgement_that_hangs_fails(rewards: Path) -> None:
     async with judging(f"{rewards}:wild", workers=2, timeout=0.5) as judge:
         asked = ["fine", "hang", "fine", "die", "fine", "raise", "fine", "fine"]
         found = await asyncio.gather(*(judge.judge(prompt(), text) for text in asked), return_exceptions=True)
-        assert [isinstance(one, JudgeError) for one in found] == [text != "fine" for text in asked]
+        assert [isinstance(one, ScoreError) for one in found] == [text != "fine" for text in asked]
 
 
 async def test_a_cancelled_judgement_does_not_answer_the_next(rewards: Path, tmp_path: Path) -> None:
@@ -219,13 +220,13 @@ async def test_processes_that_a_function_started_end_with_its_worker(rewards: Pa
 
 
 async def test_close_ends_judgements_under_way_and_those_that_wait(rewards: Path) -> None:
-    judge = WorkerJudge(f"{rewards}:wild", timeout=60)
+    judge = WorkerScorer(f"{rewards}:wild", timeout=60)
     await judge.start()
     asked = [asyncio.ensure_future(judge.judge(prompt(), "hang")) for _ in range(3)]
     await asyncio.sleep(0.1)
     await asyncio.gather(judge.close(), judge.close())
     found = await asyncio.gather(*asked, return_exceptions=True)
-    assert all(isinstance(one, JudgeError) for one in found)
+    assert all(isinstance(one, ScoreError) for one in found)
     assert str(found[1]) == str(found[2]) == "the reward workers are closed"
     assert await failure(judge, "fine") == "the reward workers are closed"
     await judge.close()
@@ -236,10 +237,10 @@ async def test_workers_die_with_their_parent(rewards: Path, tmp_path: Path, comp
     """Even by SIGKILL, and even in a function that never gives the interpreter's lock back."""
     program = f"""
 import asyncio
-from headrace.scoring.workers import WorkerJudge
+from headrace.scoring.workers import WorkerScorer
 from headrace.types import Prompt
 async def main():
-    judge = WorkerJudge({str(rewards) + ":wild"!r}, timeout=60)
+    judge = WorkerScorer({str(rewards) + ":wild"!r}, timeout=60)
     await judge.start()
     prompt = Prompt(id="p", text="x")
     print(int((await judge.judge(prompt, "fine")).metrics["pid"]), flush=True)
@@ -276,7 +277,7 @@ async def test_a_function_that_cannot_be_used_fails_the_start(rewards: Path, ref
     (directory / "exits.py").write_text("import os; os._exit(9)")
     (directory / "sleeps.py").write_text("import time; time.sleep(60)")
     seconds = 1.0 if "sleeps" in reference else 30.0
-    judge = WorkerJudge(reference.replace("{dir}", str(directory)), workers=2, start_timeout=seconds)
+    judge = WorkerScorer(reference.replace("{dir}", str(directory)), workers=2, start_timeout=seconds)
     with pytest.raises(ConfigError) as caught:
         await judge.start()
     assert str(caught.value).startswith(line.replace("{dir}", str(directory)))
@@ -287,9 +288,9 @@ async def test_a_maker_is_called_once_with_its_arguments(rewards: Path) -> None:
     async with judging(f"{rewards}:maker", arguments={"scale": 0.5}) as judge:
         assert (await judge.judge(prompt(), "four")).reward == 2.0
     with pytest.raises(ConfigError, match=r"raised TypeError: maker\(\) got an unexpected keyword"):
-        await WorkerJudge(f"{rewards}:maker", arguments={"size": 0.5}).start()
+        await WorkerScorer(f"{rewards}:maker", arguments={"size": 0.5}).start()
     with pytest.raises(ConfigError, match=r"^\[task\] config: scale must not be negative$"):
-        await WorkerJudge(f"{rewards}:maker", arguments={"scale": -1}).start()
+        await WorkerScorer(f"{rewards}:maker", arguments={"scale": -1}).start()
 
 
 async def test_files_in_the_working_directory_do_not_hide_modules(
@@ -304,18 +305,16 @@ async def test_files_in_the_working_directory_do_not_hide_modules(
 async def test_a_gym_dataset_is_verified_in_a_worker() -> None:
     pattern = "<answer>(.*?)</answer>"
     arguments = GymTask.verifier_arguments("chain_sum", {"max_terms": 3}, pattern)
-    judge = WorkerJudge(VERIFIER, arguments=arguments)
-    task = GymTask(
-        "chain_sum", judge=judge, config={"max_terms": 3}, size=3, heldout=2, answer_pattern=pattern, suffix=" Now."
-    )
+    judge = WorkerScorer(VERIFIER, arguments=arguments)
+    task = GymTask("chain_sum", config={"max_terms": 3}, size=3, heldout=2, answer_pattern=pattern, suffix=" Now.")
     await judge.start()
     try:
         for one in [*task.train, *task.heldout]:
             right = one.data["entry"]["answer"]
-            assert (await task.episode(one).step(f"It is <answer>{right}</answer>")).reward == 1.0
-            assert (await task.episode(one).step("<answer>none</answer>")).reward == 0.0
+            assert (await judge.judge(one, f"It is <answer>{right}</answer>")).reward == 1.0
+            assert (await judge.judge(one, "<answer>none</answer>")).reward == 0.0
     finally:
-        await task.close()
+        await judge.close()
 
 
 async def test_a_worker_that_cannot_be_started_again_fails_judgements(rewards: Path) -> None:

@@ -12,21 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError
-from headrace.tasks.base import JudgeError, Judgement
 from headrace.tasks.gym import GymTask, compile_pattern, extract_answer, pack, unpack, verifier
 from headrace.types import Prompt
 
 
-class NoJudge:
-    async def judge(self, prompt: Prompt, completion: str) -> Judgement:
-        raise JudgeError("not here")
-
-    async def close(self) -> None:
-        pass
-
-
 def task(name: str = "chain_sum", **options: Any) -> GymTask:
-    return GymTask(name, judge=NoJudge(), **options)
+    return GymTask(name, **options)
 
 
 def question(prompt: Prompt) -> str:

@@ -1,0 +1,196 @@
+"""The scoring stage, between rollouts and the buffer: every rollout is scored as soon as it has ended.
+
+A rollout never waits for its group. Its reward is the weighted sum of all scores of the whole rollout; finer scores are
+recorded beside them. A scorer that raises, takes too long or gives no number fails that rollout and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import get_args
+
+import msgspec
+
+from headrace.reference import describe
+from headrace.scoring.base import Ended, ScoreError, Scorer, Span
+from headrace.types import Level, Rollout, Score
+
+CLOSE_SECONDS = 10.0
+LEVELS = get_args(Level)
+
+
+class Stage:
+    """Named scorers and their weights. Without any, a rollout's reward is what its environment or agent gave it."""
+
+    def __init__(
+        self,
+        scorers: Mapping[str, Scorer] | None = None,
+        weights: Mapping[str, float] | None = None,
+        *,
+        timeout: float = 30.0,
+    ) -> None:
+        """A scorer's weight is 1 unless it is given; so is that of an environment's or agent's own reward.
+
+        `timeout` is for scorers that keep no deadlines themselves.
+        """
+        self.scorers = dict(scorers or {})
+        self._weights = dict(weights or {})
+        self._timeout = timeout
+        self._listeners = {name: one for name, one in self.scorers.items() if type(one).span is not Scorer.span}
+        self._told: dict[str, str] = {}
+        """Rollouts whose spans were told, and why a scorer could not take one of them, if one could not."""
+
+    async def start(self) -> None:
+        """Start every scorer; raises `ConfigError`. After an error, none is left open."""
+        try:
+            for scorer in self.scorers.values():
+                await scorer.start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Close every scorer. Idempotent."""
+        await asyncio.gather(*(scorer.close() for scorer in self.scorers.values()))
+
+    @property
+    def listening(self) -> bool:
+        """Whether any scorer wants spans."""
+        return bool(self._listeners)
+
+    def span(self, span: Span) -> None:
+        """Tell the scorers of tokens that have arrived."""
+        if not self._listeners:
+            return
+        self._told.setdefault(span.rollout, "")
+        for name, scorer in self._listeners.items():
+            try:
+                with _foreign(name):
+                    scorer.span(span)
+            except ScoreError as error:
+                self._told[span.rollout] = self._told[span.rollout] or str(error)
+
+    def forget(self, rollout_id: str) -> None:
+        """Tell the scorers that a rollout whose spans they have seen will not be scored. Idempotent."""
+        if self._told.pop(rollout_id, None) is None:
+            return
+        for scorer in self._listeners.values():
+            # A user's code, about a rollout that has no other way to fail any more.
+            with suppress(Exception):
+                scorer.forget(rollout_id)
+
+    async def score(self, ended: Ended) -> Rollout:
+        """The rollout with its scores and reward, or failed with the reason why it has none."""
+        rollout = ended.rollout
+        try:
+            scores = await self._scores(ended)
+            reward = self._reward([*rollout.scores, *scores])
+        except ScoreError as error:
+            return msgspec.structs.replace(rollout, ending="failed", reward=None, reason=str(error))
+        return msgspec.structs.replace(
+            rollout,
+            reward=reward,
+            scores=[*rollout.scores, *scores],
+            metrics=_merged(rollout.metrics, scores),
+        )
+
+    async def _scores(self, ended: Ended) -> list[Score]:
+        if problem := self._told.get(ended.rollout.id):
+            self.forget(ended.rollout.id)
+            raise ScoreError(problem)
+        self._told.pop(ended.rollout.id, None)
+        if len(self.scorers) <= 1:
+            return [score for name in self.scorers for score in await self._ask(name, ended)]
+        asked = [
+            asyncio.create_task(self._ask(name, ended), name=f"{name}: {ended.rollout.id}") for name in self.scorers
+        ]
+        try:
+            return [score for scores in await asyncio.gather(*asked) for score in scores]
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.wait(asked, timeout=CLOSE_SECONDS)
+
+    async def _ask(self, name: str, ended: Ended) -> list[Score]:
+        """One scorer's scores, in plain numbers, under its name. Raises `ScoreError`."""
+        scorer = self.scorers[name]
+        timeout = None if scorer.keeps_deadlines else self._timeout
+        try:
+            async with asyncio.timeout(timeout):
+                with _foreign(name):
+                    given = await scorer.score(ended)
+        except TimeoutError:
+            raise ScoreError(f"the scorer {name!r} took more than {timeout:g} s") from None
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise ScoreError(f"the scorer {name!r} cancelled itself") from None
+        return _checked(name, scorer.version, given, ended.rollout)
+
+    def _reward(self, scores: Sequence[Score]) -> float:
+        parts = [self._weights.get(one.scorer, 1.0) * one.value for one in scores if one.level == "rollout"]
+        if not parts:
+            if self.scorers:
+                raise ScoreError(f"no score of the whole rollout came from {', '.join(map(repr, self.scorers))}")
+            raise ScoreError("the environment ended the episode without a reward")
+        # Not from 0.0 on: a single score is the reward bit for bit.
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        if not math.isfinite(total):
+            raise ScoreError(f"the reward is {total}, not a finite number")
+        return total
+
+
+def _checked(name: str, version: str, given: Sequence[Score], rollout: Rollout) -> list[Score]:
+    """The scores that a scorer gave, if they are scores of this rollout."""
+    if not isinstance(given, Sequence) or not all(isinstance(score, Score) for score in given):
+        raise ScoreError(f"the scorer {name!r} gave a {type(given).__name__}, not a list of scores")
+    return [_plain(name, version, score, rollout) for score in given]
+
+
+def _plain(name: str, version: str, score: Score, rollout: Rollout) -> Score:
+    value = _number(name, "value", score.value)
+    metrics = {str(key): _number(name, key, number) for key, number in score.metrics.items()}
+    if score.level not in LEVELS:
+        raise ScoreError(f"the scorer {name!r} gave a score of level {score.level!r}, not {', '.join(LEVELS)}")
+    if score.level != "rollout":
+        tokens = len(rollout.traces[score.trace]) if 0 <= score.trace < len(rollout.traces) else 0
+        if not 0 <= score.start < score.end <= tokens:
+            where = f"tokens {score.start} to {score.end} of trace {score.trace}"
+            raise ScoreError(f"the scorer {name!r} gave a score for {where}, which has {tokens} tokens")
+    return msgspec.structs.replace(score, value=value, metrics=metrics, scorer=name, version=score.version or version)
+
+
+def _number(name: str, what: str, given: object) -> float:
+    try:
+        number = float(given)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        raise ScoreError(f"the scorer {name!r} gave, as {what}, a {type(given).__name__}, not a number") from None
+    if not math.isfinite(number):
+        raise ScoreError(f"the scorer {name!r} gave, as {what}, {number}, not a finite number")
+    return number
+
+
+def _merged(metrics: Mapping[str, float], scores: Sequence[Score]) -> dict[str, float]:
+    """All metrics of a rollout; where two scorers give one of the same name, the later one's has its scorer's name."""
+    merged = dict(metrics)
+    for score in scores:
+        if score.level == "rollout":
+            merged |= {key if key not in merged else f"{score.scorer}/{key}": n for key, n in score.metrics.items()}
+    return merged
+
+
+@contextmanager
+def _foreign(name: str) -> Iterator[None]:
+    """Run a scorer, which may be the user's code and raise anything: a `ScoreError` comes of it."""
+    try:
+        yield
+    except ScoreError:
+        raise
+    except Exception as error:
+        raise ScoreError(f"the scorer {name!r} raised {describe(error)}") from error
