@@ -70,7 +70,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any]) 
 def test_check_takes_the_page(settings: dict[str, Any]) -> None:
     said = call("check", *given(settings))
     for value in settings.values():
-        assert str(value) in said
+        assert all(each in said for each in (value if isinstance(value, list) else [value]))
 
 
 def test_the_loss_and_the_advantage_were_used(run_dir: Path) -> None:
@@ -79,6 +79,33 @@ def test_the_loss_and_the_advantage_were_used(run_dir: Path) -> None:
     # The metric is the loss's own; the advantages that it saw are those of `better_half`, all of size one.
     assert [step["advantage_size"] for step in steps] == [pytest.approx(1.0)] * 2
     assert all("clip_fraction" not in step for step in steps), "a built-in loss was used"
+
+
+def test_the_launcher_was_used(run_dir: Path) -> None:
+    assert sorted((run_dir / "launched.txt").read_text().split()) == ["engine-0", "trainer-0"]
+
+
+def test_the_tracker_was_used(run_dir: Path) -> None:
+    expected = [f"{step['step']},{step['reward']}" for step in steps_of(run_dir)]
+    assert (run_dir / "rewards.csv").read_text().split() == expected
+    assert len(expected) == 2
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class Failing:\n"
+        "    def start(self, run, config): ...\n"
+        "    def log(self, record): raise OSError('no network')\n"
+        "    def close(self): ...\n"
+    )
+    own = f"observe.trackers=['{tmp_path / 'mine.py'}:Failing']"
+    said = call("train", *small_settings(tmp_path, "run.versions=1", own, "observe.display=plain"))
+    [line] = [line for line in said.splitlines() if "no network" in line]
+    assert line == (
+        f"[observe] trackers: {tmp_path / 'mine.py'}:Failing raised OSError: no network (mine.py, line 3); "
+        "it is switched off"
+    )
+    assert len(steps_of(tmp_path / NAME)) == 1
 
 
 def test_such_a_run_replays_and_goes_on(run_dir: Path) -> None:
@@ -121,6 +148,8 @@ def test_a_loss_is_given_the_policies_that_it_declares(tmp_path: Path) -> None:
         ("algorithm.loss={folder}/wrong.py:build", "Expected `array`, got `str` - at `$.needs`"),
         ("algorithm.advantage={folder}/my_advantage.py:worse_half", "has no 'worse_half'"),
         ("algorithm.advantage={folder}/my_advantage.py:__name__", "[algorithm] advantage: "),
+        ("pipeline.launcher={folder}/nowhere.py:Mine", "[pipeline] launcher: there is no file"),
+        ("observe.trackers=['{folder}/my_tracker.py:Mine']", "[observe] trackers: "),
     ],
 )
 def test_a_wrong_reference_is_one_line(settings: dict[str, Any], folder: Path, setting: str, expected: str) -> None:

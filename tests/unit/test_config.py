@@ -59,7 +59,7 @@ KEYS = {
     "evaluate": {"every", "prompts", "during", "samples", "temperature"},
     "gateway": {"serve", "bind", "port"},
     "pipeline": {"launcher", "stall_seconds", "start_seconds", "restarts", "one_gpu", "record"},
-    "observe": {"display", "timeline", "keep_rollouts"},
+    "observe": {"display", "timeline", "keep_rollouts", "trackers"},
 }  # fmt: skip
 
 LOSSES = sorted(path.stem for path in Path("src/headrace/algorithms/losses/policy").glob("[!_]*.py"))

@@ -29,7 +29,7 @@ from headrace.config.schema import (
 from headrace.config.tables import ShortForm, check_name, long_form
 from headrace.errors import ConfigError
 
-ONLY_NAMES = {"delivery.transport", "engine.kind", "pipeline.launcher"}
+ONLY_NAMES = {"delivery.transport", "engine.kind"}
 """Keys that will take a reference to the user's code, and whose stage does not import one yet."""
 
 

@@ -506,6 +506,9 @@ class ObserveConfig(Section, frozen=True):
     """Write `timeline.json`."""
     keep_rollouts: bool = True
     """Keep every rollout's tokens in `segments/`."""
+    trackers: list[str] = []
+    """Code of your own that follows the run: `module:attribute` or `path/to/file.py:attribute` of what makes a tracker,
+    which is given every record of `metrics.jsonl`."""
 
 
 class PolicyConfig(Section, frozen=True):

@@ -15,12 +15,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headrace.observe.trackers.feed import Trackers
+
 
 class MetricsLog:
     """Appends records `{"time": seconds since 1970, "kind": ..., ...}` to a file."""
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, trackers: Trackers | None = None) -> None:
+        """What is written goes to the trackers too, and they are closed with the file."""
         self._clock = clock
+        self._trackers = trackers
         # Unbuffered: a record is one write, so a killed process leaves whole lines.
         self._file = path.open("a+b", buffering=0)
         if self._file.tell() > 0:
@@ -31,11 +35,16 @@ class MetricsLog:
     def write(self, kind: str, **fields: Any) -> None:
         """Append one record; numbers that JSON does not know (NaN, infinity) become null."""
         record = {"time": self._clock(), "kind": kind, **fields}
-        self._file.write(msgspec.json.encode(record, enc_hook=_plain) + b"\n")
+        line = msgspec.json.encode(record, enc_hook=_plain)
+        self._file.write(line + b"\n")
+        if self._trackers is not None:
+            self._trackers.log(msgspec.json.decode(line))
 
     def close(self) -> None:
-        """Close the file; safe to call twice."""
+        """Close the file and the trackers; safe to call twice."""
         self._file.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -29,6 +29,7 @@ from headrace.observe.progress import Progress
 from headrace.observe.timeline import Timeline
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.engine_watch import EngineWatch
+from headrace.pipeline.extensions import make_trackers
 from headrace.pipeline.inputs import ReadyTask
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Recorder
@@ -136,7 +137,7 @@ def make_controller(
     journal.meta("no_mps", wired.no_mps or None)
     recorder = Recorder(
         journal,
-        MetricsLog(run_dir.metrics),
+        MetricsLog(run_dir.metrics, trackers=make_trackers(config, progress.note)),
         Timeline(run_dir.timeline, clock) if config.observe.timeline else None,
         progress,
         window,

@@ -1,4 +1,17 @@
-"""The launcher protocol: start worker processes somewhere, say when one is gone, end them all."""
+"""The launcher protocol: start worker processes somewhere, say when one is gone, end them all.
+
+What `[pipeline] launcher = "my_launcher.py:attribute"` names is called with the environment variables that every worker
+must get in addition, and returns a `Launcher`. The smallest one changes a little about a built-in one:
+
+    from headrace.cluster.launchers.local import LocalLauncher
+
+    class Announced(LocalLauncher):
+        async def start(self, spec):
+            print("starting", spec.name)
+            await super().start(spec)
+
+A launcher of another kind starts `python -m headrace.cluster.worker` with `spec.arguments`, wherever it likes.
+"""
 
 from __future__ import annotations
 

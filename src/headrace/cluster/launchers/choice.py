@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from headrace.cluster.launchers.base import Launcher
 from headrace.cluster.launchers.forked import ForkedLauncher
 from headrace.cluster.launchers.local import LocalLauncher
 from headrace.config import Config
+from headrace.errors import ConfigError
+from headrace.reference import describe, import_function
 
 GPU_DRIVER = Path("/dev/nvidiactl")
 
 
+LAUNCHERS: dict[str, Callable[[Mapping[str, str]], Launcher]] = {"local": LocalLauncher, "forked": ForkedLauncher}
+"""The built-in launchers by their names in `[pipeline] launcher`."""
+
+
 def make_launcher(config: Config, environment: Mapping[str, str] | None = None) -> Launcher:
     """`[pipeline] launcher`; `environment` is added to that of every worker."""
-    asked = config.pipeline.launcher
-    if asked == "forked" or (asked == "auto" and _forks_are_safe(config)):
-        return ForkedLauncher(environment)
-    return LocalLauncher(environment)
+    name = config.pipeline.launcher
+    if name == "auto":
+        name = "forked" if _forks_are_safe(config) else "local"
+    return LAUNCHERS[name](environment or {}) if name in LAUNCHERS else _launcher_of_user(name, environment or {})
+
+
+def _launcher_of_user(reference: str, environment: Mapping[str, str]) -> Launcher:
+    make = import_function(reference)
+    try:
+        made: Launcher = make(environment)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"[pipeline] launcher: {reference} raised {describe(error)}") from error
+    for method in ("start", "next_exit", "kill", "stop"):
+        if not callable(getattr(made, method, None)):
+            raise ConfigError(f"[pipeline] launcher: {reference} made a {type(made).__name__} without {method!r}")
+    return made
 
 
 def _forks_are_safe(config: Config) -> bool:

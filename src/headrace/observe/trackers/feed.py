@@ -1,0 +1,106 @@
+"""Trackers are called here, each in a thread of its own: neither their failures nor their waits reach the run.
+
+A tracker that raises, or that falls too far behind, is switched off with one note.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from headrace.errors import UserError
+from headrace.observe.trackers.base import Tracker
+from headrace.reference import describe, import_function
+
+ROOM = 10_000
+"""Records that may wait for a tracker."""
+POLL_SECONDS = 1.0
+CLOSE_SECONDS = 10.0
+"""How long a tracker may take for what is left when the run ends."""
+
+Record = Mapping[str, Any]
+
+
+class Trackers:
+    """The trackers of one run. Used by one thread."""
+
+    def __init__(
+        self, references: Sequence[str], run: str, config: Mapping[str, Any], note: Callable[[str], None]
+    ) -> None:
+        """Load and start them; `note` is told of each that is switched off."""
+        self._note = note
+        self._feeds = [_Feed(reference, import_function(reference), run, config) for reference in references]
+
+    def log(self, record: Record) -> None:
+        """Hand a record to every tracker; never waits."""
+        for feed in self._feeds:
+            feed.log(record)
+        self._drop_failed()
+
+    def close(self) -> None:
+        """Let every tracker finish and close, within `CLOSE_SECONDS` each. Idempotent."""
+        for feed in self._feeds:
+            feed.close()
+        self._drop_failed()
+        self._feeds = []
+
+    def _drop_failed(self) -> None:
+        for feed in [feed for feed in self._feeds if feed.failure]:
+            self._note(f"[observe] trackers: {feed.reference} {feed.failure}; it is switched off")
+            self._feeds.remove(feed)
+
+
+class _Feed:
+    """One tracker, its thread, and the records that wait for it."""
+
+    def __init__(self, reference: str, make: Callable[[], Tracker], run: str, config: Mapping[str, Any]) -> None:
+        self.reference = reference
+        self.failure = ""
+        """Why the tracker gets nothing more."""
+        self._make = make
+        self._run = run
+        self._config = config
+        self._records: queue.Queue[Record | None] = queue.Queue(ROOM)
+        self._thread = threading.Thread(target=self._serve, name=f"tracker {reference}", daemon=True)
+        self._thread.start()
+
+    def log(self, record: Record | None) -> None:
+        try:
+            self._records.put_nowait(record)
+        except queue.Full:
+            self.failure = self.failure or f"is {ROOM} records behind"
+
+    def close(self) -> None:
+        self.log(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self.failure = self.failure or f"did not close in {CLOSE_SECONDS:g} s"
+
+    def _serve(self) -> None:
+        try:
+            self._follow()
+        except UserError as error:
+            self.failure = str(error)
+
+    def _follow(self) -> None:
+        """Give the tracker its records until the run ends; whatever the user's code raises is a `UserError`."""
+        try:
+            tracker = self._make()
+            tracker.start(self._run, self._config)
+            try:
+                while (record := self._next()) is not None:
+                    tracker.log(record)
+            finally:
+                tracker.close()
+        except (Exception, SystemExit) as error:
+            raise UserError(f"raised {describe(error)}") from error
+
+    def _next(self) -> Record | None:
+        """The next record; None when the run has ended or the tracker is switched off."""
+        while not self.failure:
+            with suppress(queue.Empty):
+                return self._records.get(timeout=POLL_SECONDS)
+        return None
