@@ -103,7 +103,7 @@ class Window:
         return self.republished[-1]
 
     def restore(self, groups: Iterable[tuple[int, int]], trained: Iterable[int]) -> list[int]:
-        """Take up (id, version at its admission) of groups that an earlier life of the run admitted, oldest first.
+        """Take up (id, version at its admission) of groups that a previous process admitted, oldest first.
 
         `trained` are younger ones than the oldest of them that it has trained. Returns the ids that have no place,
         which happens only where the configuration gives fewer slots than it did.

@@ -1,7 +1,8 @@
 """The worker processes of a run: started, awaited, listened to, and ended with it.
 
-A process that dies is started again where that is allowed, each time after a longer pause and a limited number of
-times; otherwise it ends the run with its last lines. A run that ends leaves no process behind.
+What workers say and how they end goes to one queue of events. A process that dies after the start is started again
+where that is allowed, each time after a longer pause and a limited number of times; otherwise it ends the run with its
+last lines. A run that ends leaves no process behind.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.channel.beats import Beat, Hello, Ready, Stop
 from headrace.channel.codec import Message
+from headrace.channel.events import Died, Events, Heard, Returned
 from headrace.channel.hub import Hub
 from headrace.cluster.launchers.base import Exit, Launcher, WorkerSpec
 from headrace.cluster.socket_dir import SocketDir, sweep_socket_dirs
@@ -32,9 +34,21 @@ EXIT_NEWS_SECONDS = 3.0
 class Fleet:
     """Workers by name, and the hub that they talk to."""
 
-    def __init__(self, launcher: Launcher, run_dir: Path, workers: list[tuple[str, int]]) -> None:
-        """`workers` are (role, rank) pairs."""
+    def __init__(
+        self,
+        launcher: Launcher,
+        run_dir: Path,
+        workers: list[tuple[str, int]],
+        events: Events,
+        restarts: Mapping[str, int] | None = None,
+    ) -> None:
+        """`workers` are (role, rank) pairs.
+
+        `restarts` says how often in a row each worker may be started again; one that it does not name ends the run.
+        """
         self._launcher = launcher
+        self._events = events
+        self._restarts = dict(restarts or {})
         sweep_socket_dirs()
         self._sockets = SocketDir()
         self.hub = Hub(f"ipc://{self._sockets.path}/hub", self._dispatch, self._silent)
@@ -49,15 +63,10 @@ class Fleet:
         self._in_a_row: Counter[str] = Counter()
         self._ready_since: dict[str, float] = {}
         self.restarting: set[str] = set()
-        """Workers that died and are not back yet; each has a deadline."""
-        self.restarts: dict[str, int] = {}
-        """How often in a row each worker may be started again; none that is not named here."""
+        """Workers that died and have not rejoined yet; each has a deadline."""
         self.phases: dict[str, str] = {}
-        self.on_beat: Callable[[str, Beat], None] = lambda peer, beat: None
-        self.on_message: Callable[[str, Message], None] = lambda peer, message: None
-        self.on_death: Callable[[PeerDied], None] = lambda death: None
-        self.on_return: Callable[[str], Awaitable[None]] = _nothing
-        """Awaited when a worker that was started again is ready."""
+        """Worker -> what it says that it does."""
+        self._started = False
 
     @property
     def names(self) -> list[str]:
@@ -67,6 +76,10 @@ class Fleet:
     def facts(self, name: str) -> dict[str, int | float | str]:
         """What a worker said about itself when it became ready."""
         return self._ready[name].facts
+
+    def known_facts(self, name: str) -> dict[str, int | float | str]:
+        """The same; empty while the worker is not ready."""
+        return self._ready[name].facts if name in self._ready else {}
 
     async def start(self, deadline: float) -> None:
         """Start every worker and wait until all are ready; `watch` must run meanwhile, to notice one that dies."""
@@ -80,6 +93,7 @@ class Fleet:
                 states = ", ".join(f"{name} ({self.phases.get(name, 'not heard of')})" for name in missing)
                 raise DeadlineError(f"not ready within {deadline:g} s: {states}")
             await asyncio.sleep(0.02)
+        self._started = True
 
     async def watch(self) -> None:
         """Raise `PeerDied` as soon as a worker dies or falls silent (`UserError` where it died of a user's mistake)."""
@@ -95,15 +109,15 @@ class Fleet:
             death = _death(exited)
             self._ready.pop(death.peer, None)
             self.hub.mark_dead(death)
-            self.on_death(death)
-            mistake = exited.code == EXIT_USER_ERROR
-            if mistake and death.peer not in self.restarting:
-                raise _mistake(exited, death)
             # Popped: a process that dies before it was ready has not served, however long its predecessor did.
             if time.monotonic() - self._ready_since.pop(death.peer, time.monotonic()) > HEALTHY_SECONDS:
                 self._in_a_row[death.peer] = 0
-            if self._in_a_row[death.peer] >= self.restarts.get(death.peer, 0):
+            mistake = exited.code == EXIT_USER_ERROR
+            last = self._in_a_row[death.peer] >= self._restarted(death.peer)
+            if last or (mistake and death.peer not in self.restarting):
+                self._events.put(Died(death, restarts=False))
                 raise _mistake(exited, death) if mistake else death
+            self._events.put(Died(death, restarts=True))
             self._deaths[death.peer] += 1
             self._in_a_row[death.peer] += 1
             self.restarting.add(death.peer)
@@ -136,9 +150,16 @@ class Fleet:
             if time.monotonic() - began > self._start_seconds:
                 raise DeadlineError(f"{death.peer}, started again, was not ready within {self._start_seconds:g} s")
             await asyncio.sleep(0.02)
-        await self.on_return(death.peer)
-        if self._deaths[death.peer] == deaths:
-            self.restarting.discard(death.peer)
+        self._events.put(Returned(death.peer, self.facts(death.peer)))
+
+    def _restarted(self, name: str) -> int:
+        """How often in a row this worker may be started again: before all were ready once, never."""
+        return self._restarts.get(name, 0) if self._started else 0
+
+    def rejoined(self, name: str) -> None:
+        """A worker that was started again does its work; a later mistake of it ends the run."""
+        if name in self._ready:
+            self.restarting.discard(name)
 
     def kill(self, name: str) -> None:
         """End a worker that does not do its work; it is then started again like any that died."""
@@ -154,11 +175,11 @@ class Fleet:
             await asyncio.sleep(EXIT_NEWS_SECONDS)
             if self._deaths[death.peer] != deaths or not self.hub.lost(death.peer):
                 continue
-            if self.restarts.get(death.peer, 0):
+            if self._restarted(death.peer):
                 self._launcher.kill(death.peer)  # Its exit is the news that has it started again.
                 continue
             self.hub.mark_dead(death)
-            self.on_death(death)
+            self._events.put(Died(death, restarts=False))
             raise death
 
     def _silent(self, death: PeerDied) -> None:
@@ -182,7 +203,7 @@ class Fleet:
         match message:
             case Beat():
                 self.phases[peer] = message.phase
-                self.on_beat(peer, message)
+                self._events.put(Heard(peer, message))
             case Ready():
                 self._ready[peer] = message
                 self._ready_since[peer] = time.monotonic()
@@ -190,11 +211,7 @@ class Fleet:
                 self.hub.forget(peer)
                 self.phases[peer] = "starting"
             case _:
-                self.on_message(peer, message)
-
-
-async def _nothing(_: str) -> None:
-    """Where nobody waits for a worker's return."""
+                self._events.put(Heard(peer, message))
 
 
 def _may_follow(exited: Exit) -> bool:

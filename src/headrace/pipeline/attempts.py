@@ -2,7 +2,7 @@
 
 Every attempt that was started is given to the window once, as complete, or leaves it once, with a reason in the ledger.
 
-    next ─▶ started ─▶ (sweep: too old, one too many) ─▶ ended ─▶ the window (◀─ taken up from an earlier life)
+    next ─▶ started ─▶ (sweep: too old, one too many) ─▶ ended ─▶ the window (◀─ taken up from a previous process)
       ▲                                                    │
       └───────────── salvaged tokens, a prompt's outcome ◀─┘
 """
@@ -91,7 +91,7 @@ class Attempts:
         self._settle(group)
 
     def taken_up(self, group: Group) -> None:
-        """An attempt of an earlier life of the run, whose rollouts had all ended there and are in the journal."""
+        """An attempt of a previous process, whose rollouts had all ended there and are in the journal."""
         self._settle(group)
 
     def close(self, reason: str) -> None:

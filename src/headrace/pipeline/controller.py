@@ -1,42 +1,48 @@
 """The controller: it closes the loop, and does nothing that takes time itself.
 
     source ─▶ ADMIT ─▶ groups ─▶ engines ─▶ scoring ─▶ window ─▶ TRAIN ─▶ trainer
-                 ▲                  ▲                              │
-                 └── slots freed ── DELIVER ◀── published version ─┘
+                 ▲                  ▲                               │
+                 └── slots freed ── DELIVER ◀── published version ──┘
 
     loop      waits for                                   is woken by
+    SERVE     an event                                    workers, group tasks, supervision; see `events`
     ADMIT     a free slot of the window                   DELIVER (a version is proved), a group that failed
-    (group)   its episodes: tokens, scores                engines and scorers; one task a group
+    (group)   its episodes: tokens, scores                engines and scorers; one task per group
     TRAIN     a batch in the window, a free place at the  a group that completes, a step that ends
               trainer (it holds at most two batches)
-    DELIVER   a published version; engines that prove it  the trainer's announcement; a loop an engine (`deliveries`)
+    DELIVER   a published version; engines that prove it  `Published`, `Proved`; a loop per engine (`deliveries`)
     SAVE      a fifth of a second                         time: new tokens are journalled (`partials`)
     EVALUATE  (a task now and then) held-out answers      DELIVER, every `[evaluate] every` versions (`evaluations`)
 
 Every wait is in the book of `waits`; when nothing moves for `[pipeline] stall_seconds`, the watch loop ends the run
-with a line that says who waits for whom.
+with a line that says who waits for whom. What happens when a process dies is told in `recovery`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from functools import partial
+from pathlib import Path
 
-from headrace.buffer.recovery import LeftGroup
-from headrace.errors import PeerDied
+from headrace.channel.beats import Beat
+from headrace.engines.messages import Deltas
 from headrace.pipeline.attempts import INTERRUPTED, SURPLUS, Attempts
 from headrace.pipeline.batches import make_batch
-from headrace.pipeline.comeback import Comeback
 from headrace.pipeline.deliveries import Deliveries
+from headrace.pipeline.engine_watch import EngineWatch
 from headrace.pipeline.episodes import Episodes
 from headrace.pipeline.evaluations import Evaluations
+from headrace.pipeline.events import Died, Event, Heard, Proved, Returned, Scored
 from headrace.pipeline.partials import Partials
 from headrace.pipeline.parts import Parts
-from headrace.pipeline.taking_up import train_again
+from headrace.pipeline.recovery import Recovery
+from headrace.pipeline.steps import Order, Steps
+from headrace.pipeline.versions import Versions
 from headrace.pipeline.warm_start import warm_start
 from headrace.rollouts.base import AnyEpisode
 from headrace.rollouts.groups import prepare_group, run_group
-from headrace.training.messages import Published
+from headrace.training.base import Checkpoint
+from headrace.training.messages import Published, Saved
 from headrace.types import NO_VERSION, Group
 
 BATCHES_AT_TRAINER = 2
@@ -52,31 +58,45 @@ class Controller:
         self.window = parts.window
         self.waits = parts.waits
         self.recorder = parts.recorder
+        self.events = parts.events
+        self.versions = Versions()
+        self.watch = EngineWatch()
+        """When each engine last sent something."""
         self.episodes = Episodes(parts)
         self.attempts = Attempts(parts.source, parts.window, parts.recorder, parts.config.buffer.filter)
         self.partials = Partials(self.attempts, parts.recorder)
-        self.evaluations = Evaluations(parts, self.episodes, lambda: self.stopping)
+        self.evaluations = Evaluations(parts, self.episodes)
         self.synchronous = parts.window.depth == 0
         self.deliveries = Deliveries(
             parts.pool,
             parts.trainer,
-            parts.recorder,
+            self.versions,
+            parts.events,
             parts.waits,
+            parts.recorder,
+            parts.processes,
             rolling=self.config.delivery.rolling,
             patience=self.config.delivery.patience,
             together=self.synchronous,
-            end=parts.end_engine,
         )
-        self.comeback = Comeback(parts, self.deliveries.orphan, self._void)
+        trained = parts.checkpoint.step if parts.checkpoint.found else -self.config.warm_start.steps
+        self.steps = Steps(parts.trainer, parts.waits, trained)
+        self.recovery = Recovery(parts, self.versions, self.steps, self.watch)
         self.first_version = parts.window.first_version
         self.versions_done = parts.first_step // self.config.delivery.publish_every
         self.total_batches = (self.config.run.versions - self.versions_done) * self.config.delivery.publish_every
-        self.proved = NO_VERSION
-        self.stopping = False
-        """Set by Ctrl-C: nothing new begins, what is in training is finished."""
-        self._published: deque[Published] = deque()
         self._at_trainer = 0
         self._trained_batches = 0
+
+    @property
+    def proved(self) -> int:
+        """The version under which groups begin."""
+        return self.versions.proved
+
+    @property
+    def stopping(self) -> bool:
+        """Set by Ctrl-C: nothing new begins, what is in training is finished."""
+        return self.parts.stopping.is_set()
 
     @property
     def last_version(self) -> int:
@@ -90,23 +110,16 @@ class Controller:
 
         In a run that goes on, what was trained after the checkpoint is trained again first, from the journal.
         """
-        parts = self.parts
-        if not parts.resumed:
-            await warm_start(parts, self.comeback, lambda: self.stopping)
-        await train_again(parts, self.comeback, lambda: self.stopping)
+        if not self.parts.checkpoint.found:
+            await warm_start(self.parts, self.steps)
+        await self.recovery.train_again()
         if self.stopping:
             return
-        self.comeback.opened()
-        await self._publish_first()
+        self.versions.asked = True
+        await self.steps.publish(self.first_version, self.parts.checkpoint.version)
         while self.proved == NO_VERSION:
             await self._deliver_next()
         await self.evaluations.evaluate("before", self.proved)
-
-    async def _publish_first(self) -> None:
-        try:
-            await self.parts.trainer.publish(self.first_version, self.parts.parent_version)
-        except PeerDied as death:
-            self.comeback.failed(death)  # It publishes when it comes back.
 
     async def train(self) -> None:
         """Run the loops until the last version is proved, or until `stop` was called."""
@@ -125,32 +138,72 @@ class Controller:
             loops.create_task(self.train_loop(loops), name="train")
             delivering = loops.create_task(self.deliver_loop(loops), name="deliver")
             delivering.add_done_callback(lambda _: saving.cancel())
+        await self.waits.until("train", lambda: "the last groups to be recorded", lambda: not self.attempts.running)
         self.recorder.training_ended()
 
     async def finish(self) -> None:
         """Evaluate the last version and save it."""
         await self.evaluations.evaluate("after", self.proved)
         if self.proved >= 0:
-            await self._save()
+            self.recorder.saved(self.proved, await self.steps.save(self.proved))
+            self.waits.moved()
 
     def stop(self) -> None:
         """Begin no more groups; end the run in good order after what is in training."""
-        self.stopping = True
+        self.parts.stopping.set()
         self.attempts.close(INTERRUPTED)
         self.waits.ring()
 
-    def published(self, announcement: Published) -> None:
-        """The trainer has announced a version."""
-        self.comeback.announced(announcement.manifest.version)
-        self.recorder.version_published(announcement.manifest, announcement.snapshot_seconds)
-        self._published.append(announcement)
-        self.waits.moved()
+    # ---- SERVE
+
+    async def serve(self) -> None:
+        """Take events in their order, and bring versions to engines, until cancelled. The other loops need it."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.deliveries.run(), name="deliver to engines")
+            while True:
+                for event in await self.events.take():
+                    self._handle(event, tasks)
+
+    def _handle(self, event: Event, tasks: asyncio.TaskGroup) -> None:
+        match event:
+            case Heard(engine, Deltas() as tokens):
+                self.parts.remote[engine].deliver(tokens)
+                self.watch.progress(engine)
+                self.waits.moved()
+            case Heard(process, Beat() as beat):
+                self.recorder.beat(process, beat)
+            case Heard(_, Published(manifest=manifest, snapshot_seconds=seconds)):
+                self.versions.published(manifest)
+                self.recorder.version_published(manifest, seconds)
+                self.waits.moved()
+            case Heard(_, Saved(version=version, path=path)):
+                self.recorder.saved(version, Path(path))
+            case Scored(group, episodes):
+                self.partials.ended(episodes)
+                self.attempts.ended(group)
+                self.waits.moved()
+            case Proved(proof):
+                self.recorder.delivered(proof)
+                self.deliveries.proved(proof)
+            case Died(death, restarts):
+                if death.peer == self.parts.trainer.name:
+                    self.recovery.trainer_died()
+                elif any(engine.name == death.peer for engine in self.parts.pool.engines):
+                    self.recovery.engine_died(death)
+                self.recorder.note(f"{death}; it is started again" if restarts else str(death))
+            case Returned(process, facts):
+                self.recorder.note(f"{process} is back")
+                if process == self.parts.trainer.name:
+                    returning = self.recovery.trainer_returned(Checkpoint.of(facts))
+                    tasks.create_task(returning, name=f"bring back {process}")
+                else:
+                    self.recovery.engine_returned(process)
 
     # ---- ADMIT
 
     async def admit_loop(self, tasks: asyncio.TaskGroup) -> None:
-        """Go on with the groups of an earlier life, then start groups while the window has slots for them."""
-        await self._start(self._take_up(), tasks)
+        """Go on with the groups of a previous process, then start groups while the window has slots for them."""
+        await self._start(self.recovery.resume_groups(self.attempts, self.episodes, self.partials), tasks)
         while not self._admitted_all():
             await self.waits.until("admit", self._explain_admission, self._may_admit)
             await self._start([self._admit() for _ in range(0 if self.stopping else self.window.free)], tasks)
@@ -195,29 +248,7 @@ class Controller:
             min_group=rollouts.min_group,
             straggler_seconds=rollouts.straggler_seconds,
         )
-        self.partials.ended(episodes)
-        self.attempts.ended(group)
-        self.waits.moved()
-
-    # ---- groups of an earlier life
-
-    def _take_up(self) -> list[tuple[Group, list[AnyEpisode]]]:
-        """What an earlier life of the run had in flight: complete groups are judged, the others are to be run."""
-        unfinished = []
-        prompts = {prompt.id: prompt for prompt in self.parts.task.train} if self.parts.left else {}
-        for left in self.parts.left:
-            group = Group(id=left.id, prompt=prompts[left.prompt], version=left.version, rollouts=left.rollouts)
-            if left.complete:
-                self.attempts.taken_up(group)
-            else:
-                unfinished.append((group, self._resume_group(group, left)))
-        return unfinished
-
-    def _resume_group(self, group: Group, left: LeftGroup) -> list[AnyEpisode]:
-        self.partials.resumed(left.partial)
-        episodes = self.episodes.resumed(group, left.members, left.partial)
-        self.attempts.started(group, episodes)
-        return episodes
+        self.events.put(Scored(group, episodes))
 
     # ---- TRAIN
 
@@ -247,26 +278,20 @@ class Controller:
         return f"a batch ({self.window.explain_batch()})"
 
     async def _train_batch(self, groups: list[Group], batches: int) -> None:
-        step = self.parts.first_step + batches
-        report = None
-        while report is None:
-            await self.comeback.turn(step)
-            # Only now: a trainer that came back may have published its weights under another id.
-            version = self.window.version_of(batches - 1)
-            batch = make_batch(
-                self.config, groups, step=step, version=version, republished=tuple(self.window.republished)
-            )
-            made = version + 1 if batches % self.config.delivery.publish_every == 0 else None
-            save = made is not None and self._save_due(made)
-            try:
-                report = await self.parts.trainer.train(batch, publish=made, parent=version, save=save)
-            except PeerDied as death:
-                self.comeback.failed(death)
+        done = await self.steps.train(self.parts.first_step + batches, partial(self._order, groups, batches))
+        assert done is not None
+        batch, report = done
         self._at_trainer -= 1
         self._trained_batches += 1
         self.recorder.step_ended(batch, groups, report)
-        self.comeback.trained(step)
         self.waits.moved()
+
+    def _order(self, groups: list[Group], batches: int) -> Order:
+        """What the trainer is asked for, made in the step's turn: the ids of versions are known only then."""
+        step, version = self.parts.first_step + batches, self.window.version_of(batches - 1)
+        batch = make_batch(self.config, groups, step=step, version=version, republished=tuple(self.window.republished))
+        made = version + 1 if batches % self.config.delivery.publish_every == 0 else None
+        return Order(batch, publish=made, parent=version, save=made is not None and self._save_due(made))
 
     # ---- DELIVER
 
@@ -281,29 +306,21 @@ class Controller:
             self.waits.moved()
 
     def _delivered_all(self) -> bool:
-        idle = self._at_trainer == 0 and not self._published
+        idle = self._at_trainer == 0 and not self.versions.waiting
         return self.stopping and idle and self.proved >= self.window.trained_version
 
     async def _deliver_next(self) -> bool:
         await self.waits.until(
             "deliver",
             lambda: f"{self.parts.trainer.name} to publish version {self.proved + 1}",
-            lambda: bool(self._published) or self._delivered_all(),
+            lambda: self.versions.waiting or self._delivered_all(),
         )
-        if not self._published:
+        if not self.versions.waiting:
             return False
-        manifest = self._published.popleft().manifest
-        if not await self.deliveries.deliver(manifest):
-            return True
-        self.proved = manifest.version
-        self.recorder.version_proved(self.proved)
-        self.waits.moved()
+        if await self.deliveries.deliver(self.versions.next()):
+            self.recorder.version_proved(self.proved)
+            self.waits.moved()
         return True
-
-    def _void(self, version: int) -> None:
-        """What was published before this version went with the trainer that published it."""
-        self._published = deque(one for one in self._published if one.manifest.version >= version)
-        self.deliveries.void(version)
 
     # ---- checkpoints
 
@@ -313,14 +330,3 @@ class Controller:
 
     def _count(self, version: int) -> int:
         return version - self.window.version_of(0)
-
-    async def _save(self) -> None:
-        path = None
-        while path is None:
-            await self.comeback.here()
-            try:
-                path = await self.parts.trainer.save(self.proved)
-            except PeerDied as death:
-                self.comeback.failed(death)
-        self.recorder.saved(self.proved, path)
-        self.waits.moved()

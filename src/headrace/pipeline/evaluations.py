@@ -6,7 +6,7 @@ Beside training it takes a part of the engines' slots; a synchronous run gives i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from headrace.pipeline.episodes import Episodes
 from headrace.pipeline.parts import Parts
@@ -21,18 +21,18 @@ EVALUATION_SHARE = 4
 class Evaluations:
     """When held-out prompts are answered, and by how many at a time."""
 
-    def __init__(self, parts: Parts, episodes: Episodes, stopping: Callable[[], bool]) -> None:
+    def __init__(self, parts: Parts, episodes: Episodes) -> None:
         self._parts = parts
         self._config = parts.config.evaluate
         self._episodes = episodes
-        self._stopping = stopping
+        self._stopping = parts.stopping
         self._synchronous = parts.window.depth == 0
         self._running: asyncio.Task[None] | None = None
 
     async def proved(self, version: int, tasks: asyncio.TaskGroup) -> None:
         """The engines hold this version, and it is not the last: evaluate it in `tasks` if it is due."""
         due = self._config.every and self._parts.window.count(version) % self._config.every == 0
-        if due and not self._stopping() and (self._running is None or self._running.done()):
+        if due and not self._stopping.is_set() and (self._running is None or self._running.done()):
             self._running = tasks.create_task(self.evaluate("during", version), name="evaluate")
         if self._synchronous and self._running is not None:
             # Held-out requests may not mix with those of the next version: they would change its schedule.
@@ -42,7 +42,7 @@ class Evaluations:
         """Answer the held-out prompts and record how well, unless the run is stopped meanwhile."""
         recorder, waits = self._parts.recorder, self._parts.waits
         prompts: Sequence[Prompt] = self._parts.task.heldout
-        if not prompts or self._stopping():
+        if not prompts or self._stopping.is_set():
             return
         if moment == "during":
             prompts = prompts[: self._config.during or None]
@@ -61,7 +61,9 @@ class Evaluations:
         evaluation.add_done_callback(lambda _: waits.moved())
         try:
             await waits.until(
-                "evaluate", lambda: f"{len(prompts)} held-out prompts", lambda: evaluation.done() or self._stopping()
+                "evaluate",
+                lambda: f"{len(prompts)} held-out prompts",
+                lambda: evaluation.done() or self._stopping.is_set(),
             )
             if evaluation.done():
                 recorder.evaluated(version, moment, evaluation.result(), started)

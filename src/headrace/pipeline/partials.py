@@ -25,7 +25,7 @@ class Partials:
         self._saved: dict[str, int] = {}
         """Rollout -> tokens, while it goes on."""
         self._resumed: set[str] = set()
-        """Rollouts that go on from tokens of an earlier life, as long as none of those were of no use."""
+        """Rollouts that go on from tokens of a previous process, as long as none of those were of no use."""
 
     async def save_loop(self) -> None:
         """Write down the new tokens of what is being sampled, until it is cancelled."""
@@ -40,12 +40,12 @@ class Partials:
                         self._saved[episode.id] = known + len(tokens)
 
     def resumed(self, partial: Mapping[str, Trace]) -> None:
-        """These tokens, by rollout, are in the journal since an earlier life of the run."""
+        """These tokens, by rollout, are in the journal since a previous process."""
         self._saved |= {rollout: len(trace) for rollout, trace in partial.items()}
         self._resumed |= set(partial)
 
     def _discarded(self, episode: AnyEpisode) -> None:
-        """Note that tokens of an earlier life are of no use, once: the rollout begins again."""
+        """Note that tokens of a previous process are of no use, once: the rollout begins again."""
         if episode.discarded and episode.id in self._resumed:
             self._resumed.discard(episode.id)
             self._saved[episode.id] = 0

@@ -69,7 +69,7 @@ class Recorder:
         self._next_group = before.next_group
         self._versions_done = versions_done
         self._running: dict[int, tuple[Group, float]] = {}
-        """By id: the group, and when it was admitted, or taken up from an earlier life of the run."""
+        """By id: the group, and when it was admitted, or taken up from a previous process."""
         self._drift = LengthDrift()
         self._record = record
         self._activity = Activity()
@@ -108,7 +108,7 @@ class Recorder:
         self._scheduled("admit", group_id=group.id, version=group.version)
 
     def resumed(self, group: Group, rollout_ids: Sequence[str]) -> None:
-        """A group that an earlier life of the run admitted goes on."""
+        """A group that a previous process admitted goes on."""
         self._running[group.id] = (group, self.now())
         self.ledgers.admitted(group.id, rollout_ids)
 
@@ -119,7 +119,7 @@ class Recorder:
         )
 
     def discarded(self, rollout_id: str, tokens: int) -> None:
-        """Tokens that were sampled in an earlier life of the run cannot be used."""
+        """Tokens that were sampled in a previous process cannot be used."""
         self._journal.partial_discarded(rollout_id)
         self._journal.restarted("controller", "saved tokens were of no use", regenerated_tokens=tokens)
 
@@ -313,6 +313,10 @@ class Recorder:
         seconds = held_back_seconds(self.ledgers.rollouts.counts().in_flight) + STEP_SECONDS
         unseen = round(self._activity.died(process) * seconds)
         self._journal.restarted(process, reason, steps=steps, regenerated_tokens=unseen)
+
+    def run_resumed(self, steps: tuple[int, int], regenerated_tokens: int) -> None:
+        """A run goes on after its previous process: these steps (after, up to) are trained again from the journal."""
+        self._journal.restarted("controller", "resumed", steps=steps, regenerated_tokens=regenerated_tokens)
 
     def flush(self) -> None:
         """Return when all that was recorded so far is on disk; waits, and may be called from any thread."""

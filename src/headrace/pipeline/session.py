@@ -11,22 +11,26 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.buffer.journal import Journal
 from headrace.config import Config
 from headrace.delivery.setup import clean
 from headrace.errors import HeadraceError
 from headrace.observe.progress import Progress
+from headrace.pipeline.assembly import TRAINER, Workers, assemble_with_workers, make_workers
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask
 from headrace.pipeline.status import write_status
-from headrace.pipeline.wiring import TRAINER, Wired, make_controller, wire
+from headrace.pipeline.waits import Waits
 from headrace.review.report import write_report
 from headrace.review.summary import write_summary
 from headrace.run_dir import RunDir
 from headrace.tasks.chat import ChatFormat
 from headrace.types import NO_VERSION
+
+if TYPE_CHECKING:
+    from headrace.gateway.gateway import Gateway
 
 SHOW_SECONDS = 0.25
 WATCH_SECONDS = 1.0
@@ -53,6 +57,7 @@ class Session:
         self._chat = chat
         self._journal = journal
         self._controller: Controller | None = None
+        self._gateway: Gateway | None = None
         self.outcome = "failed"
 
     @property
@@ -69,24 +74,24 @@ class Session:
 
     async def _execute(self) -> dict[str, Any]:
         self.progress.start()
-        wired: Wired | None = None
+        workers: Workers | None = None
         try:
-            wired = wire(self.config, self.run_dir, self._task, self._chat)
-            if wired.no_mps:
-                said = f'[pipeline] one_gpu = "mps": {wired.no_mps}'
+            workers = make_workers(self.config, self.run_dir)
+            if workers.no_mps:
+                said = f'[pipeline] one_gpu = "mps": {workers.no_mps}'
                 self.progress.note(f"{said}; trainer and engines take turns instead")
             with self._interruptible():
-                await self._supervised(wired)
+                await self._supervised(workers)
         except BaseExceptionGroup as failures:
             raise first_cause(failures) from None
         finally:
-            if wired is not None:
-                if wired.gateway is not None:
-                    await wired.gateway.close()
-                await wired.fleet.stop()
-                await wired.task.close()
-                if wired.mps is not None:
-                    await asyncio.to_thread(wired.mps.stop)
+            if workers is not None:
+                if self._gateway is not None:
+                    await self._gateway.close()
+                await workers.fleet.stop()
+                await self._task.close()
+                if workers.mps is not None:
+                    await asyncio.to_thread(workers.mps.stop)
             clean(self.config.delivery, self.run_dir.path)
             self.run_dir.status.unlink(missing_ok=True)
             try:
@@ -103,25 +108,35 @@ class Session:
         write_report(self.run_dir.path)
         return summary
 
-    async def _supervised(self, wired: Wired) -> None:
+    async def _supervised(self, workers: Workers) -> None:
+        fleet, waits = workers.fleet, Waits()
         async with asyncio.TaskGroup() as guard:
-            watchers = [guard.create_task(wired.fleet.watch(), name="watch processes")]
-            await wired.task.start()
-            await wired.fleet.start(self.config.pipeline.start_seconds)
+            watchers = [guard.create_task(fleet.watch(), name="watch processes")]
+            await self._task.start()
+            await fleet.start(self.config.pipeline.start_seconds)
             # A start may rightly take longer than a stall.
-            wired.waits.moved()
-            facts = wired.fleet.facts(TRAINER)
+            waits.moved()
+            facts = fleet.facts(TRAINER)
             self.progress.note(f"weights travel by {facts['transport']} ({facts['transport_why']})")
-            controller = make_controller(wired, self.run_dir, self.progress, self._journal)
-            if torn := wired.fleet.facts(TRAINER)["torn"]:
+            controller, self._gateway = assemble_with_workers(
+                self.config,
+                workers,
+                self.run_dir,
+                self.progress,
+                task=self._task,
+                chat=self._chat,
+                waits=waits,
+                make_journal=self._journal,
+            )
+            if torn := facts["torn"]:
                 self.progress.note(f"{torn}: not a complete checkpoint, the one before it is used")
             self._controller = controller
-            watchers.append(guard.create_task(controller.deliveries.run(), name="deliver"))
-            if wired.gateway is not None:
-                await wired.gateway.start()
+            watchers.append(guard.create_task(controller.serve(), name="serve"))
+            if self._gateway is not None:
+                await self._gateway.start()
             self.run_dir.keep_config()
             watchers.append(guard.create_task(self._show_loop(controller), name="show"))
-            watchers.append(guard.create_task(self._watch_loop(wired, controller), name="watch stalls"))
+            watchers.append(guard.create_task(self._watch_loop(workers, controller), name="watch stalls"))
             await controller.begin()
             await controller.train()
             await controller.finish()
@@ -134,26 +149,27 @@ class Session:
             controller.recorder.show()
             await asyncio.sleep(SHOW_SECONDS)
 
-    async def _watch_loop(self, wired: Wired, controller: Controller) -> None:
+    async def _watch_loop(self, workers: Workers, controller: Controller) -> None:
+        watch, fleet, limit = controller.watch, workers.fleet, self.config.pipeline.stall_seconds
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            limit = self.config.pipeline.stall_seconds
-            if wired.fleet.restarting:
-                controller.waits.moved()  # It has a deadline of its own.
-            if self._trainer_has_the_gpu(wired):
-                for name in wired.engines:
-                    wired.watch.forget(name)
-            for name in wired.watch.stuck(controller.parts.pool.running, limit / 2):
+            if fleet.restarting:
+                controller.waits.moved()  # Each of them has a deadline of its own.
+            if self._trainer_has_the_gpu(workers):
+                for name in workers.engines:
+                    watch.forget(name)
+            for name in watch.stuck(controller.parts.pool.running, limit / 2):
                 self.progress.note(f"{name} has requests and sent no token for {limit / 2:g} s: it is ended")
-                wired.watch.forget(name)
-                wired.fleet.kill(name)
-            write_status(self.run_dir, controller, wired.fleet.phases, wired.watch)
+                watch.forget(name)
+                fleet.kill(name)
+            write_status(self.run_dir, controller, fleet.phases)
             controller.waits.check(limit)
 
-    def _trainer_has_the_gpu(self, wired: Wired) -> bool:
+    def _trainer_has_the_gpu(self, workers: Workers) -> bool:
         """Whether engines may be waiting for their turn, which is no fault of theirs."""
-        turns = wired.takes_turns and wired.trainer_device != "cpu"
-        return turns and wired.fleet.phases.get(TRAINER) == "stepping"
+        turns = self.config.pipeline.one_gpu == "turns" or bool(workers.no_mps)
+        facts = workers.fleet.known_facts(TRAINER)
+        return turns and facts.get("device") != "cpu" and workers.fleet.phases.get(TRAINER) == "stepping"
 
     @contextlib.contextmanager
     def _interruptible(self) -> Any:

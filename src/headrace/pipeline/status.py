@@ -11,7 +11,6 @@ import msgspec
 
 from headrace.errors import UserError
 from headrace.pipeline.controller import Controller
-from headrace.pipeline.engine_watch import EngineWatch
 from headrace.run_dir import RunDir
 
 LATE_SECONDS = 5.0
@@ -41,11 +40,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Process -> what it says that it does."""
 
 
-def write_status(
-    run_dir: RunDir, controller: Controller, phases: Mapping[str, str], watch: EngineWatch | None = None
-) -> None:
-    """Refresh the file. `watch` knows when engines last sent something."""
-    quiet = watch.quiet(controller.parts.pool.running) if watch is not None else []
+def write_status(run_dir: RunDir, controller: Controller, phases: Mapping[str, str]) -> None:
+    """Refresh the file. `phases` are what the worker processes say that they do."""
+    quiet = controller.watch.quiet(controller.parts.pool.running)
     waits = [Wait(*entry) for entry in controller.waits.entries()]
     waits += [Wait(_counted(requests), f"a token of {engine}", since) for engine, requests, since in quiet]
     status = Status(

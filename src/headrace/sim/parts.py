@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from headrace.channel.events import Events, Heard
 from headrace.delivery.base import Manifest
 from headrace.engines.fake_policy import FakePolicy
 from headrace.tasks.base import EnvironmentStep
@@ -91,13 +92,13 @@ class SimTrainer:
 
     name = "trainer-0"
 
-    def __init__(self, policy: FakePolicy, seconds: Callable[[Batch], float], step: int = 0) -> None:
-        """`step`: how many it has made before."""
+    def __init__(self, policy: FakePolicy, seconds: Callable[[Batch], float], events: Events, step: int = 0) -> None:
+        """`step`: how many it has made before. `events` hear of what it publishes."""
         self._policy = policy
         self._step = step
         self._seconds = seconds
         self._turn = asyncio.Lock()
-        self.published: Callable[[Published], None] = lambda announcement: None
+        self._events = events
         self.on_batch: Callable[[Batch], None] = lambda batch: None
         self.trained_tokens = 0
         self.lengths: list[int] = []
@@ -139,7 +140,7 @@ class SimTrainer:
         """See `TrainerHandle.publish`."""
         manifest = self._policy.manifest(version, parent=parent, step=self._step)
         announcement = Published(manifest=manifest, snapshot_seconds=0.0)
-        asyncio.get_running_loop().call_soon(lambda: self.published(announcement))
+        self._events.put(Heard(self.name, announcement))
 
     async def resend(self, manifest: Manifest) -> Manifest:
         """See `TrainerHandle.resend`."""

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.buffer.journal import Journal, Recovered
+from headrace.buffer.journal import Journal
 from headrace.buffer.window import Window
+from headrace.channel.events import Events
 from headrace.config import Config
 from headrace.engines.fake import FakeEngine, Lengths
 from headrace.engines.fake_policy import FakePolicy
@@ -15,31 +16,12 @@ from headrace.engines.pool import EnginePool
 from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import NoProgress
-from headrace.pipeline.controller import Controller
-from headrace.pipeline.parts import Parts
-from headrace.pipeline.recording import Recorder
+from headrace.pipeline.assembly import Outputs, assemble
 from headrace.pipeline.session import first_cause
-from headrace.pipeline.taking_up import take_up
 from headrace.pipeline.waits import Waits
 from headrace.sim.parts import VOCABULARY, SimChat, SimTask, SimTrainer
-from headrace.tasks.source import PromptSource
+from headrace.training.base import Checkpoint
 from headrace.types import Batch, Prompt
-
-
-def window_of(config: Config, before: Recovered | None = None) -> Window:
-    """The window that a run with this configuration has, after what earlier lives of it left."""
-    buffer = config.buffer
-    return Window(
-        buffer.groups,
-        buffer.depth,
-        config.delivery.publish_every,
-        buffer.max_lag,
-        first_version=before.last_version + 1 if before else 0,
-        versions=config.run.versions - (before.reach // config.delivery.publish_every if before else 0),
-        on_stale=buffer.on_stale,
-        oversample=buffer.oversample,
-        republished=before.republished if before else (),
-    )
 
 
 class SimRun:
@@ -62,11 +44,9 @@ class SimRun:
 
         On a path with the journal of an earlier run, that one goes on; the trainer then has what it trained.
         """
-        policy = FakePolicy(VOCABULARY)
+        policy, events = FakePolicy(VOCABULARY), Events()
         journal = Journal(path / "journal.db", keep_rollouts=keep_rollouts)
-        every = config.delivery.publish_every
-        before = journal.recover(step=0, publish_every=every)
-        self.window = window or window_of(config, before)
+        before = journal.recover(step=0, publish_every=config.delivery.publish_every)
         self.engines = [
             FakeEngine(
                 name=f"engine-{n}",
@@ -78,42 +58,24 @@ class SimRun:
             )
             for n in range(config.engine.count)
         ]
-        self.trainer = SimTrainer(policy, train_seconds, step=before.reach)
-        self.recorder = Recorder(
-            journal,
-            MetricsLog(path / "metrics.jsonl"),
-            None,
-            NoProgress(),
-            self.window,
-            clock=RunClock.now(),
-            versions_total=config.run.versions,
-            versions_done=before.reach // every,
+        self.trainer = SimTrainer(policy, train_seconds, events, step=before.reach)
+        known = before.last_version >= 0
+        self.controller = assemble(
+            config,
+            task=SimTask(prompts, judge),
+            chat=SimChat(),
+            pool=EnginePool(self.engines),
+            trainer=self.trainer,
+            outputs=Outputs(journal, MetricsLog(path / "metrics.jsonl"), NoProgress(), RunClock.now()),
             before=before,
+            checkpoint=Checkpoint(step=before.reach, version=before.last_version, found=known),
+            waits=Waits(asyncio.get_running_loop().time),
+            events=events,
+            window=window,
         )
-        task = SimTask(prompts, judge)
-        left = take_up(before, self.window, self.recorder, journal, task, before.reach)
-        self.source = PromptSource(task.train, config.run.seed, curriculum=config.rollouts.curriculum)
-        self.source.seek(before.drawn)
-        self.source.restore(before.outcomes)
-        self.controller = Controller(
-            Parts(
-                config=config,
-                task=task,
-                chat=SimChat(),
-                source=self.source,
-                pool=EnginePool(self.engines),
-                trainer=self.trainer,
-                window=self.window,
-                recorder=self.recorder,
-                waits=Waits(asyncio.get_running_loop().time),
-                first_step=before.reach,
-                checkpoint_step=before.reach,
-                left=left,
-                resumed=before.last_version >= 0,
-                parent_version=before.last_version,
-            )
-        )
-        self.trainer.published = self.controller.published
+        self.window = self.controller.window
+        self.recorder = self.controller.recorder
+        self.source = self.controller.parts.source
         self.seconds = 0.0
         """Virtual time that training took."""
 
@@ -123,13 +85,13 @@ class SimRun:
         outcome = "failed"
         try:
             async with asyncio.TaskGroup() as guard:
-                deliveries = guard.create_task(self.controller.deliveries.run())
+                serving = guard.create_task(self.controller.serve())
                 await self.controller.begin()
                 started = clock()
                 await self.controller.train()
                 self.seconds = clock() - started
                 await self.controller.finish()
-                deliveries.cancel()
+                serving.cancel()
             outcome = "finished"
         except BaseExceptionGroup as failures:
             raise first_cause(failures) from None

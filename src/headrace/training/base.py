@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from headrace.delivery.base import Manifest
 from headrace.training.report import StepReport
-from headrace.types import Batch
+from headrace.types import NO_VERSION, Batch
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a trainer process starts from: the newest checkpoint that it found, or the model's own weights."""
+
+    step: int = 0
+    """Optimizer steps of the policy behind the checkpoint."""
+    version: int = NO_VERSION
+    """The version that was published of these weights."""
+    found: bool = False
+    """Whether there was a checkpoint: without one even the warm start has to be made."""
+
+    @classmethod
+    def of(cls, facts: Mapping[str, int | float | str]) -> Checkpoint:
+        """What a trainer said when it became ready (`training.worker`)."""
+        return cls(step=int(facts["policy_steps"]), version=int(facts["version"]), found=bool(facts["resumed_from"]))
 
 
 class TrainerHandle(Protocol):

@@ -28,6 +28,7 @@ from headrace.delivery.base import Manifest
 from headrace.delivery.canary import Score
 from headrace.delivery.plan import dtype_of
 from headrace.delivery.setup import choose
+from headrace.delivery.transports.segments import sweep
 from headrace.errors import HeadraceError, UserError
 from headrace.models.rounding import rounded
 from headrace.training.building import build_trainer
@@ -104,6 +105,9 @@ class TrainerRole:
     def run(self) -> None:
         """Do what is asked, in order."""
         threading.Thread(target=self._pass_messages, name="messages", daemon=True).start()
+        if self.first:
+            # What a trainer that died left: engines that still wanted it had all the time until now.
+            sweep()
         self.desk.ready(
             policy_steps=self.trainer.policy_steps,
             resumed_from=str(self.resumed_from or ""),
@@ -286,6 +290,8 @@ def join_ranks(desk: Desk, config: Config, device: str = "cpu") -> Ranks | None:
     if training.ranks == 1 and not training.offload:
         return None
     desk.phase = "meeting the other ranks"
+    if training.ranks == 1:
+        (desk.run_dir / RENDEZVOUS).unlink(missing_ok=True)  # That of a previous process.
     return join(
         desk.run_dir / RENDEZVOUS,
         int(desk.name.removeprefix("trainer-")),

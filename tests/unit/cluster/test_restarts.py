@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.channel.beats import Ready
+from headrace.channel.events import Died, Events
 from headrace.cluster import supervision
 from headrace.cluster.launchers.base import Exit, WorkerSpec
 from headrace.cluster.supervision import Fleet
@@ -48,11 +49,8 @@ async def until(holds: Callable[[], bool]) -> None:
 
 async def supervised(tmp_path: Path, play: Callable[[Fleet, Played], Awaitable[None]]) -> list[PeerDied]:
     """Run `play` beside the watch over one engine that is ready; the deaths that were told."""
-    launcher = Played()
-    fleet = Fleet(launcher, tmp_path, [("engine", 0)])
-    fleet.restarts = {ENGINE: 2}
-    deaths: list[PeerDied] = []
-    fleet.on_death = deaths.append
+    launcher, events = Played(), Events()
+    fleet = Fleet(launcher, tmp_path, [("engine", 0)], events, {ENGINE: 2})
     try:
         async with asyncio.timeout(SECONDS), asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(fleet.watch())
@@ -64,7 +62,7 @@ async def supervised(tmp_path: Path, play: Callable[[Fleet, Played], Awaitable[N
             watching.cancel()
     finally:
         await fleet.stop()
-    return deaths
+    return [event.death for event in await events.take() if isinstance(event, Died)]
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +76,8 @@ async def test_what_lost_what_it_depends_on_is_started_again_and_says_what(tmp_p
         await until(lambda: launcher.starts == 2)
         assert fleet.restarting == {ENGINE}
         fleet._dispatch(ENGINE, Ready(facts={}))
-        await until(lambda: not fleet.restarting)
+        fleet.rejoined(ENGINE)
+        assert not fleet.restarting
 
     (death,) = await supervised(tmp_path, play)
     assert str(death) == "engine-0 died: vLLM died: it cannot be reached"

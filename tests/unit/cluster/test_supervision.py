@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from headrace.channel.beats import Beat, Ready, Stop
+from headrace.channel.events import Events, Returned
 from headrace.channel.spoke import Spoke
 from headrace.cluster import supervision
 from headrace.cluster.launchers.base import Exit, WorkerSpec
@@ -26,6 +27,7 @@ class Threads:
         self.killed: list[str] = []
         self.started = 0
         self.slow = 0.0
+        self.events = Events()
         self._exits: asyncio.Queue[Exit] = asyncio.Queue()
         self._starting: set[asyncio.Task[None]] = set()
 
@@ -59,8 +61,7 @@ class Threads:
 
 @contextlib.asynccontextmanager
 async def fleet_of(launcher: Threads, tmp_path: Path) -> AsyncIterator[Fleet]:
-    fleet = Fleet(launcher, tmp_path, [("trainer", 0)])
-    fleet.restarts = {"trainer-0": 3}
+    fleet = Fleet(launcher, tmp_path, [("trainer", 0)], launcher.events, {"trainer-0": 3})
     watching = asyncio.create_task(fleet.watch())
     try:
         await fleet.start(10)
@@ -84,19 +85,16 @@ async def test_what_is_sent_to_a_process_that_is_being_started_fails_and_does_no
 ) -> None:
     monkeypatch.setattr(supervision, "EXIT_NEWS_SECONDS", 0.1)
     monkeypatch.setattr(supervision, "FIRST_PAUSE", 0.05)
-    launcher, back = Threads(), asyncio.Event()
+    launcher = Threads()
     async with fleet_of(launcher, tmp_path) as fleet:
-
-        async def returned(name: str) -> None:
-            back.set()
-
-        fleet.on_return = returned
         launcher.slow = 0.6
         launcher.die("trainer-0")
         await until(lambda: launcher.started == 2)
         with pytest.raises(PeerDied, match="killed by signal 9"):
             await fleet.hub.send("trainer-0", Stop())
-        await asyncio.wait_for(back.wait(), 10)
+        async with asyncio.timeout(10):
+            while not any(isinstance(event, Returned) for event in await launcher.events.take()):
+                pass
         assert launcher.killed == []
         await fleet.hub.send("trainer-0", Stop())
         await until(lambda: isinstance(launcher.spokes["trainer-0"].inbox.get(timeout=5).message, Stop))
@@ -132,7 +130,7 @@ async def test_of_ranks_that_die_together_the_one_that_was_killed_is_named(
 ) -> None:
     monkeypatch.setattr(supervision, "EXIT_NEWS_SECONDS", 0.3)
     launcher = Threads()
-    fleet = Fleet(launcher, tmp_path, [("trainer", 0), ("trainer", 1), ("engine", 0)])
+    fleet = Fleet(launcher, tmp_path, [("trainer", 0), ("trainer", 1), ("engine", 0)], Events())
     watching = asyncio.create_task(fleet.watch())
     try:
         await fleet.start(10)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headrace.buffer.journal import Journal, open_readonly
-from headrace.buffer.window import Window
+from headrace.channel.events import Died, Events, Heard, Returned
 from headrace.config import Config, make_config
 from headrace.delivery.base import Manifest
 from headrace.engines.fake import FakeEngine
@@ -20,14 +20,11 @@ from headrace.errors import PeerDied
 from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import NoProgress
-from headrace.pipeline.controller import Controller
-from headrace.pipeline.parts import Parts
-from headrace.pipeline.recording import Recorder
+from headrace.pipeline.assembly import Outputs, assemble
 from headrace.pipeline.session import first_cause
-from headrace.pipeline.taking_up import take_up
 from headrace.pipeline.waits import Waits
 from headrace.tasks.base import EnvironmentStep
-from headrace.tasks.source import PromptSource
+from headrace.training.base import Checkpoint
 from headrace.training.messages import Published
 from headrace.training.report import StepReport
 from headrace.types import Batch, Int32Array, Prompt
@@ -92,10 +89,10 @@ class FakeTrainer:
 
     name = "trainer-0"
 
-    def __init__(self, policy: FakePolicy, seconds: float) -> None:
+    def __init__(self, policy: FakePolicy, seconds: float, events: Events) -> None:
         self._policy = policy
         self._seconds = seconds
-        self.published: Callable[[Published], None] = lambda announcement: None
+        self._events = events
         self.on_batch: Callable[[], None] = lambda: None
         self.batches: list[Batch] = []
         self.acknowledged: list[int] = []
@@ -132,9 +129,8 @@ class FakeTrainer:
 
     async def publish(self, version: int, parent: int) -> None:
         manifest = self._policy.manifest(version, parent=parent, step=max(0, self.step))
-        asyncio.get_running_loop().call_later(
-            self._seconds / 2, lambda: self.published(Published(manifest=manifest, snapshot_seconds=0.0))
-        )
+        announcement = Heard(self.name, Published(manifest=manifest, snapshot_seconds=0.0))
+        asyncio.get_running_loop().call_later(self._seconds / 2, self._events.put, announcement)
 
     async def resend(self, manifest: Manifest) -> Manifest:
         self.resent.append(manifest.version)
@@ -172,55 +168,36 @@ class FakeRun:
         policy = FakePolicy(64)
         options: dict[str, Any] = {"slots": 16, "token_seconds": 0.0005, **(engine or {})}
         self.engines = [FakeEngine(name=f"engine-{n}", policy=policy, **options) for n in range(engines)]
-        self.trainer = FakeTrainer(policy, train_seconds)
+        self.events = Events()
+        self.trainer = FakeTrainer(policy, train_seconds, self.events)
         journal = Journal(path / "journal.db")
-        every = config.delivery.publish_every
-        before = journal.recover(step=checkpoint_step or 0, publish_every=every)
-        done = before.reach // every
-        self.window = Window(
-            config.buffer.groups, config.buffer.depth, every, config.buffer.max_lag,
-            first_version=before.last_version + 1, versions=config.run.versions - done,
-            on_stale=config.buffer.on_stale, oversample=config.buffer.oversample, republished=before.republished,
-        )  # fmt: skip
-        self.recorder = Recorder(
-            journal, MetricsLog(path / "metrics.jsonl"), None, NoProgress(), self.window, clock=RunClock.now(),
-            versions_total=config.run.versions, versions_done=done, before=before, record=config.pipeline.record,
-        )  # fmt: skip
+        before = journal.recover(step=checkpoint_step or 0, publish_every=config.delivery.publish_every)
         self.waits = Waits()
-        task = PlainTask(judge, heldout)
-        source = PromptSource(task.train, 0, curriculum=config.rollouts.curriculum)
-        source.seek(before.drawn)
-        source.restore(before.outcomes)
-        self.left = take_up(before, self.window, self.recorder, journal, task, checkpoint_step or 0)
-        self.controller = Controller(
-            Parts(
-                config=config,
-                task=task,
-                chat=PlainChat(),
-                source=source,
-                pool=EnginePool(self.engines),
-                trainer=self.trainer,
-                window=self.window,
-                recorder=self.recorder,
-                waits=self.waits,
-                first_step=before.reach,
-                checkpoint_step=checkpoint_step or 0,
-                left=self.left,
-                resumed=checkpoint_step is not None,
-            )
+        self.controller = assemble(
+            config,
+            task=PlainTask(judge, heldout),
+            chat=PlainChat(),
+            pool=EnginePool(self.engines),
+            trainer=self.trainer,
+            outputs=Outputs(journal, MetricsLog(path / "metrics.jsonl"), NoProgress(), RunClock.now()),
+            before=before,
+            checkpoint=Checkpoint(step=checkpoint_step or 0, found=checkpoint_step is not None),
+            waits=self.waits,
+            events=self.events,
         )
-        self.trainer.published = self.controller.published
+        self.window, self.recorder = self.controller.window, self.controller.recorder
+        self.left = self.controller.parts.left
         self.generated: dict[str, int] = {}
 
     async def run(self) -> None:
         """The phases in order, with a deadline."""
         try:
             async with asyncio.timeout(30), asyncio.TaskGroup() as guard:
-                deliveries = guard.create_task(self.controller.deliveries.run())
+                serving = guard.create_task(self.controller.serve())
                 await self.controller.begin()
                 await self.controller.train()
                 await self.controller.finish()
-                deliveries.cancel()
+                serving.cancel()
         except BaseExceptionGroup as failures:
             raise first_cause(failures) from None
         finally:
@@ -229,6 +206,20 @@ class FakeRun:
                 await engine.close()
             self.recorder.abandon("test over")
             self.recorder.close("finished")
+
+    def trainer_dies(self) -> None:
+        """Supervision has noticed that the trainer is gone."""
+        self.events.put(Died(PeerDied(self.trainer.name, "killed by the test"), restarts=True))
+
+    def trainer_returns(self, checkpoint_step: int | None) -> None:
+        """Supervision has started it again, and it found this checkpoint, or none."""
+        self.trainer.dead = False
+        facts = {
+            "policy_steps": checkpoint_step or 0,
+            "version": 0 if checkpoint_step else -1,
+            "resumed_from": "checkpoint" if checkpoint_step is not None else "",
+        }
+        self.events.put(Returned(self.trainer.name, facts))
 
     def journal(self, sql: str) -> list[dict[str, Any]]:
         with open_readonly(self.path / "journal.db") as journal:

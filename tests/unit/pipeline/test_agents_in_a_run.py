@@ -28,7 +28,6 @@ def with_gateway(run: FakeRun, seconds: float) -> Gateway:
         session_seconds=seconds,
     )  # fmt: skip
     run.controller = Controller(replace(run.controller.parts, agents=gateway))
-    run.trainer.published = run.controller.published
     return gateway
 
 

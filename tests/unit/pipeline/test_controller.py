@@ -117,7 +117,7 @@ async def test_stop_finishes_what_is_in_training_and_drops_the_rest(tmp_path: Pa
 
 async def test_a_stalled_run_says_who_waits_for_whom(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
-    deliveries = asyncio.create_task(run.controller.deliveries.run())
+    serving = asyncio.create_task(run.controller.serve())
     await run.controller.begin()
     run.engines[0].gate.clear()
     training = asyncio.create_task(run.controller.train())
@@ -130,8 +130,8 @@ async def test_a_stalled_run_says_who_waits_for_whom(tmp_path: Path) -> None:
     assert "group 0, in flight since version 0" in line
     assert "deliver waits for trainer-0 to publish version 1" in line
     training.cancel()
-    deliveries.cancel()
-    await asyncio.gather(training, deliveries, return_exceptions=True)
+    serving.cancel()
+    await asyncio.gather(training, serving, return_exceptions=True)
     await run.engines[0].close()
     run.recorder.abandon("test over")
     run.recorder.close("failed")

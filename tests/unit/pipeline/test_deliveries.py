@@ -14,6 +14,7 @@ import pytest
 import torch
 from controller_parts import FakeRun, FakeTrainer
 
+from headrace.cluster.base import NoProcesses
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.receiver import Receiver
@@ -24,6 +25,8 @@ from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.pool import EnginePool
 from headrace.errors import ChannelError, DeadlineError, DeliveryError, HeadraceError, PeerDied
 from headrace.pipeline.deliveries import Deliveries
+from headrace.pipeline.events import Events, Proved
+from headrace.pipeline.versions import Versions
 from headrace.pipeline.waits import Waits
 
 POLICY = FakePolicy(64)
@@ -63,36 +66,56 @@ class Book:
     """What deliveries write down."""
 
     def __init__(self) -> None:
-        self.proofs: list[Proof] = []
         self.notes: list[str] = []
-
-    def delivered(self, proof: Proof) -> None:
-        self.proofs.append(proof)
 
     def note(self, line: str) -> None:
         self.notes.append(line)
 
 
+class Ended(NoProcesses):
+    """Which processes deliveries have ended."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def kill(self, name: str) -> None:
+        self.names.append(name)
+
+
 class Rig:
-    """Real deliveries over fake engines, with a clock that the test moves."""
+    """Real deliveries over fake engines, with a clock that the test moves; it owns the events."""
 
     def __init__(self, engines: int, **options: Any) -> None:
         self.engines = [Gated(f"engine-{n}") for n in range(engines)]
         self.pool = EnginePool(self.engines, patience=0.3)
-        self.trainer = FakeTrainer(POLICY, 0.0)
+        self.events = Events()
+        self.trainer = FakeTrainer(POLICY, 0.0, self.events)
         self.waits = Waits()
         self.book = Book()
+        self.ended = Ended()
+        self.versions = Versions()
+        self.proofs: list[Proof] = []
         self.now = 0.0
         self.deliveries = Deliveries(
             self.pool,
             self.trainer,
-            self.book,  # type: ignore[arg-type]
+            self.versions,
+            self.events,
             self.waits,
+            self.book,
+            self.ended,
             **{"patience": 10.0, "clock": lambda: self.now, **options},
         )
 
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.deliveries.run())
+            await serve(self.events, self.deliveries, self.proofs)
+
     def offer(self, version: int) -> asyncio.Task[bool]:
-        return asyncio.create_task(self.deliveries.deliver(POLICY.manifest(version, parent=version - 1)))
+        manifest = POLICY.manifest(version, parent=version - 1)
+        self.versions.published(manifest)
+        return asyncio.create_task(self.deliveries.deliver(self.versions.next()))
 
     async def delivered(self, version: int) -> None:
         await asyncio.wait_for(self.offer(version), 5)
@@ -115,6 +138,15 @@ class Rig:
         await settle()
 
 
+async def serve(events: Events, deliveries: Deliveries, proofs: list[Proof]) -> None:
+    """What the controller does with the events of deliveries."""
+    while True:
+        for event in await events.take():
+            if isinstance(event, Proved):
+                proofs.append(event.proof)
+                deliveries.proved(event.proof)
+
+
 async def settle() -> None:
     """Let everything happen that can happen now."""
     for _ in range(30):
@@ -124,7 +156,7 @@ async def settle() -> None:
 @asynccontextmanager
 async def rig(engines: int, **options: Any) -> AsyncIterator[Rig]:
     made = Rig(engines, **options)
-    running = asyncio.create_task(made.deliveries.run())
+    running = asyncio.create_task(made.run())
     try:
         yield made
     finally:
@@ -270,8 +302,8 @@ async def test_an_engine_lost_in_a_load_is_not_waited_for_and_comes_back_at_the_
     "error", [DeadlineError("engine-1 did not answer Load within 120 s"), ChannelError("engine-1: OSError: no room")]
 )
 async def test_an_engine_without_a_proof_to_answer_with_is_ended_and_begins_anew(error: ChannelError) -> None:
-    ended: list[str] = []
-    async with rig(2, end=ended.append) as fleet:
+    async with rig(2) as fleet:
+        ended = fleet.ended.names
         await fleet.delivered(1)
         victim = fleet.engines[1]
         victim.raises.append(error)
@@ -307,7 +339,7 @@ async def test_a_quarantined_engine_serves_again_once_all_weights_were_proved() 
         hold.set()
         await asyncio.wait_for(offered, 5)
         assert fleet.trainer.resent == [2] and fleet.pool.proved("engine-1") == 2
-        assert [(proof.engine, proof.quarantined) for proof in fleet.book.proofs if not proof.accepted] == [
+        assert [(proof.engine, proof.quarantined) for proof in fleet.proofs if not proof.accepted] == [
             ("engine-1", True)
         ]
 
@@ -330,14 +362,13 @@ async def test_one_engine_that_refuses_a_version_waits_for_the_next(outcome: str
 
 async def test_a_version_that_all_refuse_ends_the_run() -> None:
     made = Rig(2)
-    running = asyncio.create_task(made.deliveries.run())
+    running = asyncio.create_task(made.run())
     for engine in made.engines:
         engine.script(1, "reject")
     made.offer(1)
     with pytest.raises(ExceptionGroup) as caught:
         await asyncio.wait_for(running, 5)
-    (cause,) = caught.value.exceptions
-    assert isinstance(cause, DeliveryError) and "version 1 was refused 3 times" in str(cause)
+    assert caught.group_contains(DeliveryError, match="version 1 was refused 3 times")
     for engine in made.engines:
         await engine.close()
 
@@ -362,11 +393,12 @@ async def test_what_went_with_its_trainer_is_not_asked_of_the_one_that_comes_bac
     async with rig(1) as fleet:
         await fleet.delivered(1)
         fleet.engines[0].script(2, "reject")
-        fleet.deliveries.orphan(2)
         offered = fleet.offer(2)
+        fleet.versions.orphan()
         await settle()
         assert not fleet.trainer.resent and not offered.done(), "it waits for the same weights under another id"
-        fleet.deliveries.void(3)
+        fleet.versions.void_before(3)
+        fleet.waits.ring()
         assert await asyncio.wait_for(offered, 5) is False
         await fleet.delivered(3)
         assert fleet.pool.proved("engine-0") == 3
@@ -498,14 +530,15 @@ class RealTrainer:
 async def test_an_engine_that_is_stuck_in_a_fetch_does_not_stop_the_trainer() -> None:
     engines = [Real("engine-0"), Real("engine-1")]
     pool, trainer, book, waits = EnginePool(engines), RealTrainer(), Book(), Waits()  # type: ignore[arg-type]
-    deliveries = Deliveries(pool, trainer, book, waits, patience=0.05)  # type: ignore[arg-type]
-    running = asyncio.create_task(deliveries.run())
+    versions, events = Versions(), Events()
+    deliveries = Deliveries(pool, trainer, versions, events, waits, book, Ended(), patience=0.05)  # type: ignore[arg-type]
+    running = asyncio.gather(deliveries.run(), serve(events, deliveries, []))
     ring = asyncio.create_task(every(0.02, waits.ring))
     try:
         engines[1].gate.clear()
         for version in range(1, 7):
             manifest = await trainer.publish(version)  # raises where no place comes free
-            await asyncio.wait_for(deliveries.deliver(manifest), 5)
+            await asyncio.wait_for(deliveries.deliver(versions.send(manifest)), 5)
             assert engines[0].live["w"].eq(version).all()
         assert engines[1].live["w"].eq(0).all()
         engines[1].gate.set()

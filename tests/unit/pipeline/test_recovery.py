@@ -15,6 +15,7 @@ from controller_parts import FakeRun
 from headrace.buffer.reader import open_readonly
 from headrace.buffer.window import Window
 from headrace.channel.codec import encode
+from headrace.channel.events import Returned
 from headrace.config import make_config
 from headrace.delivery.base import Manifest, Proof
 from headrace.engines.fake import lognormal_lengths
@@ -41,14 +42,9 @@ def content(batch: Batch) -> tuple[bytes, ...]:
 def revive(run: FakeRun, checkpoint: int | None) -> None:
     """Have the trainer come back at this step a moment after each death."""
 
-    async def come_back() -> None:
-        await asyncio.sleep(0.03)
-        run.trainer.dead = False
-        await run.controller.comeback.returned(checkpoint, 0 if checkpoint else -1)
-
     def died() -> None:
-        run.controller.comeback.lost()
-        run.tasks = [*getattr(run, "tasks", []), asyncio.create_task(come_back())]
+        run.trainer_dies()
+        asyncio.get_running_loop().call_later(0.03, run.trainer_returns, checkpoint)
 
     run.trainer.on_death = died
 
@@ -110,20 +106,16 @@ async def test_an_engine_that_comes_back_before_the_trainers_weights_waits_for_t
     async def come_back() -> None:
         pool.lose("engine-0", "killed by the test")
         await asyncio.sleep(0.03)
-        run.trainer.dead = False
         gone.update(range(100))
-        returning = asyncio.create_task(run.controller.comeback.returned(None, -1))
-        await asyncio.sleep(0)
-        pool.take_back("engine-0")
-        run.waits.moved()
+        run.trainer_returns(None)
+        run.events.put(Returned("engine-0"))
         before = len(asked)
         await asyncio.sleep(0.01)
         assert asked[before:] == []
         gone.clear()
-        await returning
 
     def died() -> None:
-        run.controller.comeback.lost()
+        run.trainer_dies()
         run.tasks = [asyncio.create_task(come_back())]  # type: ignore[attr-defined]
 
     run.trainer.on_death = died

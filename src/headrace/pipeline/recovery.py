@@ -1,0 +1,206 @@
+"""Recovery: what happens when a process of a run dies, told in one place.
+
+    an engine      Its requests end as aborted, and their episodes go on from their prefix on another engine.
+                   Supervision starts it again; it rejoins without weights, and serves once it has proved the newest
+                   version.
+    the trainer    Steps wait. Supervision starts it again, from its newest checkpoint; what was trained after that is
+                   trained again from the journal, and nothing is generated for it. The weights are published under the
+                   next free id, because the bytes of the old one went with the old process and only on some devices are
+                   the new weights equal to the last bit. Then steps go on.
+    a rank of      The run ends with one line: ranks hold one another up. It is resumed as a whole.
+    several
+    the            `headrace resume`: groups of the previous process take their slots again, complete ones are judged
+    controller     from the journal, the others go on from their saved tokens; steps after the checkpoint are trained
+                   again from the journal, as above.
+    a reward       Its pool starts another one; the rollout that it was judging fails, with that as its reason
+    worker         (`scoring.workers`).
+    an agent       Its pool starts another one; its rollout fails, with that as its reason (`gateway.agents`).
+    a vLLM         Its engine worker ends, and is started again with a new server; a server that was given by URL is
+    server         waited for (`engines.vllm.pulse`).
+
+Supervision (`cluster.supervision`) notices deaths, starts processes again and puts `Died` and `Returned` on the queue;
+the controller hands them to the methods here. A process that dies too often in a row ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+
+from headrace.buffer.recovery import LeftGroup, Recovered
+from headrace.buffer.window import Window
+from headrace.errors import HeadraceError, PeerDied
+from headrace.pipeline.attempts import Attempts
+from headrace.pipeline.batches import recorded_batches, warm_start_batches
+from headrace.pipeline.engine_watch import EngineWatch
+from headrace.pipeline.episodes import Episodes
+from headrace.pipeline.partials import Partials
+from headrace.pipeline.parts import Parts
+from headrace.pipeline.recording import Recorder
+from headrace.pipeline.steps import Order, Steps
+from headrace.pipeline.versions import Versions
+from headrace.rollouts.base import AnyEpisode
+from headrace.tasks.base import Task
+from headrace.training.base import Checkpoint
+from headrace.types import Batch, Group, Prompt
+
+
+class Recovery:
+    """Brings a run back to where it was, after the death of an engine, of the trainer, or of a previous controller."""
+
+    def __init__(self, parts: Parts, versions: Versions, steps: Steps, watch: EngineWatch) -> None:
+        self._parts = parts
+        self._versions = versions
+        self._steps = steps
+        self._watch = watch
+
+    # ---- an engine
+
+    def engine_died(self, death: PeerDied) -> None:
+        """What the engine was generating is resumed elsewhere; it gets nothing before it is back."""
+        name = death.peer
+        # In this order: the pool then knows that what fails now was lost, and is to be resumed elsewhere.
+        self._parts.pool.lose(name, death.reason)
+        if name in self._parts.remote:
+            self._parts.remote[name].lost(str(death))
+        self._parts.recorder.restarted(name, death.reason)
+        self._watch.forget(name)
+
+    def engine_returned(self, name: str) -> None:
+        """The engine takes requests again once it has proved the newest version, which its delivery loop brings it."""
+        if name in self._parts.remote:
+            self._parts.remote[name].back()
+        self._parts.pool.take_back(name)
+        self._parts.processes.rejoined(name)
+        self._parts.waits.moved()
+
+    # ---- the trainer
+
+    def trainer_died(self) -> None:
+        """Steps wait until it is back; what it published can be fetched while its bytes last."""
+        self._steps.away()
+        self._versions.orphan()
+
+    async def trainer_returned(self, checkpoint: Checkpoint) -> None:
+        """Bring the trainer from its checkpoint to where its last report left it."""
+        after = checkpoint.step if checkpoint.found else -self._parts.config.warm_start.steps
+        # From now on, and not only when the weights are there again: nobody can send what was announced.
+        self._versions.void_before(self._versions.announced + 1)
+        self._parts.waits.ring()
+        try:
+            await self._bring_back(after, checkpoint.version)
+        except PeerDied as death:
+            self._steps.unanswered(death)  # It will be back once more.
+            return
+        self._steps.back()
+        self._parts.processes.rejoined(self._parts.trainer.name)
+        self._parts.waits.moved()
+
+    async def _bring_back(self, after: int, version: int) -> None:
+        parts, until = self._parts, self._steps.trained
+        if after > until:
+            raise HeadraceError(f"{parts.trainer.name} came back at step {after}, beyond the last one, {until}")
+        parts.recorder.restarted(parts.trainer.name, "died", (after, until))
+        await asyncio.to_thread(parts.recorder.flush)
+        boundary = self._boundary()
+        if boundary == after:
+            await self._publish_again(boundary, version)
+        for batch in self._batches(after, until):
+            await parts.trainer.train(batch)
+            parts.waits.moved()
+            if batch.step == boundary:
+                await self._publish_again(boundary, version)
+
+    def _boundary(self) -> int | None:
+        """The step behind the newest version; None while no version was asked for."""
+        first = self._parts.first_step
+        if not self._versions.asked or self._steps.trained < first:
+            return None
+        done = self._steps.trained - first
+        return first + done - done % self._parts.config.delivery.publish_every
+
+    async def _publish_again(self, boundary: int, parent: int) -> None:
+        window, batches = self._parts.window, boundary - self._parts.first_step
+        known = self._versions.announced >= window.version_of(batches)
+        version = window.republish(batches) if known else window.version_of(batches)
+        self._versions.void_before(version)
+        self._parts.waits.ring()
+        await self._parts.trainer.publish(version, parent)
+
+    def _batches(self, after: int, until: int) -> Iterator[Batch]:
+        parts = self._parts
+        for batch in warm_start_batches(parts.config, parts.task, parts.chat, parts.window.first_version):
+            if after < batch.step <= until:
+                yield batch
+        if until > max(after, 0):
+            for recorded in recorded_batches(parts.config, parts.recorder.journal_path, max(after, 0), until):
+                yield recorded.batch
+
+    # ---- the controller: a run is resumed
+
+    async def train_again(self) -> None:
+        """Train what came after the checkpoint once more, from the journal, where it is recorded already."""
+        parts = self._parts
+        if parts.first_step <= parts.checkpoint.step:
+            return
+        path, until = parts.recorder.journal_path, parts.first_step
+        for recorded in recorded_batches(parts.config, path, parts.checkpoint.step, until):
+            order = partial(parts.unless_stopping, Order(recorded.batch))
+            if await self._steps.train(recorded.batch.step, order) is None:
+                return
+            parts.waits.moved()
+
+    def resume_groups(
+        self, attempts: Attempts, episodes: Episodes, partials: Partials
+    ) -> list[tuple[Group, list[AnyEpisode]]]:
+        """Judge the groups that were complete; return the others, with episodes that go on from their saved tokens."""
+        unfinished = []
+        prompts = {prompt.id: prompt for prompt in self._parts.task.train} if self._parts.left else {}
+        for left in self._parts.left:
+            group = Group(id=left.id, prompt=prompts[left.prompt], version=left.version, rollouts=left.rollouts)
+            if left.complete:
+                attempts.taken_up(group)
+                continue
+            partials.resumed(left.partial)
+            resumed = episodes.resumed(group, left.members, left.partial)
+            attempts.started(group, resumed)
+            unfinished.append((group, resumed))
+        return unfinished
+
+
+def restore_groups(
+    before: Recovered, window: Window, recorder: Recorder, task: Task, checkpoint: Checkpoint
+) -> list[LeftGroup]:
+    """Give the groups of a previous process their slots back, before anything new begins.
+
+    Every group of it goes on, and is in the answer, or ends here with a reason; what is lost with it is counted.
+    """
+    if before.last_version < 0:
+        return []
+    prompts = {prompt.id for prompt in task.train} if before.left else set()
+    known = [left for left in before.left if left.prompt in prompts]
+    refused = set(window.restore([(left.id, left.version) for left in known], before.overtakers))
+    lost, going_on = 0, []
+    for left in before.left:
+        group = Group(id=left.id, prompt=Prompt(id=left.prompt), version=left.version)
+        recorder.resumed(group, left.members)
+        if left.prompt in prompts and left.id not in refused:
+            going_on.append(left)
+            continue
+        lost += _sampled(left)
+        recorder.group_ended(group, "dropped", "no slot after a resume" if left.id in refused else "its prompt is gone")
+    unfinished = sum(not left.complete for left in going_on)
+    if going_on or before.reach > checkpoint.step:
+        recorder.note(
+            f"resumed: {before.reach - checkpoint.step} steps are trained again from the journal, "
+            f"{len(going_on) - unfinished} groups are ready, {unfinished} go on from their saved tokens"
+        )
+    unseen = before.unseen_tokens if unfinished else 0
+    recorder.run_resumed((checkpoint.step, before.reach), lost + unseen)
+    return going_on
+
+
+def _sampled(left: LeftGroup) -> int:
+    whole = sum(rollout.trained_tokens for rollout in left.rollouts)
+    return whole + sum(trace.trained_tokens for trace in left.partial.values())
