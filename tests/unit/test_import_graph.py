@@ -17,6 +17,104 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
 
+ASSEMBLIES = {
+    "headrace": "its public names",
+    "headrace.api": "a run from Python",
+    "headrace.bench": "measures single parts",
+    "headrace.cli": "the command line",
+    "headrace.cluster.launchers.seed": "loads the libraries of workers ahead",
+    "headrace.cluster.worker": "assembles a worker",
+    "headrace.pipeline.assembly": "assembles a run",
+    "headrace.pipeline.inputs": "makes tasks, scorers and tokenizers",
+    "headrace.pipeline.replay": "assembles a trainer alone",
+    "headrace.sim": "assembles a run of fakes",
+}
+"""Modules and packages that may know concrete classes: they choose one and hand it to those who use it."""
+
+GROUND = {"channel", "config", "errors", "observe", "reference", "run_dir", "types"}
+"""What all may import, whatever the layers above it in `pyproject.toml` are."""
+
+ARROWS = {
+    "algorithms": set(),
+    "buffer": set(),
+    "cluster": set(),
+    "delivery": set(),
+    "engines": {
+        "delivery.base",
+        "delivery.canary",
+        "delivery.digest",
+        "delivery.receiver",
+        "delivery.setup",
+        "delivery.transports.keys",
+        "models",
+    },
+    "gateway": {"engines.base", "rollouts.base", "scoring.base"},
+    "headrace_vllm_plugin": {"delivery.base", "delivery.digest", "delivery.plan", "delivery.transports"},
+    "models": set(),
+    "pipeline": {
+        "algorithms.assemble",
+        "buffer",
+        "cluster.base",
+        "delivery.base",
+        "delivery.setup",
+        "engines.base",
+        "engines.messages",
+        "engines.pool",
+        "engines.remote",
+        "gateway.base",
+        "gateway.gateway",
+        "review.report",
+        "review.summary",
+        "rollouts",
+        "scoring.base",
+        "scoring.shuffle",
+        "scoring.stage",
+        "tasks.base",
+        "tasks.chat",
+        "tasks.source",
+        "training.base",
+        "training.messages",
+        "training.report",
+    },
+    "review": {
+        "buffer.reader",
+        "delivery.digest",
+        "models.loading",
+        "models.lora",
+        "tasks.chat",
+        "training.checkpoint",
+        "training.lora",
+        "training.sharded_checkpoint",
+    },
+    "rollouts": {"engines.base", "scoring.base", "tasks.base"},
+    "scoring": set(),
+    "tasks": set(),
+    "training": {
+        "algorithms.losses",
+        "delivery.base",
+        "delivery.canary",
+        "delivery.digest",
+        "delivery.plan",
+        "delivery.publisher",
+        "delivery.regions",
+        "delivery.setup",
+        "delivery.sharded_publisher",
+        "delivery.shards",
+        "delivery.transports.segments",
+        "models",
+    },
+}  # fmt: skip
+"""Package -> what its modules, except assemblies, may import of other packages above the ground.
+
+A stage is known to the others by its `base.py`. Delivery and models are libraries of the engines and the trainer.
+"""
+
+TORCH = (
+    "headrace.algorithms.losses", "headrace.bench", "headrace.delivery", "headrace.engines.embedded", "headrace.models",
+    "headrace.review.recompute", "headrace.training", "headrace_vllm_plugin",
+)  # fmt: skip
+"""What may load torch when it is itself loaded. The controller, the command line and the launchers load none of it."""
+
 
 class Import(NamedTuple):
     """One module imports another one, of ours or not."""
@@ -182,6 +280,47 @@ def test_vllm_is_imported_only_beside_vllm() -> None:
 
 def test_ray_is_imported_only_by_its_launcher() -> None:
     assert set(importers_of("ray")) <= {"headrace.cluster.launchers.ray"}
+
+
+def test_torch_is_loaded_only_where_weights_are() -> None:
+    """Everything else loads without torch: the controller has none, and `headrace --help` answers at once."""
+    loads = {**loaders(imports(), "torch"), **loaders(imports(), "transformers")}
+    assert [f"{module} (by {why})" for module, why in loads.items() if not inside(module, *TORCH)] == []
+
+
+def test_only_assemblies_know_concrete_classes() -> None:
+    """Every other import between packages is one of the arrows, and every arrow is used."""
+    unused = {(package, shown) for package, allowed in ARROWS.items() for shown in allowed}
+    wrong = []
+    for each in crossing_imports():
+        package, imported = package_of(each.importer), each.imported.removeprefix("headrace.")
+        arrows = {shown for shown in ARROWS[package] if inside(imported, shown)}
+        unused -= {(package, shown) for shown in arrows}
+        if not arrows:
+            wrong.append(str(each))
+    assert sorted(set(wrong)) == []
+    assert sorted(unused) == []
+
+
+def test_assemblies_exist() -> None:
+    assert [module for module in ASSEMBLIES if module not in files()] == []
+
+
+def crossing_imports() -> Iterator[Import]:
+    """Imports from one package to another one above the ground, except those of assemblies and of vLLM's driver."""
+    for each in imports():
+        importer, imported = package_of(each.importer), package_of(each.imported)
+        assembly = each.importer == "headrace" or inside(each.importer, *set(ASSEMBLIES) - {"headrace"})
+        above = each.imported in files() and imported not in GROUND | {importer}
+        plugin = inside(each.importer, "headrace.engines.vllm") and imported == "headrace_vllm_plugin"
+        if above and not assembly and importer not in GROUND | {"__main__"} and not plugin:
+            yield each
+
+
+def package_of(module: str) -> str:
+    """`engines` of `headrace.engines.embedded.core`."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "headrace" and len(parts) > 1 else parts[0]
 
 
 def write(root: Path, sources: dict[str, str]) -> None:
