@@ -18,9 +18,10 @@ PAGE = (ROOT / "docs/extending.md").read_text()
 
 def code_of_the_page(folder: Path) -> dict[str, Any]:
     """Write the page's files into a folder; the settings that its TOML names them with, by `section.key`."""
-    for name, code in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+    blocks = re.findall(r"^```python\n# (\w+\.py)(, continued)?\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    for name, continued, code in blocks:
         assert len(code.strip().splitlines()) < 30, f"{name} on docs/extending.md is too long to be an example"
-        (folder / name).write_text(code)
+        (folder / name).write_text(f"{(folder / name).read_text()}\n\n{code}" if continued else code)
     settings: dict[str, Any] = {}
     for block in re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
         for section, keys in tomllib.loads(block).items():
@@ -79,6 +80,13 @@ def test_the_loss_and_the_advantage_were_used(run_dir: Path) -> None:
     # The metric is the loss's own; the advantages that it saw are those of `better_half`, all of size one.
     assert [step["advantage_size"] for step in steps] == [pytest.approx(1.0)] * 2
     assert all("clip_fraction" not in step for step in steps), "a built-in loss was used"
+
+
+def test_the_transport_was_used(run_dir: Path) -> None:
+    # What was released is gone; the newest version stays, under the name that the sender gave it.
+    assert [path.name for path in (run_dir / "weights").iterdir()] == ["2.safetensors"]
+    with sqlite3.connect(run_dir / "journal.db") as journal:
+        assert journal.execute("SELECT version FROM deliveries WHERE accepted").fetchall() == [(0,), (1,), (2,)]
 
 
 def test_the_launcher_was_used(run_dir: Path) -> None:
@@ -148,6 +156,7 @@ def test_a_loss_is_given_the_policies_that_it_declares(tmp_path: Path) -> None:
         ("algorithm.loss={folder}/wrong.py:build", "Expected `array`, got `str` - at `$.needs`"),
         ("algorithm.advantage={folder}/my_advantage.py:worse_half", "has no 'worse_half'"),
         ("algorithm.advantage={folder}/my_advantage.py:__name__", "[algorithm] advantage: "),
+        ("delivery.transport={folder}/my_transport.py:Pigeons", "has no 'Pigeons'"),
         ("pipeline.launcher={folder}/nowhere.py:Mine", "[pipeline] launcher: there is no file"),
         ("observe.trackers=['{folder}/my_tracker.py:Mine']", "[observe] trackers: "),
     ],

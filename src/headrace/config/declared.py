@@ -68,6 +68,25 @@ class CorrectionFacts(msgspec.Struct, frozen=True):
     bounds_ratios: tuple[str, ...] = ()
 
 
+class TransportFacts(msgspec.Struct, frozen=True):
+    """What the class of a transport declares: `crosses_hosts = False`."""
+
+    needs_gpu: bool = False
+    """Whether it works only where weights are on GPUs."""
+    on_device: bool = False
+    """Whether what is published lies in the memory of the trainer's GPU."""
+    crosses_hosts: bool = True
+    """Whether an engine on another host can receive."""
+    for_servers: bool = True
+    """Whether engines that are servers of their own, such as vLLM, can receive."""
+    for_ranks: bool = True
+    """Whether several ranks of a trainer can send."""
+    uses_directory: bool = False
+    """Whether it writes to `[delivery] directory`."""
+    uses_keys: bool = False
+    """Whether it encrypts with keys of the run, which are made beforehand."""
+
+
 class Needs(NamedTuple):
     """What a configured loss asks the trainer for, beside the policy's log-probabilities."""
 
@@ -111,6 +130,13 @@ def compares_answers(advantage: str) -> bool:
     """Whether the advantage of this name or reference compares the answers of a group with each other."""
     reference = advantage if is_reference(advantage) else f"headrace.algorithms.advantages:{advantage}"
     return split_reference(reference)[1] in read_facts(reference, AdvantageFacts).compares
+
+
+def transport_facts(name: str) -> TransportFacts:
+    """What the transport of this name or reference declares; "auto" takes one that fits, and says nothing itself."""
+    if name == "auto":
+        return TransportFacts()
+    return read_facts(name if is_reference(name) else f"headrace.delivery.transports.{name}:Transport", TransportFacts)
 
 
 def correction_facts() -> CorrectionFacts:

@@ -13,6 +13,7 @@ import msgspec
 import tomli_w
 
 from headrace.config.algorithm import check_algorithm
+from headrace.config.declared import transport_facts
 from headrace.config.explain import NAMES, explain
 from headrace.config.names import is_reference, mistake, names_of
 from headrace.config.schema import (
@@ -29,7 +30,7 @@ from headrace.config.schema import (
 from headrace.config.tables import ShortForm, check_name, long_form
 from headrace.errors import ConfigError
 
-ONLY_NAMES = {"delivery.transport", "engine.kind"}
+ONLY_NAMES = {"engine.kind"}
 """Keys that will take a reference to the user's code, and whose stage does not import one yet."""
 
 
@@ -181,6 +182,8 @@ def _check_together(config: Config) -> None:
         )
     if training.ranks > 1 or training.offload:
         _check_ranks(config)
+    if not is_reference(config.delivery.transport):
+        check_transport(config)
     whole_file = config.evaluate.prompts is None and getattr(config.task, "heldout_path", None) is not None
     if config.evaluate.every and not (config.evaluate.prompts or whole_file):
         raise ConfigError("[evaluate] every: needs prompts > 0")
@@ -216,13 +219,21 @@ def _check_ranks(config: Config) -> None:
         '[lora] base = "nf4"': config.lora is not None and config.lora.base == "nf4",
         '[training] optimizer = "adamw_8bit"': config.training.optimizer == "adamw_8bit",
         '[delivery] send = "delta"': config.delivery.send == "delta",
-        '[delivery] transport = "nccl"': config.delivery.transport == "nccl",
     }
     for what, used in wanted.items():
         if used:
             raise ConfigError(f"[training] ranks: {what} needs one rank without offload")
     if config.lora is not None and config.training.tensor_parallel > 1:
         raise ConfigError("[training] tensor_parallel: an adapter is not cut over tensor ranks (set it to 1)")
+
+
+def check_transport(config: Config) -> None:
+    """What the transport declares, against the trainer's ranks and the engines; of the user's own, its file is read."""
+    what, facts = f'[delivery] transport = "{config.delivery.transport}"', transport_facts(config.delivery.transport)
+    if (config.training.ranks > 1 or config.training.offload) and not facts.for_ranks:
+        raise ConfigError(f"[training] ranks: {what} needs one rank without offload")
+    if config.engine.kind == "vllm" and not facts.for_servers:
+        raise ConfigError(f'[engine] kind = "vllm" does not go together with {what}')
 
 
 def _check_lora(lora: LoraConfig) -> None:
@@ -262,7 +273,6 @@ def _check_for_vllm(config: Config) -> None:
         '[lora] base = "nf4"': config.lora is not None and config.lora.base == "nf4",
         '[delivery] send = "delta"': config.delivery.send == "delta",
         "[training] ranks above 1": config.training.ranks > 1,
-        f'[delivery] transport = "{config.delivery.transport}"': config.delivery.transport in ("cuda_ipc", "nccl"),
         "[rollouts] top_k, top_p or min_p": config.rollouts.truncates,
     }
     for what, used in wanted.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace.config.declared import needs
+from headrace.config.declared import needs, transport_facts
 from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.schema import Config, LoraConfig, TrainingConfig
 
@@ -138,7 +138,8 @@ def _published_bytes(config: Config) -> int:
 
 def _publishes_on(config: Config, on_gpu: bool) -> bool:
     """Whether what is published lies in the trainer's device memory; other transports take the host's."""
-    return on_gpu and config.delivery.transport in ("auto", "cuda_ipc", "nccl")
+    transport = config.delivery.transport
+    return on_gpu and (transport == "auto" or transport_facts(transport).on_device)
 
 
 def _copies(config: Config) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.config.declared import transport_facts
 from headrace.config.schema import DeliveryConfig
 from headrace.delivery import transports
 from headrace.delivery.transports.keys import KEYS, make_keys
@@ -93,10 +94,11 @@ def prepare(config: DeliveryConfig, run_dir: Path) -> None:
     Raises `ConfigError` for a URL that nothing installed can reach.
     """
     directory = weights_directory(config, run_dir)
-    if choose(config).transport == "file" and is_url(directory):
+    facts = transport_facts(choose(config).transport)
+    if facts.uses_directory and is_url(directory):
         connect(str(directory))
     clean(config, run_dir)
-    if choose(config).transport == "tcp" and not is_loopback(config.bind):
+    if facts.uses_keys and not is_loopback(config.bind):
         make_keys(run_dir / KEYS)
 
 
@@ -104,7 +106,7 @@ def clean(config: DeliveryConfig, run_dir: Path) -> None:
     """Remove what trainers that are dead left: segments of this user, files and keys of this run."""
     sweep()
     first = weights_directory(config, run_dir)
-    if choose(config).transport == "file" or not is_url(first):
+    if not is_url(first) or transport_facts(choose(config).transport).uses_directory:
         for directory in (*(first.glob("rank-*") if isinstance(first, Path) else ()), first):
             sweep_storage(directory, owner_of(run_dir))
     (run_dir / KEYS).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """The user's own parts that a configuration names, checked before any process starts: a mistake is one line.
 
 What the controller uses is imported here: an advantage, a launcher, trackers. What only workers use may need torch: the
-file of a loss is read and not run.
+files of a loss and of a transport are read and not run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import msgspec
 
 from headrace.config import Config
 from headrace.config.algorithm import check_references
-from headrace.config.declared import loss_facts
+from headrace.config.declared import loss_facts, transport_facts
+from headrace.config.load import check_transport
 from headrace.config.names import is_reference
 from headrace.errors import ConfigError
 from headrace.observe.trackers.feed import Trackers
@@ -28,6 +29,10 @@ def check_extensions(config: Config) -> None:
     if is_reference(config.algorithm.advantage):
         with _named("[algorithm] advantage"):
             import_function(config.algorithm.advantage)
+    if is_reference(config.delivery.transport):
+        with _named("[delivery] transport"):
+            transport_facts(config.delivery.transport)
+        check_transport(config)
     if is_reference(config.pipeline.launcher):
         with _named("[pipeline] launcher"):
             import_function(config.pipeline.launcher)

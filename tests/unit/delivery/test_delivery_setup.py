@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.config.declared import transport_facts
+from headrace.config.names import names_of
 from headrace.config.schema import DeliveryConfig
+from headrace.delivery import transports
 from headrace.delivery.setup import choose, clean, make_sender, prepare, weights_directory
 from headrace.errors import DeliveryError
 
@@ -54,3 +57,15 @@ def test_files_of_two_runs_in_a_shared_directory_do_not_meet(tmp_path: Path):
     assert not weights_directory(config, tmp_path / "a").exists()
     assert weights_directory(config, tmp_path / "b").is_dir()
     other.close()
+
+
+def test_every_transport_declares_what_others_must_know() -> None:
+    facts = {name: transport_facts(name) for name in transports.NAMES}
+    assert set(names_of(DeliveryConfig, "transport") or ()) == {"auto", *facts}
+    assert tuple(name for name, each in facts.items() if not each.needs_gpu) == transports.WITHOUT_GPU
+    assert [name for name, each in facts.items() if not each.crosses_hosts] == ["shm", "cuda_ipc"]
+    assert [name for name, each in facts.items() if each.on_device] == ["cuda_ipc", "nccl"]
+    assert [name for name, each in facts.items() if not each.for_servers] == ["cuda_ipc", "nccl"]
+    assert [name for name, each in facts.items() if not each.for_ranks] == ["nccl"]
+    assert [name for name, each in facts.items() if each.uses_directory] == ["file"]
+    assert [name for name, each in facts.items() if each.uses_keys] == ["tcp"]

@@ -1,6 +1,7 @@
-"""How packed weights travel: `base` is the protocol, one file per transport, chosen by name with `sender`, `source`.
+"""How packed weights travel: `base` is the protocol, one file per transport.
 
-No torch is loaded until a transport is made.
+A name stands for the class `Transport` of the module of that name; a reference is the user's own class. No torch is
+loaded until a transport is made.
 """
 
 from __future__ import annotations
@@ -8,14 +9,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.delivery.transports.base import SenderSettings, SourceSettings
 from headrace.errors import DeliveryError
+from headrace.reference import import_function
 
 if TYPE_CHECKING:
-    from headrace.delivery.transports.base import Sender, Source
+    from headrace.delivery.transports.base import Sender, Source, Transport
 
 NAMES = ("shm", "file", "tcp", "cuda_ipc", "nccl")
 WITHOUT_GPU = ("shm", "file", "tcp", "nccl")
 """Those that run on a host without a GPU; `nccl` broadcasts with gloo there."""
+
+
+def find(name: str) -> Transport:
+    """The transport of this name or reference."""
+    if name not in NAMES and ":" not in name:
+        raise DeliveryError(f"there is no transport {name!r}: one of {', '.join(NAMES)}")
+    make = import_function(f"{__name__}.{name}:Transport" if name in NAMES else name)
+    made: Transport = make()
+    return made
 
 
 def sender(
@@ -32,66 +44,25 @@ def sender(
     relays: bool = True,
     per_parameter: bool = False,
 ) -> Sender:
-    """The trainer's end of the transport of this name.
-
-    `run_id` marks what `shm` leaves on the machine; `directory` (a path, or a URL for fsspec), `keep` and `owner` (the
-    run, as other hosts know it) are those of `file`, `bind` and `keys` (the file with the keys of the run) of `tcp`,
-    `device` (where the trainer's weights are) of `cuda_ipc` and `nccl`, `receivers` (how many engines) of `tcp`, which
-    lets many hand a version on unless `relays` is off, and of `nccl`, which sends buckets of the packed bytes or,
-    `per_parameter`, tensor by tensor.
-    """
-    if name == "shm":
-        from headrace.delivery.transports.shm import ShmSender
-
-        return ShmSender(run_id)
-    if name == "file":
-        from headrace.delivery.transports.file import FileSender
-
-        if directory is None:
-            raise DeliveryError("the file transport needs a directory")
-        return FileSender(directory, keep=keep, owner=owner or run_id)
-    if name == "tcp":
-        from headrace.delivery.transports.tcp import TcpSender
-
-        return TcpSender(bind=bind, keys=keys, receivers=receivers if relays else 1)
-    if name == "cuda_ipc":
-        from headrace.delivery.transports.cuda_ipc import CudaIpcSender
-
-        return CudaIpcSender(run_id, device=device)
-    if name == "nccl":
-        from headrace.delivery.transports.nccl import NcclSender
-
-        return NcclSender(device=device, receivers=receivers, bind=bind, per_parameter=per_parameter)
-    raise _unknown(name)
+    """The trainer's end of the transport of this name or reference; `SenderSettings` has the meaning of the rest."""
+    made = find(name).sender(
+        SenderSettings(
+            run_id=run_id,
+            directory=directory,
+            keep=keep,
+            owner=owner,
+            bind=bind,
+            keys=keys,
+            device=device,
+            receivers=receivers,
+            relays=relays,
+            per_parameter=per_parameter,
+        )
+    )
+    made.name = name
+    return made
 
 
 def source(name: str, *, keys: Path | None = None, device: str = "cpu") -> Source:
-    """An engine's end of the transport of this name.
-
-    `keys` is the file with the keys of the run, `device` is where the engine's weights are.
-    """
-    if name == "shm":
-        from headrace.delivery.transports.shm import ShmSource
-
-        return ShmSource()
-    if name == "file":
-        from headrace.delivery.transports.file import FileSource
-
-        return FileSource()
-    if name == "tcp":
-        from headrace.delivery.transports.tcp_source import TcpSource
-
-        return TcpSource(keys=keys)
-    if name == "cuda_ipc":
-        from headrace.delivery.transports.cuda_ipc import CudaIpcSource
-
-        return CudaIpcSource(device=device)
-    if name == "nccl":
-        from headrace.delivery.transports.nccl_source import NcclSource
-
-        return NcclSource(device=device)
-    raise _unknown(name)
-
-
-def _unknown(name: str) -> DeliveryError:
-    return DeliveryError(f"there is no transport {name!r}: one of {', '.join(NAMES)}")
+    """An engine's end of the transport of this name or reference; `SourceSettings` has the meaning of the rest."""
+    return find(name).source(SourceSettings(keys=keys, device=device))

@@ -1,12 +1,27 @@
 """The transport protocol: the trainer writes a version once, every engine reads it, nobody reads two versions mixed.
 
-`tests/contract/test_transport.py` holds what every implementation must keep. A new one is a file with a `Sender` and a
-`Source`, and its name in `transports/__init__.py`.
+A transport makes a `Sender` in the trainer and a `Source` in every engine. `tests/contract/test_transport.py` holds
+what every implementation must keep. `[delivery] transport = "mine.py:Mine"` names one of the user's own, the smallest
+of which is:
+
+    class Mine:
+        crosses_hosts = False
+
+        def sender(self, settings):
+            return MySender(settings.directory)
+
+        def source(self, settings):
+            return MySource()
+
+What others must know about a transport stands in its class as literals, because the controller reads them without
+importing the file: `headrace.config.declared.TransportFacts` says which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -16,11 +31,59 @@ if TYPE_CHECKING:
     from headrace.delivery.plan import Plan
 
 
+@dataclass(frozen=True, kw_only=True)
+class SenderSettings:
+    """What a trainer's end may be told; a transport takes what concerns it."""
+
+    run_id: str
+    """Marks what the transport leaves on the machine."""
+    directory: Path | str | None = None
+    """A folder of the run's own for files: a path, or a URL for fsspec. Every rank of a trainer has another one."""
+    keep: int = 2
+    """How many of the newest versions' files stay."""
+    owner: str = ""
+    """The run, as other hosts know it."""
+    bind: str = "127.0.0.1"
+    """The address to listen on."""
+    keys: Path | None = None
+    """The file with the keys of the run, which is there if the transport `uses_keys` and `bind` is not loopback."""
+    device: str = "cpu"
+    """Where the trainer's weights are."""
+    receivers: int = 1
+    """How many engines there are."""
+    relays: bool = True
+    """Whether engines may hand a version on to each other."""
+    per_parameter: bool = False
+    """Send tensor by tensor, not the packed bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceSettings:
+    """What an engine's end may be told."""
+
+    keys: Path | None = None
+    """The file with the keys of the run."""
+    device: str = "cpu"
+    """Where the engine's weights are."""
+
+
+class Transport(Protocol):
+    """A way for weights to travel. The class is called without arguments, in every process that sends or receives."""
+
+    def sender(self, settings: SenderSettings, /) -> Sender:
+        """The trainer's end."""
+        ...
+
+    def source(self, settings: SourceSettings, /) -> Source:
+        """An engine's end."""
+        ...
+
+
 class Sender(Protocol):
     """The trainer's end. It holds at most two versions at a time. All methods may be called from any thread."""
 
     name: str
-    """The transport's name in a manifest."""
+    """The transport's name or reference, by which a manifest tells engines what to open; set by whoever makes it."""
 
     def wait(self, version: int, timeout: float) -> None:
         """Wait until there is a place to write this version.

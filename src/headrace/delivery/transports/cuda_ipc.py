@@ -24,6 +24,7 @@ import torch
 from headrace.delivery.base import Entry
 from headrace.delivery.device_copies import DeviceCopies
 from headrace.delivery.plan import Plan, unpack
+from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.cuda_memory import allocate, open_handle
 from headrace.delivery.transports.places import LIMIT, Places
 from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, Segment
@@ -296,3 +297,20 @@ def _index_of(gpu: str) -> int:
         if _uuid(index) == gpu:
             return index
     raise DeliveryError(f"the weights are on GPU {gpu}, which this process does not see (CUDA_VISIBLE_DEVICES)")
+
+
+class Transport:
+    """Memory that the GPUs of one host share."""
+
+    needs_gpu = True
+    on_device = True
+    crosses_hosts = False
+    for_servers = False
+
+    def sender(self, settings: SenderSettings) -> Sender:
+        """See `base.Transport.sender`."""
+        return CudaIpcSender(settings.run_id, device=settings.device)
+
+    def source(self, settings: SourceSettings) -> Source:
+        """See `base.Transport.source`."""
+        return CudaIpcSource(device=settings.device)

@@ -17,6 +17,7 @@ import torch
 
 from headrace.delivery.base import Entry
 from headrace.delivery.plan import Plan, pack, unpack
+from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.files import Layout, check_header, layout_of
 from headrace.delivery.transports.places import Places
 from headrace.delivery.transports.storage import opened, stamp_of, storage_at
@@ -185,3 +186,19 @@ def _read_all(file: BinaryIO, target: memoryview, location: str) -> None:
         if not count:
             raise DeliveryError(f"file {location} ended while it was read")
         target = target[count:]
+
+
+class Transport:
+    """Files in a directory."""
+
+    uses_directory = True
+
+    def sender(self, settings: SenderSettings) -> Sender:
+        """See `base.Transport.sender`."""
+        if settings.directory is None:
+            raise DeliveryError("the file transport needs a directory")
+        return FileSender(settings.directory, keep=settings.keep, owner=settings.owner or settings.run_id)
+
+    def source(self, settings: SourceSettings) -> Source:
+        """See `base.Transport.source`."""
+        return FileSource()

@@ -19,8 +19,10 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError
 
 from headrace.delivery.plan import Plan, unpack
+from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.nccl_group import exact
 from headrace.delivery.transports.nccl_sessions import POLL_SECONDS, Sessions, Snapshot
+from headrace.delivery.transports.nccl_source import NcclSource
 from headrace.delivery.transports.nccl_wire import BUCKET_BYTES, Held, Location, held_key
 from headrace.delivery.transports.places import LIMIT, Places
 from headrace.delivery.transports.tcp_wire import is_loopback
@@ -174,3 +176,24 @@ def _store(patience: float) -> TCPStore:
         timeout=timedelta(seconds=patience),
         master_listen_fd=listening.detach(),
     )
+
+
+class Transport:
+    """A broadcast, by NCCL between GPUs and by gloo elsewhere."""
+
+    on_device = True
+    for_servers = False
+    for_ranks = False
+
+    def sender(self, settings: SenderSettings) -> Sender:
+        """See `base.Transport.sender`."""
+        return NcclSender(
+            device=settings.device,
+            receivers=settings.receivers,
+            bind=settings.bind,
+            per_parameter=settings.per_parameter,
+        )
+
+    def source(self, settings: SourceSettings) -> Source:
+        """See `base.Transport.source`."""
+        return NcclSource(device=settings.device)

@@ -14,6 +14,7 @@ import torch
 
 from headrace.delivery.base import Entry
 from headrace.delivery.plan import Plan, Views, copy_all
+from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.places import Places
 from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, Segment, sweep
 from headrace.errors import DeliveryError
@@ -122,3 +123,17 @@ class ShmSource:
 
 def _payload(buffer: object) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8, offset=HEADER_BYTES)
+
+
+class Transport:
+    """Shared memory of one host."""
+
+    crosses_hosts = False
+
+    def sender(self, settings: SenderSettings) -> Sender:
+        """See `base.Transport.sender`."""
+        return ShmSender(settings.run_id)
+
+    def source(self, settings: SourceSettings) -> Source:
+        """See `base.Transport.source`."""
+        return ShmSource()

@@ -16,10 +16,12 @@ import msgspec
 import torch
 
 from headrace.delivery.plan import Plan, Views, copy_all
+from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.keys import read_keys
 from headrace.delivery.transports.places import LIMIT, Places
 from headrace.delivery.transports.tcp_memory import ServedMemory
 from headrace.delivery.transports.tcp_server import decode_ask, nothing_held, refusal_of, refuse, serve
+from headrace.delivery.transports.tcp_source import TcpSource
 from headrace.delivery.transports.tcp_tree import TRAINER, TREE_ABOVE, Tree
 from headrace.delivery.transports.tcp_wire import Answer, Ask, is_loopback
 from headrace.errors import ConfigError, DeliveryError
@@ -131,3 +133,18 @@ class TcpSender:
         if ask.lost:
             tree.lost(ask.lost)
         return tree.parent_of(ask.engine, time.monotonic())
+
+
+class Transport:
+    """Sockets, encrypted beyond loopback."""
+
+    uses_keys = True
+
+    def sender(self, settings: SenderSettings) -> Sender:
+        """See `base.Transport.sender`."""
+        receivers = settings.receivers if settings.relays else 1
+        return TcpSender(bind=settings.bind, keys=settings.keys, receivers=receivers)
+
+    def source(self, settings: SourceSettings) -> Source:
+        """See `base.Transport.source`."""
+        return TcpSource(keys=settings.keys)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from headrace.config.declared import transport_facts
 from headrace.engines.vllm.client import VllmClient
 from headrace.errors import ChannelError, HttpError, UserError
 from headrace_vllm_plugin.wire import BACKEND, PROTOCOL, Facts
@@ -70,9 +71,9 @@ def refusals(facts: Facts, *, vocabulary: int, dtype: str, max_length: int) -> l
 def check_hosts(urls: list[str], transport: str) -> None:
     """Weights must be able to reach every server: shared memory does not leave this host."""
     far = [url for url in urls if (urlsplit(url).hostname or "") not in ("localhost", "127.0.0.1", "::1")]
-    if far and transport == "shm":
+    if far and not transport_facts(transport).crosses_hosts:
         raise UserError(
-            f'[delivery] transport: {far[0]} is on another host, which "shm" does not reach: '
+            f'[delivery] transport: {far[0]} is on another host, which "{transport}" does not reach: '
             'set "tcp" with [delivery] bind, or "file" with a shared [delivery] directory'
         )
 
