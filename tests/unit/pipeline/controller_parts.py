@@ -104,18 +104,22 @@ class FakeTrainer:
         self.died_in: list[int] = []
         """Steps in which it dies, once each."""
         self.dead = False
+        self.deaths = 0
         self.on_death: Callable[[], None] = lambda: None
 
     async def train(
         self, batch: Batch, *, publish: int | None = None, parent: int = -1, save: bool = False
     ) -> StepReport:
+        asked_of = self.deaths
         async with self._turn:
             await asyncio.sleep(self._seconds)
             if not self.dead and batch.step in self.died_in:
                 self.died_in.remove(batch.step)
                 self.dead = True
+                self.deaths += 1
                 self.on_death()
-            if self.dead:
+            # What was asked of a process that died is never answered by the next one.
+            if self.dead or asked_of != self.deaths:
                 raise PeerDied(self.name, "killed by the test")
         self.batches.append(batch)
         self.step = batch.step
