@@ -62,7 +62,6 @@ ARROWS = {
         "engines.pool",
         "engines.remote",
         "gateway.base",
-        "gateway.gateway",
         "review.report",
         "review.summary",
         "rollouts",

@@ -66,10 +66,22 @@ class Chat(Protocol):
 
 
 class EpisodeMaker(Protocol):
-    """What a run needs of its gateway."""
+    """What the episodes of a run need of its gateway."""
 
     def episode(self, plan: EpisodePlan) -> AnyEpisode:
         """A rollout in the making whose turns an agent takes."""
+        ...
+
+
+class AgentServer(Protocol):
+    """What the start and the end of a run need of its gateway."""
+
+    async def start(self) -> None:
+        """Listen, and say where. Raises `UserError` if that is not possible."""
+        ...
+
+    async def close(self) -> None:
+        """End every session and stop listening. Idempotent."""
         ...
 
 

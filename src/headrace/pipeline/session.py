@@ -11,12 +11,13 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.buffer.journal import Journal
 from headrace.config import Config
 from headrace.delivery.setup import clean
 from headrace.errors import HeadraceError
+from headrace.gateway.base import AgentServer
 from headrace.observe.progress import Progress
 from headrace.pipeline.assembly import TRAINER, Workers, assemble_with_workers, make_workers
 from headrace.pipeline.controller import Controller
@@ -28,9 +29,6 @@ from headrace.review.summary import write_summary
 from headrace.run_dir import RunDir
 from headrace.tasks.chat import ChatFormat
 from headrace.types import NO_VERSION
-
-if TYPE_CHECKING:
-    from headrace.gateway.gateway import Gateway
 
 SHOW_SECONDS = 0.25
 WATCH_SECONDS = 1.0
@@ -57,7 +55,7 @@ class Session:
         self._chat = chat
         self._journal = journal
         self._controller: Controller | None = None
-        self._gateway: Gateway | None = None
+        self._gateway: AgentServer | None = None
         self.outcome = "failed"
 
     @property
