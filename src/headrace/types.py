@@ -240,6 +240,8 @@ class Group(msgspec.Struct, kw_only=True):
     prompt: Prompt
     version: int
     """The version that the engines had proved when the group was admitted: no token of it is older."""
+    policy: str = POLICY
+    """The policy that this group trains; `version` is one of its versions."""
     rollouts: list[Rollout] = []
 
     @property
@@ -259,6 +261,8 @@ class Batch(msgspec.Struct, kw_only=True):
     """The optimizer step this batch is for, counted from 1."""
     version: int
     """The version being trained: lag is counted from here."""
+    policy: str = POLICY
+    """The policy that is trained; all versions here are its versions."""
     objective: Literal["policy", "imitation"] = "policy"
     """The configured policy loss, or plain likelihood (a supervised warm start)."""
     token_ids: Int32Array  # [T]
@@ -311,3 +315,5 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     """Optimizer steps behind these weights."""
     digest: int
     """See `delivery.digest`."""
+    policy: str = POLICY
+    """Whose weights they are: ids are a policy's own."""

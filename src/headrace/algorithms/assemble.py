@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.algorithms.advantages import FloatArray, advantages
 from headrace.algorithms.shaping import shaped
-from headrace.types import Batch, Group, Int32Array, Kept, Rollout, Trace, join_routing
+from headrace.types import POLICY, Batch, Group, Int32Array, Kept, Rollout, Trace, join_routing
 
 Normalize = Literal["token", "sequence", "constant"]
 
@@ -37,8 +37,11 @@ def assemble(
 
     A trained token weighs 1 / (trained tokens of the step) with "token", 1 / (rollouts x trained tokens of its rollout)
     with "sequence" (rollouts without a trained token are not counted), and 1 / (groups x group_size x max_tokens) with
-    "constant". Advantages are taken of rewards shaped by length (see `shaping`).
+    "constant". Advantages are taken of rewards shaped by length (see `shaping`). All groups train one policy.
     """
+    policies = {group.policy for group in groups} or {POLICY}
+    if len(policies) > 1:
+        raise ValueError(f"one batch trains one policy, not {', '.join(sorted(policies))}")
     ordered = [
         sorted(group.usable, key=lambda rollout: rollout.index) for group in sorted(groups, key=lambda group: group.id)
     ]
@@ -75,10 +78,12 @@ def assemble(
             # The n-th traces of a group's rollouts begin alike; a rollout's own traces (several agents) need not.
             keys.append((index, position))
     named = {"step": step, "version": version, "temperature": temperature, "republished": list(republished)}
-    return _batch(traces, values_of, weights_of, _numbered(keys), **named)
+    return _batch(traces, values_of, weights_of, _numbered(keys), **named, policy=policies.pop())
 
 
-def assemble_demonstrations(pairs: Sequence[tuple[Int32Array, Int32Array]], *, step: int, version: int) -> Batch:
+def assemble_demonstrations(
+    pairs: Sequence[tuple[Int32Array, Int32Array]], *, step: int, version: int, policy: str = POLICY
+) -> Batch:
     """The batch of one supervised step on (prompt ids, answer ids): the mean likelihood of the answers' tokens.
 
     No policy sampled these tokens: their versions are `NO_VERSION` and their recorded log-probabilities 0.
@@ -90,7 +95,8 @@ def assemble_demonstrations(pairs: Sequence[tuple[Int32Array, Int32Array]], *, s
         traces.append(trace)
     n = len(traces)
     weight = 1.0 / max(sum(trace.trained_tokens for trace in traces), 1)
-    return _batch(traces, [1.0] * n, [weight] * n, list(range(n)), step=step, version=version, objective="imitation")
+    named = {"step": step, "version": version, "policy": policy, "objective": "imitation"}
+    return _batch(traces, [1.0] * n, [weight] * n, list(range(n)), **named)
 
 
 def _reward(rollout: Rollout) -> float:

@@ -16,26 +16,32 @@ Table = Literal["groups", "rollouts"]
 TABLES: tuple[Table, Table] = ("groups", "rollouts")
 
 
-def count_ledger(db: sqlite3.Connection, table: Table) -> Counts:
-    """The ledger that the rows of a table make; the most frequent reasons come first."""
+def count_ledger(db: sqlite3.Connection, table: Table, policy: str | None = None) -> Counts:
+    """The ledger that the rows of a table make; the most frequent reasons come first.
+
+    With `policy`, only groups that train this policy, and their rollouts, are counted.
+    """
+    of_policy, given = "TRUE", () if policy is None else (policy,)
+    if policy is not None:
+        of_policy = "policy = ?" if table == "groups" else "group_id IN (SELECT id FROM groups WHERE policy = ?)"
     # Sums in one pass: grouping a million rows would sort them first.
     sums = ", ".join(f"COALESCE(SUM(state = '{state}'), 0)" for state in STATES)
-    admitted, *found = db.execute(f"SELECT COUNT(*), {sums} FROM {table}").fetchone()
+    admitted, *found = db.execute(f"SELECT COUNT(*), {sums} FROM {table} WHERE {of_policy}", given).fetchone()
     counts = Counts(admitted=int(admitted))
     for state, count in zip(STATES, found, strict=True):
         setattr(counts, state, int(count))
     why = f"""
-        SELECT state, reason, COUNT(*) AS n FROM {table} WHERE state IN ('dropped', 'failed')
+        SELECT state, reason, COUNT(*) AS n FROM {table} WHERE state IN ('dropped', 'failed') AND {of_policy}
         GROUP BY state, reason ORDER BY n DESC, reason
     """
-    for state, reason, count in db.execute(why):
+    for state, reason, count in db.execute(why, given):
         counts.reasons[state][reason] = count
     return counts
 
 
-def count_ledgers(db: sqlite3.Connection) -> dict[str, dict[str, Any]]:
-    """Both ledgers: the same form as `Ledgers.as_dict`."""
-    return {table: count_ledger(db, table).as_dict() for table in TABLES}
+def count_ledgers(db: sqlite3.Connection, policy: str | None = None) -> dict[str, dict[str, Any]]:
+    """Both ledgers, of one policy or of all: the same form as `Ledgers.as_dict`."""
+    return {table: count_ledger(db, table, policy).as_dict() for table in TABLES}
 
 
 def imbalances(db: sqlite3.Connection) -> list[str]:

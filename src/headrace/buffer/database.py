@@ -1,6 +1,8 @@
 """The file `journal.db`: who may open it, and what must be in it.
 
-One live run at a time writes it, and a file of another schema, or of somebody else, is refused in one line.
+One live run at a time writes it, and a file of another schema, or of somebody else, is refused in one line. A file of
+the schema before this one is brought up to date when it is opened for writing. A reader sees such a file as if it were
+up to date, and does not change it.
 """
 
 from __future__ import annotations
@@ -15,8 +17,14 @@ from typing import BinaryIO
 import msgspec
 
 from headrace.errors import UserError
+from headrace.types import POLICY
 
-SCHEMA = 2
+SCHEMA = 3
+OLD_SCHEMA = 2
+"""The schema without policies, and with one trace of a rollout in `partials`."""
+WITH_POLICY = ("versions", "deliveries", "groups", "steps", "evaluations", "samples", "schedule")
+NEW_KEYS = ("versions", "steps", "partials")
+"""Tables with another primary key in the old schema: they are made anew."""
 LOOK_SECONDS = 10.0
 
 
@@ -67,12 +75,38 @@ def open_database(path: Path, lock_seconds: float) -> sqlite3.Connection:
         # In WAL mode NORMAL survives every death of the process; a power failure may lose the last commits, no more.
         db.execute("PRAGMA synchronous = NORMAL")
         if not _tables(db):
-            schema = resources.files("headrace.buffer").joinpath("schema.sql").read_text()
-            db.executescript(f"BEGIN; {schema}; INSERT INTO meta VALUES ('schema', '{SCHEMA}'); COMMIT;")
+            db.executescript(f"BEGIN; {_ddl()}; INSERT INTO meta (key, value) VALUES ('schema', '{SCHEMA}'); COMMIT;")
+        elif _schema(db) == OLD_SCHEMA:
+            _migrate(db)
     except sqlite3.DatabaseError as error:
         db.close()
         raise UserError(f"{path} cannot be opened as a journal: {error}") from error
     return db
+
+
+def as_current(db: sqlite3.Connection) -> None:
+    """Let a connection that only reads see the old schema as this one, through temporary views of its own."""
+    if not (_tables(db) and _schema(db) == OLD_SCHEMA):
+        return
+    for table in WITH_POLICY:
+        db.execute(f"CREATE TEMP VIEW {table} AS SELECT rowid AS rowid, *, '{POLICY}' AS policy FROM main.{table}")
+    db.execute("CREATE TEMP VIEW partials AS SELECT rowid AS rowid, *, 0 AS trace FROM main.partials")
+
+
+def _migrate(db: sqlite3.Connection) -> None:
+    """From the old schema to this one, in one transaction: a crash leaves the old one."""
+    renamed = "".join(f"ALTER TABLE {table} RENAME TO old_{table};" for table in NEW_KEYS)
+    added = "".join(
+        f"ALTER TABLE {table} ADD COLUMN policy TEXT NOT NULL DEFAULT '{POLICY}';"
+        for table in WITH_POLICY
+        if table not in NEW_KEYS
+    )
+    moved = ""
+    for table in NEW_KEYS:
+        columns = ", ".join(name for _, name, *_ in db.execute(f"PRAGMA table_info({table})"))
+        moved += f"INSERT INTO {table} ({columns}) SELECT {columns} FROM old_{table}; DROP TABLE old_{table};"
+    stamped = f"UPDATE meta SET value = '{SCHEMA}' WHERE key = 'schema';"
+    db.executescript(f"BEGIN IMMEDIATE; {renamed} {added} {_ddl()}; {moved} {stamped} COMMIT;")
 
 
 def connect(name: str, path: Path, lock_seconds: float, *, fresh: bool = False) -> sqlite3.Connection:
@@ -97,12 +131,23 @@ def connect(name: str, path: Path, lock_seconds: float, *, fresh: bool = False) 
 
 
 def _check_schema(db: sqlite3.Connection, path: Path, tables: set[str]) -> None:
-    row = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone() if "meta" in tables else None
-    if row is None:
+    found = _schema(db) if "meta" in tables else None
+    if found is None:
         raise UserError(f"{path} is not a journal of Headrace (no schema version in it)")
-    found = msgspec.json.decode(row[0])
-    if found != SCHEMA:
-        raise UserError(f"{path} has schema {found}, but this version of Headrace reads schema {SCHEMA}")
+    if found not in (OLD_SCHEMA, SCHEMA):
+        raise UserError(
+            f"{path} has schema {found}, but this version of Headrace reads schema {SCHEMA} and, of earlier runs, "
+            f"{OLD_SCHEMA}"
+        )
+
+
+def _schema(db: sqlite3.Connection) -> int | None:
+    row = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
+    return None if row is None else msgspec.json.decode(row[0])
+
+
+def _ddl() -> str:
+    return resources.files("headrace.buffer").joinpath("schema.sql").read_text()
 
 
 def _tables(db: sqlite3.Connection) -> set[str]:

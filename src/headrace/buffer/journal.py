@@ -22,7 +22,7 @@ from headrace.buffer.recovery import Recovered, recover
 from headrace.buffer.store import Store
 from headrace.buffer.writer import DEADLINE_SECONDS, Writer
 from headrace.errors import HeadraceError
-from headrace.types import Group, Rollout, Version
+from headrace.types import POLICY, Group, Rollout, Version
 
 __all__ = ["Journal", "Recovered", "open_readonly"]
 
@@ -48,14 +48,20 @@ class Journal:
 
     def meta(self, key: str, value: Any) -> None:
         """A fact about the run, as a JSON value; the last one given counts."""
-        sql = "INSERT INTO meta VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value"
-        text = _json(value)
-        self._writer.put(lambda store: store.write(sql, key, text))
+        row = {"key": key, "value": _json(value)}
+        self._writer.put(lambda store: store.insert("meta", row, replace=True))
 
     def version(self, version: Version, time: float | None = None) -> None:
         """Weights were published."""
-        row = (version.id, version.parent, version.step, _hex(version.digest), self._time(time))
-        self._insert("versions", *row)
+        self._insert(
+            "versions",
+            id=version.id,
+            parent=version.parent,
+            step=version.step,
+            digest=_hex(version.digest),
+            published=self._time(time),
+            policy=version.policy,
+        )
 
     def delivery(
         self,
@@ -70,23 +76,40 @@ class Journal:
         canary_error: float = 0.0,
         stage_seconds: float = 0.0,
         swap_seconds: float = 0.0,
+        policy: str = POLICY,
         time: float | None = None,
     ) -> None:
         """An engine's proof of a version."""
         # SQLite stores NaN as NULL; a canary that is not a number is infinitely wrong.
         error = math.inf if math.isnan(canary_error) else float(canary_error)
-        proof = (version, engine, int(accepted), int(quarantined), reason, _hex(staged_digest), _hex(live_digest))
-        self._insert("deliveries", *proof, error, float(stage_seconds), float(swap_seconds), self._time(time))
+        self._insert(
+            "deliveries",
+            version=version,
+            engine=engine,
+            accepted=int(accepted),
+            quarantined=int(quarantined),
+            reason=reason,
+            staged_digest=_hex(staged_digest),
+            live_digest=_hex(live_digest),
+            canary_error=error,
+            stage_seconds=float(stage_seconds),
+            swap_seconds=float(swap_seconds),
+            time=self._time(time),
+            policy=policy,
+        )
 
     def admitted(self, group: Group, rollout_ids: Iterable[str], time: float | None = None) -> None:
         """A group took its slot, and its rollouts start."""
         when = self._time(time)
-        row = (group.id, group.prompt.id, group.version, when)
         members = [(rollout_id, group.id, when) for rollout_id in rollout_ids]
-        self._writer.put(lambda store: store.admit(row, members))
+        self._writer.put(lambda store: store.admit(group, when, members))
 
     def partial(self, rollout: Rollout) -> None:
-        """The next tokens of a rollout that goes on, in its one trace: what a resumed run continues from."""
+        """The next tokens of a rollout that goes on: what a resumed run continues from.
+
+        The rollout holds all its traces so far, in their order, each with its next tokens only: a trace that has none
+        since the last call is empty.
+        """
         self._writer.put(lambda store: store.save_partial(rollout))
 
     def partial_discarded(self, rollout_id: str) -> None:
@@ -104,7 +127,15 @@ class Journal:
     ) -> None:
         """A process died, or a run is resumed; `steps` (after, up to) were trained again from here."""
         first, last = steps if steps is not None else (None, None)
-        self._insert("restarts", process, reason, first, last, int(regenerated_tokens), self._time(time))
+        self._insert(
+            "restarts",
+            process=process,
+            reason=reason,
+            from_step=first,
+            to_step=last,
+            regenerated_tokens=int(regenerated_tokens),
+            time=self._time(time),
+        )
 
     def scheduled(
         self,
@@ -114,10 +145,20 @@ class Journal:
         step: int | None = None,
         version: int | None = None,
         engine: str | None = None,
+        policy: str = POLICY,
         time: float | None = None,
     ) -> None:
         """Something happened that the order of training depends on."""
-        self._insert("schedule", None, event, group_id, step, version, engine, self._time(time))
+        self._insert(
+            "schedule",
+            event=event,
+            group_id=group_id,
+            step=step,
+            version=version,
+            engine=engine,
+            time=self._time(time),
+            policy=policy,
+        )
 
     def rollout_ended(self, rollout: Rollout, time: float | None = None) -> None:
         """A rollout ended and was judged: its tokens go to a segment. Do not change it afterwards."""
@@ -156,14 +197,34 @@ class Journal:
         learning_rate: float | None = None,
         seconds: float | None = None,
         metrics: Mapping[str, float] | None = None,
+        policy: str = POLICY,
         time: float | None = None,
     ) -> None:
         """An optimizer step is done."""
         lags = _json({str(lag): int(count) for lag, count in sorted(lag_histogram.items())})
-        sums = (step, version, objective, groups, rollouts, tokens, trained_tokens, lags)
-        reals = [None if x is None else float(x) for x in (reward_mean, loss, grad_norm, learning_rate, seconds)]
-        # A warm start that was cut is made again from its first step.
-        self._insert("steps", *sums, *reals, self._time(time), _json(dict(metrics or {})))
+        reals = {
+            "reward_mean": reward_mean,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "seconds": seconds,
+        }
+        self._insert(
+            "steps",
+            replace=True,  # A warm start that was cut is made again from its first step.
+            step=step,
+            version=version,
+            objective=objective,
+            groups=groups,
+            rollouts=rollouts,
+            tokens=tokens,
+            trained_tokens=trained_tokens,
+            lag_histogram=lags,
+            **{key: None if value is None else float(value) for key, value in reals.items()},
+            ended=self._time(time),
+            metrics=_json(dict(metrics or {})),
+            policy=policy,
+        )
 
     def evaluation(
         self,
@@ -178,31 +239,67 @@ class Journal:
         tokens_mean: float,
         started: float,
         ended: float,
+        policy: str = POLICY,
     ) -> None:
         """Held-out prompts were answered and judged."""
-        means = (float(pass_1), float(pass_k), float(reward_mean), float(tokens_mean))
-        self._insert("evaluations", version, moment, prompts, samples, *means, started, ended)
+        self._insert(
+            "evaluations",
+            version=version,
+            moment=moment,
+            prompts=prompts,
+            samples=samples,
+            pass_1=float(pass_1),
+            pass_k=float(pass_k),
+            reward_mean=float(reward_mean),
+            tokens_mean=float(tokens_mean),
+            started=started,
+            ended=ended,
+            policy=policy,
+        )
 
     def sample(
-        self, *, version: int, moment: str, prompt: str, question: str, answer: str, reward: float | None
+        self,
+        *,
+        version: int,
+        moment: str,
+        prompt: str,
+        question: str,
+        answer: str,
+        reward: float | None,
+        policy: str = POLICY,
     ) -> None:
         """A held-out answer to read."""
-        row = (version, moment, prompt, question, answer, None if reward is None else float(reward))
-        self._insert("samples", *row)
+        self._insert(
+            "samples",
+            version=version,
+            moment=moment,
+            prompt=prompt,
+            question=question,
+            answer=answer,
+            reward=None if reward is None else float(reward),
+            policy=policy,
+        )
 
     def activity(
         self, *, process: str, started: float, ended: float, busy_seconds: float, generated_tokens: int = 0
     ) -> None:
         """How busy a process was in an interval."""
-        self._insert("activity", process, started, ended, float(busy_seconds), int(generated_tokens))
+        self._insert(
+            "activity",
+            process=process,
+            started=started,
+            ended=ended,
+            busy_seconds=float(busy_seconds),
+            generated_tokens=int(generated_tokens),
+        )
 
     def flush(self, timeout: float = DEADLINE_SECONDS) -> None:
         """Return when everything that was called before is committed."""
         self._writer.call(lambda _: None, timeout)
 
-    def counts(self, timeout: float = DEADLINE_SECONDS) -> dict[str, dict[str, Any]]:
-        """Both ledgers as the journal has them: the same form as `Ledgers.as_dict`."""
-        return self._writer.call(lambda store: count_ledgers(store.db), timeout)
+    def counts(self, timeout: float = DEADLINE_SECONDS, *, policy: str | None = None) -> dict[str, dict[str, Any]]:
+        """Both ledgers as the journal has them, of one policy or of all: the same form as `Ledgers.as_dict`."""
+        return self._writer.call(lambda store: count_ledgers(store.db, policy), timeout)
 
     def recover(
         self,
@@ -235,10 +332,8 @@ class Journal:
     def _time(self, given: float | None) -> float:
         return self._clock() if given is None else float(given)
 
-    def _insert(self, table: str, *row: Any) -> None:
-        verb = "INSERT OR REPLACE" if table == "steps" else "INSERT"
-        sql = f"{verb} INTO {table} VALUES ({', '.join('?' * len(row))})"
-        self._writer.put(lambda store: store.write(sql, *row))
+    def _insert(self, table: str, *, replace: bool = False, **row: Any) -> None:
+        self._writer.put(lambda store: store.insert(table, row, replace=replace))
 
 
 def _json(value: Any) -> str:

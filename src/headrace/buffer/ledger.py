@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from headrace.errors import HeadraceError
+from headrace.types import POLICY
 
 EndState = Literal["trained", "dropped", "failed"]
 END_STATES: tuple[EndState, ...] = get_args(EndState)
@@ -91,9 +92,11 @@ class Ledger:
 
 
 class Ledgers:
-    """The ledger of groups and the ledger of rollouts, moved together."""
+    """The ledger of groups and the ledger of rollouts of one policy, moved together."""
 
-    def __init__(self, groups: Counts | None = None, rollouts: Counts | None = None) -> None:
+    def __init__(self, groups: Counts | None = None, rollouts: Counts | None = None, *, policy: str = POLICY) -> None:
+        self.policy = policy
+        """Whose groups these are."""
         self.groups = Ledger("groups", groups)
         self.rollouts = Ledger("rollouts", rollouts)
         self._members: dict[int, list[str]] = {}

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headrace.buffer.balance import Table, count_ledger, count_ledgers, imbalances
-from headrace.buffer.database import LOOK_SECONDS, connect
+from headrace.buffer.database import LOOK_SECONDS, as_current, connect
 from headrace.buffer.ledger import Counts
 from headrace.buffer.segments import read
 from headrace.errors import DataError, UserError
@@ -50,6 +50,7 @@ class JournalReader:
         # Without a write-ahead log beside it nobody is writing: then it can be read where nothing may be created.
         live = file.with_name(file.name + "-wal").exists()
         self._db = connect(f"{file.as_uri()}?{'mode=ro' if live else 'immutable=1'}", path, LOOK_SECONDS)
+        as_current(self._db)
         self._db.row_factory = sqlite3.Row
         self._db.execute("BEGIN")
 
@@ -69,13 +70,13 @@ class JournalReader:
 
     # ---- the ledgers
 
-    def counts(self) -> dict[str, dict[str, Any]]:
-        """Both ledgers: the same form as `Ledgers.as_dict`."""
-        return count_ledgers(self._db)
+    def counts(self, policy: str | None = None) -> dict[str, dict[str, Any]]:
+        """Both ledgers, of one policy or of all: the same form as `Ledgers.as_dict`."""
+        return count_ledgers(self._db, policy)
 
-    def ledger(self, table: Table) -> Counts:
-        """One ledger."""
-        return count_ledger(self._db, table)
+    def ledger(self, table: Table, policy: str | None = None) -> Counts:
+        """One ledger, of one policy or of all."""
+        return count_ledger(self._db, table, policy)
 
     def imbalances(self) -> list[str]:
         """Every way in which the ledgers do not balance, a line each."""
@@ -178,17 +179,18 @@ class JournalReader:
 
     def trained_groups(self, step: int) -> list[Group]:
         """The groups that a step trained, with their tokens, oldest first; without rollouts that filters left out."""
-        sql = "SELECT id, prompt, version FROM groups WHERE step = ? AND state = 'trained' ORDER BY id"
+        sql = "SELECT id, prompt, version, policy FROM groups WHERE step = ? AND state = 'trained' ORDER BY id"
         return [
             Group(
                 id=group_id,
                 prompt=Prompt(id=prompt),
                 version=version,
+                policy=policy,
                 rollouts=sorted(
                     self.rollouts("group_id = ? AND state <> 'dropped'", group_id), key=lambda rollout: rollout.index
                 ),
             )
-            for group_id, prompt, version in self._db.execute(sql, (step,)).fetchall()
+            for group_id, prompt, version, policy in self._db.execute(sql, (step,)).fetchall()
         ]
 
     def scheduled_events(self) -> int:

@@ -7,13 +7,15 @@ balance, and no group is in two places.
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 from headrace.buffer.balance import count_ledger
 from headrace.buffer.ledger import Counts
+from headrace.buffer.segments import Location
 from headrace.buffer.store import Store
 from headrace.buffer.writer import COMMIT_SECONDS
 from headrace.errors import HeadraceError
-from headrace.types import STEP_SECONDS, Rollout, Trace, held_back_seconds, republished_among
+from headrace.types import POLICY, STEP_SECONDS, Group, Prompt, Rollout, Trace, held_back_seconds, republished_among
 
 
 class LeftGroup(msgspec.Struct, kw_only=True):
@@ -22,17 +24,23 @@ class LeftGroup(msgspec.Struct, kw_only=True):
     id: int
     prompt: str
     version: int
+    policy: str = POLICY
     members: list[str]
     """The ids of its rollouts that have not failed."""
     rollouts: list[Rollout] = []
     """All of them, where the group was complete."""
-    partial: dict[str, Trace] = {}
-    """Otherwise: rollout -> its tokens so far."""
+    partial: dict[str, list[Trace]] = {}
+    """Otherwise: rollout -> its traces so far. A rollout of which nothing was saved is not here."""
 
     @property
     def complete(self) -> bool:
         """Whether nothing is left to sample."""
         return bool(self.rollouts)
+
+    def group(self, prompt: Prompt | None = None) -> Group:
+        """The group as it was admitted, with its rollouts if it was complete; without `prompt`, of the prompt's id."""
+        prompt = Prompt(id=self.prompt) if prompt is None else prompt
+        return Group(id=self.id, prompt=prompt, version=self.version, policy=self.policy, rollouts=self.rollouts)
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,14 +151,14 @@ def _close(store: Store, now: float) -> list[tuple[int, str]]:
 
 
 def _left(store: Store) -> list[LeftGroup]:
-    sql = "SELECT id, prompt, version FROM groups WHERE state = 'in_flight' ORDER BY id"
+    sql = "SELECT id, prompt, version, policy FROM groups WHERE state = 'in_flight' ORDER BY id"
     return [_left_group(store, *row) for row in store.db.execute(sql).fetchall()]
 
 
-def _left_group(store: Store, group_id: int, prompt: str, version: int) -> LeftGroup:
+def _left_group(store: Store, group_id: int, prompt: str, version: int, policy: str) -> LeftGroup:
     columns = "id, state, ended IS NOT NULL AND segment IS NOT NULL, segment, offset, length"
     rows = store.db.execute(f"SELECT {columns} FROM rollouts WHERE group_id = ?", (group_id,)).fetchall()
-    group = LeftGroup(id=group_id, prompt=prompt, version=version, members=[])
+    group = LeftGroup(id=group_id, prompt=prompt, version=version, policy=policy, members=[])
     if rows and all(ended for _, _, ended, *_ in rows):
         group.members = [rollout_id for rollout_id, state, *_ in rows if state != "failed"]
         # Which of them the filters leave out is found again when the group is judged.
@@ -161,9 +169,10 @@ def _left_group(store: Store, group_id: int, prompt: str, version: int) -> LeftG
     group.members = [rollout_id for rollout_id, *_ in rows]
     # Single rollouts of it may have been written as ended: they are judged again, with the others.
     for rollout_id, where in _located(rows):
-        ended = store.read(*where).traces[0]
-        group.partial[rollout_id] = ended
-        store.write("INSERT INTO partials VALUES (?, 0, ?, ?, ?, ?)", rollout_id, len(ended), *where)
+        ended = store.read(*where)
+        store.add_partial(ended, where)
+        if ended.traces:
+            group.partial[rollout_id] = ended.traces
     store.write(
         "UPDATE rollouts SET state = 'in_flight', reason = '', ending = NULL, reward = NULL, tokens = 0,"
         " sampled_tokens = 0, oldest_version = NULL, newest_version = NULL, ended = NULL, segment = NULL,"
@@ -171,25 +180,32 @@ def _left_group(store: Store, group_id: int, prompt: str, version: int) -> LeftG
         group_id,
     )
     for rollout_id in group.members:
-        if rollout_id not in group.partial and (trace := _partial(store, rollout_id)) is not None:
-            group.partial[rollout_id] = trace
+        if rollout_id not in group.partial and (traces := _partial(store, rollout_id)):
+            group.partial[rollout_id] = traces
     return group
 
 
-def _located(rows: list[tuple[str, str, int, str, int, int]]) -> list[tuple[str, tuple[str, int, int]]]:
-    return [(rollout_id, (segment, at, n)) for rollout_id, _, ended, segment, at, n in rows if ended]
+def _located(rows: list[tuple[str, str, int, str, int, int]]) -> list[tuple[str, Location]]:
+    return [(rollout_id, Location(segment, at, n)) for rollout_id, _, ended, segment, at, n in rows if ended]
 
 
-def _partial(store: Store, rollout_id: str) -> Trace | None:
-    """The tokens that were saved of a rollout: as many parts as can be read, from the first on."""
-    parts: list[Trace] = []
-    sql = "SELECT segment, offset, length FROM partials WHERE rollout = ? ORDER BY part"
-    for where in store.db.execute(sql, (rollout_id,)).fetchall():
+def _partial(store: Store, rollout_id: str) -> list[Trace]:
+    """The traces that were saved of a rollout: of each, as many parts as can be read, from the first on."""
+    parts: dict[int, list[Trace]] = {}
+    sql = "SELECT trace, part, segment, offset, length FROM partials WHERE rollout = ? ORDER BY segment, offset, trace"
+    rows = store.db.execute(sql, (rollout_id,)).fetchall()
+    for at, (number, _, *where) in enumerate(rows):
         try:
-            parts.append(store.read(*where).traces[0])
+            found = store.read(*where)
         except HeadraceError:
-            break  # A power failure took the last bytes; what comes after them is of no use.
-    return Trace.joined(parts) if parts else None
+            # A power failure took the last bytes; what was written after them is of no use.
+            for lost, part, *_ in rows[at:]:
+                sql = "DELETE FROM partials WHERE rollout = ? AND trace = ? AND part = ?"
+                store.write(sql, rollout_id, lost, part)
+            break
+        parts.setdefault(number, []).append(found.traces[number])
+    nothing = Trace.of_context(np.zeros(0, np.int32))
+    return [Trace.joined(parts.get(number) or [nothing]) for number in range(max(parts, default=-1) + 1)]
 
 
 def _republished(store: Store, reach: int, next_version: int) -> list[int]:

@@ -1,5 +1,6 @@
 -- journal.db: the state of a run, open to any SQL client (SQLite, WAL). Times are seconds since 1970.
 -- A state is one of in_flight, trained, dropped, failed; every group and rollout ends in exactly one of the last three.
+-- A policy is a name in [policies]. Version ids and step numbers are a policy's own; group ids are unique in the run.
 
 CREATE TABLE IF NOT EXISTS meta (           -- schema, name, started, ended, train_started, train_ended, lag_bound,
     key TEXT PRIMARY KEY,                   -- heldout_before, heldout_after, outcome, ... as JSON values
@@ -7,11 +8,13 @@ CREATE TABLE IF NOT EXISTS meta (           -- schema, name, started, ended, tra
 );
 
 CREATE TABLE IF NOT EXISTS versions (       -- published weights; ids are never reused
-    id INTEGER PRIMARY KEY,
+    id INTEGER NOT NULL,
     parent INTEGER NOT NULL,
     step INTEGER NOT NULL,                  -- optimizer steps behind these weights
     digest TEXT NOT NULL,                   -- 16 hex digits
-    published REAL NOT NULL
+    published REAL NOT NULL,
+    policy TEXT NOT NULL DEFAULT 'policy',
+    PRIMARY KEY (policy, id)
 );
 
 CREATE TABLE IF NOT EXISTS deliveries (     -- one engine's proof of one version
@@ -25,7 +28,8 @@ CREATE TABLE IF NOT EXISTS deliveries (     -- one engine's proof of one version
     canary_error REAL NOT NULL,
     stage_seconds REAL NOT NULL,
     swap_seconds REAL NOT NULL,
-    time REAL NOT NULL
+    time REAL NOT NULL,
+    policy TEXT NOT NULL DEFAULT 'policy'
 );
 
 CREATE TABLE IF NOT EXISTS groups (         -- the ledger of group attempts
@@ -36,7 +40,8 @@ CREATE TABLE IF NOT EXISTS groups (         -- the ledger of group attempts
     reason TEXT NOT NULL DEFAULT '',
     step INTEGER,                           -- the optimizer step that trained it
     admitted REAL NOT NULL,
-    ended REAL
+    ended REAL,
+    policy TEXT NOT NULL DEFAULT 'policy'   -- the one that it trains
 );
 
 CREATE TABLE IF NOT EXISTS rollouts (       -- the ledger of rollouts
@@ -59,7 +64,7 @@ CREATE TABLE IF NOT EXISTS rollouts (       -- the ledger of rollouts
 );
 
 CREATE TABLE IF NOT EXISTS steps (          -- optimizer steps
-    step INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
     version INTEGER NOT NULL,               -- the version being trained
     objective TEXT NOT NULL,                -- policy, imitation
     groups INTEGER NOT NULL,
@@ -73,7 +78,9 @@ CREATE TABLE IF NOT EXISTS steps (          -- optimizer steps
     learning_rate REAL,
     seconds REAL,
     ended REAL,
-    metrics TEXT NOT NULL DEFAULT '{}'
+    metrics TEXT NOT NULL DEFAULT '{}',
+    policy TEXT NOT NULL DEFAULT 'policy',
+    PRIMARY KEY (policy, step)
 );
 
 CREATE TABLE IF NOT EXISTS evaluations (    -- held-out prompts; they never enter the buffer
@@ -86,7 +93,8 @@ CREATE TABLE IF NOT EXISTS evaluations (    -- held-out prompts; they never ente
     reward_mean REAL NOT NULL,
     tokens_mean REAL NOT NULL,
     started REAL NOT NULL,
-    ended REAL NOT NULL
+    ended REAL NOT NULL,
+    policy TEXT NOT NULL DEFAULT 'policy'
 );
 
 CREATE TABLE IF NOT EXISTS samples (        -- a few held-out answers to read, per evaluation
@@ -95,7 +103,8 @@ CREATE TABLE IF NOT EXISTS samples (        -- a few held-out answers to read, p
     prompt TEXT NOT NULL,
     question TEXT NOT NULL,
     answer TEXT NOT NULL,
-    reward REAL
+    reward REAL,
+    policy TEXT NOT NULL DEFAULT 'policy'
 );
 
 CREATE TABLE IF NOT EXISTS activity (       -- how busy each process was, interval by interval
@@ -108,12 +117,13 @@ CREATE TABLE IF NOT EXISTS activity (       -- how busy each process was, interv
 
 CREATE TABLE IF NOT EXISTS partials (       -- the tokens so far of rollouts that are being sampled, part by part
     rollout TEXT NOT NULL,
-    part INTEGER NOT NULL,                  -- parts in this order, joined, are its one trace; gone when it has ended
+    trace INTEGER NOT NULL DEFAULT 0,       -- which of its traces, and which of the traces in the record
+    part INTEGER NOT NULL,                  -- a trace's parts in this order, joined, are the trace; gone when it has ended
     tokens INTEGER NOT NULL,                -- of this part, context included
     segment TEXT NOT NULL,
     offset INTEGER NOT NULL,
     length INTEGER NOT NULL,
-    PRIMARY KEY (rollout, part)
+    PRIMARY KEY (rollout, trace, part)
 );
 
 CREATE TABLE IF NOT EXISTS restarts (       -- a process that died, or a run that was resumed
@@ -132,7 +142,8 @@ CREATE TABLE IF NOT EXISTS schedule (       -- only with [pipeline] record: what
     step INTEGER,                           -- consume: the optimizer step that took the group
     version INTEGER,                        -- admit: proved then; consume: in training; swap: proved now
     engine TEXT,                            -- swap
-    time REAL NOT NULL
+    time REAL NOT NULL,
+    policy TEXT NOT NULL DEFAULT 'policy'
 );
 
 CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id);

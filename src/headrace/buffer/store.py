@@ -6,15 +6,15 @@ flight, or that is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from headrace.buffer.database import lock_run, open_database
-from headrace.buffer.segments import Segments
+from headrace.buffer.segments import Location, Segments
 from headrace.errors import HeadraceError, UserError
-from headrace.types import Rollout
+from headrace.types import Group, Rollout
 
 
 class Store:
@@ -56,9 +56,16 @@ class Store:
         """Run a statement; the number of rows that it changed."""
         return self.db.execute(sql, row).rowcount
 
-    def admit(self, group: tuple[int, str, int, float], members: list[tuple[str, int, float]]) -> None:
-        """A group (id, prompt, version, time) and its rollouts (id, group, time) are in flight."""
-        self.write("INSERT INTO groups (id, prompt, version, state, admitted) VALUES (?, ?, ?, 'in_flight', ?)", *group)
+    def insert(self, table: str, row: Mapping[str, Any], *, replace: bool = False) -> None:
+        """Add a row, by the names of its columns; with `replace`, in place of one that has the same key."""
+        verb = "INSERT OR REPLACE" if replace else "INSERT"
+        marks = ", ".join("?" * len(row))
+        self.write(f"{verb} INTO {table} ({', '.join(row)}) VALUES ({marks})", *row.values())
+
+    def admit(self, group: Group, when: float, members: list[tuple[str, int, float]]) -> None:
+        """A group and its rollouts (id, group, time) are in flight."""
+        row = {"id": group.id, "prompt": group.prompt.id, "version": group.version, "policy": group.policy}
+        self.insert("groups", {**row, "state": "in_flight", "admitted": when})
         sql = "INSERT INTO rollouts (id, group_id, state, admitted) VALUES (?, ?, 'in_flight', ?)"
         self.db.executemany(sql, members)
 
@@ -82,14 +89,19 @@ class Store:
         self.write("DELETE FROM partials WHERE rollout = ?", rollout.id)
 
     def save_partial(self, rollout: Rollout) -> None:
-        """The next tokens of a rollout that is being sampled, in its one trace."""
-        if self._segments is None:
-            return
-        location = self._segments.append(rollout)
-        sql = "SELECT COALESCE(MAX(part) + 1, 0) FROM partials WHERE rollout = ?"
-        (part,) = self.db.execute(sql, (rollout.id,)).fetchone()
-        tokens = len(rollout.traces[0])
-        self.write("INSERT INTO partials VALUES (?, ?, ?, ?, ?, ?)", rollout.id, part, tokens, *location)
+        """The next tokens of a rollout that is being sampled, in each of its traces; some traces may have none."""
+        if self._segments is not None and any(len(trace) for trace in rollout.traces):
+            self.add_partial(rollout, self._segments.append(rollout))
+
+    def add_partial(self, rollout: Rollout, location: Location) -> None:
+        """A record holds the next part of each of a rollout's traces."""
+        sql = "SELECT COALESCE(MAX(part) + 1, 0) FROM partials WHERE rollout = ? AND trace = ?"
+        where = location._asdict()
+        for number, trace in enumerate(rollout.traces):
+            if len(trace):
+                (part,) = self.db.execute(sql, (rollout.id, number)).fetchone()
+                row = {"rollout": rollout.id, "trace": number, "part": part, "tokens": len(trace)}
+                self.insert("partials", {**row, **where})
 
     def drop_rollout(self, rollout_id: str, reason: str) -> None:
         """A rollout that has its tokens leaves its group."""

@@ -16,7 +16,7 @@ from headrace.buffer.filter_rate import FilterRate
 from headrace.buffer.places import Places
 from headrace.buffer.salvage import masked
 from headrace.errors import HeadraceError
-from headrace.types import Group, Int32Array, without_republished
+from headrace.types import POLICY, Group, Int32Array, without_republished
 
 OnStale = Literal["wait", "drop", "salvage"]
 RATE_MEMORY = 4
@@ -38,11 +38,14 @@ class Window:
         on_stale: OnStale = "wait",
         oversample: float = 1.0,
         republished: Sequence[int] = (),
+        policy: str = POLICY,
     ) -> None:
         """With `versions`, nothing is admitted beyond what that many versions need.
 
-        `republished` are ids that stand for weights with an older id (see `types.without_republished`), so far.
+        `republished` are ids that stand for weights with an older id (see `types.without_republished`), so far. All
+        groups and versions here are those of one `policy`.
         """
+        self.policy = policy
         self.groups = groups
         self.publish_every = publish_every
         self.max_lag = max_lag
@@ -159,6 +162,8 @@ class Window:
 
     def complete(self, group: Group) -> None:
         """All rollouts of this group have ended and are scored."""
+        if group.policy != self.policy:
+            raise HeadraceError(f"group {group.id} trains {group.policy!r}, and this is the window of {self.policy!r}")
         self._places.complete(group)
 
     def drop(self, group_id: int) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from headrace.types import NO_VERSION, Float32Array, Int32Array
+from headrace.types import NO_VERSION, POLICY, Float32Array, Int32Array
 
 Kind = Literal["full", "delta", "adapter"]
 """All weights; only what changed since another version; the tensors of a LoRA adapter, whose base is never sent."""
@@ -50,6 +50,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     """Everything an engine needs to fetch, check and prove a version."""
 
     version: int
+    policy: str = POLICY
+    """Whose weights these are; `version`, `parent` and `base` are its versions."""
     parent: int
     """The version these weights were trained from; -1 for the first."""
     step: int

@@ -27,7 +27,7 @@ from headrace.delivery.plan import Plan, make_plan, plan_weights, unpack
 from headrace.delivery.snapshots import Snapshots
 from headrace.delivery.transports.base import Enqueuing, Sender
 from headrace.errors import DeliveryError
-from headrace.types import NO_VERSION, Int32Array
+from headrace.types import NO_VERSION, POLICY, Int32Array
 
 if TYPE_CHECKING:
     from headrace.delivery.kernels.digest import DeviceDigest
@@ -49,9 +49,14 @@ class Publisher:
         send: Kind = "full",
         base_digest: int = 0,
         deadline: float = 120.0,
+        policy: str = POLICY,
     ) -> None:
-        """`send` is what travels: a delta becomes full where it would not be smaller. `base_digest` is an adapter's."""
+        """`send` is what travels: a delta becomes full where it would not be smaller. `base_digest` is an adapter's.
+
+        The weights are those of `policy`.
+        """
         self._sender = sender
+        self._policy = policy
         self._dtype = dtype
         self._tolerance = tolerance
         self.canary_token_ids = np.asarray(canary_token_ids, np.int32)
@@ -105,6 +110,7 @@ class Publisher:
             self._newest = version
         manifest = Manifest(
             version=version,
+            policy=self._policy,
             parent=parent,
             step=step,
             transport=self._sender.name,

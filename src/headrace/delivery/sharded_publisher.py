@@ -24,7 +24,7 @@ from headrace.delivery.regions import Region
 from headrace.delivery.shards import owned_shards
 from headrace.delivery.transports.base import Sender
 from headrace.errors import DeliveryError
-from headrace.types import NO_VERSION, Int32Array
+from headrace.types import NO_VERSION, POLICY, Int32Array
 
 
 class _Written(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,12 +52,15 @@ class ShardedPublisher:
         send: Kind = "full",
         base_digest: int = 0,
         deadline: float = 120.0,
+        policy: str = POLICY,
     ) -> None:
         """`group` is of all ranks, on the host, and used for nothing else; `coordinate` is this rank's in the grid.
 
-        `send` is what travels, whole weights or an adapter, whose base has `base_digest`.
+        `send` is what travels, whole weights or an adapter, whose base has `base_digest`; the weights are those of
+        `policy`.
         """
         self._sender = sender
+        self._policy = policy
         self._group = group
         self._coordinate = coordinate
         self._dtype = dtype
@@ -97,6 +100,7 @@ class ShardedPublisher:
             self._places.written(version, location)
         manifest = Manifest(
             version=version,
+            policy=self._policy,
             parent=parent,
             step=step,
             transport=self._sender.name,

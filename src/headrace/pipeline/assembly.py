@@ -143,6 +143,7 @@ def make_window(config: Config, before: Recovered, checkpoint: Checkpoint) -> Wi
         on_stale=buffer.on_stale,
         oversample=buffer.oversample,
         republished=before.republished,
+        policy=config.policy_name,
     )
 
 

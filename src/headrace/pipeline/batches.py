@@ -77,7 +77,7 @@ def warm_start_batches(config: Config, task: Task, chat: ChatFormat, version: in
     source = PromptSource(task.train, config.run.seed + 1)
     for step in range(1 - config.warm_start.steps, 1):
         pairs = [_demonstration(task, chat, source.draw()) for _ in range(config.warm_start.batch)]
-        yield assemble_demonstrations(pairs, step=step, version=version)
+        yield assemble_demonstrations(pairs, step=step, version=version, policy=config.policy_name)
 
 
 def _demonstration(task: Task, chat: ChatFormat, prompt: Prompt) -> tuple[Int32Array, Int32Array]:

@@ -230,7 +230,7 @@ class Controller:
     def _admit(self) -> tuple[Group, list[AnyEpisode]]:
         group_id = self.recorder.next_group_id()
         attempt = self.attempts.next(group_id)
-        group = Group(id=group_id, prompt=attempt.prompt, version=self.proved)
+        group = Group(id=group_id, prompt=attempt.prompt, version=self.proved, policy=self.window.policy)
         self.window.admit(group.id, group.version)
         episodes = self.episodes.of_group(group, attempt.prefixes)
         self.recorder.admitted(group, [episode.id for episode in episodes], drawn=self.parts.source.position)

@@ -36,13 +36,16 @@ class Episodes:
         indices = range(self._config.rollouts.group_size)
         return [self._make(self._plan(group, index, prefix=(prefixes or {}).get(index))) for index in indices]
 
-    def resumed(self, group: Group, members: Sequence[str], saved: Mapping[str, Trace]) -> list[AnyEpisode]:
-        """The episodes of a group of a previous process, continued; `saved` has the tokens of each, by rollout."""
-        indices = [int(member.rpartition("/")[2]) for member in members]
-        return [
-            self._make(self._plan(group, index, saved=saved.get(member)))
-            for index, member in zip(indices, members, strict=True)
-        ]
+    def resumed(self, group: Group, members: Sequence[str], saved: Mapping[str, Sequence[Trace]]) -> list[AnyEpisode]:
+        """The episodes of a group of a previous process, continued; `saved` has the traces of each, by rollout.
+
+        Only an episode of one trace can go on from it: others begin again.
+        """
+        made = []
+        for member in members:
+            index, traces = int(member.rpartition("/")[2]), saved.get(member, ())
+            made.append(self._make(self._plan(group, index, saved=traces[0] if len(traces) == 1 else None)))
+        return made
 
     def heldout(self, prompt: Prompt, sample: int, version: int) -> AnyEpisode:
         """One answer to a held-out prompt."""

@@ -39,10 +39,17 @@ class Partials:
                         self._recorder.sampled(episode.id, episode.index, tokens)
                         self._saved[episode.id] = known + len(tokens)
 
-    def resumed(self, partial: Mapping[str, Trace]) -> None:
-        """These tokens, by rollout, are in the journal since a previous process."""
-        self._saved |= {rollout: len(trace) for rollout, trace in partial.items()}
-        self._resumed |= set(partial)
+    def resumed(self, partial: Mapping[str, Sequence[Trace]]) -> None:
+        """These traces, by rollout, are in the journal since a previous process.
+
+        Only a rollout of one trace can go on from it: others begin again.
+        """
+        for rollout, traces in partial.items():
+            if len(traces) == 1:
+                self._saved[rollout] = len(traces[0])
+                self._resumed.add(rollout)
+            else:
+                self._recorder.discarded(rollout, sum(trace.trained_tokens for trace in traces))
 
     def _discarded(self, episode: AnyEpisode) -> None:
         """Note that tokens of a previous process are of no use, once: the rollout begins again."""

@@ -76,7 +76,7 @@ class Recorder:
         self._peak_memory: dict[str, int] = {}
         """By process: the most bytes of a GPU that it has held."""
         self._picture = Picture(progress, window, versions_total)
-        self.ledgers = Ledgers(before.groups, before.rollouts)
+        self.ledgers = Ledgers(before.groups, before.rollouts, policy=window.policy)
         self.checkpoint: Path | None = None
 
     @property
@@ -188,6 +188,7 @@ class Recorder:
             learning_rate=report.learning_rate,
             seconds=report.seconds,
             metrics=report.metrics,
+            policy=batch.policy,
         )
         self._metrics.write(
             "step",
@@ -219,8 +220,15 @@ class Recorder:
 
     def version_published(self, manifest: Manifest, snapshot_seconds: float) -> None:
         """The trainer has published a version."""
-        version = Version(id=manifest.version, parent=manifest.parent, step=manifest.step, digest=manifest.digest)
-        self._journal.version(version)
+        self._journal.version(
+            Version(
+                id=manifest.version,
+                parent=manifest.parent,
+                step=manifest.step,
+                digest=manifest.digest,
+                policy=manifest.policy,
+            )
+        )
         self._metrics.write("version", version=manifest.version, step=manifest.step, snapshot_seconds=snapshot_seconds)
 
     def delivered(self, proof: Proof) -> None:
@@ -236,6 +244,7 @@ class Recorder:
             canary_error=proof.canary_error,
             stage_seconds=proof.stage_seconds,
             swap_seconds=proof.swap_seconds,
+            policy=self._window.policy,
         )
         if proof.accepted:
             self._scheduled("swap", version=proof.version, engine=proof.engine)
@@ -259,6 +268,7 @@ class Recorder:
             tokens_mean=result.tokens_mean,
             started=started,
             ended=self.now(),
+            policy=self._window.policy,
         )
         for answer in result.answers:
             self._journal.sample(
@@ -268,6 +278,7 @@ class Recorder:
                 question=answer.question,
                 answer=answer.answer,
                 reward=answer.reward,
+                policy=self._window.policy,
             )
         self._metrics.write("evaluation", version=version, moment=moment, pass_1=result.pass_1, pass_k=result.pass_k)
         self._picture.evaluated(result.pass_1)
@@ -329,7 +340,7 @@ class Recorder:
 
     def _scheduled(self, event: Literal["admit", "complete", "consume", "swap"], **facts: Any) -> None:
         if self._record:
-            self._journal.scheduled(event, **facts)
+            self._journal.scheduled(event, **facts, policy=self._window.policy)
 
     def show(self) -> None:
         """Refresh the display."""

@@ -43,7 +43,7 @@ from headrace.pipeline.versions import Versions
 from headrace.rollouts.base import AnyEpisode
 from headrace.tasks.base import Task
 from headrace.training.base import Checkpoint
-from headrace.types import Batch, Group, Prompt
+from headrace.types import Batch, Group
 
 
 class Recovery:
@@ -158,7 +158,7 @@ class Recovery:
         unfinished = []
         prompts = {prompt.id: prompt for prompt in self._parts.task.train} if self._parts.left else {}
         for left in self._parts.left:
-            group = Group(id=left.id, prompt=prompts[left.prompt], version=left.version, rollouts=left.rollouts)
+            group = left.group(prompts[left.prompt])
             if left.complete:
                 attempts.taken_up(group)
                 continue
@@ -183,7 +183,7 @@ def restore_groups(
     refused = set(window.restore([(left.id, left.version) for left in known], before.overtakers))
     lost, going_on = 0, []
     for left in before.left:
-        group = Group(id=left.id, prompt=Prompt(id=left.prompt), version=left.version)
+        group = left.group()
         recorder.resumed(group, left.members)
         if left.prompt in prompts and left.id not in refused:
             going_on.append(left)
@@ -203,4 +203,4 @@ def restore_groups(
 
 def _sampled(left: LeftGroup) -> int:
     whole = sum(rollout.trained_tokens for rollout in left.rollouts)
-    return whole + sum(trace.trained_tokens for trace in left.partial.values())
+    return whole + sum(trace.trained_tokens for traces in left.partial.values() for trace in traces)

@@ -41,9 +41,17 @@ def make_publisher(
             send=send,
             base_digest=base_digest,
             deadline=deadline,
+            policy=config.policy_name,
         )
     return Publisher(
-        sender, published_dtype(config), tolerance, canary, send=send, base_digest=base_digest, deadline=deadline
+        sender,
+        published_dtype(config),
+        tolerance,
+        canary,
+        send=send,
+        base_digest=base_digest,
+        deadline=deadline,
+        policy=config.policy_name,
     )
 
 

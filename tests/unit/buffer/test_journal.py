@@ -56,10 +56,10 @@ def test_every_event_is_a_row(tmp_path: Path) -> None:
         journal.sample(version=2, moment="during", prompt="p", question="2 + 2", answer="4", reward=1)
         journal.activity(process="trainer", started=1.0, ended=2.0, busy_seconds=0.75, generated_tokens=0)
     with open_readonly(tmp_path / "journal.db") as reader:
-        assert reader.meta() == {"schema": 2, "name": "run", "lag_bound": 3}
+        assert reader.meta() == {"schema": 3, "name": "run", "lag_bound": 3}
         digest = "f" * 16
         assert reader.rows("SELECT * FROM versions") == [
-            {"id": 2, "parent": 1, "step": 4, "digest": digest, "published": 999.0}
+            {"id": 2, "parent": 1, "step": 4, "digest": digest, "published": 999.0, "policy": "policy"}
         ]
         (delivery,) = reader.rows("SELECT * FROM deliveries")
         assert delivery["canary_error"] == math.inf and delivery["live_digest"] == f"{255:016x}"
@@ -272,7 +272,9 @@ def test_clear_errors_at_opening(tmp_path: Path) -> None:
     db.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
     db.close()
     for opening in (Journal, open_readonly):
-        with pytest.raises(UserError, match="schema 99, but this version of Headrace reads schema 2"):
+        with pytest.raises(
+            UserError, match="schema 99, but this version of Headrace reads schema 3 and, of earlier runs, 2"
+        ):
             opening(tmp_path / "new.db")
     with pytest.raises(UserError, match=r"is not a run directory: it has no missing\.db"):
         open_readonly(tmp_path / "missing.db")

@@ -81,9 +81,10 @@ def test_a_run_goes_on_with_everything_that_it_had(tmp_path: Path) -> None:
         assert found.overtakers == [5]
         ready, running, begun = found.left
         assert [rollout.reward for rollout in ready.rollouts] == [0.0, 1.0]
-        assert running.partial["6/0"].token_ids.tolist() == [6, 7, 8]
-        assert running.partial["6/0"].versions.tolist() == [-1, 4, 4]
-        assert running.partial["6/1"].token_ids.tolist() == [6]
+        [first], [second] = running.partial["6/0"], running.partial["6/1"]
+        assert first.token_ids.tolist() == [6, 7, 8]
+        assert first.versions.tolist() == [-1, 4, 4]
+        assert second.token_ids.tolist() == [6]
         assert begun.partial == {}
         ledgers = Ledgers(found.groups, found.rollouts)
         for left in found.left:
@@ -148,7 +149,8 @@ def test_a_group_cut_while_it_was_written_is_judged_again(tmp_path: Path) -> Non
         with Journal(tmp_path / "journal.db") as journal:
             (left,) = journal.recover(step=0).left
             assert not left.complete and left.members == ["0/0", "0/1"]
-            assert left.partial["0/1"].token_ids.tolist() == [5, 7, 63]
+            [saved] = left.partial["0/1"]
+            assert saved.token_ids.tolist() == [5, 7, 63]
     with Journal(tmp_path / "journal.db") as journal:
         journal.rollout_ended(Rollout(id="0/1", index=1, traces=[tokens], ending="finished", reward=1.0))
         journal.flush()

@@ -258,13 +258,13 @@ class RecoveryMachine(RuleBasedStateMachine):
             self.take_up(left.id, left.complete, left.rollouts, left.partial)
         self.commit()
 
-    def take_up(self, group_id: int, complete: bool, rollouts: list[Rollout], partial: dict[str, Trace]) -> None:
+    def take_up(self, group_id: int, complete: bool, rollouts: list[Rollout], partial: dict[str, list[Trace]]) -> None:
         assert complete == (self.state.place[group_id] == "ready")
         if complete:
             assert rollouts[0].traces[0].versions.tolist() == self.state.tokens[group_id]
             self.window.complete(self.group(group_id))
             return
-        saved = partial[f"{group_id}/0"].versions.tolist() if partial else []
+        saved = [version for trace in partial.get(f"{group_id}/0", []) for version in trace.versions.tolist()]
         assert saved == self.state.tokens[group_id][: self.state.saved[group_id]], "to the last token that was saved"
         # Whoever had saved nothing begins anew, under the weights of this life.
         self.state.tokens[group_id] = saved or [self.window.proved]
