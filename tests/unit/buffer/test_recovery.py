@@ -158,6 +158,65 @@ def test_a_group_cut_while_it_was_written_is_judged_again(tmp_path: Path) -> Non
             assert reader.rows("SELECT * FROM partials") == []
 
 
+def test_a_rollout_goes_on_in_all_its_traces(tmp_path: Path) -> None:
+    """Its second trace begins later than the first, and the third has nothing yet."""
+    parts = [[[1, 2]], [[3], [10]], [[], [11, 12], []], [[4], [13], [], [30]]]
+    with Journal(tmp_path / "journal.db") as journal:
+        admit(journal, 0)
+        for number, part in enumerate(parts):
+            traces = [trace(tokens, version=number, context=0) for tokens in part]
+            journal.partial(Rollout(id="0/0", index=0, traces=traces, ending="aborted"))
+        two = [trace([5, 6]), trace([7, 8, 9])]
+        journal.rollout_ended(Rollout(id="0/1", index=1, traces=two, ending="finished", reward=1.0))
+    for _ in range(2):
+        with Journal(tmp_path / "journal.db") as journal:
+            (left,) = journal.recover(step=0).left
+            running, ended = left.partial["0/0"], left.partial["0/1"]
+            assert [one.token_ids.tolist() for one in running] == [[1, 2, 3, 4], [10, 11, 12, 13], [], [30]]
+            assert [one.versions.tolist() for one in running] == [[0, 0, 1, 3], [1, 2, 2, 3], [], [3]]
+            assert [one.token_ids.tolist() for one in ended] == [[5, 6], [7, 8, 9]]
+    with open_readonly(tmp_path / "journal.db") as reader:
+        sizes = reader.rows("SELECT rollout, trace, SUM(tokens) AS n FROM partials GROUP BY rollout, trace")
+        assert [tuple(row.values()) for row in sizes] == [
+            ("0/0", 0, 4), ("0/0", 1, 4), ("0/0", 3, 1), ("0/1", 0, 2), ("0/1", 1, 3),
+        ]  # fmt: skip
+    with Journal(tmp_path / "journal.db") as journal:
+        journal.partial_discarded("0/0")
+        journal.rollout_ended(Rollout(id="0/1", index=1, traces=two, ending="finished", reward=1.0))
+        journal.flush()
+        with open_readonly(tmp_path / "journal.db") as reader:
+            assert reader.rows("SELECT * FROM partials") == []
+
+
+def test_parts_that_a_power_failure_took_are_forgotten_and_what_follows_is_kept(tmp_path: Path) -> None:
+    def save(journal: Journal, *traces: list[int]) -> None:
+        parts = [trace(tokens, context=0) for tokens in traces]
+        journal.partial(Rollout(id="0/0", index=0, traces=parts, ending="aborted"))
+
+    with Journal(tmp_path / "journal.db") as journal:
+        admit(journal, 0)
+        save(journal, [1], [5])
+        save(journal, [2], [6])
+    segment = tmp_path / "segments" / "000001.seg"
+    segment.write_bytes(segment.read_bytes()[:-3])
+    with Journal(tmp_path / "journal.db") as journal:
+        (left,) = journal.recover(step=0).left
+        assert [one.token_ids.tolist() for one in left.partial["0/0"]] == [[1], [5]]
+        save(journal, [3, 3, 3], [7])
+    with Journal(tmp_path / "journal.db") as journal:
+        (left,) = journal.recover(step=0).left
+        assert [one.token_ids.tolist() for one in left.partial["0/0"]] == [[1, 3, 3, 3], [5, 7]]
+
+
+def test_a_failed_rollout_without_a_trace_does_not_stop_a_recovery(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.db") as journal:
+        admit(journal, 0)
+        journal.rollout_ended(Rollout(id="0/1", index=1, traces=[], ending="failed", reason="timeout"))
+    with Journal(tmp_path / "journal.db") as journal:
+        (left,) = journal.recover(step=0).left
+        assert (left.members, left.partial) == (["0/0", "0/1"], {})
+
+
 def test_a_complete_group_is_judged_again_with_what_filters_had_left_out(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.db") as journal:
         for group_id in range(2):

@@ -1,0 +1,95 @@
+"""What belongs to a policy says so: rows of the journal, ledgers, windows, batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace.algorithms.assemble import assemble
+from headrace.buffer.journal import Journal, open_readonly
+from headrace.buffer.ledger import Ledgers
+from headrace.buffer.window import Window
+from headrace.errors import HeadraceError
+from headrace.types import POLICY, Group, Prompt, Version
+
+TABLES = ("versions", "deliveries", "groups", "steps", "evaluations", "samples", "schedule")
+
+
+def group(group_id: int, policy: str = POLICY) -> Group:
+    return Group(id=group_id, prompt=Prompt(id=f"p{group_id}", text="x"), version=0, policy=policy)
+
+
+def two_policies(path: Path) -> None:
+    """Groups 0 to 2 train a writer, 3 and 4 a critic; both have a version 0 and a step 1."""
+    with Journal(path) as journal:
+        for policy in ("writer", "critic"):
+            journal.version(Version(id=0, parent=-1, step=0, digest=0, policy=policy))
+            journal.delivery(version=0, engine=f"{policy}-0", accepted=True, policy=policy)
+            journal.step(
+                step=1, version=0, objective="policy", groups=1, rollouts=1, tokens=3, trained_tokens=1,
+                lag_histogram={}, loss=1.0 if policy == "writer" else 2.0, policy=policy,
+            )  # fmt: skip
+            journal.evaluation(
+                version=0, moment="before", prompts=1, samples=1, pass_1=0.0, pass_k=0.0, reward_mean=0.0,
+                tokens_mean=1.0, started=0.0, ended=1.0, policy=policy,
+            )  # fmt: skip
+            journal.sample(version=0, moment="before", prompt="p", question="q", answer="a", reward=None, policy=policy)
+            journal.scheduled("swap", version=0, engine=f"{policy}-0", policy=policy)
+        for group_id in range(5):
+            journal.admitted(group(group_id, "writer" if group_id < 3 else "critic"), [f"{group_id}/0"])
+        journal.group_ended(0, "trained", step=1)
+        journal.group_ended(3, "trained", step=1)
+        journal.group_ended(4, "dropped", "surplus")
+
+
+def test_every_table_tells_policies_apart(tmp_path: Path) -> None:
+    two_policies(tmp_path / "journal.db")
+    with open_readonly(tmp_path / "journal.db") as reader:
+        for table in TABLES:
+            found = {row["policy"] for row in reader.rows(f"SELECT policy FROM {table}")}
+            assert found == {"writer", "critic"}, table
+        losses = reader.rows("SELECT policy, loss FROM steps WHERE step = 1 ORDER BY policy")
+        assert [tuple(row.values()) for row in losses] == [("critic", 2.0), ("writer", 1.0)]
+
+
+def test_ledgers_are_counted_for_one_policy_and_for_all(tmp_path: Path) -> None:
+    two_policies(tmp_path / "journal.db")
+    with open_readonly(tmp_path / "journal.db") as reader:
+        writer, critic, both = (reader.counts(policy) for policy in ("writer", "critic", None))
+    for table in ("groups", "rollouts"):
+        assert [writer[table][key] for key in ("admitted", "trained", "in_flight")] == [3, 1, 2]
+        assert [critic[table][key] for key in ("admitted", "trained", "dropped")] == [2, 1, 1]
+        assert critic[table]["reasons"] == {"dropped": {"surplus": 1}, "failed": {}}
+        assert writer[table]["reasons"] == {"dropped": {}, "failed": {}}
+        assert both[table]["admitted"] == 5
+    ledgers = Ledgers(policy="critic")
+    for group_id in (3, 4):
+        ledgers.admitted(group_id, [f"{group_id}/0"])
+    ledgers.group_ended(3, "trained")
+    ledgers.group_ended(4, "dropped", "surplus")
+    assert ledgers.as_dict() == critic
+
+
+def test_a_group_that_was_in_flight_keeps_its_policy(tmp_path: Path) -> None:
+    with Journal(tmp_path / "journal.db") as journal:
+        journal.admitted(group(0, "writer"), ["0/0"])
+    with Journal(tmp_path / "journal.db") as journal:
+        (left,) = journal.recover(step=0).left
+        assert left.policy == "writer"
+        assert left.group() == Group(id=0, prompt=Prompt(id="p0"), version=0, policy="writer")
+
+
+def test_a_window_takes_the_groups_of_its_policy_only() -> None:
+    window = Window(1, 1, policy="writer")
+    window.admit(0, 0)
+    with pytest.raises(HeadraceError, match="group 0 trains 'critic', and this is the window of 'writer'"):
+        window.complete(group(0, "critic"))
+    window.complete(group(0, "writer"))
+
+
+def test_a_batch_is_of_the_policy_of_its_groups() -> None:
+    shape = {"advantage": "grpo", "normalize": "token", "group_size": 1, "max_tokens": 8, "temperature": 1.0}
+    groups = [group(0, "writer"), group(1, "writer")]
+    with pytest.raises(ValueError, match="one batch trains one policy, not critic, writer"):
+        assemble([*groups, group(2, "critic")], step=1, version=0, **shape)

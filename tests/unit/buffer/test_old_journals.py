@@ -1,0 +1,107 @@
+"""A journal of schema 2: read as it is, brought up to date when it is written, whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.buffer import database
+from headrace.buffer.journal import Journal, open_readonly
+from headrace.errors import UserError
+from headrace.types import Group, Prompt
+
+OLD_RUN = Path("tests/data/run_schema_2")
+TABLES = ("versions", "deliveries", "groups", "rollouts", "steps", "evaluations", "samples", "partials", "schedule")
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    for name in ("journal.db", "segments"):
+        source = OLD_RUN / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    return tmp_path / "journal.db"
+
+
+def content(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Every row as it is in the file, by the names of its columns, without what a reader adds."""
+    db = sqlite3.connect(path)
+    db.row_factory = sqlite3.Row
+    found = {table: [dict(row) for row in db.execute(f"SELECT * FROM {table} ORDER BY rowid")] for table in TABLES}
+    db.close()
+    return found
+
+
+def columns(path: Path) -> dict[str, set[tuple[Any, ...]]]:
+    """What SQLite says of each table's columns: name, type, not null, default, place in the primary key."""
+    db = sqlite3.connect(path)
+    names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    found = {name: {tuple(row[1:]) for row in db.execute(f"PRAGMA table_info({name})")} for name in names}
+    db.close()
+    return found
+
+
+def test_a_reader_sees_policies_and_traces_in_it_and_changes_nothing(old: Path) -> None:
+    before = old.read_bytes()
+    with open_readonly(old) as reader:
+        assert reader.meta()["schema"] == 2
+        for table in database.WITH_POLICY:
+            assert {row["policy"] for row in reader.rows(f"SELECT policy FROM {table}")} <= {"policy"}, table
+        assert {row["trace"] for row in reader.rows("SELECT trace FROM partials")} == {0}
+        assert reader.counts() == reader.counts("policy")
+        assert reader.counts()["groups"]["admitted"] == 44
+        assert reader.counts("writer")["groups"]["admitted"] == 0
+        assert {group.policy for group in reader.trained_groups(1)} == {"policy"}
+        assert reader.samples() is not None
+    assert old.read_bytes() == before
+
+
+def test_it_is_brought_up_to_date_with_every_row(old: Path, tmp_path: Path) -> None:
+    with open_readonly(old) as reader:
+        counts = reader.counts()
+    before = content(old)
+    with Journal(old) as journal:
+        assert journal.counts() == counts
+    after = content(old)
+    for table, rows in before.items():
+        added = {"policy": "policy"} if table in database.WITH_POLICY else {"trace": 0} if table == "partials" else {}
+        assert after[table] == [{**row, **added} for row in rows], table
+    with open_readonly(old) as reader:
+        assert reader.meta()["schema"] == 3
+    Journal(tmp_path / "new.db").close()
+    assert columns(old) == columns(tmp_path / "new.db")
+    with Journal(old) as journal:  # and it is up to date when it is opened again
+        journal.admitted(Group(id=999, prompt=Prompt(id="p"), version=8, policy="writer"), ["999/0"])
+    with open_readonly(old) as reader:
+        assert reader.counts("writer")["groups"]["admitted"] == 1
+
+
+def test_a_run_goes_on_from_the_tokens_that_are_in_it(old: Path) -> None:
+    with open_readonly(old) as reader:
+        rows = reader.rows("SELECT rollout, SUM(tokens) AS n FROM partials GROUP BY rollout")
+        flying = reader.rows("SELECT id FROM groups WHERE state = 'in_flight' ORDER BY id")
+    assert rows
+    with Journal(old) as journal:
+        found = journal.recover(step=8)
+    assert [left.id for left in found.left] == [row["id"] for row in flying]
+    assert {left.policy for left in found.left} == {"policy"}
+    saved = {
+        rollout: [len(trace) for trace in traces] for left in found.left for rollout, traces in left.partial.items()
+    }
+    assert saved.items() >= {row["rollout"]: [row["n"]] for row in rows}.items()
+
+
+def test_a_migration_that_fails_leaves_the_old_file(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = content(old)
+    monkeypatch.setattr(database, "_ddl", lambda: "CREATE TABLE versions (id INTEGER)")
+    with pytest.raises(UserError, match="cannot be opened as a journal"):
+        Journal(old)
+    monkeypatch.undo()
+    assert content(old) == before
+    with open_readonly(old) as reader:
+        assert reader.meta()["schema"] == 2
+    with Journal(old) as journal:
+        assert journal.counts()["groups"]["admitted"] == 44
