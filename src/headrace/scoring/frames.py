@@ -35,6 +35,8 @@ class Hello(msgspec.Struct, kw_only=True):
 class Answer(msgspec.Struct, kw_only=True):
     """The answer to one `Question`."""
 
+    id: int
+    """The question's."""
     judgement: Judgement | None = None
     error: str = ""
 

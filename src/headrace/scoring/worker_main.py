@@ -69,9 +69,9 @@ def answer(function: RewardFunction, question: Question, runner: asyncio.Runner)
         result = call(function, question)
         if inspect.isawaitable(result):
             result = runner.run(finish(result))
-        return Answer(judgement=judgement(result))
+        return Answer(id=question.id, judgement=judgement(result))
     except ScoreError as error:
-        return Answer(error=str(error))
+        return Answer(id=question.id, error=str(error))
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:

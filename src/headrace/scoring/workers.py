@@ -53,6 +53,7 @@ class WorkerScorer(RewardScorer):
         for place in self._places:
             self._free.put_nowait(place)
         self._waiting = 0
+        self._asked = 0
         self._closed = False
 
     async def start(self) -> None:
@@ -65,7 +66,14 @@ class WorkerScorer(RewardScorer):
 
     async def judge(self, prompt: Prompt, completion: str) -> Judgement:
         """The judgement; raises `ScoreError` when the function raised, gave no number, took too long, or died."""
-        question = Question(completion=completion, messages=prompt.messages or [], text=prompt.text, data=prompt.data)
+        self._asked += 1
+        question = Question(
+            id=self._asked,
+            completion=completion,
+            messages=prompt.messages or [],
+            text=prompt.text,
+            data=prompt.data,
+        )
         try:
             frame = pack(question)
         except (TypeError, ValueError) as error:
@@ -75,10 +83,10 @@ class WorkerScorer(RewardScorer):
             if self._closed:
                 raise ScoreError("the reward workers are closed")
             try:
-                return await self._judge_at(place, frame)
+                return await self._judge_at(place, frame, question.id)
             except _Died:
                 # Whoever killed it need not have meant this answer: a fresh worker judges it, once.
-                return await self._judge_at(place, frame)
+                return await self._judge_at(place, frame, question.id)
         finally:
             self._free.put_nowait(place)
 
@@ -99,7 +107,7 @@ class WorkerScorer(RewardScorer):
         finally:
             self._waiting -= 1
 
-    async def _judge_at(self, place: _Place, frame: bytes) -> Judgement:
+    async def _judge_at(self, place: _Place, frame: bytes, id: int) -> Judgement:
         try:
             worker = await self._fill(place)
         except (ConfigError, _Gone, TimeoutError) as error:
@@ -108,6 +116,9 @@ class WorkerScorer(RewardScorer):
         try:
             async with asyncio.timeout(self._timeout):
                 answer = await worker.ask(frame, Answer)
+                # A function that forked has answered twice: answers to earlier questions are left out.
+                while answer.id != id:
+                    answer = await worker.receive(Answer)
             settled = True
         except TimeoutError:
             raise ScoreError(f"the reward function took more than {self._timeout:g} s") from None
@@ -183,12 +194,20 @@ class _Worker:
         return cls(await pipes.spawn("headrace.scoring.worker_main", directory, log))
 
     async def ask(self, frame: bytes, kind: type[T]) -> T:
-        """Send a frame and await its answer; raises `_Gone`."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
+        """Send a frame and await the next one that comes back; raises `_Gone`."""
+        assert self._process.stdin is not None
         try:
-            stdin.write(frame)
-            await stdin.drain()
+            self._process.stdin.write(frame)
+            await self._process.stdin.drain()
+        except ConnectionError:
+            raise _Gone(f"died ({await pipes.how_it_ended(self._process)})") from None
+        return await self.receive(kind)
+
+    async def receive(self, kind: type[T]) -> T:
+        """The next frame; raises `_Gone`."""
+        stdout = self._process.stdout
+        assert stdout is not None
+        try:
             (length,) = HEADER.unpack(await stdout.readexactly(HEADER.size))
             return unpack(await stdout.readexactly(length), kind)
         except (asyncio.IncompleteReadError, ConnectionError):

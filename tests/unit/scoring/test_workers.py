@@ -361,3 +361,18 @@ async def test_a_worker_that_is_killed_costs_no_judgement(tmp_path: Path) -> Non
                 await asyncio.sleep(0.02)
             os.kill(int(marker.read_text()), signal.SIGKILL)
             assert (await asked).reward == 0.25
+
+
+async def test_a_reward_function_that_forks_does_not_shift_rewards(tmp_path: Path) -> None:
+    code = """
+        import os
+
+        def reward(completion):
+            if completion == "fork":
+                os.fork()
+            return {"fork": 7.0}.get(completion, float(len(completion)))
+    """
+    (tmp_path / "forks.py").write_text(textwrap.dedent(code))
+    async with judging(f"{tmp_path / 'forks.py'}:reward", timeout=20.0) as judge:
+        found = [(await judge.judge(prompt(), text)).reward for text in ("fork", "a", "bb", "ccc", "fork", "dddd")]
+    assert found == [7.0, 1.0, 2.0, 3.0, 7.0, 4.0]
