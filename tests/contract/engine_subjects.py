@@ -30,12 +30,13 @@ from headrace.engines.counters import Counters
 from headrace.engines.embedded.building import build
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.engines.embedded.loop import EngineLoop
+from headrace.engines.event_loop import EventLoopServer, Opened
 from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.messages import Deltas
 from headrace.engines.pool import EnginePool
 from headrace.engines.remote import RemoteEngine
-from headrace.engines.server import Emit
+from headrace.engines.server import Build, Emit
 from headrace.engines.worker import serve
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array, Int32Array
@@ -128,8 +129,8 @@ async def embedded(setting: Setting) -> AsyncIterator[Subject]:
 
 
 @asynccontextmanager
-async def remote(setting: Setting) -> AsyncIterator[Subject]:
-    """The engine role of a worker behind the real wire; its process is a thread here, to save 29 starts."""
+async def over_the_wire(setting: Setting, build: Build) -> AsyncIterator[RemoteEngine]:
+    """The engine role of a worker behind the real wire; its process is a thread here, to save a start for each test."""
     sockets = Path(tempfile.mkdtemp())
     engines: dict[str, RemoteEngine] = {}
     ready = asyncio.Event()
@@ -152,30 +153,65 @@ async def remote(setting: Setting) -> AsyncIterator[Subject]:
             "engine": {**engine_config, "max_length": MAX_LENGTH},
         }
     )
-    loops: list[EngineLoop] = []
-
-    def build_loop(desk: Desk, config: Config, emit: Emit) -> EngineLoop:
-        loops.append(build(desk, config, emit))
-        return loops[0]
-
-    worker = threading.Thread(target=serve, args=(desk, config, build_loop))
+    worker = threading.Thread(target=serve, args=(desk, config, build))
     worker.start()
     await asyncio.wait_for(ready.wait(), 30)
     engine = engines["engine-0"] = RemoteEngine(hub, "engine-0", load_deadline=20, token_deadline=20)
-    trainer = TinyTrainer(setting.model_dir)
     try:
-        yield Subject(engine, engine.load, loops[0].counters, trainer.publish, trainer.reference)
+        yield engine
     finally:
         await engine.close()
         await hub.send("engine-0", Stop())
         await asyncio.to_thread(worker.join, 20)
         desk.spoke.close()
         await hub.close()
-        trainer.close()
         shutil.rmtree(sockets)
 
 
-FACTORIES: dict[str, Factory] = {"fake": fake, "pool": pool_of_fakes, "embedded": embedded, "remote": remote}
+@asynccontextmanager
+async def remote(setting: Setting) -> AsyncIterator[Subject]:
+    """The embedded engine as a run has it."""
+    loops: list[EngineLoop] = []
+
+    def build_loop(desk: Desk, config: Config, emit: Emit) -> EngineLoop:
+        loops.append(build(desk, config, emit))
+        return loops[0]
+
+    trainer = TinyTrainer(setting.model_dir)
+    try:
+        async with over_the_wire(setting, build_loop) as engine:
+            yield Subject(engine, engine.load, loops[0].counters, trainer.publish, trainer.reference)
+    finally:
+        trainer.close()
+
+
+@asynccontextmanager
+async def event_loop(setting: Setting) -> AsyncIterator[Subject]:
+    """An engine that is served by an event loop, as vLLM and engines of users are."""
+    policy = FakePolicy(VOCABULARY)
+    engines: list[FakeEngine] = []
+
+    def build_server(desk: Desk, config: Config, emit: Emit) -> EventLoopServer:
+        @asynccontextmanager
+        async def opened() -> AsyncIterator[Opened]:
+            made = FakeEngine(name=desk.name, policy=policy, slots=SLOTS, interrupt=setting.interrupt)
+            engines.append(made)
+            desk.ready()
+            yield Opened(made)
+
+        return EventLoopServer(desk.name, opened, emit)
+
+    async with over_the_wire(setting, build_server) as engine:
+        yield Subject(engine, engine.load, engines[0].counters, _fake_publish(policy), _fake_reference(policy))
+
+
+FACTORIES: dict[str, Factory] = {
+    "fake": fake,
+    "pool": pool_of_fakes,
+    "embedded": embedded,
+    "remote": remote,
+    "event loop": event_loop,
+}
 
 
 class TinyTrainer:

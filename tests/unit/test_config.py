@@ -20,7 +20,6 @@ from headrace.config import (
     with_settings,
 )
 from headrace.config.declared import correction_facts, losses_that_read
-from headrace.config.load import ONLY_NAMES
 from headrace.errors import ConfigError
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "gym", "name": "spell_backward"}}
@@ -163,13 +162,6 @@ def test_mistakes_are_one_line(setting: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_config(MINIMAL, [setting])
     assert str(caught.value) == expected
-
-
-@pytest.mark.parametrize("key", sorted(ONLY_NAMES))
-def test_code_of_your_own_where_it_is_not_run_yet_is_one_line(key: str) -> None:
-    section, _, name = key.partition(".")
-    with pytest.raises(ConfigError, match=rf"^\[{section}\] {name}: code of your own, such as 'm:f', is not run here"):
-        make_config(MINIMAL, [f"{key}=m:f"])
 
 
 def test_a_number_in_place_of_a_section_is_one_line_too() -> None:

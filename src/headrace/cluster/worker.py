@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from headrace.buffer.reader import open_readonly
 from headrace.channel.desk import Desk
 from headrace.cluster.mps import without_mps
-from headrace.config import Config
+from headrace.cluster.roles import serve
 from headrace.errors import HeadraceError, PeerDied
 from headrace.run_dir import RunDir
 
@@ -43,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     desk = Desk(f"{arguments.role}-{arguments.rank}", arguments.address, arguments.run)
     desk.spoke.start()
     try:
-        _serve(arguments.role, desk, config)
+        serve(arguments.role, desk, config)
     except PeerDied as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_LOST
@@ -53,61 +52,6 @@ def main(argv: Sequence[str]) -> int:
     finally:
         desk.spoke.close()
     return 0
-
-
-def _serve(role: str, desk: Desk, config: Config) -> None:
-    threads = config.engine.threads if role == "engine" else config.training.threads
-    if role == "engine" and config.engine.kind == "vllm":
-        # Its servers are processes of their own: torch is not loaded here.
-        _announce_threads(threads)
-        from headrace.engines.vllm.worker import serve as serve_vllm
-
-        serve_vllm(desk, config)
-        return
-    fix_threads(threads)
-    desk.peak_memory = peak_gpu_memory
-    if role == "engine":
-        from headrace.engines.embedded.building import build
-        from headrace.engines.worker import serve
-
-        serve(desk, config, build)
-    else:
-        from headrace.training.worker import serve as serve_trainer
-
-        serve_trainer(desk, config, last_step(desk.run_dir))
-
-
-def peak_gpu_memory() -> int:
-    """The most bytes that torch has reserved on GPUs for this process; what a CUDA context takes is not among them."""
-    import torch
-
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return 0
-    return sum(torch.cuda.max_memory_reserved(device) for device in range(torch.cuda.device_count()))
-
-
-def fix_threads(threads: int) -> None:
-    """How many threads compute, here: sums depend on it to the last bit. Call it before torch is used."""
-    _announce_threads(threads)
-    import torch
-
-    torch.set_num_threads(threads)
-    torch.set_num_interop_threads(1)
-
-
-def _announce_threads(threads: int) -> None:
-    """For libraries that look when they are loaded, here and in processes that are started from here."""
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[variable] = str(threads)
-
-
-def last_step(run_dir: Path) -> int | None:
-    """The last policy step that the journal knows, if there is a journal: a checkpoint beyond it has no history."""
-    journal = run_dir / "journal.db"
-    if not journal.is_file():
-        return None
-    with open_readonly(journal) as reader:
-        return reader.last_step()
 
 
 def die_with_parent() -> None:

@@ -30,9 +30,6 @@ from headrace.config.schema import (
 from headrace.config.tables import ShortForm, check_name, long_form
 from headrace.errors import ConfigError
 
-ONLY_NAMES = {"engine.kind"}
-"""Keys that will take a reference to the user's code, and whose stage does not import one yet."""
-
 
 def load_config(path: str | Path, settings: Iterable[str] = ()) -> Config:
     """Read a TOML file and apply `section.key=value` settings to it."""
@@ -147,7 +144,7 @@ def _check_names(config: Config) -> None:
             names = names_of(type(section), key)
             if names is None:
                 continue
-            if wrong := mistake(getattr(section, key), names, references=f"{name}.{key}" not in ONLY_NAMES):
+            if wrong := mistake(getattr(section, key), names):
                 raise ConfigError(f"[{name}] {key}: {wrong}")
 
 

@@ -29,11 +29,9 @@ def is_reference(value: str) -> bool:
     return bool(where.strip() and attribute.strip())
 
 
-def mistake(value: str, names: Names, *, references: bool = True) -> str | None:
+def mistake(value: str, names: Names) -> str | None:
     """What is wrong with the value of a key with these names, in a line; None if nothing is."""
     allowed = ", ".join(names)
-    if value in names or (references and is_reference(value)):
+    if value in names or is_reference(value):
         return None
-    if is_reference(value):
-        return f"code of your own, such as {value!r}, is not run here yet (one of: {allowed})"
     return f"invalid enum value {value!r} (one of: {allowed}, {REFERENCES})"

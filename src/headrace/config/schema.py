@@ -139,7 +139,7 @@ class EngineConfig(Section, frozen=True):
     """[engine]: the inference pool."""
 
     kind: EngineName = "embedded"
-    """What serves the model: Headrace's own engine, or vLLM servers."""
+    """What serves the model: Headrace's own engine, vLLM servers, or `module:factory` of an engine of yours."""
     count: Positive = 1
     """Engine processes (vLLM: servers to start)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -177,6 +177,23 @@ class Receiver:
             # A copy: what came over a channel is read-only, which torch does not take without a warning.
             return self.prove(installed, score(staged.manifest.canary.token_ids.copy()))
 
+    def load(self, manifest: Manifest, score: Score) -> Proof:
+        """Stage, swap and prove a version at once, for an engine that makes no pass meanwhile.
+
+        A version that cannot be staged is a proof that is not accepted; the live weights are as before then.
+        """
+        try:
+            return self.swap(self.stage(manifest), score)
+        except DeliveryError as error:
+            reason = str(error)
+        return Proof(
+            engine=self._engine,
+            version=manifest.version,
+            accepted=False,
+            quarantined=self._quarantined,
+            reason=reason,
+        )
+
     def close(self) -> None:
         """Let go of the transports and the buffer. Idempotent."""
         self._staging.close()

@@ -2,6 +2,37 @@
 
 An engine never lets a forward pass see two versions of the weights, and never answers with tokens of a version that
 it has not proved. `tests/contract/test_engine.py` holds what every implementation must keep.
+
+A small engine, which `[engine] kind = "my_engine.py:MyEngine"` serves (`PlainEngine` takes the weights, and scores):
+
+    import asyncio
+
+    import torch
+    from headrace.engines.base import token_delta
+    from headrace.engines.plain import PlainEngine
+
+
+    class MyEngine(PlainEngine):
+        running: set[str] = set()
+
+        async def generate(self, request):
+            ids, sampling, finish = request.token_ids.tolist(), request.sampling, None
+            last = len(ids) + sampling.max_tokens
+            self.running.add(request.id)
+            while finish is None and request.id in self.running:
+                await asyncio.sleep(0.001)  # Others have their turn, and new weights.
+                if self.version >= 0:
+                    logprobs = self.logprobs(ids, sampling.temperature or 1e-3)[-1]
+                    noise = torch.Generator().manual_seed(hash((sampling.seed, len(ids))))
+                    ids.append(int(torch.multinomial(logprobs.exp(), 1, generator=noise)))
+                    finish = "stop" if ids[-1] in sampling.stop_token_ids else "length" if len(ids) == last else None
+                    yield token_delta(request.id, ids[-1:], [logprobs[ids[-1]]], self.version, finish)
+            self.running.discard(request.id)
+            if finish is None:
+                yield token_delta(request.id, [], [], -1, "aborted")
+
+        async def abort(self, ids=None):
+            self.running -= self.running.copy() if ids is None else set(ids)
 """
 
 from __future__ import annotations
@@ -134,6 +165,23 @@ class Engine(Sampler, Protocol):
     async def load(self, manifest: Manifest) -> Proof:
         """Stage these weights, prove them, swap between two steps, prove them live. A rejected load changes nothing."""
         ...
+
+
+def token_delta(
+    request_id: str,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    version: int,
+    finish: FinishReason | None = None,
+) -> Delta:
+    """A delta whose tokens are all of one version."""
+    return Delta(
+        id=request_id,
+        token_ids=np.array(token_ids, np.int32),
+        logprobs=np.array([float(logprob) for logprob in logprobs], np.float32),
+        versions=np.full(len(token_ids), version, np.int32),
+        finish=finish,
+    )
 
 
 def failed_delta(request_id: str, reason: str) -> Delta:

@@ -58,7 +58,7 @@ def check_schedule(reader: JournalReader, path: str | Path) -> int:
 
 def _digests(config: Config, run_dir: RunDir, last: int) -> Iterator[tuple[int, int]]:
     """(optimizer steps, digest as published) wherever a version may have been published."""
-    from headrace.cluster.worker import fix_threads
+    from headrace.cluster.threads import fix_threads
 
     fix_threads(config.training.threads)
     from headrace.training.building import build_trainer

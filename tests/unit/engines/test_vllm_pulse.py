@@ -1,6 +1,8 @@
 """When a server counts as lost, and that its requests are then not failed but left to whoever has them next."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -8,10 +10,12 @@ from vllm_stub import FACTS, Stub, serving
 
 from headrace.delivery.base import Canary, Manifest
 from headrace.engines.base import Delta, Request, Sampling
+from headrace.engines.event_loop import EventLoopServer, Opened
 from headrace.engines.vllm import core as core_module
 from headrace.engines.vllm import pulse as pulse_module
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.core import VllmCore
+from headrace.engines.vllm.engine import VllmEngine
 from headrace.engines.vllm.pulse import Pulse, until_there
 from headrace.errors import PeerDied, UserError
 
@@ -22,7 +26,7 @@ SECONDS = 20.0
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse_module, "AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(pulse_module, "WATCH_SECONDS", 0.02)
-    monkeypatch.setattr(core_module, "BACKOFF_SECONDS", 0.001)
+    monkeypatch.setattr(core_module, "BACKOFF_SECONDS", 0.01)
 
 
 async def test_lost_is_what_refuses_connections_or_calls_itself_broken() -> None:
@@ -112,18 +116,28 @@ async def test_requests_of_a_lost_server_do_not_fail(broken: bool) -> None:
     """Those of a server that is well do, once they were tried often enough."""
     async with serving(Stub()) as stub:
         client = VllmClient(stub.url)
-        core = VllmCore(client, FACTS, name="e", slots=2, max_length=64, pulse=Pulse(client))
+        core = VllmCore(client, FACTS, name="e", slots=2, max_length=64)
         deltas: list[Delta] = []
-        core.emit = deltas.extend
+
+        @asynccontextmanager
+        async def opened() -> AsyncIterator[Opened]:
+            yield Opened(VllmEngine(core), Pulse(client))
+
+        server = EventLoopServer("e", opened, deltas.extend)
         assert (await core.load(manifest())).accepted
         stub.faults.extend(["break:3", *["500"] * 50])
-        if broken:
-            stub.statuses["/health"] = (503, {"error": "dead"})
-        core.submit([Request(id="a", token_ids=np.arange(5, dtype=np.int32), sampling=Sampling(max_tokens=20))])
+        server.submit([Request(id="a", token_ids=np.arange(5, dtype=np.int32), sampling=Sampling(max_tokens=20))])
+        serving_it = asyncio.create_task(asyncio.to_thread(server.run))
         async with asyncio.timeout(SECONDS):
-            while len(stub.faults) > 42 and not any(delta.finish for delta in deltas):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+            while sum(len(delta.token_ids) for delta in deltas) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            if broken:
+                stub.statuses["/health"] = (503, {"error": "dead"})
+            else:
+                while not any(delta.finish for delta in deltas):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                server.stop()
+            (ended,) = await asyncio.gather(serving_it, return_exceptions=True)
         assert [delta.finish for delta in deltas if delta.finish] == ([] if broken else ["failed"])
-        await core.abandon()
         assert [int(token) for delta in deltas for token in delta.token_ids] == [5, 6, 7]
-        assert not broken or all(delta.finish is None for delta in deltas), "not a word more"
+        assert isinstance(ended, PeerDied) == broken

@@ -12,7 +12,7 @@ from controller_parts import FakeRun
 
 from headrace.channel.beats import Beat
 from headrace.channel.desk import Desk
-from headrace.cluster.worker import peak_gpu_memory
+from headrace.cluster.roles import peak_gpu_memory
 
 
 def test_a_beat_says_what_the_process_has_held(tmp_path: Path) -> None:

@@ -24,16 +24,13 @@ from headrace.engines.base import Delta, Interrupt, Request
 from headrace.engines.counters import Counters
 from headrace.engines.vllm.client import Piece, VllmClient
 from headrace.engines.vllm.delivery import Delivery
-from headrace.engines.vllm.pulse import Pulse
 from headrace.engines.vllm.sampling import refusal, sampling_params
 from headrace.engines.vllm.sequence import Cut, Sequence
-from headrace.errors import ChannelError, DeadlineError, HttpError, PeerDied
+from headrace.errors import ChannelError, DeadlineError, HttpError
 from headrace.observe.spans import SpanRecorder
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 from headrace_vllm_plugin.wire import Facts
 
-FLUSH_SECONDS = 0.01
-"""Tokens that come together are handed out together."""
 GRACE_SECONDS = 0.5
 """How long a server may take to end a stream before we do; what was not handed out by then is drawn again."""
 RETRIES = 4
@@ -56,15 +53,10 @@ class VllmCore:
         deadline: float = 120.0,
         keys: str = "",
         spans: SpanRecorder | None = None,
-        pulse: Pulse | None = None,
         scaling: float | None = None,
     ) -> None:
-        """`pulse`: of a server whose loss is someone else's news; no request fails because of it then.
-
-        `scaling`: of the adapters that are delivered; None where all weights are.
-        """
+        """`scaling`: of the adapters that are delivered; None where all weights are."""
         self.name = name
-        self._pulse = pulse
         self._client = client
         self._facts = facts
         self.emit: Callable[[list[Delta]], None] = lambda deltas: None
@@ -85,7 +77,6 @@ class VllmCore:
         self._loading = asyncio.Lock()
         self._closed = ""
         self._changed = asyncio.Event()
-        self._outbox: list[Delta] = []
         self._generated = 0
 
     @property
@@ -175,13 +166,6 @@ class VllmCore:
             self._hand_out(sequence.ended("failed", reason))
         self._waiting = []
         await self._end(running, 0.0)
-        self._flush()
-
-    async def abandon(self) -> None:
-        """The server is lost: hand out what was drawn, and not a word more. Requests go on from it elsewhere."""
-        self._flush()
-        self.emit = lambda deltas: None
-        await self.close("the server is lost")
 
     # What runs
 
@@ -225,9 +209,9 @@ class VllmCore:
                 raise
             ended = sequence.finished
         except HttpError as error:
-            ended = await self._broken(sequence, str(error), retry=error.status >= 500)
+            ended = self._broken(sequence, str(error), retry=error.status >= 500)
         except ChannelError as error:
-            ended = await self._broken(sequence, str(error), retry=True)
+            ended = self._broken(sequence, str(error), retry=True)
         finally:
             del self._running[sequence.request.id]
         if not ended:
@@ -259,23 +243,15 @@ class VllmCore:
             await stream.aclose()  # type: ignore[attr-defined]
         return sequence.finished
 
-    async def _broken(self, sequence: Sequence, reason: str, *, retry: bool) -> bool:
+    def _broken(self, sequence: Sequence, reason: str, *, retry: bool) -> bool:
         """A stream failed: go on by prefix, or end the request; whether it has ended."""
         if sequence.finished:
             return True
         sequence.failures += 1
-        if sequence.cut or (retry and (sequence.failures <= RETRIES or await self._lost())):
+        if sequence.cut or (retry and sequence.failures <= RETRIES):
             return False
         self._hand_out(sequence.ended("failed", f"request {sequence.request.id}: {reason}"))
         return True
-
-    async def _lost(self) -> bool:
-        try:
-            if self._pulse is not None:
-                await self._pulse.check()
-        except PeerDied:
-            return True
-        return False
 
     def _put_back(self, sequence: Sequence) -> None:
         if self._closed:
@@ -328,14 +304,7 @@ class VllmCore:
 
     def _hand_out(self, delta: Delta) -> None:
         self._generated += len(delta.token_ids)
-        self._outbox.append(delta)
-        if len(self._outbox) == 1:
-            asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush)
-
-    def _flush(self) -> None:
-        deltas, self._outbox = self._outbox, []
-        if deltas:
-            self.emit(deltas)
+        self.emit([delta])
 
 
 def _wrong_version(piece: Piece, version: int) -> str:

@@ -1,0 +1,68 @@
+"""The assembly of the workers: which engine or trainer a process serves. Only here are concrete classes chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.buffer.reader import open_readonly
+from headrace.channel.desk import Desk
+from headrace.cluster.threads import announce_threads, fix_threads
+from headrace.config import Config
+from headrace.engines.server import Build
+
+
+def serve(role: str, desk: Desk, config: Config) -> None:
+    """Serve this role until told to stop."""
+    if role == "engine":
+        _serve_engine(desk, config)
+    else:
+        fix_threads(config.training.threads)
+        desk.peak_memory = peak_gpu_memory
+        from headrace.training.worker import serve as serve_trainer
+
+        serve_trainer(desk, config, last_step(desk.run_dir))
+
+
+def _serve_engine(desk: Desk, config: Config) -> None:
+    if config.engine.kind == "vllm":
+        # Its servers are processes of their own: torch is not loaded here.
+        announce_threads(config.engine.threads)
+    else:
+        fix_threads(config.engine.threads)
+        desk.peak_memory = peak_gpu_memory
+    from headrace.engines.worker import serve as serve_engine
+
+    serve_engine(desk, config, engine_builder(config.engine.kind))
+
+
+def engine_builder(kind: str) -> Build:
+    """What makes an engine of this kind; a kind with a colon names a factory of the user's."""
+    if kind == "embedded":
+        from headrace.engines.embedded.building import build as build_embedded
+
+        return build_embedded
+    if kind == "vllm":
+        from headrace.engines.vllm.building import build as build_vllm
+
+        return build_vllm
+    from headrace.engines.supplied import builder
+
+    return builder(kind)
+
+
+def peak_gpu_memory() -> int:
+    """The most bytes that torch has reserved on GPUs for this process; what a CUDA context takes is not among them."""
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0
+    return sum(torch.cuda.max_memory_reserved(device) for device in range(torch.cuda.device_count()))
+
+
+def last_step(run_dir: Path) -> int | None:
+    """The last policy step that the journal knows, if there is a journal: a checkpoint beyond it has no history."""
+    journal = run_dir / "journal.db"
+    if not journal.is_file():
+        return None
+    with open_readonly(journal) as reader:
+        return reader.last_step()

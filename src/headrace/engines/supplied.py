@@ -1,0 +1,89 @@
+"""An engine of the user's, named in the TOML as `[engine] kind = "module:attribute"` or `"file.py:attribute"`.
+
+The name is that of a factory: it is called in the event loop of the engine's process, with an `EngineContext`, and
+returns an object with the methods of `Engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.channel.desk import Desk
+from headrace.config import Config
+from headrace.config.memory import LONGEST_DEFAULT
+from headrace.config.model_dir import model_facts
+from headrace.delivery.transports.keys import KEYS
+from headrace.engines.event_loop import EventLoopServer, Opened
+from headrace.engines.server import Build, Emit
+from headrace.errors import ConfigError
+from headrace.reference import import_function
+
+if TYPE_CHECKING:
+    from headrace.delivery.receiver import Receiver
+
+METHODS = ("generate", "abort", "fork", "load", "score", "close")
+
+
+class EngineContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What the factory of an engine gets."""
+
+    name: str
+    """The engine's name in the run, such as `engine-0`; `Engine.name` and `Proof.engine` must be this."""
+    config: Config
+    model_path: Path
+    max_length: int
+    """The longest sequence that the engine will be asked for, prompt included."""
+    keys: Path
+    """The file with the keys of the run, for transports that encrypt."""
+
+    def load_model(self, device: str = "cpu") -> Any:
+        """The model of the run: a Hugging Face causal LM in eval mode, with an attention of transformers' own."""
+        from headrace.models.loading import load_model
+
+        given = self.config.model
+        model = load_model(
+            self.model_path, weights=given.weights, dtype=given.dtype, seed=self.config.run.seed, device=device
+        )
+        model.set_attn_implementation("sdpa")
+        return model
+
+    def receiver(self, model: Any) -> Receiver:
+        """The receiving end of delivery for this model: `Receiver.load` fetches, proves and swaps its weights."""
+        from headrace.delivery.receiver import Receiver
+        from headrace.models.loading import named_weights
+
+        return Receiver(named_weights(model), self.name, keys=self.keys)
+
+
+def builder(reference: str) -> Build:
+    """How a worker process makes the engine that this reference names."""
+
+    def build(desk: Desk, config: Config, emit: Emit) -> EventLoopServer:
+        factory = import_function(reference)
+        return EventLoopServer(desk.name, lambda: _opened(factory, desk, config), emit)
+
+    return build
+
+
+@asynccontextmanager
+async def _opened(factory: Callable[[EngineContext], Any], desk: Desk, config: Config) -> AsyncIterator[Opened]:
+    model = model_facts(Path(config.model.path), config.model.weights)
+    context = EngineContext(
+        name=desk.name,
+        config=config,
+        model_path=Path(config.model.path),
+        max_length=min(config.engine.max_length or LONGEST_DEFAULT, model.max_positions or LONGEST_DEFAULT),
+        keys=desk.run_dir / KEYS,
+    )
+    engine = factory(context)
+    missing = [name for name in METHODS if not callable(getattr(engine, name, None))]
+    if missing:
+        kind = f"[engine] kind = {config.engine.kind!r}"
+        raise ConfigError(f"{kind}: {type(engine).__name__} has no method {missing[0]!r} (see headrace.engines.base)")
+    desk.ready(parameters=model.parameters)
+    yield Opened(engine)

@@ -1,0 +1,215 @@
+"""Any asyncio engine behind an event loop in a thread: its requests, its answers, and what is said when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.engines.base import Delta, Request, Sampling
+from headrace.engines.event_loop import EventLoopServer, Opened
+from headrace.engines.fake import FakeEngine
+from headrace.errors import DeadlineError, HeadraceError, PeerDied
+
+SECONDS = 20.0
+
+
+class Pulse:
+    """What an engine depends on; `lose` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self.lost = threading.Event()
+
+    async def check(self) -> None:
+        if self.lost.is_set():
+            raise PeerDied("the server", "pulled out")
+
+    async def watch(self) -> None:
+        while True:
+            await self.check()
+            await asyncio.sleep(0.005)
+
+
+class Deaf(Pulse):
+    """Is only found lost by whoever asks."""
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Served:
+    """A server in a thread, and what it emitted."""
+
+    def __init__(self, make: Callable[[], Any], pulse: Pulse | None = None) -> None:
+        self.deltas: list[Delta] = []
+        self.news = threading.Condition()
+        self.error: BaseException | None = None
+        self.closed = False
+
+        @asynccontextmanager
+        async def opened() -> AsyncIterator[Opened]:
+            self.engine = make()
+            try:
+                yield Opened(self.engine, pulse)
+            finally:
+                self.closed = True
+
+        self.server = EventLoopServer("e", opened, self._emit)
+        self.thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Served:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.stop()
+        self.join()
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        except (HeadraceError, ZeroDivisionError) as error:
+            self.error = error
+
+    def _emit(self, deltas: list[Delta]) -> None:
+        with self.news:
+            self.deltas += deltas
+            self.news.notify_all()
+
+    def tokens(self, name: str) -> list[int]:
+        return [int(token) for delta in list(self.deltas) if delta.id == name for token in delta.token_ids]
+
+    def finishes(self) -> dict[str, str | None]:
+        return {delta.id: delta.finish for delta in list(self.deltas) if delta.finish is not None}
+
+    def until(self, holds: Callable[[], object]) -> None:
+        with self.news:
+            assert self.news.wait_for(holds, timeout=SECONDS)
+
+    def join(self) -> None:
+        self.thread.join(SECONDS)
+        assert not self.thread.is_alive() and self.closed
+
+
+def ask(name: str, tokens: int = 5) -> Request:
+    return Request(id=name, token_ids=np.arange(1, 4, dtype=np.int32), sampling=Sampling(max_tokens=tokens))
+
+
+def slow() -> FakeEngine:
+    return FakeEngine(version=0, token_seconds=0.001)
+
+
+def test_what_was_asked_before_there_is_an_engine_is_answered() -> None:
+    served = Served(slow)
+    served.server.submit([ask("a"), ask("b")])
+    scored = served.server.score(np.arange(1, 5, dtype=np.int32))
+    with served:
+        served.until(lambda: served.finishes() == {"a": "length", "b": "length"})
+        assert len(served.tokens("a")) == 5 and len(scored.result(SECONDS)) == 3
+
+
+def test_deltas_that_come_together_leave_together() -> None:
+    batches: list[int] = []
+    with Served(lambda: FakeEngine(version=0, token_seconds=0.0)) as served:
+        emit = served.server._emit
+        served.server._emit = lambda deltas: (batches.append(len(deltas)), emit(deltas))[1]
+        served.server.submit([ask(f"{i}", 40) for i in range(8)])
+        served.until(lambda: len(served.finishes()) == 8)
+    assert sum(batches) == 8 * 40 and len(batches) < 8 * 40 / 4
+
+
+def test_an_abort_reaches_what_was_submitted_just_before() -> None:
+    with Served(slow) as served:
+        served.server.submit([ask("a", 100_000)])
+        served.server.abort(["a"])
+        served.until(lambda: served.finishes() == {"a": "aborted"})
+
+
+def test_a_stop_ends_every_request_and_question() -> None:
+    served = Served(lambda: FakeEngine(load_seconds=1000.0))
+    with served:
+        served.server.submit([ask("a")])
+        loading = served.server.load(FakeEngine().policy.manifest(1))
+    assert served.finishes() == {"a": "failed"} and served.error is None
+    with pytest.raises(HeadraceError, match="engine e has stopped"):
+        loading.result(0)
+    served.server.submit([ask("late")])
+    assert served.finishes()["late"] == "failed"
+    with pytest.raises(HeadraceError, match="engine e has stopped"):
+        served.server.score(np.arange(3, dtype=np.int32)).result(0)
+
+
+def test_an_engine_that_is_lost_says_nothing_more() -> None:
+    pulse = Pulse()
+    with Served(slow, pulse) as served:
+        served.server.submit([ask("a", 100_000)])
+        served.until(lambda: len(served.tokens("a")) > 20)
+        asked = served.server.load(served.engine.policy.manifest(0))
+        assert not asked.result(SECONDS).accepted, "while it is there, a rejection is an answer"
+        pulse.lost.set()
+        served.join()
+        assert isinstance(served.error, PeerDied) and str(served.error) == "the server died: pulled out"
+        assert served.finishes() == {} and served.tokens("a")
+        count = len(served.deltas)
+        late = served.server.score(np.arange(3, dtype=np.int32))
+        served.server.submit([ask("late")])
+        assert not late.done() and len(served.deltas) == count
+
+
+@pytest.mark.parametrize("what", ["request", "rejection", "error"])
+def test_what_fails_for_want_of_a_server_is_not_answered(what: str) -> None:
+    """Also where the loss is noticed only because something failed."""
+    pulse = Deaf()
+
+    class Failing(FakeEngine):
+        async def score(self, token_ids: Any) -> Any:
+            raise DeadlineError("no answer")
+
+    with Served(lambda: Failing(version=0, fail_requests={"bad": 3}), pulse) as served:
+        pulse.lost.set()
+        asked = None
+        if what == "request":
+            served.server.submit([ask("bad")])
+        elif what == "rejection":
+            asked = served.server.load(FakeEngine().policy.manifest(0))
+        else:
+            asked = served.server.score(np.arange(3, dtype=np.int32))
+        served.join()
+        assert isinstance(served.error, PeerDied)
+        assert served.finishes() == {} and (asked is None or not asked.done())
+        assert what != "request" or len(served.tokens("bad")) == 3, "what was drawn is kept"
+
+
+def test_an_error_of_the_engines_code_ends_the_process_after_everybody_was_told() -> None:
+    class Buggy(FakeEngine):
+        async def score(self, token_ids: Any) -> Any:
+            return 1 / 0
+
+    with Served(lambda: Buggy(version=0, token_seconds=0.001)) as served:
+        served.server.submit([ask("a", 100_000)])
+        served.until(lambda: served.tokens("a"))
+        scored = served.server.score(np.arange(3, dtype=np.int32))
+        served.join()
+        assert isinstance(served.error, ZeroDivisionError)
+        assert served.finishes() == {"a": "failed"}
+        with pytest.raises(HeadraceError, match="engine e died of ZeroDivisionError: division by zero"):
+            scored.result(0)
+
+
+def test_an_engine_that_gives_no_last_delta_fails_that_request_alone() -> None:
+    class Forgetful(FakeEngine):
+        async def generate(self, request: Request) -> AsyncIterator[Delta]:
+            async for delta in super().generate(request):
+                if delta.finish is None or request.id == "good":
+                    yield delta
+
+    with Served(lambda: Forgetful(version=0)) as served:
+        served.server.submit([ask("bad"), ask("good")])
+        served.until(lambda: len(served.finishes()) == 2)
+        assert served.finishes() == {"bad": "failed", "good": "length"}
+        assert "gave request bad no last delta" in next(delta.error for delta in served.deltas if delta.error)
