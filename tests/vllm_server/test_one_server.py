@@ -79,12 +79,12 @@ async def test_what_is_cut_follows_its_request_while_others_come_and_go(subject:
 
 
 async def test_a_truncation_that_makes_no_sense_fails_its_request_alone(server: VllmServer, subject: Subject) -> None:
-    client = VllmClient(server.url, KEY)
-    for wrong in ({"top_p": 0.0}, {"min_p": "x"}, [1]):
-        params = {"max_tokens": 1, "logprobs": 0, "detokenize": False, "extra_args": {TRUNCATION: wrong}}
-        with pytest.raises(HttpError) as caught:
-            await anext(client.generate("wrong", [1], params, salt="wrong"))
-        assert caught.value.status == 400
+    async with VllmClient(server.url, KEY) as client:
+        for wrong in ({"top_p": 0.0}, {"min_p": "x"}, [1]):
+            params = {"max_tokens": 1, "logprobs": 0, "detokenize": False, "extra_args": {TRUNCATION: wrong}}
+            with pytest.raises(HttpError) as caught:
+                await anext(client.generate("wrong", [1], params, salt="wrong"))
+            assert caught.value.status == 400
     assert (await test_engine.complete(subject.engine, test_engine.ask("after"))).finish == "length"
 
 

@@ -55,15 +55,17 @@ def test_newer_servers_and_other_spellings_are_fine() -> None:
 async def test_a_server_that_answers_wrongly_is_refused(path: str, status: int, answer: object, line: str) -> None:
     async with serving(Stub()) as stub:
         stub.statuses[path] = (status, answer)
-        with pytest.raises(UserError) as caught:
-            await examine(VllmClient(stub.url, deadline=5), vocabulary=64, dtype="float32", max_length=4096)
+        async with VllmClient(stub.url, deadline=5) as client:
+            with pytest.raises(UserError) as caught:
+                await examine(client, vocabulary=64, dtype="float32", max_length=4096)
         assert line in str(caught.value) and stub.url in str(caught.value) and "\n" not in str(caught.value)
 
 
 async def test_a_good_server_is_taken_also_if_it_was_left_paused() -> None:
     async with serving(Stub()) as stub:
         stub.paused = True
-        facts = await examine(VllmClient(stub.url, deadline=5), vocabulary=64, dtype="float32", max_length=4096)
+        async with VllmClient(stub.url, deadline=5) as client:
+            facts = await examine(client, vocabulary=64, dtype="float32", max_length=4096)
         assert facts == FACTS and not stub.paused
 
 

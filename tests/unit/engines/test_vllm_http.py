@@ -18,14 +18,16 @@ async def serving(answer: Answer) -> AsyncIterator[Http]:
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0] or b"0")
         await answer(head + await reader.readexactly(length), writer)
         writer.close()
 
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        yield Http(f"http://127.0.0.1:{port}/base/", key="secret")
+        http = Http(f"http://127.0.0.1:{port}/base/", key="secret")
+        yield http
+        await http.close()
 
 
 def chunked(*parts: bytes) -> bytes:
@@ -123,9 +125,55 @@ async def test_closing_a_stream_closes_its_connection() -> None:
 
 
 async def test_nobody_there_and_no_url() -> None:
-    async with serving(lambda request, writer: asyncio.sleep(0)) as http:
+    async with serving(lambda request, writer: asyncio.sleep(0)) as closed:
         pass
-    with pytest.raises(ChannelError, match="cannot be reached"):
+    with pytest.raises(ChannelError, match="the connection to it is closed"):
+        await closed.call("GET", "/", timeout=5)
+    http = Http(closed.url)
+    with pytest.raises(ChannelError, match=r"cannot be reached: \[Errno \d+\] Connect call failed"):
         await http.call("GET", "/", timeout=5)
+    with pytest.raises(ChannelError, match="cannot be reached"):
+        await anext(http.events("/s", {}, silence=5))
+    await http.close()
     with pytest.raises(UserError, match="is not the URL of a server"):
         Http("localhost:8000")
+
+
+async def test_an_answer_that_is_not_http_breaks_off() -> None:
+    async def answer(request: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    async with serving(answer) as http:
+        with pytest.raises(ChannelError, match="broke off"):
+            await http.call("GET", "/", timeout=5)
+
+
+async def test_a_server_that_closes_without_a_word_breaks_off_and_is_asked_only_once() -> None:
+    asked: list[bytes] = []
+
+    async def answer(request: bytes, writer: asyncio.StreamWriter) -> None:
+        asked.append(request)
+
+    async with serving(answer) as http:
+        with pytest.raises(ChannelError, match="broke off"):
+            await http.call("POST", "/update_weights", {}, timeout=5)
+    assert len(asked) == 1, "a request that changes something is not repeated"
+
+
+async def test_calls_are_answered_while_all_streams_are_open() -> None:
+    async def answer(request: bytes, writer: asyncio.StreamWriter) -> None:
+        if request.startswith(b"GET"):
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\ndata: 1\n\n\r\n")
+        await writer.drain()
+        await asyncio.sleep(1.0)
+
+    async with serving(answer) as given, asyncio.timeout(20):
+        http = Http(given.url, streams=3)
+        streams = [http.events("/s", {}, silence=5) for _ in range(3)]
+        assert [await anext(stream) for stream in streams] == [b"1"] * 3
+        assert await http.call("GET", "/health", timeout=5) == {}
+        await http.close()
+        for stream in streams:
+            await stream.aclose()  # type: ignore[attr-defined]

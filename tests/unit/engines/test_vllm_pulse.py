@@ -1,8 +1,8 @@
 """When a server counts as lost, and that its requests are then not failed but left to whoever has them next."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 import pytest
@@ -20,6 +20,20 @@ from headrace.engines.vllm.pulse import Pulse, until_there
 from headrace.errors import PeerDied, UserError
 
 SECONDS = 20.0
+Given = Callable[[str], VllmClient]
+
+
+@pytest.fixture
+async def given() -> AsyncIterator[Given]:
+    """Makes clients, and closes them in the end."""
+    async with AsyncExitStack() as clients:
+
+        def make(url: str) -> VllmClient:
+            client = VllmClient(url)
+            clients.push_async_callback(client.close)
+            return client
+
+        yield make
 
 
 @pytest.fixture(autouse=True)
@@ -29,10 +43,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_module, "BACKOFF_SECONDS", 0.01)
 
 
-async def test_lost_is_what_refuses_connections_or_calls_itself_broken() -> None:
+async def test_lost_is_what_refuses_connections_or_calls_itself_broken(given: Given) -> None:
     async with serving(Stub()) as stub:
-        client = VllmClient(stub.url)
-        pulse = Pulse(client)
+        pulse = Pulse(given(stub.url))
         await pulse.check()
         stub.statuses["/health"] = (401, {"error": "a key"})
         await pulse.check()  # It is there, whatever it thinks of us.
@@ -45,7 +58,7 @@ async def test_lost_is_what_refuses_connections_or_calls_itself_broken() -> None
         await asyncio.wait_for(pulse.watch(), SECONDS)
 
 
-async def test_one_bad_answer_alone_is_not_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_bad_answer_alone_is_not_a_loss(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(Stub()) as stub:
         stub.statuses["/health"] = (500, {"error": "once"})
 
@@ -53,20 +66,20 @@ async def test_one_bad_answer_alone_is_not_a_loss(monkeypatch: pytest.MonkeyPatc
             del stub.statuses["/health"]
 
         monkeypatch.setattr(pulse_module.asyncio, "sleep", recover)
-        await Pulse(VllmClient(stub.url)).check()
+        await Pulse(given(stub.url)).check()
         assert "/health" not in stub.statuses
 
 
-async def test_a_process_that_has_ended_is_lost_before_anyone_asks() -> None:
+async def test_a_process_that_has_ended_is_lost_before_anyone_asks(given: Given) -> None:
     class Ended:
         def check(self) -> None:
             raise UserError("the vLLM server ended (killed by signal 9): no word (vllm.log)")
 
     with pytest.raises(PeerDied, match="vLLM died: the vLLM server ended \\(killed by signal 9\\)"):
-        await Pulse(VllmClient("http://127.0.0.1:1"), Ended()).check()
+        await Pulse(given("http://127.0.0.1:1"), Ended()).check()
 
 
-async def test_a_process_that_ends_meanwhile_says_why() -> None:
+async def test_a_process_that_ends_meanwhile_says_why(given: Given) -> None:
     class Ending:
         asked = 0
 
@@ -76,23 +89,25 @@ async def test_a_process_that_ends_meanwhile_says_why() -> None:
                 raise UserError("the vLLM server ended (killed by signal 9): no word (vllm.log)")
 
     with pytest.raises(PeerDied, match="vLLM died: the vLLM server ended \\(killed by signal 9\\)"):
-        await Pulse(VllmClient("http://127.0.0.1:1"), Ending()).check()
+        await Pulse(given("http://127.0.0.1:1"), Ending()).check()
 
 
-async def test_a_process_that_stays_and_serves_no_more_is_lost_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_stays_and_serves_no_more_is_lost_too(
+    given: Given, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Staying:
         def check(self) -> None:
             pass
 
     monkeypatch.setattr(pulse_module, "ENDING_SECONDS", 0.05)
     with pytest.raises(PeerDied, match="cannot be reached"):
-        await asyncio.wait_for(Pulse(VllmClient("http://127.0.0.1:1"), Staying()).check(), SECONDS)
+        await asyncio.wait_for(Pulse(given("http://127.0.0.1:1"), Staying()).check(), SECONDS)
 
 
-async def test_a_server_that_others_start_is_waited_for() -> None:
+async def test_a_server_that_others_start_is_waited_for(given: Given) -> None:
     async with serving(Stub()) as stub:
         port = int(stub.url.rpartition(":")[2])
-    client = VllmClient(stub.url)
+    client = given(stub.url)
     with pytest.raises(UserError, match=r"cannot be reached: .* \(waited for 0.05 s\)"):
         await until_there(client, 0.05)
     with pytest.raises(UserError, match=r"cannot be reached: [^(]*\([^(]*\)$"):
@@ -115,17 +130,17 @@ def manifest() -> Manifest:
 async def test_requests_of_a_lost_server_do_not_fail(broken: bool) -> None:
     """Those of a server that is well do, once they were tried often enough."""
     async with serving(Stub()) as stub:
-        client = VllmClient(stub.url)
-        core = VllmCore(client, FACTS, name="e", slots=2, max_length=64)
         deltas: list[Delta] = []
 
         @asynccontextmanager
         async def opened() -> AsyncIterator[Opened]:
-            yield Opened(VllmEngine(core), Pulse(client))
+            async with VllmClient(stub.url) as client:
+                core = VllmCore(client, FACTS, name="e", slots=2, max_length=64)
+                assert (await core.load(manifest())).accepted
+                stub.faults.extend(["break:3", *["500"] * 50])
+                yield Opened(VllmEngine(core), Pulse(client))
 
         server = EventLoopServer("e", opened, deltas.extend)
-        assert (await core.load(manifest())).accepted
-        stub.faults.extend(["break:3", *["500"] * 50])
         server.submit([Request(id="a", token_ids=np.arange(5, dtype=np.int32), sampling=Sampling(max_tokens=20))])
         serving_it = asyncio.create_task(asyncio.to_thread(server.run))
         async with asyncio.timeout(SECONDS):

@@ -60,7 +60,7 @@ class Stub:
     async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
             head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0] or b"0")
             body = json.loads(await reader.readexactly(length) or b"null")
             path = head.split()[1].decode()
             await self.answer(path, body, writer)

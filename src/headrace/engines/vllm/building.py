@@ -50,28 +50,29 @@ async def _opened(desk: Desk, config: Config) -> AsyncIterator[Opened]:
                 server.start()
                 await server.ready(config.pipeline.start_seconds, lambda stage: setattr(desk, "phase", stage))
             url = server.url
-        client = VllmClient(url, key, deadline=config.pipeline.stall_seconds)
-        if server is None:
-            desk.phase = f"waiting for {url}"
-            # It was there once, and will be back; before a run has begun, what is not there is a mistake.
-            begun = (desk.run_dir / "journal.db").is_file()
-            await until_there(client, config.pipeline.start_seconds if begun else 0.0)
-        desk.phase = "examining vLLM"
-        facts = await examine(client, vocabulary=model.vocabulary, dtype=config.model.dtype, max_length=max_length)
-        core = VllmCore(
-            client,
-            facts,
-            name=desk.name,
-            slots=min(config.engine.slots, facts.slots),
-            max_length=max_length,
-            interrupt=config.engine.interrupt,
-            deadline=config.delivery.deadline,
-            keys=str((desk.run_dir / KEYS).absolute()),
-            spans=desk.spans,
-            scaling=None if config.lora is None else config.lora.scaling,
-        )
-        desk.ready(parameters=model.parameters)
-        yield Opened(VllmEngine(core), Pulse(client, server))
+        deadline, slots = config.pipeline.stall_seconds, config.engine.slots
+        async with VllmClient(url, key, deadline=deadline, slots=slots) as client:
+            if server is None:
+                desk.phase = f"waiting for {url}"
+                # It was there once, and will be back; before a run has begun, what is not there is a mistake.
+                begun = (desk.run_dir / "journal.db").is_file()
+                await until_there(client, config.pipeline.start_seconds if begun else 0.0)
+            desk.phase = "examining vLLM"
+            facts = await examine(client, vocabulary=model.vocabulary, dtype=config.model.dtype, max_length=max_length)
+            core = VllmCore(
+                client,
+                facts,
+                name=desk.name,
+                slots=min(config.engine.slots, facts.slots),
+                max_length=max_length,
+                interrupt=config.engine.interrupt,
+                deadline=config.delivery.deadline,
+                keys=str((desk.run_dir / KEYS).absolute()),
+                spans=desk.spans,
+                scaling=None if config.lora is None else config.lora.scaling,
+            )
+            desk.ready(parameters=model.parameters)
+            yield Opened(VllmEngine(core), Pulse(client, server))
     finally:
         if server is not None:
             await server.stop()

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from headrace.delivery.base import Manifest
-from headrace.engines.vllm.http import Http
+from headrace.engines.vllm.http import STREAMS, Http
 from headrace.errors import ChannelError, HttpError
 from headrace.types import Float32Array
 from headrace_vllm_plugin.wire import Accepted, Facts, Live, Order, Staged
@@ -70,10 +70,13 @@ class _Chunk(msgspec.Struct):
 
 
 class VllmClient:
-    """One server. `deadline`: seconds in which a call must be answered, and between two tokens of a stream."""
+    """One server, until `close`. At most `slots` answers are streamed at a time.
 
-    def __init__(self, url: str, key: str = "", *, deadline: float = 120.0) -> None:
-        self.http = Http(url, key)
+    `deadline`: seconds in which a call must be answered, and between two tokens of a stream.
+    """
+
+    def __init__(self, url: str, key: str = "", *, deadline: float = 120.0, slots: int = STREAMS) -> None:
+        self.http = Http(url, key, streams=slots)
         self._deadline = deadline
         self._decoder = msgspec.json.Decoder(_Chunk)
         self.prefilled_tokens = 0
@@ -165,6 +168,16 @@ class VllmClient:
         text = await self.http.text("GET", "/metrics", timeout=self._deadline)
         found = [line for line in text.splitlines() if line.startswith(b"vllm:num_preemptions_total")]
         return int(sum(float(line.rsplit(None, 1)[1]) for line in found))
+
+    async def close(self) -> None:
+        """Close all connections. Idempotent."""
+        await self.http.close()
+
+    async def __aenter__(self) -> VllmClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def _post(self, path: str, body: Any = None) -> Any:
         return await self.http.call("POST", path, body, timeout=self._deadline)

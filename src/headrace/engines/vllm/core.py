@@ -157,7 +157,7 @@ class VllmCore:
         )
 
     async def close(self, reason: str) -> None:
-        """End every request as failed. Idempotent."""
+        """End every request as failed, and close the client. Idempotent."""
         if self._closed:
             return
         self._closed = reason
@@ -165,7 +165,10 @@ class VllmCore:
         for sequence in self._waiting:
             self._hand_out(sequence.ended("failed", reason))
         self._waiting = []
-        await self._end(running, 0.0)
+        try:
+            await self._end(running, 0.0)
+        finally:
+            await self._client.close()
 
     # What runs
 

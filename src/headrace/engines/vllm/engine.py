@@ -16,7 +16,7 @@ from headrace.engines.streams import DeltaStreams
 from headrace.engines.vllm.checks import examine
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.core import VllmCore
-from headrace.errors import UserError
+from headrace.errors import HeadraceError, UserError
 from headrace.types import Float32Array, Int32Array
 
 
@@ -49,9 +49,13 @@ class VllmEngine:
 
         With `lora`, adapters of that kind are what is delivered.
         """
-        client = VllmClient(url, key, deadline=deadline)
         vocabulary = model_facts(Path(model), weights).vocabulary
-        facts = await examine(client, vocabulary=vocabulary, dtype=dtype, max_length=max_length)
+        client = VllmClient(url, key, deadline=deadline, slots=config.slots)
+        try:
+            facts = await examine(client, vocabulary=vocabulary, dtype=dtype, max_length=max_length)
+        except HeadraceError:
+            await client.close()
+            raise
         core = VllmCore(
             client,
             facts,

@@ -103,8 +103,14 @@ class VllmServer:
 
     async def ready(self, deadline: float, progress: Callable[[str], None] = lambda stage: None) -> None:
         """Wait until it answers; raises `UserError` with its own last word if it dies before."""
-        began = time.monotonic()
         http = Http(self.url)
+        try:
+            await self._answering(http, deadline, progress)
+        finally:
+            await http.close()
+
+    async def _answering(self, http: Http, deadline: float, progress: Callable[[str], None]) -> None:
+        began = time.monotonic()
         while True:
             progress(f"vLLM {_stage(self._plan.log)}")
             self.check()
