@@ -180,7 +180,7 @@ async def remote(setting: Setting) -> AsyncIterator[Subject]:
     trainer = TinyTrainer(setting.model_dir)
     try:
         async with over_the_wire(setting, build_loop) as engine:
-            yield Subject(engine, engine.load, loops[0].counters, trainer.publish, trainer.reference)
+            yield Subject(engine, engine.load, lambda: loops[0].counters(), trainer.publish, trainer.reference)
     finally:
         trainer.close()
 
