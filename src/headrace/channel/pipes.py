@@ -14,11 +14,9 @@ from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
 CLOSE_SECONDS = 5.0
-LIMIT = 2**16
-"""Bytes of a line, where lines are read."""
 
 
-async def spawn(module: str, directory: Path, log: Path | None, limit: int = LIMIT) -> Process:
+async def spawn(module: str, directory: Path, log: Path | None) -> Process:
     """Start a module in this directory; what it prints as errors goes to `log`, or where ours go."""
     with contextlib.ExitStack() as stack:
         errors = None if log is None else stack.enter_context(log.open("ab"))
@@ -30,7 +28,6 @@ async def spawn(module: str, directory: Path, log: Path | None, limit: int = LIM
             stderr=errors,
             cwd=directory,
             start_new_session=True,
-            limit=limit,
         )
 
 
@@ -47,10 +44,10 @@ def kill_group(process: Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-async def ended(process: Process) -> bool:
+async def ended(process: Process, seconds: float = CLOSE_SECONDS) -> bool:
     """Wait for its end; whether it came in time."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CLOSE_SECONDS):
+        async with asyncio.timeout(seconds):
             await process.wait()
             return True
     return False

@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import ConfigError
-from headrace.gateway.frames import Done, Job
+from headrace.gateway.messages import Done, Job
 from headrace.reference import describe, import_function
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -48,12 +48,12 @@ class FunctionAgent:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{reference!r}: its parameters cannot be read: {error}") from error
 
-    def run(self, job: Job) -> Done:
+    def run(self, id: int, job: Job) -> Done:
         """Call it; whatever it raises is a reason."""
         try:
-            return _done(job.id, self._call(bind(self._parameters, job)))
+            return _done(self._call(bind(self._parameters, job)))
         except AgentProblem as error:
-            return Done(id=job.id, error=str(error))
+            return Done(error=str(error))
 
     def _call(self, arguments: dict[str, Any]) -> Any:
         try:
@@ -62,7 +62,7 @@ class FunctionAgent:
         except (Exception, SystemExit) as error:
             raise AgentProblem(f"the agent raised {describe(error)}") from error
 
-    def halt(self, id: str) -> None:
+    def halt(self, id: int) -> None:
         """A thread cannot be ended; its session is closed, and its worker is replaced."""
 
     def end(self) -> None:
@@ -74,18 +74,18 @@ class CommandAgent:
 
     def __init__(self, command: list[str]) -> None:
         self._command = command
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._halted: set[str] = set()
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._halted: set[int] = set()
         self._turn = threading.Lock()
 
-    def run(self, job: Job) -> Done:
+    def run(self, id: int, job: Job) -> Done:
         """Start it and wait for its end."""
         environment = {"OPENAI_BASE_URL": job.base_url, "OPENAI_API_KEY": job.api_key, "HEADRACE_SESSION": job.id}
         try:
             with self._turn:
-                if job.id in self._halted:
-                    return Done(id=job.id, error="the agent was ended before it began")
-                process = self._processes[job.id] = subprocess.Popen(
+                if id in self._halted:
+                    return Done(error="the agent was ended before it began")
+                process = self._processes[id] = subprocess.Popen(
                     self._command,
                     stdin=subprocess.PIPE,
                     env={**os.environ, **environment},
@@ -96,12 +96,12 @@ class CommandAgent:
                 process.communicate(msgspec.json.encode(_fields(job)))
             code = process.wait()
         except OSError as error:
-            return Done(id=job.id, error=f"the agent's command cannot be started: {error.strerror}")
+            return Done(error=f"the agent's command cannot be started: {error.strerror}")
         finally:
-            self.halt(job.id)
-        return Done(id=job.id, error=f"the agent's command ended with exit code {code}" if code else "")
+            self.halt(id)
+        return Done(error=f"the agent's command ended with exit code {code}" if code else "")
 
-    def halt(self, id: str) -> None:
+    def halt(self, id: int) -> None:
         """Kill it with all that it started."""
         with self._turn:
             self._halted.add(id)
@@ -146,16 +146,16 @@ async def _finish(result: Any) -> Any:
     return await result
 
 
-def _done(id: str, result: Any) -> Done:
+def _done(result: Any) -> Done:
     if result is None:
-        return Done(id=id)
+        return Done()
     given = dict(result) if isinstance(result, Mapping) else {"reward": result}
     try:
         numbers = {str(name): float(value) for name, value in given.items()}
         if odd := [name for name, value in numbers.items() if not math.isfinite(value)]:
-            return Done(id=id, error=f"the agent's {odd[0]} is {numbers[odd[0]]}, not a finite number")
-        return Done(id=id, reward=numbers.pop("reward"), metrics=numbers)
+            return Done(error=f"the agent's {odd[0]} is {numbers[odd[0]]}, not a finite number")
+        return Done(reward=numbers.pop("reward"), metrics=numbers)
     except (TypeError, ValueError):
-        return Done(id=id, error=f"the agent returned {str(result)[:80]!r}, not a reward")
+        return Done(error=f"the agent returned {str(result)[:80]!r}, not a reward")
     except KeyError:
-        return Done(id=id, error='the agent returned a dict without "reward"')
+        return Done(error='the agent returned a dict without "reward"')

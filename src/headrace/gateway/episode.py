@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.gateway.agents import AgentError, AgentPool
 from headrace.gateway.base import Chat, Reward
-from headrace.gateway.frames import Job
+from headrace.gateway.messages import Job
 from headrace.gateway.session import Session
 from headrace.rollouts.base import AnyEpisode, Cancelled, EpisodePlan
 from headrace.scoring.base import Turn

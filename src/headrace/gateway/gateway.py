@@ -18,7 +18,7 @@ from headrace.gateway.agents import AgentPool
 from headrace.gateway.base import Chat
 from headrace.gateway.completions import Completions
 from headrace.gateway.episode import AgentEpisode
-from headrace.gateway.frames import Job
+from headrace.gateway.messages import Job
 from headrace.gateway.server import Server
 from headrace.gateway.session import Session, Sessions
 from headrace.rollouts.base import EpisodePlan

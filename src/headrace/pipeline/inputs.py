@@ -11,7 +11,7 @@ from headrace.config import AgentTask, Config, DatasetTask, EnvironmentTask, Gym
 from headrace.config.model_dir import check_model_dir, check_teacher
 from headrace.errors import ConfigError
 from headrace.gateway.agents import AgentPool
-from headrace.gateway.frames import Setup
+from headrace.gateway.messages import Setup
 from headrace.gateway.task import AgentTask as Agents
 from headrace.pipeline.extensions import check_extensions
 from headrace.reference import describe, import_function

@@ -51,8 +51,6 @@ class RewardScorer(Scorer):
 class Question(msgspec.Struct, kw_only=True):
     """What a reward function is asked: a prompt and an answer, as plain data."""
 
-    id: int = 0
-    """Told back with the answer of a worker, so that no other answer is taken for it."""
     completion: str
     messages: list[dict[str, str]]
     text: str | None = None

@@ -19,8 +19,8 @@ from headrace.engines.base import Sampling
 from headrace.errors import ConfigError
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.episode import AgentEpisode
-from headrace.gateway.frames import Setup
 from headrace.gateway.gateway import Gateway
+from headrace.gateway.messages import Setup
 from headrace.rollouts.base import EpisodePlan
 from headrace.types import Prompt, Rollout
 
@@ -177,7 +177,7 @@ async def test_commands_post_their_reward() -> None:
 OWNER = """
 import asyncio, os, sys
 from headrace.gateway.agents import AgentPool
-from headrace.gateway.frames import Job, Setup
+from headrace.gateway.messages import Job, Setup
 
 async def main():
     setup = Setup(command=[sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]])

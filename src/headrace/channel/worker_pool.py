@@ -1,0 +1,232 @@
+"""Worker processes for foreign code: code that hangs, raises or dies costs its own questions, never the run.
+
+A worker is started with one frame that says what it serves, greets, and answers questions: one at a time, or several.
+A worker whose question was given up, by its deadline or by whoever asked, gets no new ones: when its other questions
+have ended it is killed with all that it started. Workers that are killed or die are replaced when they are needed.
+(`worker_side` is the other end.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from asyncio.subprocess import Process
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from headrace.channel import pipes
+from headrace.channel.frames import GREETING, Hello, decode, encode, pack, receive
+from headrace.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class WorkerDied(Exception):
+    """A worker's process ended during a question; the text completes "the worker ..."."""
+
+
+class PoolClosed(Exception):
+    """The pool was closed before the question had its answer."""
+
+
+class WorkerPool:
+    """`workers` processes of one kind, each with up to `concurrency` open questions."""
+
+    def __init__(
+        self,
+        module: str,
+        setup: msgspec.Struct,
+        *,
+        workers: int,
+        concurrency: int = 1,
+        start_timeout: float = 60.0,
+        grace: float = 0.0,
+        name: str = "worker",
+        log: Path | None = None,
+    ) -> None:
+        """`module` is the workers' program and `setup` their first frame; `name` is for messages.
+
+        A worker that is not needed any more has `grace` seconds to end by itself. What foreign code prints goes to
+        `log`, or to this process's standard error.
+        """
+        self.places = asyncio.Semaphore(workers * concurrency)
+        """Whoever asks holds one of these places, in turn."""
+        self._module = module
+        self._setup = encode(setup)
+        self._start_timeout = start_timeout
+        self._grace = grace
+        self._name = name
+        self._log = log
+        self._directory = Path.cwd()
+        self._slots = [_Slot() for _ in range(workers)]
+        self._running: set[_Worker] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+        self._ids = count(GREETING + 1)
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start every worker; raises `ConfigError`, in one line, if one cannot be started. Then none is left."""
+        results = await asyncio.gather(*map(self._fill, self._slots), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            await self.close()
+            raise errors[0]
+
+    async def ask(self, question: bytes, kind: type[T], timeout: float | None = None) -> T:
+        """The answer to an encoded question, asked in one of the `places`. Cancelling this gives the question up.
+
+        `timeout` counts from when the question is sent, and raises `TimeoutError`; without it the caller owns the
+        wait. Raises `WorkerDied`, `PoolClosed`, and `ConfigError` if a worker cannot be started.
+        """
+        slot = min(self._slots, key=lambda slot: (slot.questions, not slot.filled))
+        slot.questions += 1
+        try:
+            return await self._ask(await self._fill(slot), question, kind, timeout)
+        finally:
+            slot.questions -= 1
+
+    async def close(self) -> None:
+        """End all workers; open questions fail. Idempotent."""
+        self._closed = True
+        for worker in list(self._running):
+            self._dismiss(worker, pipes.CLOSE_SECONDS)
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=4 * pipes.CLOSE_SECONDS)
+
+    async def _ask(self, worker: _Worker, question: bytes, kind: type[T], timeout: float | None) -> T:
+        id = next(self._ids)
+        answered = False
+        try:
+            async with asyncio.timeout(timeout):
+                answer = decode(await worker.ask(id, question), kind)
+            answered = True
+            return answer
+        except msgspec.DecodeError as error:
+            raise WorkerDied(f"spoke nonsense ({error})") from error
+        finally:
+            if not answered:
+                worker.give_up(id)
+            if not worker.able and not worker.busy:
+                self._dismiss(worker, self._grace)
+
+    async def _fill(self, slot: _Slot) -> _Worker:
+        """The slot's worker, started if the slot has none that takes questions."""
+        async with slot.turn:
+            if self._closed:
+                raise PoolClosed
+            if slot.worker is None or not slot.filled:
+                slot.worker = await self._start()
+            return slot.worker
+
+    async def _start(self) -> _Worker:
+        worker = _Worker(await pipes.spawn(self._module, self._directory, self._log))
+        self._running.add(worker)
+        ready = False
+        try:
+            if self._closed:
+                raise PoolClosed
+            async with asyncio.timeout(self._start_timeout):
+                hello = decode(await worker.ask(GREETING, self._setup), Hello)
+            if hello.error:
+                raise ConfigError(hello.error)
+            ready = True
+        except TimeoutError:
+            raise ConfigError(f"a {self._name} was not ready after {self._start_timeout:g} s") from None
+        except WorkerDied as error:
+            if self._closed:
+                raise PoolClosed from error
+            raise ConfigError(f"the {self._name} {error} while it started") from error
+        finally:
+            if not ready:
+                self._dismiss(worker, 0.0)
+        return worker
+
+    def _dismiss(self, worker: _Worker, grace: float) -> None:
+        """Begin to end a worker; `close` waits for the end. Idempotent."""
+        if worker in self._running:
+            self._running.remove(worker)
+            ending = asyncio.create_task(worker.end(grace), name=f"end of a {self._name}")
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+
+
+class _Slot:
+    """Room for one worker that takes questions."""
+
+    def __init__(self) -> None:
+        self.worker: _Worker | None = None
+        self.questions = 0
+        """Those that are asked in this slot, of its worker or of one that takes no new questions."""
+        self.turn = asyncio.Lock()
+
+    @property
+    def filled(self) -> bool:
+        """Whether its worker takes questions."""
+        return self.worker is not None and self.worker.able
+
+
+class _Worker:
+    """One process, its two pipes, and its open questions."""
+
+    def __init__(self, process: Process) -> None:
+        self.able = True
+        """Whether this worker takes questions."""
+        self._process = process
+        self._open: dict[int, asyncio.Future[bytes | None]] = {}
+        """The answers to come; None is the answer of a worker that is gone."""
+        self._listener = asyncio.create_task(self._listen(), name="answers of a worker")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a question is open."""
+        return bool(self._open)
+
+    async def ask(self, id: int, question: bytes) -> bytes:
+        """The answer; raises `WorkerDied`. The caller owns this wait."""
+        assert self._process.stdin is not None
+        answer: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        self._open[id] = answer
+        body = None
+        try:
+            with contextlib.suppress(ConnectionError):
+                self._process.stdin.write(pack(id, question))
+                await self._process.stdin.drain()
+                body = await answer
+        finally:
+            del self._open[id]
+        if body is None:
+            raise WorkerDied(f"died ({await pipes.how_it_ended(self._process)})")
+        return body
+
+    def give_up(self, id: int) -> None:
+        """Nobody waits for this answer any more: the worker takes no new questions."""
+        assert self._process.stdin is not None
+        self.able = False
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(pack(id, b""))
+
+    async def end(self, grace: float) -> None:
+        """Close its pipe, which ends a worker that behaves; kill it then with all that it started."""
+        self.able = False
+        pipes.close_pipe(self._process)
+        if grace:
+            await pipes.ended(self._process, grace)
+        pipes.kill_group(self._process)
+        await pipes.ended(self._process)
+        self._listener.cancel()
+        await asyncio.wait([self._listener], timeout=pipes.CLOSE_SECONDS)
+
+    async def _listen(self) -> None:
+        """Pass answers on. Those that nobody waits for, such as a second one of code that forked, are left out."""
+        assert self._process.stdout is not None
+        while (frame := await receive(self._process.stdout)) is not None:
+            id, body = frame
+            if id in self._open and not self._open[id].done():
+                self._open[id].set_result(body)
+        self.able = False
+        for answer in self._open.values():
+            if not answer.done():
+                answer.set_result(None)

@@ -1,0 +1,37 @@
+"""What the pool of agents and its worker processes say to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Setup(msgspec.Struct, kw_only=True):
+    """The first frame to a worker: what its agents are. One of the two is given."""
+
+    function: str | None = None
+    command: list[str] | None = None
+
+
+class Job(msgspec.Struct, kw_only=True):
+    """One agent to run."""
+
+    id: str
+    """Its session's."""
+    base_url: str
+    api_key: str
+    model: str
+    prompt: str
+    """The prompt's id."""
+    messages: list[dict[str, str]]
+    text: str | None = None
+    data: dict[str, Any] = {}
+
+
+class Done(msgspec.Struct, kw_only=True):
+    """How an agent ended: with a reward, without one (it has posted it), or with an error."""
+
+    reward: float | None = None
+    metrics: dict[str, float] = {}
+    error: str = ""
