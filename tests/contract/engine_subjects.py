@@ -172,15 +172,18 @@ async def over_the_wire(setting: Setting, build: Build) -> AsyncIterator[RemoteE
 async def remote(setting: Setting) -> AsyncIterator[Subject]:
     """The embedded engine as a run has it."""
     loops: list[EngineLoop] = []
+    built = threading.Event()
 
     def build_loop(desk: Desk, config: Config, emit: Emit) -> EngineLoop:
         loops.append(build(desk, config, emit))
+        built.set()  # It has said before that it is ready.
         return loops[0]
 
     trainer = TinyTrainer(setting.model_dir)
     try:
         async with over_the_wire(setting, build_loop) as engine:
-            yield Subject(engine, engine.load, lambda: loops[0].counters(), trainer.publish, trainer.reference)
+            await asyncio.wait_for(asyncio.to_thread(built.wait, 20), 30)
+            yield Subject(engine, engine.load, loops[0].counters, trainer.publish, trainer.reference)
     finally:
         trainer.close()
 
