@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.rollouts.base import AnyEpisode, EpisodePlan
+from headrace.scoring.base import Scoring
 from headrace.types import Int32Array
 
 Message = dict[str, Any]
@@ -68,8 +69,8 @@ class Chat(Protocol):
 class EpisodeMaker(Protocol):
     """What the episodes of a run need of its gateway."""
 
-    def episode(self, plan: EpisodePlan) -> AnyEpisode:
-        """A rollout in the making whose turns an agent takes."""
+    def episode(self, plan: EpisodePlan, scoring: Scoring | None = None) -> AnyEpisode:
+        """A rollout in the making whose turns an agent takes; `scoring` is told of its tokens."""
         ...
 
 

@@ -63,8 +63,13 @@ class Turn:
 class Conversation:
     """The turns of a session, as a tree."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, listen: Callable[[int, int, Trace], None] | None = None) -> None:
+        """`listen` is told of tokens when their turn has ended: the turn's number, their first position, and them.
+
+        Every sampled token is told once, and so is the context that several answers to one request share.
+        """
         self._chat = chat
+        self._listen = listen
         self.turns: list[Turn] = []
         """In the order in which they ended."""
 
@@ -118,6 +123,8 @@ class Conversation:
             text=opening.text + str(answer["content"]) if opening.text else "",
             ended=ended,
         )
+        if self._listen is not None:
+            self._tell(self._listen, turn)
         self.turns.append(turn)
         return turn
 
@@ -138,6 +145,13 @@ class Conversation:
             )
             for turn in self.turns
         ]
+
+    def _tell(self, listen: Callable[[int, int, Trace], None], turn: Turn) -> None:
+        number, start = len(self.turns), len(turn.token_ids) - len(turn.sampled)
+        if not self.turns or self.turns[-1].opening is not turn.opening:
+            listen(number, start - len(turn.opening.context), Trace.of_context(turn.opening.context))
+        nothing = Trace.of_context(np.zeros(0, np.int32))
+        listen(number, start, nothing.extended(turn.sampled, turn.logprobs, turn.versions, trained=True))
 
     def _decoder(self, turn: Turn) -> Callable[[], str]:
         return lambda: self._chat.decode(turn.sampled[:-1] if turn.ended else turn.sampled)

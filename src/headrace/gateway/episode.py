@@ -6,9 +6,11 @@ It stands where `rollouts.Episode` stands: groups, ledgers, admission and traini
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from headrace.gateway.agents import AgentError, AgentPool
@@ -16,7 +18,7 @@ from headrace.gateway.base import Chat, Reward
 from headrace.gateway.messages import Job
 from headrace.gateway.session import Session
 from headrace.rollouts.base import AnyEpisode, Cancelled, EpisodePlan
-from headrace.scoring.base import Turn
+from headrace.scoring.base import Scoring, Span, Turn
 from headrace.types import Ending, Rollout, Score, Trace
 
 
@@ -36,26 +38,32 @@ class House(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class AgentEquipment:
+    """What the episodes of agents work with, the same for all of a run."""
+
+    house: House
+    chat: Chat
+    agents: AgentPool | None
+    """None: sessions are offered to agents from outside."""
+    max_turns: int
+    timeout: float
+    """Seconds in which a session must have its reward."""
+    scoring: Scoring | None = None
+    """Told of the tokens of every turn; None where nobody listens."""
+
+
 class AgentEpisode(AnyEpisode):
     """One rollout in the making whose turns an agent takes."""
 
-    def __init__(
-        self,
-        plan: EpisodePlan,
-        *,
-        make_session: Callable[[], Session],
-        house: House,
-        agents: AgentPool | None,
-        chat: Chat,
-        timeout: float,
-    ) -> None:
-        """Without `agents` the session is offered to agents from outside."""
+    def __init__(self, plan: EpisodePlan, equipment: AgentEquipment) -> None:
         super().__init__(plan)
-        self._make_session = make_session
-        self._house = house
-        self._agents = agents
-        self._chat = chat
-        self._timeout = timeout
+        self._house = equipment.house
+        self._agents = equipment.agents
+        self._chat = equipment.chat
+        self._max_turns = equipment.max_turns
+        self._timeout = equipment.timeout
+        self._scoring = equipment.scoring
         self._session: Session | None = None
         # An agent cannot be continued: what it had come to in a previous process is of no use.
         self.discarded = 0 if plan.saved is None else plan.saved.trained_tokens
@@ -86,7 +94,7 @@ class AgentEpisode(AnyEpisode):
 
     async def run(self) -> Rollout:
         """Let an agent work until it has its reward."""
-        session = self._session = self._make_session()
+        session = self._session = self._open()
         try:
             outcome = await self.interruptible(self._work(session))
         except Cancelled:
@@ -99,6 +107,25 @@ class AgentEpisode(AnyEpisode):
         """Close an episode that will not be run. Idempotent."""
         if self._session is not None:
             self._house.dismiss(self._session)
+        if self._scoring is not None:
+            self._scoring.forget(self.id)
+
+    def _open(self) -> Session:
+        stops = tuple(dict.fromkeys((*self._chat.stop_token_ids, *self.plan.sampling.stop_token_ids)))
+        return Session(
+            chat=self._chat,
+            prompt=self.prompt,
+            sampling=msgspec.structs.replace(self.plan.sampling, stop_token_ids=stops),
+            max_turns=self._max_turns,
+            group=self.plan.group,
+            priority=self.plan.priority,
+            listen=self._tell if self._scoring is not None and self._scoring.listening else None,
+        )
+
+    def _tell(self, turn: int, start: int, tokens: Trace) -> None:
+        """Tell the scorers of tokens whose turn has ended."""
+        if self._scoring is not None and len(tokens):
+            self._scoring.span(Span(self.id, None, turn, start, tokens, self._chat.decode))
 
     async def _work(self, session: Session) -> Reward | str:
         """The reward, or why there is none."""

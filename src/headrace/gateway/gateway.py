@@ -17,11 +17,12 @@ from headrace.errors import UserError
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.base import Chat
 from headrace.gateway.completions import Completions
-from headrace.gateway.episode import AgentEpisode
+from headrace.gateway.episode import AgentEpisode, AgentEquipment
 from headrace.gateway.messages import Job
 from headrace.gateway.server import Server
 from headrace.gateway.session import Session, Sessions
 from headrace.rollouts.base import EpisodePlan
+from headrace.scoring.base import Scoring
 
 KEY_VARIABLE = "HEADRACE_GATEWAY_KEY"
 
@@ -92,24 +93,17 @@ class Gateway:
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
-    def episode(self, plan: EpisodePlan) -> AgentEpisode:
-        """A rollout in the making whose turns an agent takes."""
-        stops = tuple(dict.fromkeys((*self._chat.stop_token_ids, *plan.sampling.stop_token_ids)))
-        return AgentEpisode(
-            plan,
-            make_session=lambda: Session(
-                chat=self._chat,
-                prompt=plan.prompt,
-                sampling=msgspec.structs.replace(plan.sampling, stop_token_ids=stops),
-                max_turns=self._max_turns,
-                group=plan.group,
-                priority=plan.priority,
-            ),
+    def episode(self, plan: EpisodePlan, scoring: Scoring | None = None) -> AgentEpisode:
+        """See `EpisodeMaker.episode`."""
+        equipment = AgentEquipment(
             house=self,
-            agents=self._agents,
             chat=self._chat,
+            agents=self._agents,
+            max_turns=self._max_turns,
             timeout=self._session_seconds,
+            scoring=scoring,
         )
+        return AgentEpisode(plan, equipment)
 
     def admit(self, session: Session, *, offered: bool) -> None:
         """See `House.admit`."""

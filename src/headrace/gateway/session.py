@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -15,7 +16,7 @@ from headrace.engines.base import Sampling
 from headrace.gateway.base import ApiError, Chat, Reward
 from headrace.gateway.conversation import Conversation
 from headrace.rollouts.base import derive_seed
-from headrace.types import Prompt
+from headrace.types import Prompt, Trace
 
 
 class Session:
@@ -30,15 +31,19 @@ class Session:
         max_turns: int,
         group: str = "",
         priority: int = 0,
+        listen: Callable[[int, int, Trace], None] | None = None,
     ) -> None:
-        """`sampling.max_tokens` is the budget over all turns, and `sampling.seed` the source of every turn's noise."""
+        """`sampling.max_tokens` is the budget over all turns, and `sampling.seed` the source of every turn's noise.
+
+        `listen` is told of the tokens of every turn (see `Conversation`).
+        """
         self.id = secrets.token_hex(8)
         self.prompt = prompt
         self.sampling = sampling
         self.max_turns = max_turns
         self.group = group
         self.priority = priority
-        self.conversation = Conversation(chat)
+        self.conversation = Conversation(chat, listen)
         self.lock = asyncio.Lock()
         """Held by the request that is being answered."""
         self.requests = 0

@@ -39,7 +39,8 @@ class Span:
     """Tokens that a rollout has just grown by: sampled ones, or context such as a prompt or a tool's answer.
 
     Every token of a rollout is in exactly one span. `tokens` has the records of the tokens too; where
-    `tokens.versions` is `NO_VERSION`, nobody sampled the token.
+    `tokens.versions` is `NO_VERSION`, nobody sampled the token. An agent's tokens are told when their turn has ended,
+    and tokens that are in several of its traces are told once.
     """
 
     rollout: str

@@ -22,7 +22,10 @@ from headrace.gateway.episode import AgentEpisode
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.messages import Setup
 from headrace.rollouts.base import EpisodePlan
-from headrace.types import Prompt, Rollout
+from headrace.rollouts.groups import run_episode
+from headrace.scoring.base import Ended, Scorer, Scoring, Span
+from headrace.scoring.stage import Stage
+from headrace.types import Prompt, Rollout, Score
 
 HERE = Path(__file__).parent
 AGENTS = HERE / "agents_for_tests.py"
@@ -39,10 +42,19 @@ async def pool(function: str = "behave", command: list[str] | None = None, **mor
         await agents.close()
 
 
-def episode(gateway: Gateway, way: str = "", *, index: int = 0, mark: str = "", max_tokens: int = 40) -> AgentEpisode:
+def episode(
+    gateway: Gateway,
+    way: str = "",
+    *,
+    index: int = 0,
+    mark: str = "",
+    max_tokens: int = 40,
+    scoring: Scoring | None = None,
+) -> AgentEpisode:
     prompt = Prompt(id="p", messages=[{"role": "user", "content": "hi"}], data={"way": way, "data_": 1, "mark": mark})
     sampling = Sampling(max_tokens=max_tokens, seed=index)
-    return gateway.episode(EpisodePlan(id=f"9/{index}", index=index, prompt=prompt, sampling=sampling, group="9"))
+    plan = EpisodePlan(id=f"9/{index}", index=index, prompt=prompt, sampling=sampling, group="9")
+    return gateway.episode(plan, scoring)
 
 
 async def ended(*episodes: AgentEpisode) -> list[Rollout]:
@@ -139,6 +151,40 @@ async def test_an_agent_that_cannot_be_used_is_said_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"\[task\] agent: .* has no 'missing'"):
         async with pool("missing"):
             pass
+
+
+class Hears(Scorer):
+    """Writes down what it is told of agents."""
+
+    def __init__(self) -> None:
+        self.spans: dict[str, list[Span]] = {}
+        self.forgotten: list[str] = []
+
+    def span(self, span: Span) -> None:
+        self.spans.setdefault(span.rollout, []).append(span)
+
+    async def score(self, ended: Ended) -> list[Score]:
+        return [Score(value=float(sum(len(span.token_ids) for span in self.spans[ended.rollout.id])))]
+
+    def forget(self, rollout_id: str) -> None:
+        self.forgotten.append(rollout_id)
+
+
+async def test_scorers_are_told_of_the_tokens_of_agents() -> None:
+    hears = Hears()
+    stage = Stage({"hears": hears}, {"agent": 0.0})
+    async with pool() as agents, serving(agents=agents) as gateway:
+        made = [episode(gateway, way, index=n, scoring=stage) for n, way in enumerate(("number", "raises", "silent"))]
+        async with asyncio.timeout(30):
+            good, raised, silent = await asyncio.gather(*(run_episode(one, stage) for one in made))
+    (trace,) = good.traces
+    spans = hears.spans[good.id]
+    assert [(span.trace, span.turn, span.start) for span in spans] == [(None, 0, 0), (None, 0, len(spans[0].token_ids))]
+    assert np.concatenate([span.token_ids for span in spans]).tolist() == trace.token_ids.tolist()
+    assert np.concatenate([span.tokens.versions for span in spans]).tolist() == trace.versions.tolist()
+    assert (good.ending, good.reward) == ("finished", float(len(trace)))
+    assert (raised.ending, silent.ending) == ("failed", "failed")
+    assert hears.forgotten == [raised.id], "it was told of, and will not be scored"
 
 
 COMMAND = """

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.gateway.conversation import Conversation, Opening, Turn
-from headrace.types import NO_VERSION
+from headrace.types import NO_VERSION, Trace
 
 CHAT = merging_chat()
 A, B = CHAT.token_id("a"), CHAT.token_id("b")
@@ -122,3 +122,25 @@ def test_every_sampled_token_is_trained_on_once_and_every_prompt_extends_its_par
         assert not (trace.trained & ~sampled).any()
         for version in set(trace.versions[sampled].tolist()):
             assert trace.token_ids[trace.versions == version].tolist() == conversation.turns[version].sampled.tolist()
+
+
+def test_a_listener_is_told_every_token_once_where_its_stream_has_it() -> None:
+    told: list[tuple[int, int, Trace]] = []
+    conversation = Conversation(CHAT, lambda turn, start, tokens: told.append((turn, start, tokens)))
+    opening = conversation.open_chat([user("c")])
+    first = say(conversation, opening, [A, B, END], version=4)
+    say(conversation, opening, [B, END], version=4)
+    second = conversation.open_chat([user("c"), assistant("ab"), user("d")])
+    say(conversation, second, [B, END], version=5)
+
+    context = len(opening.context)
+    assert [(turn, start, tokens.token_ids.tolist()) for turn, start, tokens in told] == [
+        (0, 0, opening.context.tolist()),
+        (0, context, [A, B, END]),
+        (1, context, [B, END]),
+        (2, len(first.token_ids), second.context.tolist()),
+        (2, len(second.token_ids), [B, END]),
+    ]
+    assert [set(tokens.versions.tolist()) for _, _, tokens in told] == [{NO_VERSION}, {4}, {4}, {NO_VERSION}, {5}]
+    assert [bool(tokens.trained.all()) for _, _, tokens in told] == [False, True, True, False, True]
+    np.testing.assert_array_equal(told[1][2].logprobs, np.array([-2, -1.05, -0.1], np.float32))
