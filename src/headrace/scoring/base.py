@@ -32,6 +32,8 @@ class Judgement(msgspec.Struct, kw_only=True):
 
     reward: float
     metrics: dict[str, float] = {}
+    version: str = ""
+    """The version of the reward function, if it is known."""
 
 
 @dataclass(eq=False)

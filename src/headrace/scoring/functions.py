@@ -14,10 +14,12 @@ It returns a number, or a dict with "reward" and further numbers to record; it m
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -45,7 +47,7 @@ class RewardScorer(Scorer):
     async def score(self, ended: Ended) -> list[Score]:
         """The judgement as a score."""
         judgement = await self.judge(ended.prompt, ended.completion)
-        return [Score(value=judgement.reward, metrics=judgement.metrics)]
+        return [Score(value=judgement.reward, metrics=judgement.metrics, version=judgement.version)]
 
 
 class Question(msgspec.Struct, kw_only=True):
@@ -88,6 +90,16 @@ def is_reward_function(candidate: object) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def source_version(function: RewardFunction) -> str:
+    """A short digest of the file that the function is written in, as its version; empty where there is no such file."""
+    try:
+        name = inspect.getsourcefile(inspect.unwrap(function))
+    except (TypeError, ValueError):  # Not a function of Python's, or wrapped in a circle.
+        return ""
+    file = Path(name or "")
+    return hashlib.blake2b(file.read_bytes(), digest_size=6).hexdigest() if file.is_file() else ""
 
 
 def call(function: RewardFunction, question: Question) -> Any:

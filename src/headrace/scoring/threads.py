@@ -12,7 +12,16 @@ import inspect
 import threading
 
 from headrace.scoring.base import Judgement, ScoreError
-from headrace.scoring.functions import Question, RewardFunction, RewardScorer, call, check_signature, finish, judgement
+from headrace.scoring.functions import (
+    Question,
+    RewardFunction,
+    RewardScorer,
+    call,
+    check_signature,
+    finish,
+    judgement,
+    source_version,
+)
 from headrace.types import Prompt
 
 
@@ -21,6 +30,7 @@ class ThreadScorer(RewardScorer):
 
     def __init__(self, function: RewardFunction, timeout: float = 30.0, *, threads: int = 1) -> None:
         check_signature(function, f"the reward function {getattr(function, '__name__', function)!r}")
+        self.version = source_version(function)
         self._function = function
         self._timeout = timeout
         self._threads = threads

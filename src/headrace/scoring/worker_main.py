@@ -4,32 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from dataclasses import dataclass
+
+import msgspec
 
 from headrace.channel.worker_side import Owner, die_with_owner, end_descendants
 from headrace.errors import ConfigError
 from headrace.reference import describe, import_function
 from headrace.scoring.base import ScoreError
-from headrace.scoring.functions import Question, RewardFunction, call, check_signature, finish, judgement
+from headrace.scoring.functions import (
+    Question,
+    RewardFunction,
+    call,
+    check_signature,
+    finish,
+    judgement,
+    source_version,
+)
 from headrace.scoring.messages import Answer, Setup
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A reward function, and the version of it that this worker has loaded."""
+
+    function: RewardFunction
+    version: str
 
 
 def main() -> None:
     """Say hello, then answer questions until the owner closes the pipe."""
     die_with_owner()
     owner = Owner()
-    function = owner.greet(Setup, load)
-    if function is None:
+    loaded = owner.greet(Setup, load)
+    if loaded is None:
         return
     with asyncio.Runner() as runner:
         for id, question in owner.questions(Question):
             if question is not None:
-                owner.answer(id, answer(function, question, runner))
+                owner.answer(id, answer(loaded, question, runner))
     end_descendants()
 
 
-def load(setup: Setup) -> RewardFunction:
+def load(setup: Setup) -> Loaded:
     """The reward function that the first frame names; raises `ConfigError`."""
     found = import_function(setup.reference)
+    version = source_version(found)
     if setup.arguments is not None:
         try:
             found = found(**setup.arguments)
@@ -38,16 +58,16 @@ def load(setup: Setup) -> RewardFunction:
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{setup.reference} raised {describe(error)}") from error
     check_signature(found, setup.reference)
-    return found
+    return Loaded(found, version)
 
 
-def answer(function: RewardFunction, question: Question, runner: asyncio.Runner) -> Answer:
+def answer(loaded: Loaded, question: Question, runner: asyncio.Runner) -> Answer:
     """Judge one answer; async functions share one event loop for the worker's whole life."""
     try:
-        result = call(function, question)
+        result = call(loaded.function, question)
         if inspect.isawaitable(result):
             result = runner.run(finish(result))
-        return Answer(judgement=judgement(result))
+        return Answer(judgement=msgspec.structs.replace(judgement(result), version=loaded.version))
     except ScoreError as error:
         return Answer(error=str(error))
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,3 +91,13 @@ async def test_as_many_at_a_time_as_there_are_threads() -> None:
 def test_a_callable_without_completion_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="must take `completion`"):
         ThreadScorer(lambda text: 1.0)
+
+
+def test_the_version_is_that_of_the_source_file() -> None:
+    def reward(completion: str) -> float:
+        return 0.0
+
+    digest = hashlib.blake2b(Path(__file__).read_bytes(), digest_size=6).hexdigest()
+    assert ThreadScorer(reward).version == digest
+    assert ThreadScorer(functools.wraps(reward)(lambda completion: 1.0)).version == digest
+    assert ThreadScorer(functools.partial(reward)).version == "", "it has no file of its own"

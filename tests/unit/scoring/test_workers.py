@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.scoring.base import ScoreError
+from headrace.scoring.base import Ended, ScoreError, Turn
 from headrace.scoring.functions import RewardScorer
 from headrace.scoring.workers import WorkerScorer
 from headrace.tasks.gym import VERIFIER, GymTask
-from headrace.types import Prompt
+from headrace.types import Prompt, Rollout
 
 REWARDS = '''
 import asyncio, os, re, subprocess, sys, time
@@ -376,3 +376,19 @@ async def test_a_reward_function_that_forks_does_not_shift_rewards(tmp_path: Pat
     async with judging(f"{tmp_path / 'forks.py'}:reward", timeout=20.0) as judge:
         found = [(await judge.judge(prompt(), text)).reward for text in ("fork", "a", "bb", "ccc", "fork", "dddd")]
     assert found == [7.0, 1.0, 2.0, 3.0, 7.0, 4.0]
+
+
+async def test_a_score_has_the_version_of_the_source_that_gave_it(rewards: Path) -> None:
+    ended = Ended(prompt(), Rollout(id="9/0", index=0, traces=[], ending="finished"), [Turn(0, 0, 1, lambda: "fine")])
+    async with judging(f"{rewards}:wild", timeout=0.5) as judge:
+        (first,) = await judge.score(ended)
+        (again,) = await judge.score(ended)
+        assert len(first.version) == 12 and again.version == first.version
+        edit(rewards, REWARDS + "# changed")
+        (running,) = await judge.score(ended)
+        assert running.version == first.version, "a worker judges by what it has loaded"
+        assert "took more than" in await failure(judge, "hang")
+        (fresh,) = await judge.score(ended)
+        assert fresh.version not in (first.version, "")
+    async with judging(f"{rewards}:maker", arguments={"scale": 1.0}) as judge:
+        assert (await judge.score(ended))[0].version == fresh.version
