@@ -17,6 +17,7 @@ from openai import AsyncOpenAI, OpenAI
 from runs import ROOT, headrace, start
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from headrace import Run
 from headrace.config import EngineConfig
 from headrace.engines.base import Sampling
 from headrace.engines.embedded.engine import EmbeddedEngine
@@ -90,6 +91,37 @@ def test_the_example_agent_trains_a_run(tmp_path: Path) -> None:
     assert "the gateway listens at http://127.0.0.1:" in done.stdout
     assert ledger(tmp_path / "run") == {"trained": 4}
     assert not (tmp_path / "run" / "gateway.json").exists()
+
+
+HEARING = """
+from headrace.scoring.base import Scorer
+from headrace.types import Score
+
+class Hearing(Scorer):
+    def __init__(self):
+        self._heard = {}
+
+    def span(self, span):
+        sampled = int((span.tokens.versions >= 0).sum())
+        self._heard[span.rollout] = self._heard.get(span.rollout, 0) + sampled
+
+    async def score(self, ended):
+        return [Score(value=float(self._heard.pop(ended.rollout.id)))]
+"""
+
+
+def test_a_scorer_hears_the_tokens_of_agents(tmp_path: Path) -> None:
+    (tmp_path / "hearing.py").write_text(HEARING)
+    scorer = f"scorers.hearing.scorer={tmp_path / 'hearing.py'}:Hearing"
+    done = headrace("train", str(EXAMPLE), *settings(tmp_path, scorer))
+    assert done.returncode == 0, done.stderr
+    ended = [rollout for rollout in Run(tmp_path / "run").rollouts() if rollout.ending in ("finished", "truncated")]
+    assert len(ended) >= 8
+    for rollout in ended:
+        own, heard = rollout.scores
+        assert (own.scorer, heard.scorer) == ("agent", "hearing")
+        assert heard.value == rollout.trained_tokens > 0
+        assert rollout.reward == own.value + heard.value
 
 
 def test_agents_from_outside_train_a_run(tmp_path: Path) -> None:
