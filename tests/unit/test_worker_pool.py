@@ -156,7 +156,7 @@ async def test_work_is_shared_among_the_workers() -> None:
 async def test_a_worker_with_a_question_given_up_answers_the_others_and_ends(tmp_path: Path) -> None:
     halted = tmp_path / "halted"
     async with pool(concurrency=2) as workers:
-        other = asyncio.create_task(asked(workers, seconds=1.0))
+        other = asyncio.create_task(asked(workers, seconds=3.0))
         await asyncio.sleep(0.05)
         with pytest.raises(TimeoutError):
             await asked(workers, timeout=0.2, seconds=60.0, halted=str(halted))
@@ -164,7 +164,7 @@ async def test_a_worker_with_a_question_given_up_answers_the_others_and_ends(tmp
         assert not other.done(), "a fresh worker is started beside the one that has questions left"
         await until(halted.exists)
         answered = await other
-        assert answered.text == "waited 1" and answered.pid != fresh.pid
+        assert answered.text == "waited 3" and answered.pid != fresh.pid
         await until(lambda: not alive(answered.pid))
         assert (await asked(workers)).pid == fresh.pid
 
