@@ -33,7 +33,7 @@ class EnginePool:
         self._refused: dict[str, int] = {}
         self._away: dict[str, str] = {}
         self._lives: Counter[str] = Counter()
-        """How often each engine was lost: what began in an earlier life of it ended with that."""
+        """How often each engine was lost: what it was asked before that has ended."""
         self._open: dict[str, Engine] = {}
         self._unplaced: set[str] = set()
         """Requests that wait for an engine that serves."""
