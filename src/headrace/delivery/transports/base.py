@@ -4,14 +4,15 @@ A transport makes a `Sender` in the trainer and a `Source` in every engine. `tes
 what every implementation must keep. `[delivery] transport = "mine.py:Mine"` names one of the user's own, the smallest
 of which is:
 
-    class Mine:
-        crosses_hosts = False
+    class Mine(Stored):
+        def write(self, version, plan, weights):
+            ...  # Store the weights, cast to the plan's dtypes, and return where they are.
 
-        def sender(self, settings):
-            return MySender(settings.directory)
+        def open(self, location, version, entries):
+            ...  # Read them again, by name.
 
-        def source(self, settings):
-            return MySource()
+        def release(self, location):
+            ...  # Nobody needs them any more.
 
 What others must know about a transport stands in its class as literals, because the controller reads them without
 importing the file: `headrace.config.declared.TransportFacts` says which.
@@ -19,10 +20,13 @@ importing the file: `headrace.config.declared.TransportFacts` says which.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from headrace.types import NO_VERSION
 
 if TYPE_CHECKING:
     import torch
@@ -156,6 +160,55 @@ class Source(Protocol):
     def close(self) -> None:
         """Let go of every location. Idempotent."""
         ...
+
+
+class Stored(ABC):
+    """The base of a transport that stores every version under a location of its own, and has room for any number.
+
+    An instance is the transport, and both of its ends: the trainer's process has one, and every engine's.
+    """
+
+    private = True
+    name = ""
+    settings = SenderSettings(run_id="")
+    """Of the trainer's end."""
+
+    def sender(self, settings: SenderSettings, /) -> Sender:
+        """See `Transport.sender`."""
+        self.settings = settings
+        return self
+
+    def source(self, settings: SourceSettings, /) -> Source:
+        """See `Transport.source`."""
+        return self
+
+    @abstractmethod
+    def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
+        """See `Sender.write`."""
+
+    @abstractmethod
+    def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
+        """See `Source.open`; the trainer opens what it has written too, with `NO_VERSION`."""
+
+    @abstractmethod
+    def release(self, location: str) -> None:
+        """See `Sender.release`."""
+
+    def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
+        """See `Sender.snapshot`."""
+        return self.open(location, NO_VERSION, plan.entries)
+
+    def wait(self, version: int, timeout: float) -> None:  # noqa: B027
+        """See `Sender.wait`: there is always a place."""
+
+    def finish(self, location: str) -> None:  # noqa: B027
+        """See `Sender.finish`."""
+
+    def verify(self, location: str, version: int) -> None:  # noqa: B027
+        """See `Source.verify`: what was opened is memory of this process."""
+
+    def close(self) -> None:  # noqa: B027
+        """See `Sender.close`."""
 
 
 @runtime_checkable
