@@ -49,7 +49,7 @@ class Core:
         self._first_stage_seconds = first_stage_seconds
         self._first_proof_seconds = first_proof_seconds
 
-    def stats(self) -> Any:
+    def counters(self) -> Any:
         return SimpleNamespace(prefilled_tokens=0)
 
     def stage(self, manifest: int) -> Any:
