@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import get_args
 
 import msgspec
@@ -45,12 +45,11 @@ class Stage:
 
     async def start(self) -> None:
         """Start every scorer; raises `ConfigError`. After an error, none is left open."""
-        try:
+        async with AsyncExitStack() as unless_started:
+            unless_started.push_async_callback(self.close)
             for scorer in self.scorers.values():
                 await scorer.start()
-        except BaseException:
-            await self.close()
-            raise
+            unless_started.pop_all()
 
     async def close(self) -> None:
         """Close every scorer. Idempotent."""
