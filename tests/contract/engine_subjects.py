@@ -197,7 +197,10 @@ async def event_loop(setting: Setting) -> AsyncIterator[Subject]:
     def build_server(desk: Desk, config: Config, emit: Emit) -> EventLoopServer:
         @asynccontextmanager
         async def opened() -> AsyncIterator[Opened]:
-            made = FakeEngine(name=desk.name, policy=policy, slots=SLOTS, interrupt=setting.interrupt)
+            # Its tokens take time: tests must see what runs and what waits, from another thread.
+            made = FakeEngine(
+                name=desk.name, policy=policy, slots=SLOTS, interrupt=setting.interrupt, token_seconds=0.003
+            )
             engines.append(made)
             desk.ready()
             yield Opened(made)
