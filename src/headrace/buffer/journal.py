@@ -306,17 +306,18 @@ class Journal:
         step: int | None = None,
         *,
         publish_every: int = 1,
+        policy: str = POLICY,
         outcomes: bool = True,
         timeout: float = RECOVER_SECONDS,
     ) -> Recovered:
-        """Open the books of a dead run again.
+        """Open the books of a dead run again, for one policy: groups, versions and steps of others stay as they are.
 
         With `step`, the run goes on from the weights of that optimizer step: what was trained after it can be trained
         again, up to `Recovered.reach`, and what was in flight is in `Recovered.left`. Where tokens were not kept, or
         without `step`, all that is dropped instead, "rolled back" and "interrupted". A curriculum needs `outcomes`.
         """
         return self._writer.call(
-            lambda store: recover(store, step, self._clock(), publish_every, outcomes=outcomes), timeout
+            lambda store: recover(store, step, self._clock(), publish_every, policy=policy, outcomes=outcomes), timeout
         )
 
     def close(self, timeout: float = DEADLINE_SECONDS) -> None:

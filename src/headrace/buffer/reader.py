@@ -35,6 +35,8 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 PROMPT = "(SELECT prompt FROM groups WHERE groups.id = rollouts.group_id)"
 TRAINED_AS = "(SELECT version FROM steps WHERE steps.step = rollouts.step)"
+ASKED = "policy = COALESCE(?, policy)"
+"""Rows of one policy, or of all where none is asked for."""
 IN_ORDER = "ORDER BY group_id, length(id), id"
 """Rollouts by group and, within it, by number."""
 
@@ -104,14 +106,15 @@ class JournalReader:
         """The policy's optimizer steps in order; the supervised steps of a warm start are not among them."""
         return self._records(StepRecord, "steps WHERE objective = 'policy' ORDER BY step")
 
-    def step(self, step: int) -> StepRecord | None:
-        """One optimizer step of the policy."""
-        found = self._records(StepRecord, "steps WHERE step = ? AND objective = 'policy'", (step,))
+    def step(self, step: int, policy: str | None = None) -> StepRecord | None:
+        """One optimizer step, of this policy if the run has several."""
+        found = self._records(StepRecord, f"steps WHERE step = ? AND objective = 'policy' AND {ASKED}", (step, policy))
         return found[0] if found else None
 
-    def last_step(self) -> int:
-        """The last optimizer step of the policy, 0 if there was none."""
-        return self._count("SELECT COALESCE(MAX(step), 0) FROM steps WHERE objective = 'policy'")
+    def last_step(self, policy: str | None = None) -> int:
+        """The last optimizer step, of this policy if the run has several; 0 if there was none."""
+        sql = f"SELECT COALESCE(MAX(step), 0) FROM steps WHERE objective = 'policy' AND {ASKED}"
+        return self._count(sql, policy)
 
     def warm_start_steps(self) -> int:
         """The number of supervised steps before the first version."""
@@ -177,9 +180,13 @@ class JournalReader:
             found.append(EndedGroup(**dict(zip(names, columns, strict=True)), age=age(version, trained_as)))
         return found
 
-    def trained_groups(self, step: int) -> list[Group]:
-        """The groups that a step trained, with their tokens, oldest first; without rollouts that filters left out."""
-        sql = "SELECT id, prompt, version, policy FROM groups WHERE step = ? AND state = 'trained' ORDER BY id"
+    def trained_groups(self, step: int, policy: str | None = None) -> list[Group]:
+        """The groups that a step trained, with their tokens, oldest first; without rollouts that filters left out.
+
+        With `policy`, only the groups that train this policy.
+        """
+        trained = f"step = ? AND state = 'trained' AND {ASKED}"
+        sql = f"SELECT id, prompt, version, policy FROM groups WHERE {trained} ORDER BY id"
         return [
             Group(
                 id=group_id,
@@ -190,7 +197,7 @@ class JournalReader:
                     self.rollouts("group_id = ? AND state <> 'dropped'", group_id), key=lambda rollout: rollout.index
                 ),
             )
-            for group_id, prompt, version, policy in self._db.execute(sql, (step,)).fetchall()
+            for group_id, prompt, version, policy in self._db.execute(sql, (step, policy)).fetchall()
         ]
 
     def scheduled_events(self) -> int:
@@ -212,9 +219,9 @@ class JournalReader:
         """Every published version, by id."""
         return self._records(VersionRecord, "versions ORDER BY id")
 
-    def republished(self) -> list[int]:
+    def republished(self, policy: str | None = None) -> list[int]:
         """Versions whose weights had another id before: there are no more steps behind them."""
-        found = self._db.execute("SELECT id, step FROM versions ORDER BY id").fetchall()
+        found = self._db.execute(f"SELECT id, step FROM versions WHERE {ASKED} ORDER BY id", (policy,)).fetchall()
         return republished_among((int(version), int(step)) for version, step in found)
 
     def deliveries(self) -> list[DeliveryRecord]:
@@ -291,8 +298,8 @@ class JournalReader:
         columns = ", ".join(kind.__struct_fields__)
         return [_record(kind, row) for row in self._db.execute(f"SELECT {columns} FROM {rest}", parameters)]
 
-    def _count(self, sql: str) -> int:
-        return int(self._db.execute(sql).fetchone()[0])
+    def _count(self, sql: str, *parameters: Any) -> int:
+        return int(self._db.execute(sql, parameters).fetchone()[0])
 
     @contextmanager
     def _condition(self, where: str) -> Iterator[None]:

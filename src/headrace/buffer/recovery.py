@@ -6,6 +6,8 @@ balance, and no group is in two places.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -44,9 +46,10 @@ class LeftGroup(msgspec.Struct, kw_only=True):
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the runs before this one stopped."""
+    """Where the runs before this one stopped, for one policy."""
 
     next_group: int
+    """Group ids are unique in the run, whatever policy a group trains."""
     last_version: int
     """The highest id ever published, -1 if none: the next version takes a higher one."""
     last_step: int
@@ -71,88 +74,104 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     """Of all groups that were scored, oldest first: id, prompt, right answers (a reward of at least 1), answers."""
 
 
-def recover(store: Store, step: int | None, now: float, publish_every: int = 1, *, outcomes: bool = True) -> Recovered:
+OF_POLICY = "group_id IN (SELECT id FROM groups WHERE policy = ?)"
+"""The rollouts of groups that train a policy."""
+
+
+def recover(
+    store: Store, step: int | None, now: float, publish_every: int = 1, *, policy: str, outcomes: bool = True
+) -> Recovered:
     """See `Journal.recover`. Call inside a transaction."""
     _forget_lost_segments(store)
-    reach = _reach(store, step, publish_every) if step is not None else None
-    prompts = _reopen(store, reach, now) if reach is not None else []
+    reach = _reach(store, policy, step, publish_every) if step is not None else None
+    prompts = _reopen(store, policy, reach, now) if reach is not None else []
     if reach is None or not store.keeps_rollouts:
-        prompts = sorted(prompts + _close(store, now))
-    left = _left(store) if reach is not None else []
-    last_version = _scalar(store, "SELECT COALESCE(MAX(id), -1) FROM versions")
-    oldest = left[0].id if left else None
-    sql = "SELECT id FROM groups WHERE state = 'trained' AND id > ?"
+        prompts = sorted(prompts + _close(store, policy, now))
+    left = _left(store, policy) if reach is not None else []
+    last_version = _scalar(store, "SELECT COALESCE(MAX(id), -1) FROM versions WHERE policy = ?", policy)
     return Recovered(
         next_group=_scalar(store, "SELECT COALESCE(MAX(id) + 1, 0) FROM groups"),
         last_version=last_version,
-        last_step=_scalar(store, "SELECT COALESCE(MAX(step), 0) FROM steps"),
+        last_step=_scalar(store, "SELECT COALESCE(MAX(step), 0) FROM steps WHERE policy = ?", policy),
         reach=reach or 0,
-        republished=[] if reach is None else _republished(store, reach, last_version + 1),
+        republished=[] if reach is None else _republished(store, policy, reach, last_version + 1),
         left=left,
-        overtakers=[] if oldest is None else [group_id for (group_id,) in store.db.execute(sql, (oldest,))],
+        overtakers=_overtakers(store, policy, left[0].id) if left else [],
         unseen_tokens=_unseen_tokens(store),
         lost_prompts=[prompt for _, prompt in prompts],
-        groups=_without_flight(count_ledger(store.db, "groups")),
-        rollouts=_without_flight(count_ledger(store.db, "rollouts")),
+        groups=_without_flight(count_ledger(store.db, "groups", policy)),
+        rollouts=_without_flight(count_ledger(store.db, "rollouts", policy)),
         drawn=_scalar(
             store, "SELECT COALESCE((SELECT value FROM meta WHERE key = 'drawn'), MAX(id) + 1, 0) FROM groups"
         ),
-        outcomes=_outcomes(store) if outcomes else [],
+        outcomes=_outcomes(store, policy) if outcomes else [],
     )
 
 
-def _outcomes(store: Store) -> list[tuple[int, str, int, int]]:
-    """What is left is judged when it ends in the new life, and counts then."""
+def _overtakers(store: Store, policy: str, oldest: int) -> list[int]:
+    """The groups that were trained and are younger than this one."""
+    sql = "SELECT id FROM groups WHERE state = 'trained' AND id > ? AND policy = ?"
+    return [group_id for (group_id,) in store.db.execute(sql, (oldest, policy))]
+
+
+def _outcomes(store: Store, policy: str) -> list[tuple[int, str, int, int]]:
+    """See `Recovered.outcomes`. Groups in flight are left out: they are counted when they end in the resumed run."""
     sql = """
         SELECT groups.id, groups.prompt, SUM(reward >= 1), COUNT(reward) FROM rollouts
-        JOIN groups ON groups.id = group_id WHERE reward IS NOT NULL AND groups.state <> 'in_flight'
+        JOIN groups ON groups.id = group_id
+        WHERE reward IS NOT NULL AND groups.state <> 'in_flight' AND groups.policy = ?
         GROUP BY groups.id ORDER BY groups.id
     """
-    return store.db.execute(sql).fetchall()
+    return store.db.execute(sql, (policy,)).fetchall()
 
 
-def _reach(store: Store, step: int, publish_every: int) -> int:
+def _reach(store: Store, policy: str, step: int, publish_every: int) -> int:
     """How far the steps after this one can be made again: whole versions only, from tokens that are there."""
     reach = step
     sql = """
         SELECT steps.step, steps.rollouts = COUNT(rollouts.id) AND COUNT(rollouts.id) = COUNT(rollouts.segment)
-        FROM steps LEFT JOIN groups ON groups.step = steps.step AND groups.state = 'trained'
+        FROM steps LEFT JOIN groups
+        ON groups.step = steps.step AND groups.policy = steps.policy AND groups.state = 'trained'
         LEFT JOIN rollouts ON rollouts.group_id = groups.id AND rollouts.state = 'trained'
-        WHERE steps.step > ? AND steps.objective = 'policy' GROUP BY steps.step ORDER BY steps.step
+        WHERE steps.step > ? AND steps.policy = ? AND steps.objective = 'policy'
+        GROUP BY steps.step ORDER BY steps.step
     """
-    for found, whole in store.db.execute(sql, (step,)).fetchall():
+    for found, whole in store.db.execute(sql, (step, policy)).fetchall():
         if found != reach + 1 or not whole:
             break
         reach = found
     return max(step, reach - reach % publish_every)
 
 
-def _reopen(store: Store, reach: int, now: float) -> list[tuple[int, str]]:
+def _reopen(store: Store, policy: str, reach: int, now: float) -> list[tuple[int, str]]:
     """What later steps trained is in flight again; (id, prompt) of what is dropped, because its tokens are gone."""
-    gone = "SELECT group_id FROM rollouts WHERE step > ? AND state = 'trained' AND segment IS NULL"
-    dropped = store.db.execute(f"SELECT id, prompt FROM groups WHERE id IN ({gone}) ORDER BY id", (reach,)).fetchall()
+    after = (reach, policy)
+    gone = f"SELECT group_id FROM rollouts WHERE step > ? AND {OF_POLICY} AND state = 'trained' AND segment IS NULL"
+    dropped = store.db.execute(f"SELECT id, prompt FROM groups WHERE id IN ({gone}) ORDER BY id", after).fetchall()
     lost = f"state = 'dropped', reason = 'rolled back', step = NULL, ended = COALESCE(ended, {float(now)!r})"
     for table, group in (("groups", "id"), ("rollouts", "group_id")):
-        store.write(f"UPDATE {table} SET {lost} WHERE step > ? AND {group} IN ({gone})", reach, reach)
-    store.write("UPDATE groups SET state = 'in_flight', step = NULL, ended = NULL WHERE step > ?", reach)
-    store.write("UPDATE rollouts SET state = 'in_flight', step = NULL WHERE step > ?", reach)
-    store.write("DELETE FROM steps WHERE step > ?", reach)
+        store.write(f"UPDATE {table} SET {lost} WHERE step > ? AND {group} IN ({gone})", reach, *after)
+    again = "state = 'in_flight', step = NULL"
+    store.write(f"UPDATE groups SET {again}, ended = NULL WHERE step > ? AND policy = ?", *after)
+    store.write(f"UPDATE rollouts SET {again} WHERE step > ? AND {OF_POLICY}", *after)
+    store.write("DELETE FROM steps WHERE step > ? AND policy = ?", *after)
     return dropped
 
 
-def _close(store: Store, now: float) -> list[tuple[int, str]]:
+def _close(store: Store, policy: str, now: float) -> list[tuple[int, str]]:
     """Drop all that is in flight; (id, prompt) of it."""
-    prompts = store.db.execute("SELECT id, prompt FROM groups WHERE state = 'in_flight'").fetchall()
-    for table in ("groups", "rollouts"):
+    sql = "SELECT id, prompt FROM groups WHERE state = 'in_flight' AND policy = ?"
+    prompts = store.db.execute(sql, (policy,)).fetchall()
+    for table, of_policy in (("groups", "policy = ?"), ("rollouts", OF_POLICY)):
         sql = f"UPDATE {table} SET state = 'dropped', reason = 'interrupted', ended = COALESCE(ended, ?)"
-        store.write(f"{sql} WHERE state = 'in_flight'", now)
-    store.write("DELETE FROM partials")
+        store.write(f"{sql} WHERE state = 'in_flight' AND {of_policy}", now, policy)
+    store.write(f"DELETE FROM partials WHERE rollout IN (SELECT id FROM rollouts WHERE {OF_POLICY})", policy)
     return prompts
 
 
-def _left(store: Store) -> list[LeftGroup]:
-    sql = "SELECT id, prompt, version, policy FROM groups WHERE state = 'in_flight' ORDER BY id"
-    return [_left_group(store, *row) for row in store.db.execute(sql).fetchall()]
+def _left(store: Store, policy: str) -> list[LeftGroup]:
+    sql = "SELECT id, prompt, version, policy FROM groups WHERE state = 'in_flight' AND policy = ? ORDER BY id"
+    return [_left_group(store, *row) for row in store.db.execute(sql, (policy,)).fetchall()]
 
 
 def _left_group(store: Store, group_id: int, prompt: str, version: int, policy: str) -> LeftGroup:
@@ -208,9 +227,10 @@ def _partial(store: Store, rollout_id: str) -> list[Trace]:
     return [Trace.joined(parts.get(number) or [nothing]) for number in range(max(parts, default=-1) + 1)]
 
 
-def _republished(store: Store, reach: int, next_version: int) -> list[int]:
+def _republished(store: Store, policy: str, reach: int, next_version: int) -> list[int]:
     """Every version behind which there are no more steps than behind an earlier one."""
-    versions = store.db.execute("SELECT id, step FROM versions ORDER BY id").fetchall()
+    sql = "SELECT id, step FROM versions WHERE policy = ? ORDER BY id"
+    versions = store.db.execute(sql, (policy,)).fetchall()
     return republished_among([*versions, (next_version, reach)])
 
 
@@ -226,7 +246,7 @@ def _forget_lost_segments(store: Store) -> None:
 
 
 def _unseen_tokens(store: Store) -> int:
-    """The engines' last rate, over a delta's and a commit's time."""
+    """The last rate of all engines, whatever policy they serve, over a delta's and a commit's time."""
     sql = """
         SELECT COALESCE(SUM(generated_tokens) / (MAX(ended) - MIN(started)), 0) FROM activity
         WHERE generated_tokens > 0 AND ended > (SELECT MAX(ended) FROM activity) - 5
@@ -240,5 +260,5 @@ def _without_flight(counts: Counts) -> Counts:
     return msgspec.structs.replace(counts, admitted=counts.admitted - counts.in_flight, in_flight=0)
 
 
-def _scalar(store: Store, sql: str) -> int:
-    return int(store.db.execute(sql).fetchone()[0])
+def _scalar(store: Store, sql: str, *row: Any) -> int:
+    return int(store.db.execute(sql, row).fetchone()[0])

@@ -20,7 +20,7 @@ def serve(role: str, desk: Desk, config: Config) -> None:
         desk.peak_memory = peak_gpu_memory
         from headrace.training.worker import serve as serve_trainer
 
-        serve_trainer(desk, config, last_step(desk.run_dir))
+        serve_trainer(desk, config, last_step(desk.run_dir, config.policy_name))
 
 
 def _serve_engine(desk: Desk, config: Config) -> None:
@@ -59,10 +59,10 @@ def peak_gpu_memory() -> int:
     return sum(torch.cuda.max_memory_reserved(device) for device in range(torch.cuda.device_count()))
 
 
-def last_step(run_dir: Path) -> int | None:
-    """The last policy step that the journal knows, if there is a journal: a checkpoint beyond it has no history."""
+def last_step(run_dir: Path, policy: str) -> int | None:
+    """The policy's last step that the journal knows, if there is a journal: a checkpoint beyond it has no history."""
     journal = run_dir / "journal.db"
     if not journal.is_file():
         return None
     with open_readonly(journal) as reader:
-        return reader.last_step()
+        return reader.last_step(policy)

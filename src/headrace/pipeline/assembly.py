@@ -216,7 +216,10 @@ def assemble_with_workers(
     checkpoint, clock = workers.checkpoint, RunClock.now()
     journal = make_journal(run_dir.journal, keep_rollouts=config.observe.keep_rollouts)
     before = journal.recover(
-        step=checkpoint.step, publish_every=config.delivery.publish_every, outcomes=config.rollouts.curriculum
+        step=checkpoint.step,
+        publish_every=config.delivery.publish_every,
+        policy=config.policy_name,
+        outcomes=config.rollouts.curriculum,
     )
     pool = EnginePool(list(workers.engines.values()))
     gateway = make_gateway(config, task.task, chat, pool, run_dir, progress)

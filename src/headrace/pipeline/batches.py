@@ -60,12 +60,13 @@ def make_batch(
 
 def recorded_batches(config: Config, journal: Path, after: int, until: int) -> Iterator[Recorded]:
     """The batches of the policy steps after < step <= until, as they were trained, read one by one."""
+    policy = config.policy_name
     with open_readonly(journal) as reader:
-        republished = reader.republished()
+        republished = reader.republished(policy)
     for step in range(after + 1, until + 1):
         # One reader a step: while a reader is open, a live journal's write-ahead log cannot be emptied.
         with open_readonly(journal) as reader:
-            found, groups = reader.step(step), reader.trained_groups(step)
+            found, groups = reader.step(step, policy), reader.trained_groups(step, policy)
         if found is None or len(groups) != found.groups:
             raise HeadraceError(f"{journal}: step {step} cannot be trained again, not all of its tokens were kept")
         batch = make_batch(config, groups, step=step, version=found.version, republished=republished)

@@ -46,7 +46,7 @@ class SimRun:
         """
         policy, events = FakePolicy(VOCABULARY), Events()
         journal = Journal(path / "journal.db", keep_rollouts=keep_rollouts)
-        before = journal.recover(step=0, publish_every=config.delivery.publish_every)
+        before = journal.recover(step=0, publish_every=config.delivery.publish_every, policy=config.policy_name)
         self.engines = [
             FakeEngine(
                 name=f"engine-{n}",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from headrace.algorithms.assemble import assemble
@@ -11,7 +13,7 @@ from headrace.buffer.journal import Journal, open_readonly
 from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
 from headrace.errors import HeadraceError
-from headrace.types import POLICY, Group, Prompt, Version
+from headrace.types import POLICY, Group, Prompt, Rollout, Trace, Version
 
 TABLES = ("versions", "deliveries", "groups", "steps", "evaluations", "samples", "schedule")
 
@@ -75,9 +77,57 @@ def test_a_group_that_was_in_flight_keeps_its_policy(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.db") as journal:
         journal.admitted(group(0, "writer"), ["0/0"])
     with Journal(tmp_path / "journal.db") as journal:
-        (left,) = journal.recover(step=0).left
+        (left,) = journal.recover(step=0, policy="writer").left
         assert left.policy == "writer"
         assert left.group() == Group(id=0, prompt=Prompt(id="p0"), version=0, policy="writer")
+
+
+def ended(group_id: int) -> Rollout:
+    tokens = Trace.of_context(np.array([group_id, 1], np.int32))
+    return Rollout(id=f"{group_id}/0", index=0, traces=[tokens], ending="finished", reward=1.0)
+
+
+@pytest.mark.parametrize("keep_rollouts", [True, False])
+def test_a_policy_is_recovered_by_itself(tmp_path: Path, keep_rollouts: bool) -> None:
+    """The writer has trained step 1; the critic's versions are ahead, and its groups in between."""
+    path = tmp_path / "journal.db"
+    with Journal(path, keep_rollouts=keep_rollouts) as journal:
+        for policy, versions in (("writer", 2), ("critic", 3)):
+            for version in range(versions):
+                journal.version(Version(id=version, parent=version - 1, step=version, digest=0, policy=policy))
+        for group_id in range(6):
+            journal.admitted(group(group_id, "critic" if group_id % 2 else "writer"), [f"{group_id}/0"])
+            journal.partial(msgspec.structs.replace(ended(group_id), ending="aborted", reward=None))
+        for group_id, policy, step in ((0, "writer", 1), (1, "critic", 1), (3, "critic", 2)):
+            journal.rollout_ended(ended(group_id))
+            journal.group_ended(group_id, "trained", step=step)
+            journal.step(
+                step=step, version=step - 1, objective="policy", groups=1, rollouts=1, tokens=2, trained_tokens=0,
+                lag_histogram={}, policy=policy,
+            )  # fmt: skip
+    critic = "SELECT * FROM groups JOIN rollouts ON group_id = groups.id WHERE policy = 'critic'"
+    with open_readonly(path) as reader:
+        before = [reader.rows(critic), reader.rows("SELECT * FROM steps WHERE policy = 'critic'")]
+        before.append(reader.rows("SELECT * FROM partials WHERE rollout = '5/0'"))
+    with Journal(path, keep_rollouts=keep_rollouts) as journal:
+        found = journal.recover(step=0, policy="writer")
+        assert (found.last_version, found.last_step, found.next_group) == (1, found.reach, 6)
+        assert found.groups.admitted == (1 if keep_rollouts else 3), "what is left of the writer is not counted yet"
+        if keep_rollouts:
+            assert (found.reach, found.republished, found.overtakers) == (1, [2], [])
+            assert [left.id for left in found.left] == [2, 4]
+            assert found.outcomes == [(0, "p0", 1, 1)]
+        else:
+            assert (found.reach, found.left, found.lost_prompts) == (0, [], ["p0", "p2", "p4"])
+    with open_readonly(path) as reader:
+        after = [reader.rows(critic), reader.rows("SELECT * FROM steps WHERE policy = 'critic'")]
+        after.append(reader.rows("SELECT * FROM partials WHERE rollout = '5/0'"))
+        assert [one.id for one in reader.trained_groups(1, "critic")] == [1]
+        assert [one.id for one in reader.trained_groups(1)] == ([0, 1] if keep_rollouts else [1])
+        assert (reader.republished("critic"), reader.step(2, "critic") is None) == ([], False)
+        assert reader.step(2, "writer") is None
+        assert (reader.last_step("writer"), reader.last_step("critic"), reader.last_step()) == (found.reach, 2, 2)
+    assert after == before, "the critic's groups, rollouts, steps and saved tokens are as they were"
 
 
 def test_a_window_takes_the_groups_of_its_policy_only() -> None:
