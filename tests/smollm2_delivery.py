@@ -7,6 +7,7 @@ fetched by `examples/smollm2/fetch.py`.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ from headrace.delivery.canary import canary_sequence
 from headrace.delivery.digest import digest_as
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import nccl_group
-from headrace.delivery.transports.cuda_ipc import CudaIpcSender
+from headrace.delivery.transports.cuda_ipc import CudaIpcSender, read_ticket
+from headrace.delivery.transports.segments import MappedSegment
 from headrace.delivery.transports.tcp import TcpSender
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.building import lora_spec
@@ -210,14 +212,14 @@ class Wire:
         self.nbytes = 0
         self._sender = sender
         if isinstance(sender, TcpSender):
-            answer = sender._answer
+            answer = sender.respond
 
             def counted(frames: list[bytes]) -> list[Any]:
                 said = answer(frames)
                 self.nbytes += sum(len(frame) for frame in said)
                 return said
 
-            monkeypatch.setattr(sender, "_answer", counted)
+            monkeypatch.setattr(sender, "respond", counted)
         elif sender.name == "nccl":
             broadcast = nccl_group.Group.broadcast
 
@@ -230,7 +232,9 @@ class Wire:
 
     def count(self, manifest: Manifest) -> int:
         if isinstance(self._sender, CudaIpcSender):
-            return self._sender._held[manifest.location].nbytes
+            segment = MappedSegment(Path(manifest.location))
+            with contextlib.closing(segment):
+                return read_ticket(segment).nbytes
         return self.nbytes or Path(manifest.location).stat().st_size
 
 

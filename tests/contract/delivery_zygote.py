@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.device_copies import DeviceCopies
 from headrace.delivery.plan import copy_all
 from headrace.delivery.receiver import Receiver
-from headrace.delivery.transports import file, files, nccl_sessions, nccl_source, nccl_wire, shm, tcp, tcp_source
+from headrace.delivery.transports import file, nccl_sessions, nccl_source, nccl_wire, shm, tcp, tcp_source
 from headrace.delivery.transports.base import Sender
 from headrace.delivery.transports.cuda_ipc import CudaIpcSource
+from headrace.delivery.transports.files import Directory
 from headrace.delivery.transports.shm import ShmSource
 from headrace.delivery.transports.tcp import TcpSender
+from headrace.delivery.transports.tcp_plain import PlainLine
 from headrace.delivery.transports.tcp_relay import Relay
-from headrace.delivery.transports.tcp_source import TcpSource
 
 
 def die(*_: Any, **__: Any) -> Any:
@@ -50,6 +52,44 @@ def after(real: Callable[..., Any], calls: int = 1) -> Callable[..., Any]:
         return result if left[0] else die()
 
     return mortal
+
+
+def reading(real: Callable[..., Any], then: Callable[[], Any]) -> Callable[..., Any]:
+    """`storage.opened`; once the first bytes of a tensor are read, `then` is called."""
+
+    @contextmanager
+    def opened(location: str) -> Iterator[Any]:
+        with real(location) as (file, size, stamp):
+            yield Interrupted(file, then), size, stamp
+
+    return opened
+
+
+class Interrupted:
+    """A file that calls `then` after its first `readinto`."""
+
+    def __init__(self, file: Any, then: Callable[[], Any]) -> None:
+        self._file, self._then = file, then
+        self.read = file.read
+
+    def readinto(self, target: memoryview) -> int:
+        count = int(self._file.readinto(target))
+        then, self._then = self._then, lambda: None
+        then()
+        return count
+
+
+def first_chunk(real: Callable[..., None]) -> Callable[..., None]:
+    """`Directory.write`, which dies when the header and the first tensor are written."""
+
+    def chunks(given: Any) -> Iterator[memoryview]:
+        yield given[0]
+        die()
+
+    def write(self: Directory, location: str, layout: Any, given: Any) -> None:
+        real(self, location, layout, chunks(given))
+
+    return write
 
 
 def half_packed(real: Callable[..., None]) -> Callable[..., None]:
@@ -89,10 +129,9 @@ def arm_engine(step: str, transport: str) -> None:
         case "mid-fetch", "shm":
             ShmSource.verify = die  # type: ignore[method-assign]
         case "mid-fetch", "file":
-            file._read_all = after(file._read_all)
+            file.opened = reading(file.opened, then=die)
         case "mid-fetch", "tcp":
-            # Who is to make room for a second bucket has got the first.
-            TcpSource._room = after(TcpSource._room, 2)  # type: ignore[method-assign]
+            PlainLine.receive = after(PlainLine.receive)  # type: ignore[method-assign]
         case "mid-fetch", "nccl":
             nccl_source.pieces = one_piece
         case "mid-fetch", "cuda_ipc":
@@ -101,7 +140,7 @@ def arm_engine(step: str, transport: str) -> None:
             DeviceCopies.copy = half_replayed  # type: ignore[method-assign]
         case "mid-relay", "tcp":
             # Who asks for the fifth bucket has got the first: four are asked for at a time.
-            Relay._answer = after(Relay._answer, 5)  # type: ignore[method-assign]
+            Relay.respond = after(Relay.respond, 5)  # type: ignore[method-assign]
         case "after stage", _:
             Receiver.stage = after(Receiver.stage)  # type: ignore[method-assign]
         case "mid-swap", _:
@@ -117,7 +156,7 @@ def arm_trainer(step: str, sender: Sender) -> None:
         case "before write", _:
             sender.write = die  # type: ignore[method-assign]
         case "mid-write", "file":
-            files._write_all = after(files._write_all, 2)  # the header, and the first tensor
+            Directory.write = first_chunk(Directory.write)  # type: ignore[method-assign]
         case "mid-write", "cuda_ipc":
             DeviceCopies.copy = half_replayed  # type: ignore[method-assign]
         case "mid-write", name:
@@ -128,7 +167,7 @@ def arm_trainer(step: str, sender: Sender) -> None:
                 module.pack = half_packed(module.pack)
         case "mid-fetch", "tcp":
             assert isinstance(sender, TcpSender)
-            sender._answer = after(sender._answer, 2)  # type: ignore[method-assign]
+            sender.respond = after(sender.respond, 2)  # type: ignore[method-assign]
         case "mid-fetch", "nccl":
             nccl_sessions.pieces = one_piece
         case _:

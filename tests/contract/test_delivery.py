@@ -18,8 +18,9 @@ import pytest
 import torch
 from delivery_parts import BUCKET_BYTES, KINDS, Publishing, Serving
 
-from headrace.delivery import staging
+from headrace.delivery import receiver, staging
 from headrace.delivery.base import Manifest, Proof
+from headrace.delivery.device_copies import DeviceCopies
 from headrace.delivery.plan import Plan
 from headrace.delivery.transports import WITHOUT_GPU, cuda_ipc, nccl_sessions, nccl_wire, tcp_source
 from headrace.delivery.transports.base import Source
@@ -230,13 +231,13 @@ def lose(trainer: Publishing, manifest: Manifest, tmp_path: Path, monkeypatch: p
         case FileSender():
             os.truncate(manifest.location, Path(manifest.location).stat().st_size - BUCKET_BYTES // 2)
         case TcpSender() as sender:
-            real = sender._answer
+            real = sender.respond
 
             def cut_short(frames: list[bytes]) -> list[Any]:
                 header, *payload = real(frames)
                 return [header, *(bytes(part)[:-1] for part in payload)]
 
-            monkeypatch.setattr(sender, "_answer", cut_short)
+            monkeypatch.setattr(sender, "respond", cut_short)
         case CudaIpcSender():
             end = max(entry.offset + entry.nbytes for entry in manifest.payload or manifest.entries)
             check = cuda_ipc._Mapped.check
@@ -274,7 +275,7 @@ def test_a_question_that_nobody_answers_is_given_up(
     proved(engine, trainer, 1)
     manifest = trainer.publish(2)
     assert isinstance(trainer.sender, TcpSender)
-    real, lost = trainer.sender._answer, []
+    real, lost = trainer.sender.respond, []
 
     def forgetful(frames: list[bytes]) -> list[Any]:
         wanted = msgspec.msgpack.decode(frames[0], type=Ask)
@@ -283,7 +284,7 @@ def test_a_question_that_nobody_answers_is_given_up(
             return [msgspec.msgpack.encode(Answer(-1, 0, 0, 0, 0))]
         return real(frames)
 
-    monkeypatch.setattr(trainer.sender, "_answer", forgetful)
+    monkeypatch.setattr(trainer.sender, "respond", forgetful)
     refused(engine, manifest, 1, r"said nothing for 0\.[23]")
     assert lost
     # The attempt after it asks for what is missing only.
@@ -332,16 +333,18 @@ def test_live_weights_that_are_not_what_was_staged_are_never_served(
 ) -> None:
     trainer, engine = pair
     manifest = trainer.publish(2)
-    receiver = engine._core._receiver
-    real = receiver._after_copy
 
-    def slip() -> None:
-        if real:
-            real()
-        next(iter(engine.live.values())).view(-1)[0] += 1
+    def slipping(real: Callable[..., None]) -> Callable[..., None]:
+        def copy(*arguments: Any) -> None:
+            real(*arguments)
+            next(iter(engine.live.values())).view(-1)[0] += 1
+
+        return copy
 
     with monkeypatch.context() as damage:
-        damage.setattr(receiver, "_after_copy", slip)
+        # An engine on the host copies with the one, an engine on a GPU with the other.
+        damage.setattr(receiver, "copy_all", slipping(receiver.copy_all))
+        damage.setattr(DeviceCopies, "copy", slipping(DeviceCopies.copy))
         proof = engine.load(manifest)
     assert proof.quarantined and not proof.accepted
     assert "the live weights have digest" in proof.reason

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import zmq
 from delivery_parts import BUCKET_BYTES, KINDS, Holding, Publishing, Serving
-from delivery_zygote import Child
+from delivery_zygote import Child, reading
 
 from headrace.channel.codec import decode
 from headrace.delivery import staging
@@ -244,5 +244,4 @@ def kill_while_read(victim: Child, transport: str, monkeypatch: pytest.MonkeyPat
         verify = source.verify
         monkeypatch.setattr(source, "verify", lambda *a: (victim.kill(), verify(*a)))
     else:
-        read = file._read_all
-        monkeypatch.setattr(file, "_read_all", lambda *a: (victim.kill(), read(*a)))
+        monkeypatch.setattr(file, "opened", reading(file.opened, then=victim.kill))

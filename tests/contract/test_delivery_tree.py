@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,10 +17,11 @@ import pytest
 import torch
 from delivery_parts import BUCKET_BYTES, KINDS, SECONDS, Holding, Publishing
 
-from headrace.delivery import transports
+from headrace.delivery import staging, transports
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.plan import plan_weights
-from headrace.delivery.transports import tcp, tcp_relay, tcp_source
+from headrace.delivery.transports import tcp, tcp_relay, tcp_source, tcp_tree
+from headrace.delivery.transports.base import Source
 from headrace.delivery.transports.keys import make_keys
 from headrace.delivery.transports.tcp import TcpSender
 from headrace.delivery.transports.tcp_relay import Relay
@@ -36,6 +38,22 @@ ENGINES = 7
 def small_buckets_and_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_source, "BUCKET_BYTES", BUCKET_BYTES)
     monkeypatch.setattr(tcp_source, "RELAY_PATIENCE", 0.5)
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> list[TcpSource]:
+    """The engines' ends of the transport, in the order in which engines first load a version."""
+    made: list[TcpSource] = []
+    real = staging.source
+
+    def source(name: str, **options: Any) -> Source:
+        opened = real(name, **options)
+        assert isinstance(opened, TcpSource)
+        made.append(opened)
+        return opened
+
+    monkeypatch.setattr(staging, "source", source)
+    return made
 
 
 @pytest.fixture(params=KINDS)
@@ -85,10 +103,9 @@ def sent(trainer: Publishing) -> int:
     return trainer.sender.sent_bytes
 
 
-def source_of(engine: Holding) -> TcpSource:
-    found = engine.receiver._staging._sources["tcp"]
-    assert isinstance(found, TcpSource)
-    return found
+def relay_of(source: TcpSource) -> Relay:
+    assert source.relay is not None, "nothing was shared"
+    return source.relay
 
 
 def test_seven_engines_have_the_trainers_bits_and_it_sends_two_copies(
@@ -111,21 +128,37 @@ def test_a_late_engine_gets_the_version_from_another(trainer: Publishing, engine
 
 
 def test_a_relay_that_flips_a_bit_is_caught_and_the_trainer_heals_it(
-    trainer: Publishing, engines: list[Holding], kind: str, caplog: pytest.LogCaptureFixture
+    trainer: Publishing,
+    engines: list[Holding],
+    sources: list[TcpSource],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    proved(engines, trainer.publish(1))
+    manifest = trainer.publish(1)
+    for engine in engines:
+        proved([engine], manifest)
     trainer.acknowledge(1)
     manifest = trainer.publish(2)
     assert manifest.kind == kind
     for engine in engines[:2]:
         proved([engine], manifest)
-    liar = source_of(engines[0])
-    assert liar._buffer is not None and liar._relay is not None
-    liar._buffer[travelling(manifest) - 5] ^= 1
+    liar, wrong = relay_of(sources[0]), travelling(manifest) - 5
+    honest = liar.respond
+
+    def flipped(frames: list[bytes]) -> list[Any]:
+        ask, (header, *payload) = decode_ask(frames), honest(frames)
+        if ask is None or not payload or not ask.start <= wrong < ask.stop:
+            return [header, *payload]
+        damaged = bytearray(payload[0])
+        damaged[wrong - ask.start] ^= 1
+        return [header, bytes(damaged)]
+
+    monkeypatch.setattr(liar, "respond", flipped)
     before = sent(trainer)
     with caplog.at_level(logging.WARNING):
         proved(engines[2:3], manifest)
-    assert f"version 2 was wrong as {liar._relay.location} sent it" in caplog.text
+    assert f"version 2 was wrong as {liar.location} sent it" in caplog.text
     assert sent(trainer) - before == travelling(manifest), "all of it, from the trainer"
     # Nobody else is sent to that one.
     proved(engines[3:], manifest)
@@ -133,25 +166,31 @@ def test_a_relay_that_flips_a_bit_is_caught_and_the_trainer_heals_it(
 
 
 def test_a_relay_that_goes_in_mid_transfer_costs_nobody_the_version(
-    trainer: Publishing, engines: list[Holding], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    trainer: Publishing,
+    engines: list[Holding],
+    sources: list[TcpSource],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     manifest = trainer.publish(1)
     for engine in engines[:2]:
         proved([engine], manifest)
     before, answered = sent(trainer), []
-    relay = source_of(engines[0])._relay
-    assert relay is not None
+    closing = threading.Thread(target=relay_of(sources[0]).close)
 
     def stumble(frames: list[bytes]) -> Ask | None:
         answered.append(frames)
         if len(answered) == 1:
             return decode_ask(frames)
-        relay._server._closing.set()
+        if len(answered) == 2:
+            # Beside this thread, which the relay waits for when it closes.
+            closing.start()
         return None
 
     with monkeypatch.context() as damage, caplog.at_level(logging.WARNING):
         damage.setattr(tcp_relay, "decode_ask", stumble)
         proved(engines[2:3], manifest)
+        closing.join(SECONDS)
     assert answered and "does not come from its relay, but from the trainer" in caplog.text
     # What had come already is not asked for again.
     assert (
@@ -161,7 +200,11 @@ def test_a_relay_that_goes_in_mid_transfer_costs_nobody_the_version(
 
 
 def test_a_relay_that_says_nothing_or_has_gone_on_is_not_waited_for(
-    trainer: Publishing, engines: list[Holding], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    trainer: Publishing,
+    engines: list[Holding],
+    sources: list[TcpSource],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     manifest = trainer.publish(1)
     for engine in engines[:2]:
@@ -171,30 +214,29 @@ def test_a_relay_that_says_nothing_or_has_gone_on_is_not_waited_for(
         started = time.monotonic()
         proved(engines[2:3], manifest)
     assert "said nothing" in caplog.text and time.monotonic() - started < 5
-    for engine in engines[1:3]:
-        relay = source_of(engine)._relay
-        assert relay is not None
-        relay.withdraw()
+    for source in sources[1:3]:
+        relay_of(source).withdraw()
     caplog.clear()
     proved(engines[3:4], manifest)
     assert "was released" in caplog.text
     proved(engines[4:], manifest)
 
 
-def test_engines_that_die_while_others_wait_for_them(trainer: Publishing, engines: list[Holding]) -> None:
+def test_engines_that_die_while_others_wait_for_them(
+    trainer: Publishing, engines: list[Holding], monkeypatch: pytest.MonkeyPatch
+) -> None:
     manifest = trainer.publish(1)
     assert isinstance(trainer.sender, TcpSender)
     location = parse_location(manifest.location)
     for name in ("dies-1", "dies-2"):
-        trainer.sender._answer([msgspec.msgpack.encode(Ask(1, location.place, 1, 0, 0, name))])
-    tree = trainer.sender._trees[location.place]
+        trainer.sender.respond([msgspec.msgpack.encode(Ask(1, location.place, 1, 0, 0, name))])
     waiting = threading.Thread(target=proved, args=([engines[0]], manifest))
     waiting.start()
     time.sleep(0.3)
     assert waiting.is_alive() and sent(trainer) == 0, "there is no place at the trainer, and nobody has the version"
-    for name in ("dies-1", "dies-2"):
-        tree._seen[name] -= 3600
-    waiting.join(SECONDS)
+    with monkeypatch.context() as patience:
+        patience.setattr(tcp_tree, "SILENCE", 0.0)
+        waiting.join(SECONDS)
     assert not waiting.is_alive() and engines[0].holds(1)
     proved(engines[1:], manifest)
     assert sent(trainer) == travelling(manifest)
@@ -220,15 +262,14 @@ def test_what_is_not_proved_is_not_handed_on() -> None:
     sender, first, second = TcpSender(receivers=ENGINES), TcpSource(), TcpSource()
     location = sender.write(1, PLAN, WEIGHTS)
     first.open(location, 1, PLAN.entries)
-    assert first._relay is None
+    assert first.relay is None
     first.share(location, 1)
-    assert first._relay is not None
-    served = parse_location(first._relay.location)
+    served = parse_location(relay_of(first).location)
     assert served.host == "127.0.0.1" and served.port != parse_location(location).port
     # The next version takes its memory: nobody gets a mix.
     first.open(sender.write(2, PLAN, {"w": -WEIGHTS["w"]}), 2, PLAN.entries)
     with pytest.raises(DeliveryError, match="was released"):
-        second.open(first._relay.location, 1, PLAN.entries)
+        second.open(relay_of(first).location, 1, PLAN.entries)
     for one in (first, second, sender):
         one.close()
 
@@ -248,8 +289,8 @@ def test_relays_of_an_encrypted_version_are_encrypted_and_know_their_clients(
         source.verify(location, 1)
         source.share(location, 1)
     assert sender.sent_bytes == 2 * PLAN.nbytes
-    relay = sources[0]._relay
-    assert relay is not None and relay.location.startswith("curve://127.0.0.1:")
+    relay = relay_of(sources[0])
+    assert relay.location.startswith("curve://127.0.0.1:")
     stranger = TcpSource(keys=others, patience=1.0)
     with pytest.raises(DeliveryError, match=r"does not accept the keys|is gone|said nothing"):
         stranger.open(relay.location, 1, PLAN.entries)
@@ -268,7 +309,7 @@ def test_a_relay_in_the_clear_of_an_encrypted_version_is_not_asked(
     liar = Relay(Location(False, "127.0.0.1", 9, 0), None)
     liar.serve(1, 1, torch.from_numpy(np.zeros(PLAN.nbytes, np.uint8)))
     for name in ("a", "b"):
-        sender._answer([msgspec.msgpack.encode(Ask(1, 0, 1, 0, 0, name, liar.location if name == "a" else ""))])
+        sender.respond([msgspec.msgpack.encode(Ask(1, 0, 1, 0, 0, name, liar.location if name == "a" else ""))])
     source = TcpSource(keys=keys)
     assert torch.equal(source.open(location, 1, PLAN.entries)["w"], WEIGHTS["w"])
     assert "is not encrypted as the trainer is" in caplog.text and not source.relayed

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,6 +20,10 @@ from transport_engine import plain_sum
 
 from headrace.channel.codec import encode
 from headrace.delivery.base import Manifest, Proof
+from headrace.delivery.kernels import copy as copy_kernel
+from headrace.delivery.kernels import digest as digest_kernel
+from headrace.delivery.kernels.copy import DeviceCopy
+from headrace.delivery.kernels.digest import DeviceDigest
 from headrace.delivery.plan import plan_weights
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.receiver import Receiver
@@ -201,6 +206,10 @@ def test_an_engine_that_is_killed_leaves_trainer_and_others_alone(transport: str
 
 TRAINER = """
 import sys, torch
+from headrace.delivery.kernels import copy as copy_kernel
+from headrace.delivery.kernels import digest as digest_kernel
+from headrace.delivery.kernels.copy import DeviceCopy
+from headrace.delivery.kernels.digest import DeviceDigest
 from headrace.delivery.plan import plan_weights
 from headrace.delivery.transports.cuda_ipc import CudaIpcSender
 weights = {"w": torch.arange(1 << 20, device="cuda", dtype=torch.float32)}
@@ -293,20 +302,34 @@ def test_memory_for_one_buffer_only_is_an_error_that_leaves_nothing(monkeypatch:
     assert leftovers() == []
 
 
-def test_a_receiver_prepares_for_both_buffers_before_it_serves():
+def test_a_receiver_prepares_for_both_buffers_before_it_serves(monkeypatch: pytest.MonkeyPatch):
     live = {name: torch.zeros(shape, device="cuda", dtype=torch.bfloat16) for name, shape in SMALL.items()}
     sender = CudaIpcSender(RUN_ID)
     publisher, receiver = Publisher(sender, "bfloat16", 1e-5, CANARY), Receiver(live, "engine-0")
-    made = []
+    made: list[Counter[str]] = []
+
+    def counted(real: Any) -> Any:
+        class Counted(real):
+            def __init__(self, *arguments: Any) -> None:
+                made[-1][real.__name__] += 1
+                super().__init__(*arguments)
+
+        return Counted
+
     for version in (1, 2, 3):
         weights = make_weights(SMALL, version)
-        staged = receiver.stage(publish(publisher, version, weights))
-        assert receiver.swap(staged, lambda ids: np.zeros(len(ids) - 1, np.float32)).accepted
+        manifest = publish(publisher, version, weights)
+        made.append(Counter())
+        with monkeypatch.context() as watched:
+            watched.setattr(digest_kernel, "DeviceDigest", counted(DeviceDigest))
+            watched.setattr(copy_kernel, "DeviceCopy", counted(DeviceCopy))
+            staged = receiver.stage(manifest)
+            proof = receiver.swap(staged, lambda ids: np.zeros(len(ids) - 1, np.float32))
+        assert proof.accepted
         assert all(torch.equal(live[name], tensor) for name, tensor in served(weights).items())
         publisher.acknowledged(version)
-        made.append((dict(receiver._gpu._prepared), dict(receiver._gpu._copies._recorded)))
-    assert [len(part) for part in made[0]] == [3, 2], "digests of both buffers and of the live weights, two copies"
-    assert made[0] == made[1] == made[2]
+    assert made[0] == {"DeviceDigest": 3, "DeviceCopy": 2}, "digests of both buffers and the live weights, two copies"
+    assert not made[1] and not made[2]
     receiver.close()
     publisher.close()
 

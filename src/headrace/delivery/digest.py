@@ -54,7 +54,8 @@ __all__ = [
     "table",
 ]
 
-_WORTH_THREADS = 8 * SPAN
+WORTH_THREADS = 8 * SPAN
+"""Words from which on several threads share a digest: with fewer, starting the threads takes longer."""
 _BAND = 16 * BLOCK
 """Elements of a larger tensor that are laid out at a time around the rows of a region."""
 
@@ -122,7 +123,7 @@ def _whole_sums(layout: Layout, threads: int) -> Sums:
     """The sums of all, one after another; the threads share the words, whatever tensor they are of."""
     found = [torch.empty(0, dtype=torch.int32)] * len(layout.pieces)
     numbered = list(enumerate(layout.pieces))
-    share(functools.partial(_take, found), numbered, threads if layout.words >= _WORTH_THREADS else 1, "digest")
+    share(functools.partial(_take, found), numbered, threads if layout.words >= WORTH_THREADS else 1, "digest")
     return layout.joined(found)
 
 

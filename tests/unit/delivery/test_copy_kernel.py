@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.delivery.kernels.copy import TILE, DeviceCopy, _runs
+from headrace.delivery.kernels.copy import TILE, DeviceCopy, tensor_runs
 from headrace.errors import DeliveryError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -68,7 +68,7 @@ def test_nothing_can_be_copied():
 @given(st.integers(0, 5 * TILE))
 def test_runs_cover_every_word_once(words: int):
     at = 0
-    for target, source, count in _runs(1 << 20, 1 << 30, words).tolist():
+    for target, source, count in tensor_runs(1 << 20, 1 << 30, words).tolist():
         assert (target - (1 << 20), source - (1 << 30)) == (4 * at, 4 * at)
         assert 0 < count <= TILE
         at += count

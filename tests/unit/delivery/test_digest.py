@@ -2,7 +2,7 @@ import hashlib
 import itertools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.delivery import digest as digest_module
-from headrace.delivery.cores import MOST_THREADS
+from headrace.delivery.cores import MOST_THREADS, share
 from headrace.delivery.digest import (
     BLOCK,
     HEAD,
@@ -23,6 +23,9 @@ from headrace.delivery.digest import (
     table,
 )
 from headrace.delivery.digest_layout import Piece
+
+Numbered = tuple[int, Piece]
+Work = Callable[[Iterator[Numbered]], None]
 
 DTYPES = [
     torch.float32,
@@ -152,28 +155,31 @@ def test_sums_of_several_tensors_make_one_digest():
 
 
 def test_threads_share_the_words_and_change_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.delivery.digest._WORTH_THREADS", 0)
+    monkeypatch.setattr("headrace.delivery.digest.WORTH_THREADS", 0)
     monkeypatch.setattr("headrace.delivery.digest_layout.SPAN", 2 * BLOCK)
     weights = {"large": random_tensor(31 * BLOCK + 5, torch.float32), "small": random_tensor(9, torch.bfloat16, 1)}
     alone = digest(weights.items(), threads=1)
     assert alone == sum(reference(name, tensor) for name, tensor in weights.items()) % 2**64
-    real, together = digest_module._take, threading.Barrier(3, timeout=30)
+    together = threading.Barrier(3, timeout=30)
     taken: list[list[int]] = []
 
-    def watched(found: list[torch.Tensor], pieces: Iterator[tuple[int, Piece]]) -> None:
-        mine: list[int] = []
+    def watched(work: Work, pieces: list[Numbered], threads: int, name: str) -> None:
+        def noting(shared: Iterator[Numbered]) -> None:
+            mine: list[int] = []
 
-        def noted() -> Iterator[tuple[int, Piece]]:
-            for number, piece in pieces:
-                if not mine:
-                    together.wait()  # every thread has some
-                mine.extend(piece.places)
-                yield number, piece
+            def noted() -> Iterator[Numbered]:
+                for number, piece in shared:
+                    if not mine:
+                        together.wait()  # every thread has some
+                    mine.extend(piece.places)
+                    yield number, piece
 
-        real(found, noted())
-        taken.append(mine)
+            work(noted())
+            taken.append(mine)
 
-    monkeypatch.setattr(digest_module, "_take", watched)
+        share(noting, pieces, threads, name)
+
+    monkeypatch.setattr(digest_module, "share", watched)
     assert digest(weights.items(), threads=3) == alone
     assert len(taken) == 3 and all(taken)
     assert sorted(itertools.chain(*taken)) == list(range(33 + 2)), "each sum once"
@@ -181,10 +187,8 @@ def test_threads_share_the_words_and_change_nothing(monkeypatch: pytest.MonkeyPa
 
 def test_a_digest_takes_the_cores_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
-    real = digest_module._whole_sums
-    monkeypatch.setattr(
-        digest_module, "_whole_sums", lambda layout, threads: asked.append(threads) or real(layout, threads)
-    )
+    monkeypatch.setattr("headrace.delivery.digest.WORTH_THREADS", 0)
+    monkeypatch.setattr(digest_module, "share", lambda work, pieces, threads, name: asked.append(threads))
     for allowed in ({3}, {0, 5}, set(range(64))):
         monkeypatch.setattr("os.sched_getaffinity", lambda pid, allowed=allowed: allowed)
         assert digest([]) == 0

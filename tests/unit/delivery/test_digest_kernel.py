@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.delivery.digest import BLOCK, HEAD, digest
-from headrace.delivery.kernels.digest import ROWS, TILE, DeviceDigest, _items
+from headrace.delivery.kernels.digest import ROWS, TILE, DeviceDigest, tensor_items
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.bool]
 EDGES = [0, 1, 5, TILE - 1, TILE, TILE + 1]
@@ -56,7 +56,7 @@ def test_equals_the_digest_of_any_mixture(tensors: list[tuple[torch.dtype, int]]
 def test_programs_cover_every_word_once(words: int, slot: int):
     covered = {0: 0, 16: 0}
     starts: dict[int, list[int]] = {0: [], 16: []}
-    for address, whole, rest, into, place, shift in _items(0, words, slot).tolist():
+    for address, whole, rest, into, place, shift in tensor_items(0, words, slot).tolist():
         start = address // 4
         assert place == start % BLOCK + (BLOCK if shift else 0)
         assert into == slot + (0 if shift else 1 + start // BLOCK)

@@ -1,3 +1,4 @@
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -69,10 +70,11 @@ def test_a_byte_that_came_wrong_shows():
 def test_one_that_is_given_up_ends_its_threads(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(growing_digest, "threads_here", lambda: 3)
     plan, sent = packed(0)
+    before = set(threading.enumerate())
     growing = GrowingDigest(plan.entries)
     growing.grown(unpack(sent, plan.entries), plan.nbytes // 2)
-    working = list(growing._working)
-    assert len(working) == 2 and not any(one.done() for one in working)
+    working = set(threading.enumerate()) - before
+    assert len(working) == 2
     growing.close()
     growing.close()
-    assert all(one.done() for one in working)
+    assert not any(thread.is_alive() for thread in working)

@@ -21,13 +21,14 @@ class Delivery:
     """A publisher and a receiver in one process, with the receiver's live weights."""
 
     def __init__(self, published: str = "float32", live: torch.dtype = torch.float32) -> None:
+        self.published = getattr(torch, published)
         self.publisher = Publisher(ShmSender("receiver-test"), published, 1e-5, CANARY, deadline=1.0)
         self.live = make_weights(0, live)
         self.receiver = Receiver(self.live, "engine-0")
 
     def publish(self, version: int, **changed: torch.Tensor) -> Manifest:
         weights = make_weights(version) | changed
-        serving = {name: w.to(getattr(torch, self.publisher._dtype)) for name, w in weights.items()}
+        serving = {name: w.to(self.published) for name, w in weights.items()}
         return self.publisher.publish(version, 0, version, weights, lambda ids: score(serving, ids)).result(30)
 
     def swap(self, manifest: Manifest) -> Proof:

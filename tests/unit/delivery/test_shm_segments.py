@@ -1,4 +1,3 @@
-import itertools
 import logging
 import os
 import re
@@ -43,13 +42,14 @@ def test_odd_run_ids_make_plain_names():
     made.remove()
 
 
-def test_a_name_that_exists_is_neither_reused_nor_overwritten(segment: Segment, monkeypatch):
-    mapped = held(segment)
-    monkeypatch.setattr(segments, "_numbers", itertools.count(int(segment.path.name.rpartition("-")[2])))
+def test_a_name_that_exists_is_neither_reused_nor_overwritten(segment: Segment):
+    stem, _, number = segment.path.name.rpartition("-")
+    left = segment.path.with_name(f"{stem}-{int(number) + 1}")
+    left.write_text("left by a dead process that had this process id")
     other = Segment.create(RUN_ID, 1000)
-    assert other.path != segment.path
-    mapped.check(1)
-    mapped.close()
+    assert other.path.name == f"{stem}-{int(number) + 2}"
+    assert left.read_text() == "left by a dead process that had this process id"
+    left.unlink()
     other.remove()
 
 

@@ -42,11 +42,11 @@ class Watched(TcpSender):
         self.between: dict[int, Any] = {}
         super().__init__()
 
-    def _answer(self, frames: list[bytes]) -> list[Any]:
+    def respond(self, frames: list[bytes]) -> list[Any]:
         ask = msgspec.msgpack.decode(frames[0], type=Ask)
         self.asked.append(ask.start)
         self.between.pop(ask.start, lambda: None)()
-        answer = super()._answer(frames)
+        answer = super().respond(frames)
         if ask.start in self.lose:
             header = msgspec.msgpack.decode(answer[0], type=Answer)
             answer[0] = msgspec.msgpack.encode(msgspec.structs.replace(header, ticket=-7))
@@ -163,10 +163,10 @@ def test_nonsense_is_answered_with_a_refusal():
     sender = TcpSender()
     sender.write(1, PLAN, WEIGHTS)
     for frames in ([], [b"nonsense"], [msgspec.msgpack.encode([1, 0, 1, 0])]):
-        (header,) = sender._answer(frames)
+        (header,) = sender.respond(frames)
         assert "not a request" in msgspec.msgpack.decode(header, type=Answer).refusal
     for start, stop in [(-1, 5), (5, 1), (0, 4001), (0, LARGEST_BUCKET + 1)]:
-        (header,) = sender._answer([msgspec.msgpack.encode(Ask(1, 0, 1, start, stop))])
+        (header,) = sender.respond([msgspec.msgpack.encode(Ask(1, 0, 1, start, stop))])
         assert msgspec.msgpack.decode(header, type=Answer).refusal
     sender.close()
 

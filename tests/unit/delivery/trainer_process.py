@@ -27,11 +27,11 @@ from headrace.delivery.transports.tcp import TcpSender
 class Mortal(TcpSender):
     left = 1 << 60
 
-    def _answer(self, frames: list[bytes]) -> list[Any]:
+    def respond(self, frames: list[bytes]) -> list[Any]:
         if not self.left:
             os.kill(os.getpid(), signal.SIGKILL)
         self.left -= 1
-        return super()._answer(frames)
+        return super().respond(frames)
 
 
 def mortal(transport: str, buckets: int) -> Sender:

@@ -37,7 +37,7 @@ class DeviceCopy:
         for name, target in targets.items():
             check_shape(name, target, sources[name])
             if _in_words(target, sources[name]):
-                runs.append(_runs(target.data_ptr(), sources[name].data_ptr(), target.nbytes // 4))
+                runs.append(tensor_runs(target.data_ptr(), sources[name].data_ptr(), target.nbytes // 4))
             else:
                 self._others[name] = target
         self._sources = sources
@@ -69,7 +69,7 @@ def _in_words(target: torch.Tensor, source: torch.Tensor) -> bool:
     )
 
 
-def _runs(target: int, source: int, words: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def tensor_runs(target: int, source: int, words: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """What the programs over one tensor do, a row each: where to, where from, how many words."""
     first = np.arange(0, words, TILE, dtype=np.int64)
     return np.stack([target + 4 * first, source + 4 * first, np.minimum(words - first, TILE)], axis=1)

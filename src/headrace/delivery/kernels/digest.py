@@ -57,7 +57,7 @@ class DeviceDigest:
         for name, tensor in pairs:
             tensor = self._placed(tensor.detach(), (dtypes or {}).get(name, tensor.dtype))
             keys.append(name_key(name, dtype_name(tensor.dtype)))
-            items.append(_items(tensor.data_ptr(), -(-tensor.nbytes // 4), sum(lengths)))
+            items.append(tensor_items(tensor.data_ptr(), -(-tensor.nbytes // 4), sum(lengths)))
             lengths.append(count_sums(tensor.nbytes))
         self._items = torch.from_numpy(np.concatenate(items)).to(self._device)
         self._keys = torch.from_numpy(sum_keys(keys, lengths).view(np.int64)).to(self._device)
@@ -94,7 +94,7 @@ class DeviceDigest:
         return copy
 
 
-def _items(address: int, words: int, slot: int) -> _Int64Array:
+def tensor_items(address: int, words: int, slot: int) -> _Int64Array:
     """What the programs over one tensor do, a row each; the tensor's sums begin at `slot`.
 
     Address of the first word, blocks whose slice is whole, words in the slice of the block after them, the first

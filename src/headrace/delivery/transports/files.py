@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -130,7 +131,7 @@ class Directory:
         """The path of a version's file."""
         return str(self.path / file_of(version))
 
-    def write(self, location: str, layout: Layout, chunks: Sequence[memoryview]) -> None:
+    def write(self, location: str, layout: Layout, chunks: Iterable[memoryview]) -> None:
         """Make a file of a header and these chunks, on the disk, at once under its name."""
         path = Path(location)
         partial = path.with_name(path.name + ".partial")
@@ -138,7 +139,7 @@ class Directory:
             with contextlib.ExitStack() as undo:
                 undo.callback(partial.unlink, missing_ok=True)
                 with partial.open("wb", buffering=0) as file:
-                    for chunk in (memoryview(layout.header), *chunks):
+                    for chunk in itertools.chain([memoryview(layout.header)], chunks):
                         _write_all(file.fileno(), chunk)
                     os.fsync(file.fileno())
                 partial.rename(path)

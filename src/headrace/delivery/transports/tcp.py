@@ -48,8 +48,8 @@ class TcpSender:
         self._trees = [Tree() for _ in range(LIMIT)]
         self._sequence = 0
         try:
-            # Looked up at every request: tests replace it.
-            self._server = serve(bind, run_keys, lambda frames: self._answer(frames))
+            # Looked up at every request, so that `respond` may be wrapped while the server runs.
+            self._server = serve(bind, run_keys, lambda frames: self.respond(frames))
         except OSError as error:
             raise ConfigError(f"[delivery] bind: cannot listen on {bind}: {error.strerror}") from error
         tree = receivers > TREE_ABOVE
@@ -101,10 +101,8 @@ class TcpSender:
         self._memory = [ServedMemory() for _ in range(LIMIT)]
         self._views = [Views(held.buffer) for held in self._held]
 
-    def _free(self, held: Collection[str]) -> str:
-        return next(location for location in self._locations if location not in held)
-
-    def _answer(self, frames: list[bytes]) -> list[Any]:
+    def respond(self, frames: list[bytes]) -> list[Any]:
+        """Answer one request of an engine; see `Respond`. The server's threads call this method."""
         ask = decode_ask(frames)
         if ask is None:
             return refuse(ask, "this is not a request for weights")
@@ -123,6 +121,9 @@ class TcpSender:
             payload = self._memory[ask.place].part(ask.start, ask.stop)
             self.sent_bytes += len(payload)
         return [msgspec.msgpack.encode(header), payload]
+
+    def _free(self, held: Collection[str]) -> str:
+        return next(location for location in self._locations if location not in held)
 
     def _parent(self, ask: Ask) -> str | None:
         if not ask.engine:

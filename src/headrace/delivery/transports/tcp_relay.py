@@ -39,8 +39,10 @@ class Relay:
         self._lock = threading.Lock()
         self._held = nothing_held()
         address = _own_address(trainer)
+        run_keys = read_keys(keys) if trainer.encrypted else None
         try:
-            self._server = serve(address, read_keys(keys) if trainer.encrypted else None, self._answer)
+            # Looked up at every request, so that `respond` may be wrapped while the server runs.
+            self._server = serve(address, run_keys, lambda frames: self.respond(frames))
         except OSError as error:
             raise DeliveryError(f"cannot listen on {address}: {error.strerror}") from error
         self.location = str(self._server.location(0))
@@ -60,7 +62,8 @@ class Relay:
         self.withdraw()
         self._server.close()
 
-    def _answer(self, frames: list[bytes]) -> list[Any]:
+    def respond(self, frames: list[bytes]) -> list[Any]:
+        """Answer one request of another engine; see `Respond`. The server's threads call this method."""
         ask = decode_ask(frames)
         if ask is None:
             return refuse(ask, "this is not a request for weights")

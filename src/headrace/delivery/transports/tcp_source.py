@@ -88,6 +88,11 @@ class TcpSource:
         """Whether what `open` gave last came from another engine and is not yet proved."""
         return self._suspect is not None
 
+    @property
+    def relay(self) -> Relay | None:
+        """The server through which other engines get versions from this one; None until the first is shared."""
+        return self._relay
+
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
         """Fetch the version; see `Source.open`. One that was relayed and not proved is fetched from the trainer."""
         return self.open_growing(location, version, entries, lambda weights, nbytes: None)
