@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, HeadraceError
 
 
 def import_function(reference: str) -> Callable[..., Any]:
@@ -33,6 +33,19 @@ def import_function(reference: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(f"{reference!r}: {name} is a {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]
+
+
+def call_factory(what: str, factory: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
+    """Call a factory of the user's; an exception of it becomes one `ConfigError` line that begins with `what`.
+
+    An error of Headrace's own is one line already, and is raised as it is.
+    """
+    try:
+        return factory(*given, **named)
+    except HeadraceError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{what} raised {describe(error)}") from error
 
 
 def split_reference(reference: str) -> tuple[str, str]:

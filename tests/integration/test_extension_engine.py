@@ -47,6 +47,11 @@ def test_an_engine_of_the_users_trains_on_the_weights_that_it_was_sent(tmp_path:
     [
         ("", "my_engine.py:MyEngine", "has no 'MyEngine'"),
         ("class MyEngine:\n    def __init__(self, context):\n        pass\n", "my_engine.py:MyEngine", "no method"),
+        (
+            "def make(context):\n    raise OSError('no licence')\n",
+            "my_engine.py:make",
+            "my_engine.py:make' raised OSError: no licence (my_engine.py, line 2)",
+        ),
     ],
 )
 def test_an_engine_that_cannot_be_served_is_one_line(tmp_path: Path, code: str, kind: str, line: str) -> None:

@@ -198,6 +198,46 @@ def test_a_loss_that_cannot_be_made_ends_the_run_in_one_line(tmp_path: Path) -> 
     assert not (tmp_path / NAME).exists()
 
 
+FAILING = """
+class Transport:
+    def sender(self, settings): raise OSError("no pigeons")
+    def source(self, settings): raise OSError("no pigeons")
+
+class Deaf:
+    def sender(self, settings):
+        from headrace.delivery.transports.shm import Transport
+        return Transport().sender(settings)
+    def source(self, settings): raise OSError("no ears")
+
+def launcher(environment):
+    raise SystemExit(0)
+
+def scorer():
+    raise SystemExit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "attribute", "expected"),
+    [
+        ("delivery.transport", "Transport", "[delivery] transport: {file}:Transport raised OSError: no pigeons"),
+        ("delivery.transport", "Deaf", "[delivery] transport: {file}:Deaf raised OSError: no ears (mine.py, line 10)"),
+        ("pipeline.launcher", "launcher", "[pipeline] launcher: {file}:launcher raised SystemExit: 0"),
+        ("scorers.mine.scorer", "scorer", "[scorers.mine] scorer: {file}:scorer raised SystemExit: 0"),
+    ],
+)
+def test_a_factory_that_raises_ends_the_run_in_one_line(
+    tmp_path: Path, key: str, attribute: str, expected: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(FAILING)
+    chosen = small_settings(tmp_path, f"{key}={file}:{attribute}")
+    done = headrace("train", str(QUICKSTART), *(word for setting in chosen for word in ("--set", setting)))
+    assert done.returncode == 2, done.stderr
+    [line] = done.stderr.strip().splitlines()
+    assert expected.format(file=file) in line
+
+
 def test_an_advantage_that_fails_ends_the_run_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def short(groups):\n    return [rewards[1:] for rewards in groups]\n")
     chosen = small_settings(tmp_path, f"algorithm.advantage={tmp_path / 'mine.py'}:short")

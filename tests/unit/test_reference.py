@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.errors import ConfigError
-from headrace.reference import import_function
+from headrace.errors import ConfigError, PeerDied
+from headrace.reference import call_factory, import_function
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +90,15 @@ def test_a_failed_import_can_be_tried_again(workplace: Path) -> None:
         import_function("mended.py:f")
     file.write_text("def f(): return 'mended now'")
     assert import_function("mended.py:f")() == "mended now"
+
+
+def test_a_factory_that_raises_is_one_line_and_errors_of_headrace_pass(workplace: Path) -> None:
+    (workplace / "makes.py").write_text("def make(what):\n    raise what\n")
+    make = import_function("makes.py:make")
+    for given, text in ((ValueError("odd\nvery"), "ValueError: odd"), (SystemExit(3), "SystemExit: 3")):
+        with pytest.raises(ConfigError) as caught:
+            call_factory("[engine] kind", make, given)
+        assert str(caught.value) == f"[engine] kind raised {text} (makes.py, line 2)"
+    with pytest.raises(PeerDied):
+        call_factory("[engine] kind", make, what=PeerDied("server", "gone"))
+    assert call_factory("[engine] kind", dict, a=1) == {"a": 1}

@@ -21,7 +21,7 @@ from headrace.delivery.transports.keys import KEYS
 from headrace.engines.event_loop import EventLoopServer, Opened
 from headrace.engines.server import Build, Emit
 from headrace.errors import ConfigError
-from headrace.reference import import_function
+from headrace.reference import call_factory, import_function
 
 if TYPE_CHECKING:
     from headrace.delivery.receiver import Receiver
@@ -80,10 +80,10 @@ async def _opened(factory: Callable[[EngineContext], Any], desk: Desk, config: C
         max_length=min(config.engine.max_length or LONGEST_DEFAULT, model.max_positions or LONGEST_DEFAULT),
         keys=desk.run_dir / KEYS,
     )
-    engine = factory(context)
+    kind = f"[engine] kind = {config.engine.kind!r}"
+    engine = call_factory(kind, factory, context)
     missing = [name for name in METHODS if not callable(getattr(engine, name, None))]
     if missing:
-        kind = f"[engine] kind = {config.engine.kind!r}"
         raise ConfigError(f"{kind}: {type(engine).__name__} has no method {missing[0]!r} (see headrace.engines.base)")
     desk.ready(parameters=model.parameters)
     yield Opened(engine)

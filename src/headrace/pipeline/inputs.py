@@ -14,7 +14,7 @@ from headrace.gateway.agents import AgentPool
 from headrace.gateway.messages import Setup
 from headrace.gateway.task import AgentTask as Agents
 from headrace.pipeline.extensions import check_extensions
-from headrace.reference import describe, import_function
+from headrace.reference import call_factory, import_function
 from headrace.scoring.base import Scorer
 from headrace.scoring.functions import is_reward_function
 from headrace.scoring.stage import Stage
@@ -137,12 +137,7 @@ def _named_scorer(config: Config, name: str, scorer: ScorerConfig) -> Scorer:
         raise ConfigError(f"{place}: {error}") from error
     if not scorer.config and is_reward_function(found):
         return _in_workers(config, scorer.scorer, key=place)
-    try:
-        made = found(**scorer.config)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{place}: {scorer.scorer} raised {describe(error)}") from error
+    made = call_factory(f"{place}: {scorer.scorer}", found, **scorer.config)
     if isinstance(made, Scorer):
         return made
     if is_reward_function(made):
@@ -191,9 +186,6 @@ def _gym(config: Config, task: GymTask) -> Gym:
 
 
 def _environment(config: Config, task: EnvironmentTask) -> Task:
-    factory = import_function(task.factory)
-    try:
-        made: Task = factory(**task.config, seed=config.run.seed, heldout=config.evaluate.prompts or 0)
-    except TypeError as error:
-        raise ConfigError(f"[task] config: {task.factory} does not take it: {error}") from error
+    given = {**task.config, "seed": config.run.seed, "heldout": config.evaluate.prompts or 0}
+    made: Task = call_factory(f"[task] factory: {task.factory}", import_function(task.factory), **given)
     return made

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headrace.channel.worker_side import Owner, die_with_owner, end_descendants
-from headrace.errors import ConfigError
-from headrace.reference import describe, import_function
+from headrace.reference import call_factory, import_function
 from headrace.scoring.base import ScoreError
 from headrace.scoring.functions import (
     Question,
@@ -51,12 +50,7 @@ def load(setup: Setup) -> Loaded:
     found = import_function(setup.reference)
     version = source_version(found)
     if setup.arguments is not None:
-        try:
-            found = found(**setup.arguments)
-        except ConfigError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise ConfigError(f"{setup.reference} raised {describe(error)}") from error
+        found = call_factory(setup.reference, found, **setup.arguments)
     check_signature(found, setup.reference)
     return Loaded(found, version)
 

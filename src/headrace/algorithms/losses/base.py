@@ -26,7 +26,7 @@ import torch
 
 from headrace.config.schema import AlgorithmConfig
 from headrace.errors import ConfigError
-from headrace.reference import describe, import_function
+from headrace.reference import call_factory, import_function
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are cut here: beyond it only overflow is to be had."""
@@ -124,11 +124,7 @@ def build_loss(config: AlgorithmConfig, correct_above: int | None = None) -> Los
 
 def _loss_of_user(config: AlgorithmConfig) -> Loss:
     """What the `build` that `[algorithm] loss` refers to makes."""
-    build = import_function(config.loss)
-    try:
-        loss: Loss = build(config)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"[algorithm] loss: {config.loss} raised {describe(error)}") from error
+    loss: Loss = call_factory(f"[algorithm] loss: {config.loss}", import_function(config.loss), config)
     if not callable(loss):
         raise ConfigError(f"[algorithm] loss: {config.loss} returned a {type(loss).__name__}, not a loss function")
     return loss

@@ -11,7 +11,7 @@ from headrace.cluster.launchers.forked import ForkedLauncher
 from headrace.cluster.launchers.local import LocalLauncher
 from headrace.config import Config
 from headrace.errors import ConfigError
-from headrace.reference import describe, import_function
+from headrace.reference import call_factory, import_function
 
 GPU_DRIVER = Path("/dev/nvidiactl")
 
@@ -29,11 +29,7 @@ def make_launcher(config: Config, environment: Mapping[str, str] | None = None) 
 
 
 def _launcher_of_user(reference: str, environment: Mapping[str, str]) -> Launcher:
-    make = import_function(reference)
-    try:
-        made: Launcher = make(environment)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"[pipeline] launcher: {reference} raised {describe(error)}") from error
+    made: Launcher = call_factory(f"[pipeline] launcher: {reference}", import_function(reference), environment)
     for method in ("start", "next_exit", "kill", "stop"):
         if not callable(getattr(made, method, None)):
             raise ConfigError(f"[pipeline] launcher: {reference} made a {type(made).__name__} without {method!r}")

@@ -6,15 +6,18 @@ loaded until a transport is made.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from headrace.delivery.transports.base import SenderSettings, SourceSettings
 from headrace.errors import DeliveryError
-from headrace.reference import import_function
+from headrace.reference import call_factory, import_function
 
 if TYPE_CHECKING:
     from headrace.delivery.transports.base import Sender, Source, Transport
+
+End = TypeVar("End")
 
 NAMES = ("shm", "file", "tcp", "cuda_ipc", "nccl")
 WITHOUT_GPU = ("shm", "file", "tcp", "nccl")
@@ -27,6 +30,14 @@ def find(name: str) -> Transport:
         raise DeliveryError(f"there is no transport {name!r}: one of {', '.join(NAMES)}")
     make = import_function(f"{__name__}.{name}:Transport" if name in NAMES else name)
     made: Transport = make()
+    return made
+
+
+def _opened(name: str, open_end: Callable[[Transport], End]) -> End:
+    """An end of the transport of this name; what a transport of the user's raises meanwhile is one line."""
+    if name in NAMES:
+        return open_end(find(name))
+    made: End = call_factory(f"[delivery] transport: {name}", lambda: open_end(find(name)))
     return made
 
 
@@ -45,24 +56,24 @@ def sender(
     per_parameter: bool = False,
 ) -> Sender:
     """The trainer's end of the transport of this name or reference; `SenderSettings` has the meaning of the rest."""
-    made = find(name).sender(
-        SenderSettings(
-            run_id=run_id,
-            directory=directory,
-            keep=keep,
-            owner=owner,
-            bind=bind,
-            keys=keys,
-            device=device,
-            receivers=receivers,
-            relays=relays,
-            per_parameter=per_parameter,
-        )
+    settings = SenderSettings(
+        run_id=run_id,
+        directory=directory,
+        keep=keep,
+        owner=owner,
+        bind=bind,
+        keys=keys,
+        device=device,
+        receivers=receivers,
+        relays=relays,
+        per_parameter=per_parameter,
     )
+    made = _opened(name, lambda transport: transport.sender(settings))
     made.name = name
     return made
 
 
 def source(name: str, *, keys: Path | None = None, device: str = "cpu") -> Source:
     """An engine's end of the transport of this name or reference; `SourceSettings` has the meaning of the rest."""
-    return find(name).source(SourceSettings(keys=keys, device=device))
+    settings = SourceSettings(keys=keys, device=device)
+    return _opened(name, lambda transport: transport.source(settings))
