@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import sqlite3
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from command_server import CommandServer
 from transformers import AutoModelForCausalLM
 
 from headrace import Run
@@ -43,8 +46,21 @@ def small_config(directory: Path, *more: str) -> Config:
     return load_config(QUICKSTART, small_settings(directory, *more))
 
 
+NEW_PROCESS = ("train", "resume", "gateway")
+"""Commands that load no torch themselves, and may be told by their environment to load `stops/sitecustomize.py`."""
+
+
+@functools.cache
+def command_server() -> CommandServer:
+    server = CommandServer()
+    atexit.register(server.close)
+    return server
+
+
 def headrace(*arguments: str, timeout: float = 200, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """The command line, as a user calls it."""
+    """The command line, as a user calls it; commands that may need torch are forked from a process that has it."""
+    if arguments[0] not in NEW_PROCESS:
+        return command_server().run(arguments, timeout, cwd)
     return subprocess.run(
         [sys.executable, "-m", "headrace", *arguments],
         capture_output=True,

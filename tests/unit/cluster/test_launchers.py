@@ -31,9 +31,26 @@ def no_shared_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SHARED, raising=False)
 
 
+WITHOUT_LIBRARIES = """
+import sys, time, types
+
+for name in ("headrace.engines.embedded.building", "headrace.engines.worker", "headrace.training.worker"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].serve = lambda *arguments: time.sleep(600)
+"""
+
+
+@pytest.fixture
+def light(tmp_path: Path) -> dict[str, str]:
+    """The environment of a seed that loads none of the libraries of workers: these take seconds, and are not used."""
+    (tmp_path / "light").mkdir()
+    (tmp_path / "light" / "sitecustomize.py").write_text(WITHOUT_LIBRARIES)
+    return {"PYTHONPATH": os.pathsep.join([str(tmp_path / "light"), os.environ.get("PYTHONPATH", "")])}
+
+
 @pytest.fixture(params=[LocalLauncher, ForkedLauncher])
-async def launcher(request: pytest.FixtureRequest) -> AsyncIterator[Launcher]:
-    launcher = request.param()
+async def launcher(request: pytest.FixtureRequest, light: dict[str, str]) -> AsyncIterator[Launcher]:
+    launcher = LocalLauncher() if request.param is LocalLauncher else ForkedLauncher(light)
     yield launcher
     await launcher.stop(0.0)
 
@@ -101,8 +118,10 @@ async def test_stop_leaves_nothing_and_may_be_called_again(launcher: Launcher, s
     await launcher.stop(0.1)
 
 
-async def test_a_seed_that_dies_takes_its_workers_along_and_another_grows(spec: WorkerSpec) -> None:
-    launcher = ForkedLauncher()
+async def test_a_seed_that_dies_takes_its_workers_along_and_another_grows(
+    spec: WorkerSpec, light: dict[str, str]
+) -> None:
+    launcher = ForkedLauncher(light)
     for _ in range(2):
         await launcher.start(spec)
         await until(lambda: seen(spec.run_dir))
@@ -115,7 +134,7 @@ async def test_a_seed_that_dies_takes_its_workers_along_and_another_grows(spec: 
 
 
 async def test_workers_that_start_at_once_have_one_seed(spec: WorkerSpec) -> None:
-    launcher = ForkedLauncher()
+    launcher = ForkedLauncher()  # It loads all libraries, and is asked for both workers before it has loaded them.
     other = msgspec.structs.replace(spec, rank=1)
     await asyncio.gather(launcher.start(spec), launcher.start(other))
     await until(lambda: len(seen(spec.run_dir)) == 2)
@@ -141,7 +160,7 @@ async def test_a_seed_that_does_not_come_up_is_one_line_and_leaves_nothing(
 
 
 async def test_a_library_that_cannot_be_loaded_is_named(spec: WorkerSpec, tmp_path: Path) -> None:
-    (tmp_path / "transformers.py").write_text("raise ImportError('this copy is broken')\n")
+    (tmp_path / "torch.py").write_text("raise ImportError('this copy is broken')\n")
     search = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     launcher = ForkedLauncher({"PYTHONPATH": search})
     await launcher.start(spec)
@@ -164,8 +183,10 @@ asyncio.run(main())
 """
 
 
-async def test_workers_end_with_the_process_that_asked_for_them(spec: WorkerSpec) -> None:
-    owner = await asyncio.create_subprocess_exec(sys.executable, "-c", OWNER, spec.address, spec.run_dir)
+async def test_workers_end_with_the_process_that_asked_for_them(spec: WorkerSpec, light: dict[str, str]) -> None:
+    owner = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", OWNER, spec.address, spec.run_dir), env={**os.environ, **light}
+    )
     await until(lambda: seen(spec.run_dir))
     owner.kill()
     await owner.wait()

@@ -1,0 +1,103 @@
+"""A fork server for commands: each command begins in a process that has already loaded torch and transformers.
+
+    a line on stdin (JSON: arguments, directory, environment, files for the output) -> two lines on stdout, one when the
+    command begins (its process id) and one when it has ended (its exit code)
+
+Loading takes longer than most commands of the tests. The server computes nothing itself and has one thread, so a fork
+of it behaves like a new process.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+class CommandServer:
+    """The test's end of the server, which runs one command at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def run(self, arguments: tuple[str, ...], timeout: float, cwd: Path) -> subprocess.CompletedProcess[str]:
+        """Run `python -m headrace` with these arguments and the environment that the test has now."""
+        with tempfile.TemporaryDirectory() as directory:
+            out, err = Path(directory) / "stdout", Path(directory) / "stderr"
+            self._send(
+                arguments=arguments, cwd=str(cwd), environment=dict(os.environ), stdout=str(out), stderr=str(err)
+            )
+            pid = self._receive()
+            if not select.select([self._process.stdout], [], [], timeout)[0]:
+                os.killpg(pid, signal.SIGKILL)
+                self._receive()
+                raise subprocess.TimeoutExpired(arguments, timeout, out.read_bytes(), err.read_bytes())
+            return subprocess.CompletedProcess(arguments, self._receive(), out.read_text(), err.read_text())
+
+    def close(self) -> None:
+        """End the server. No command runs now: `run` waits for each."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _send(self, **command: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def _receive(self) -> int:
+        assert self._process.stdout is not None
+        # Byte by byte, so that no line waits in a buffer where `select` does not see it.
+        line = b""
+        while not line.endswith(b"\n"):
+            byte = os.read(self._process.stdout.fileno(), 1)
+            assert byte, f"the server of commands has ended with {self._process.wait()}"
+            line += byte
+        return int(line)
+
+
+def become_command(command: dict[str, Any]) -> NoReturn:
+    """Go on as a process of this command."""
+    os.setsid()
+    for descriptor, path in enumerate((os.devnull, command["stdout"], command["stderr"])):
+        opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.chdir(command["cwd"])
+    os.environ.clear()
+    os.environ.update(command["environment"])
+    sys.path[0] = command["cwd"]
+    sys.argv[1:] = command["arguments"]
+    runpy.run_module("headrace", run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+def main() -> None:
+    """Load, then serve until the test closes its end."""
+    import headrace.engines.embedded.building
+    import headrace.pipeline.replay
+    import headrace.training.worker  # noqa: F401
+
+    # The collector of a fork, also the one that runs at its end, needs not look at what is loaded.
+    gc.collect()
+    gc.freeze()
+    while line := sys.stdin.readline():
+        pid = os.fork()
+        if pid == 0:
+            become_command(json.loads(line))
+        sys.stdout.write(f"{pid}\n")
+        sys.stdout.flush()
+        _, status = os.waitpid(pid, 0)
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(status)}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
