@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from headrace.cli.main import app
@@ -58,16 +59,18 @@ def test_truncated_sampling_is_compared_with_the_row_beside_it(script: Any) -> N
 
 
 def test_one_that_fails_is_said_and_counts(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not script.measure(script.Benchmark("wrong", "engine no-such-shape", []), tmp_path)
+    assert not script.measure(script.Benchmark("wrong", "engine smollm2-135m --batch 0", []), tmp_path)
     assert "FAILED: exit code" in capsys.readouterr().out
-    assert "no-such-shape" in (tmp_path / "wrong.log").read_text()
+    assert "--batch 0" in (tmp_path / "wrong.log").read_text()
     assert not script.measure(script.Benchmark("slow", "engine smollm2-135m", [], seconds=0.05), tmp_path)
     assert "FAILED: not done within 0.05 s" in capsys.readouterr().out
     assert not list(tmp_path.glob("*.json"))
 
 
 def test_one_that_runs_leaves_its_figures(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    short = "engine smollm2-135m --device cpu --batch 1 --prompt 2 --generate 2 --rescore 0"
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)).save_pretrained(tmp_path / "model")
+    short = f"engine {tmp_path / 'model'} --device cpu --batch 1 --prompt 2 --generate 2 --rescore 0"
     goals = [script.Goal("tokens", lambda f: f["generated_tokens"], 2, 2)]
     assert script.measure(script.Benchmark("engine-256", short, goals), tmp_path)
     assert "    tokens 2  (at least 2, at most 2)" in capsys.readouterr().out
