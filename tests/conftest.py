@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -24,6 +25,10 @@ if not torch.cuda.is_available():
     # The bounds of a loop are arrays of one number there, which numpy 2.4 no longer takes for a number.
     interpreter._patch_lang_tensor = patch_tensor_and_index
 
+
+# How long an example takes says something of the machine, and of what else runs there, and nothing of the code.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 KILLERS = ("segments_left", "worker_pids")
 """What files name whose tests kill processes of runs, or look for what these leave behind."""
