@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from headrace.delivery import delta
-from headrace.delivery.plan import Plan, pack, plan_weights
+from headrace.delivery.plan import PackingPlan, pack, plan_weights
 
 LAYERS, HIDDEN, INNER, KEYS, VOCABULARY = 30, 576, 1536, 192, 49152
 
@@ -33,7 +33,7 @@ def make_weights(scale: float) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) * 0.04 for name, shape in shapes.items()}
 
 
-def packed(plan: Plan, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+def packed(plan: PackingPlan, weights: dict[str, torch.Tensor]) -> torch.Tensor:
     """The weights as a snapshot."""
     snapshot = torch.zeros(plan.nbytes, dtype=torch.uint8)
     pack(snapshot, plan.entries, weights)

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from headrace.bench.engine import bench_engine
-from headrace.bench.engine_drive import Driver, Run
+from headrace.bench.engine_drive import Driver, Round
 from headrace.bench.engine_work import EngineBench
 
 MEASURED_ROUND = 3
@@ -27,7 +27,7 @@ class ProfiledRound:
         self._rounds = 0
         self._run = Driver.run
 
-    def __call__(self, driver: Driver, *args: Any, **kwargs: Any) -> Run:
+    def __call__(self, driver: Driver, *args: Any, **kwargs: Any) -> Round:
         """Run a round; the measured one under the profiler, from its 40th step on."""
         self._rounds += 1
         if self._rounds == MEASURED_ROUND:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.sim.long_tail import POLICIES, Outcome, study
+from headrace.sim.long_tail import POLICIES, PolicyOutcome, study
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 640, 360, 56, 44
 TONES = {"generated": "#8a8f98", "depth 2": "#1f6feb", "drop oldest": "#d1495b"}
@@ -42,7 +42,7 @@ def main() -> None:
         given.svg.write_text(picture(outcomes))
 
 
-def picture(outcomes: dict[str, Outcome]) -> str:
+def picture(outcomes: dict[str, PolicyOutcome]) -> str:
     """The distribution functions of lengths, over a logarithmic axis."""
     kept, queue = outcomes["depth 2"], outcomes["drop oldest"]
     longest = float(max(kept.generated.max(), queue.generated.max()))

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from seeds import shared_seed
+from fork_servers import shared_fork_server
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = ("quickstart", "vllm")
@@ -30,7 +30,7 @@ def main() -> int:
     """Train each; the closing line counts."""
     tomls = sorted(path for path in (ROOT / "examples").rglob("*.toml") if path.parent.name not in ELSEWHERE)
     subprocess.run([sys.executable, "examples/smollm2/fetch.py"], cwd=ROOT, check=True)
-    with tempfile.TemporaryDirectory() as directory, shared_seed(Path(directory)):
+    with tempfile.TemporaryDirectory() as directory, shared_fork_server(Path(directory)):
         passed = sum(trains(path.relative_to(ROOT)) for path in tomls)
     sys.stdout.write(f"{passed} passed, {len(tomls) - passed} failed\n")
     return 0 if passed == len(tomls) else 1

@@ -221,14 +221,14 @@ class Wire:
 
             monkeypatch.setattr(sender, "respond", counted)
         elif sender.name == "nccl":
-            broadcast = nccl_group.Group.broadcast
+            broadcast = nccl_group.BroadcastGroup.broadcast
 
             def broadcasting(group: Any, session: int, packed: torch.Tensor, pieces: Any) -> None:
                 # Both ends are in this process.
                 self.nbytes += sum(stop - start for start, stop in pieces) // 2
                 broadcast(group, session, packed, pieces)
 
-            monkeypatch.setattr(nccl_group.Group, "broadcast", broadcasting)
+            monkeypatch.setattr(nccl_group.BroadcastGroup, "broadcast", broadcasting)
 
     def count(self, manifest: Manifest) -> int:
         if isinstance(self._sender, CudaIpcSender):

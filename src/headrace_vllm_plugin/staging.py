@@ -18,10 +18,10 @@ from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Source
 from headrace.errors import DeliveryError
 from headrace_vllm_plugin.adapter import Pristine
-from headrace_vllm_plugin.wire import Order, Staged
+from headrace_vllm_plugin.wire import FetchOrder, StagingState
 
 
-class Staging:
+class WorkerStaging:
     """Holds at most one version. `begin` starts a fetch, `state` says how it stands, `take` hands the tensors out."""
 
     def __init__(self, device: torch.device, pristine: Callable[[], Pristine] | None = None) -> None:
@@ -32,19 +32,19 @@ class Staging:
         self._sources: dict[str, Source] = {}
         self._buffer: torch.Tensor | None = None
         self._weights: dict[str, torch.Tensor] = {}
-        self._state = Staged(version=-1, done=True)
+        self._state = StagingState(version=-1, done=True)
         self._thread: threading.Thread | None = None
 
-    def begin(self, order: Order) -> None:
+    def begin(self, order: FetchOrder) -> None:
         """Fetch this version; one staged earlier and not taken is gone then."""
         if not self._state.done:
             raise DeliveryError(f"cannot stage version {order.version}: version {self._state.version} is under way")
         self._weights = {}
-        self._state = Staged(version=order.version)
+        self._state = StagingState(version=order.version)
         self._thread = threading.Thread(target=self._fetch, args=(order,), name="headrace staging", daemon=True)
         self._thread.start()
 
-    def state(self) -> Staged:
+    def state(self) -> StagingState:
         """How the last fetch stands."""
         return self._state
 
@@ -63,9 +63,9 @@ class Staging:
         self._weights = {}
         self._buffer = self._pristine = None
 
-    def _fetch(self, order: Order) -> None:
+    def _fetch(self, order: FetchOrder) -> None:
         started = time.monotonic()
-        state = Staged(version=order.version, done=True)
+        state = StagingState(version=order.version, done=True)
         try:
             with torch.no_grad():
                 weights = self._fetched(order)
@@ -81,7 +81,7 @@ class Staging:
         state.seconds = time.monotonic() - started
         self._state = state
 
-    def _merged(self, order: Order, adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _merged(self, order: FetchOrder, adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         assert order.scaling is not None
         if self._pristine is None:
             if self._open_pristine is None:
@@ -94,7 +94,7 @@ class Staging:
             )
         return self._pristine.with_adapter(adapter, order.scaling)
 
-    def _fetched(self, order: Order) -> dict[str, torch.Tensor]:
+    def _fetched(self, order: FetchOrder) -> dict[str, torch.Tensor]:
         if plan_digest(order.entries) != order.plan_digest:
             raise DeliveryError(f"version {order.version} is packed by another plan than its manifest's")
         if order.transport not in self._sources:

@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 from headrace.errors import DeliveryError
 from headrace_vllm_plugin.adapter import Pristine
 from headrace_vllm_plugin.live import compare
-from headrace_vllm_plugin.staging import Staging
+from headrace_vllm_plugin.staging import WorkerStaging
 from headrace_vllm_plugin.wire import Live
 
 
@@ -44,7 +44,7 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
-        self.staging = Staging(device, self._pristine)
+        self.staging = WorkerStaging(device, self._pristine)
         self.loaded: dict[str, torch.Tensor] = {}
         self.missing: list[str] = []
 

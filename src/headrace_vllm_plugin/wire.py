@@ -48,7 +48,7 @@ class Truncation(msgspec.Struct, frozen=True):
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
 
 
-class Order(msgspec.Struct, kw_only=True):
+class FetchOrder(msgspec.Struct, kw_only=True):
     """What to fetch: the part of a manifest that a worker needs."""
 
     version: int
@@ -71,7 +71,7 @@ class Accepted(msgspec.Struct, kw_only=True):
     error: str = ""
 
 
-class Staged(msgspec.Struct, kw_only=True):
+class StagingState(msgspec.Struct, kw_only=True):
     """How a fetch stands."""
 
     version: int

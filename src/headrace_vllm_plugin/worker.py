@@ -13,7 +13,7 @@ import vllm
 from headrace.errors import DeliveryError
 from headrace_vllm_plugin import register
 from headrace_vllm_plugin.noise import attach
-from headrace_vllm_plugin.wire import BACKEND, PROTOCOL, Accepted, Facts, Order
+from headrace_vllm_plugin.wire import BACKEND, PROTOCOL, Accepted, Facts, FetchOrder
 
 if TYPE_CHECKING:
     from headrace_vllm_plugin.transfer import HeadraceTransfer
@@ -56,7 +56,7 @@ class HeadraceWorker:
     def headrace_stage(self, order: str) -> dict[str, Any]:
         """Begin to fetch a version beside the live one (`Accepted`)."""
         try:
-            self.headrace_transfer().staging.begin(msgspec.json.decode(order, type=Order))
+            self.headrace_transfer().staging.begin(msgspec.json.decode(order, type=FetchOrder))
         except DeliveryError as error:
             return _answer(Accepted(error=str(error)))
         return _answer(Accepted())

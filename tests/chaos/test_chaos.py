@@ -101,7 +101,7 @@ class Chaos:
                 parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
-            if "headrace.cluster.worker" in command and str(self.run_dir) in command:
+            if "headrace.cluster.worker_main" in command and str(self.run_dir) in command:
                 name = f"{command[command.index('--role') + 1]}-{command[command.index('--rank') + 1]}"
                 found.setdefault(name, []).append(int(process.name))
             elif "headrace.scoring.worker_main" in command and parent == self.process.pid:

@@ -34,7 +34,7 @@ from headrace.delivery.transports.cuda_ipc import CudaIpcSource
 from headrace.delivery.transports.files import Directory
 from headrace.delivery.transports.shm import ShmSource
 from headrace.delivery.transports.tcp import TcpSender
-from headrace.delivery.transports.tcp_plain import PlainLine
+from headrace.delivery.transports.tcp_plain import PlainConnection
 from headrace.delivery.transports.tcp_relay import Relay
 
 
@@ -131,7 +131,7 @@ def arm_engine(step: str, transport: str) -> None:
         case "mid-fetch", "file":
             file.opened = reading(file.opened, then=die)
         case "mid-fetch", "tcp":
-            PlainLine.receive = after(PlainLine.receive)  # type: ignore[method-assign]
+            PlainConnection.receive = after(PlainConnection.receive)  # type: ignore[method-assign]
         case "mid-fetch", "nccl":
             nccl_source.pieces = one_piece
         case "mid-fetch", "cuda_ipc":

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.channel.beats import Ready, Stop
 from headrace.channel.codec import Message
-from headrace.channel.desk import Desk
+from headrace.channel.heartbeats import Ready, Stop
 from headrace.channel.hub import Hub
+from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config, make_config
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
@@ -37,7 +37,7 @@ from headrace.engines.messages import Deltas
 from headrace.engines.pool import EnginePool
 from headrace.engines.remote import RemoteEngine
 from headrace.engines.server import Build, Emit
-from headrace.engines.worker import serve
+from headrace.engines.serving import serve
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array, Int32Array
 
@@ -143,8 +143,8 @@ async def over_the_wire(setting: Setting, build: Build) -> AsyncIterator[RemoteE
 
     hub = Hub(f"ipc://{sockets}/hub", on_message)
     hub.start()
-    desk = Desk("engine-0", hub.address, setting.tmp_path)
-    desk.spoke.start()
+    link = WorkerLink("engine-0", hub.address, setting.tmp_path)
+    link.spoke.start()
     engine_config = {"slots": SLOTS, "block_size": 8, "prefill_chunk": 32, "interrupt": setting.interrupt}
     config = make_config(
         {
@@ -153,7 +153,7 @@ async def over_the_wire(setting: Setting, build: Build) -> AsyncIterator[RemoteE
             "engine": {**engine_config, "max_length": MAX_LENGTH},
         }
     )
-    worker = threading.Thread(target=serve, args=(desk, config, build))
+    worker = threading.Thread(target=serve, args=(link, config, build))
     worker.start()
     await asyncio.wait_for(ready.wait(), 30)
     engine = engines["engine-0"] = RemoteEngine(hub, "engine-0", load_deadline=20, token_deadline=20)
@@ -163,7 +163,7 @@ async def over_the_wire(setting: Setting, build: Build) -> AsyncIterator[RemoteE
         await engine.close()
         await hub.send("engine-0", Stop())
         await asyncio.to_thread(worker.join, 20)
-        desk.spoke.close()
+        link.spoke.close()
         await hub.close()
         shutil.rmtree(sockets)
 
@@ -174,8 +174,8 @@ async def remote(setting: Setting) -> AsyncIterator[Subject]:
     loops: list[EngineLoop] = []
     built = threading.Event()
 
-    def build_loop(desk: Desk, config: Config, emit: Emit) -> EngineLoop:
-        loops.append(build(desk, config, emit))
+    def build_loop(link: WorkerLink, config: Config, emit: Emit) -> EngineLoop:
+        loops.append(build(link, config, emit))
         built.set()  # It has said before that it is ready.
         return loops[0]
 
@@ -194,18 +194,18 @@ async def event_loop(setting: Setting) -> AsyncIterator[Subject]:
     policy = FakePolicy(VOCABULARY)
     engines: list[FakeEngine] = []
 
-    def build_server(desk: Desk, config: Config, emit: Emit) -> EventLoopServer:
+    def build_server(link: WorkerLink, config: Config, emit: Emit) -> EventLoopServer:
         @asynccontextmanager
         async def opened() -> AsyncIterator[Opened]:
             # Its tokens take time: tests must see what runs and what waits, from another thread.
             made = FakeEngine(
-                name=desk.name, policy=policy, slots=SLOTS, interrupt=setting.interrupt, token_seconds=0.003
+                name=link.name, policy=policy, slots=SLOTS, interrupt=setting.interrupt, token_seconds=0.003
             )
             engines.append(made)
-            desk.ready()
+            link.ready()
             yield Opened(made)
 
-        return EventLoopServer(desk.name, opened, emit)
+        return EventLoopServer(link.name, opened, emit)
 
     async with over_the_wire(setting, build_server) as engine:
         yield Subject(engine, engine.load, engines[0].counters, _fake_publish(policy), _fake_reference(policy))

@@ -21,7 +21,7 @@ from delivery_parts import BUCKET_BYTES, KINDS, Publishing, Serving
 from headrace.delivery import receiver, staging
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.device_copies import DeviceCopies
-from headrace.delivery.plan import Plan
+from headrace.delivery.plan import PackingPlan
 from headrace.delivery.transports import WITHOUT_GPU, cuda_ipc, nccl_sessions, nccl_wire, tcp_source
 from headrace.delivery.transports.base import Source
 from headrace.delivery.transports.cuda_ipc import CudaIpcSender
@@ -31,7 +31,7 @@ from headrace.delivery.transports.nccl_source import NcclSource
 from headrace.delivery.transports.shm import ShmSender
 from headrace.delivery.transports.tcp import TcpSender
 from headrace.delivery.transports.tcp_source import TcpSource
-from headrace.delivery.transports.tcp_wire import Answer, Ask
+from headrace.delivery.transports.tcp_wire import ReadReply, ReadRequest
 from headrace.engines.base import Delta
 
 RUN_ID = f"delivery-{os.getpid()}"
@@ -201,7 +201,7 @@ def travelling(trainer: Publishing, manifest: Manifest) -> torch.Tensor:
     entries = tuple(manifest.payload or manifest.entries)
     if trainer.sender.name == "file":
         return torch.from_numpy(np.memmap(manifest.location, np.uint8, "r+"))
-    tensors = trainer.sender.snapshot(manifest.location, Plan(entries=entries, nbytes=0, digest=0))
+    tensors = trainer.sender.snapshot(manifest.location, PackingPlan(entries=entries, nbytes=0, digest=0))
     return tensors[entries[-1].name].view(-1).view(torch.uint8)
 
 
@@ -278,10 +278,10 @@ def test_a_question_that_nobody_answers_is_given_up(
     real, lost = trainer.sender.respond, []
 
     def forgetful(frames: list[bytes]) -> list[Any]:
-        wanted = msgspec.msgpack.decode(frames[0], type=Ask)
+        wanted = msgspec.msgpack.decode(frames[0], type=ReadRequest)
         if wanted.start and not lost:
             lost.append(wanted.start)
-            return [msgspec.msgpack.encode(Answer(-1, 0, 0, 0, 0))]
+            return [msgspec.msgpack.encode(ReadReply(-1, 0, 0, 0, 0))]
         return real(frames)
 
     monkeypatch.setattr(trainer.sender, "respond", forgetful)

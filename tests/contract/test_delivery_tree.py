@@ -28,7 +28,7 @@ from headrace.delivery.transports.tcp_relay import Relay
 from headrace.delivery.transports.tcp_server import decode_ask
 from headrace.delivery.transports.tcp_source import TcpSource
 from headrace.delivery.transports.tcp_tree import FAN_OUT, TREE_ABOVE
-from headrace.delivery.transports.tcp_wire import Ask, Location, parse_location
+from headrace.delivery.transports.tcp_wire import ReadRequest, TcpLocation, parse_location
 from headrace.errors import DeliveryError
 
 ENGINES = 7
@@ -178,7 +178,7 @@ def test_a_relay_that_goes_in_mid_transfer_costs_nobody_the_version(
     before, answered = sent(trainer), []
     closing = threading.Thread(target=relay_of(sources[0]).close)
 
-    def stumble(frames: list[bytes]) -> Ask | None:
+    def stumble(frames: list[bytes]) -> ReadRequest | None:
         answered.append(frames)
         if len(answered) == 1:
             return decode_ask(frames)
@@ -229,7 +229,7 @@ def test_engines_that_die_while_others_wait_for_them(
     assert isinstance(trainer.sender, TcpSender)
     location = parse_location(manifest.location)
     for name in ("dies-1", "dies-2"):
-        trainer.sender.respond([msgspec.msgpack.encode(Ask(1, location.place, 1, 0, 0, name))])
+        trainer.sender.respond([msgspec.msgpack.encode(ReadRequest(1, location.place, 1, 0, 0, name))])
     waiting = threading.Thread(target=proved, args=([engines[0]], manifest))
     waiting.start()
     time.sleep(0.3)
@@ -306,10 +306,10 @@ def test_a_relay_in_the_clear_of_an_encrypted_version_is_not_asked(
     make_keys(keys)
     sender = TcpSender(keys=keys, receivers=ENGINES)
     location = sender.write(1, PLAN, WEIGHTS)
-    liar = Relay(Location(False, "127.0.0.1", 9, 0), None)
+    liar = Relay(TcpLocation(False, "127.0.0.1", 9, 0), None)
     liar.serve(1, 1, torch.from_numpy(np.zeros(PLAN.nbytes, np.uint8)))
     for name in ("a", "b"):
-        sender.respond([msgspec.msgpack.encode(Ask(1, 0, 1, 0, 0, name, liar.location if name == "a" else ""))])
+        sender.respond([msgspec.msgpack.encode(ReadRequest(1, 0, 1, 0, 0, name, liar.location if name == "a" else ""))])
     source = TcpSource(keys=keys)
     assert torch.equal(source.open(location, 1, PLAN.entries)["w"], WEIGHTS["w"])
     assert "is not encrypted as the trainer is" in caplog.text and not source.relayed

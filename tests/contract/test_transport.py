@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace.delivery import transports
-from headrace.delivery.plan import Plan, plan_weights
+from headrace.delivery.plan import PackingPlan, plan_weights
 from headrace.delivery.transports.base import Sender, Source
 from headrace.delivery.transports.files import LOCK
 from headrace.delivery.transports.object_store import MARKER
@@ -85,7 +85,7 @@ def source(transport: str, sender: Sender) -> Iterator[Source]:
     made.close()
 
 
-def write(sender: Sender, version: int, plan: Plan, weights: dict[str, torch.Tensor]) -> str:
+def write(sender: Sender, version: int, plan: PackingPlan, weights: dict[str, torch.Tensor]) -> str:
     location = sender.write(version, plan, weights)
     sender.finish(location)
     return location

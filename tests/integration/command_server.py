@@ -83,7 +83,7 @@ def main() -> None:
     """Load, then serve until the test closes its end."""
     import headrace.engines.embedded.building
     import headrace.pipeline.replay
-    import headrace.training.worker  # noqa: F401
+    import headrace.training.serving  # noqa: F401
 
     # The collector of a fork, also the one that runs at its end, needs not look at what is loaded.
     gc.collect()

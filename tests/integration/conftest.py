@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from seeds import shared_seed
+from fork_servers import shared_fork_server
 
 
 def meddling() -> str:
@@ -22,7 +22,7 @@ def meddling() -> str:
 @pytest.fixture(scope="session", autouse=True)
 def seed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """None of these runs has to load anything."""
-    with shared_seed(tmp_path_factory.mktemp("seed"), PYTHONPATH=meddling()):
+    with shared_fork_server(tmp_path_factory.mktemp("seed"), PYTHONPATH=meddling()):
         yield
 
 

@@ -31,7 +31,7 @@ CANARY = canary_sequence(61, 8)
 _PROCESSES = multiprocessing.get_context("forkserver")
 # What takes seconds to import is imported once. Only what is installed: the server does not see this directory.
 _MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral", "qwen3")]
-_PROCESSES.set_forkserver_preload([*_MODELS, "transformers.integrations.moe", "headrace.training.worker"])
+_PROCESSES.set_forkserver_preload([*_MODELS, "transformers.integrations.moe", "headrace.training.serving"])
 
 
 class Case(msgspec.Struct, frozen=True):

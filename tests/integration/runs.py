@@ -91,7 +91,7 @@ def worker_pids(run_dir: Path) -> dict[str, int]:
             command = (process / "cmdline").read_bytes().decode().split("\0")
         except OSError:
             continue
-        if "headrace.cluster.worker" in command and str(run_dir) in command:
+        if "headrace.cluster.worker_main" in command and str(run_dir) in command:
             role, rank = command[command.index("--role") + 1], command[command.index("--rank") + 1]
             found[f"{role}-{rank}"] = int(process.name)
     return found

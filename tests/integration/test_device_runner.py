@@ -20,7 +20,7 @@ from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.device import prompts, runner
 from headrace.engines.embedded.device.pace import Pace
-from headrace.engines.embedded.device.transfer import Mark
+from headrace.engines.embedded.device.transfer import StreamMark
 from headrace.engines.embedded.setup import make_device_runner, make_host_runner
 from headrace.models.attention import ATTENTION
 from headrace.models.loading import named_weights
@@ -44,13 +44,13 @@ SHAPE = {
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU every launch would be over at once: here some are seen late, as there."""
     if DEVICE == "cpu":
-        draw, looks = random.Random(0), WeakKeyDictionary[Mark, int]()
+        draw, looks = random.Random(0), WeakKeyDictionary[StreamMark, int]()
 
-        def passed(mark: Mark) -> bool:
+        def passed(mark: StreamMark) -> bool:
             looks[mark] = looks.get(mark, draw.randrange(4)) - 1
             return looks[mark] < 0
 
-        monkeypatch.setattr(Mark, "passed", passed)
+        monkeypatch.setattr(StreamMark, "passed", passed)
 
 
 @pytest.fixture(params=["computed", "replayed"])

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 from runs import small_config
 
-from headrace.channel.desk import Desk
 from headrace.channel.spoke import Incoming
 from headrace.channel.turns import FILE, EngineTurns, TrainerTurns
+from headrace.channel.worker_link import WorkerLink
 from headrace.training.messages import Published, Train, Trained
+from headrace.training.serving import FIRST_RANK, TrainerRole
 from headrace.training.warm_up import warm_up_batches
-from headrace.training.worker import FIRST_RANK, TrainerRole
 from headrace.types import Float32Array, Int32Array
 
 
 def test_the_canary_is_scored_while_no_engine_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Desk(FIRST_RANK, f"ipc://{tmp_path}/hub", tmp_path)
-    role = TrainerRole(desk, small_config(tmp_path))
+    link = WorkerLink(FIRST_RANK, f"ipc://{tmp_path}/hub", tmp_path)
+    role = TrainerRole(link, small_config(tmp_path))
     role.turns = TrainerTurns(tmp_path / FILE)
     engine = EngineTurns(tmp_path / FILE)
     sent: list[Published] = []
@@ -35,7 +35,7 @@ def test_the_canary_is_scored_while_no_engine_computes(tmp_path: Path, monkeypat
         taken.append(engine.take())
         return score(token_ids)
 
-    monkeypatch.setattr(desk.spoke, "send", sent.append)
+    monkeypatch.setattr(link.spoke, "send", sent.append)
     monkeypatch.setattr(role.trainer, "score", watched)
     try:
         before = score(role.publisher.canary_token_ids)
@@ -55,16 +55,16 @@ def test_the_canary_is_scored_while_no_engine_computes(tmp_path: Path, monkeypat
         role.trainer.close()
         role.turns.close()
         engine.close()
-        desk.spoke.close()
+        link.spoke.close()
 
 
 def test_a_wait_for_the_turn_is_no_part_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = Desk(FIRST_RANK, f"ipc://{tmp_path}/hub", tmp_path)
-    role = TrainerRole(desk, small_config(tmp_path))
+    link = WorkerLink(FIRST_RANK, f"ipc://{tmp_path}/hub", tmp_path)
+    role = TrainerRole(link, small_config(tmp_path))
     role.turns = TrainerTurns(tmp_path / FILE)
     engine = EngineTurns(tmp_path / FILE)
     replies: list[Trained] = []
-    monkeypatch.setattr(desk.spoke, "reply", lambda incoming, answer: replies.append(answer))
+    monkeypatch.setattr(link.spoke, "reply", lambda incoming, answer: replies.append(answer))
     wait = 1.0
     batch = next(warm_up_batches(role.trainer.model.config.vocab_size, 64))
     assert engine.take()
@@ -80,4 +80,4 @@ def test_a_wait_for_the_turn_is_no_part_of_the_step(tmp_path: Path, monkeypatch:
         role.trainer.close()
         role.turns.close()
         engine.close()
-        desk.spoke.close()
+        link.spoke.close()

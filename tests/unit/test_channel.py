@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from headrace.channel.beats import Beat, Hello, Stop
 from headrace.channel.codec import Message, decode, encode
+from headrace.channel.heartbeats import Heartbeat, Hello, Stop
 from headrace.channel.hub import Hub
 from headrace.channel.spoke import Spoke
 from headrace.errors import ChannelError, DeadlineError, PeerDied
@@ -67,7 +67,7 @@ def test_what_is_not_a_message_is_refused() -> None:
 
 def _worker(address: str) -> None:
     spoke = Spoke(
-        address, "worker-0", beat=lambda: Beat(phase="busy", time=time.monotonic()), on_lost=lambda: os._exit(3)
+        address, "worker-0", beat=lambda: Heartbeat(phase="busy", time=time.monotonic()), on_lost=lambda: os._exit(3)
     )
     spoke.start()
     while True:
@@ -117,9 +117,9 @@ async def test_requests_are_answered_and_beats_arrive_while_busy(connected) -> N
     with pytest.raises(ChannelError, match="worker-0: told to"):
         await hub.request("worker-0", Echo(text="raise"), Answer, timeout=10)
     await hub.send("worker-0", Slow(seconds=2.0))
-    before = sum(isinstance(message, Beat) for message in seen)
+    before = sum(isinstance(message, Heartbeat) for message in seen)
     await asyncio.sleep(1.8)
-    assert sum(isinstance(message, Beat) for message in seen) >= before + 2
+    assert sum(isinstance(message, Heartbeat) for message in seen) >= before + 2
 
 
 async def test_a_request_has_a_deadline_and_names_who_was_late(connected) -> None:

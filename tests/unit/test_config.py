@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from headrace.config import (
-    AgentTask,
+    AgentTaskConfig,
     AlgorithmConfig,
     Config,
-    DatasetTask,
-    EnvironmentTask,
-    GymTask,
+    DatasetTaskConfig,
+    EnvironmentTaskConfig,
+    GymTaskConfig,
     PolicyConfig,
     ScorerConfig,
     dump_config,
@@ -85,7 +85,8 @@ NOT_SECTIONS = {"task", "task_name", "policy_name", "scorers"}
 def test_keys_are_pinned() -> None:
     config = make_config({**MINIMAL, "lora": {}})
     pinned = {
-        AgentTask: AGENT_KEYS, DatasetTask: DATASET_KEYS, EnvironmentTask: ENVIRONMENT_KEYS, GymTask: GYM_KEYS,
+        AgentTaskConfig: AGENT_KEYS, DatasetTaskConfig: DATASET_KEYS,
+        EnvironmentTaskConfig: ENVIRONMENT_KEYS, GymTaskConfig: GYM_KEYS,
         PolicyConfig: POLICY_KEYS, ScorerConfig: SCORER_KEYS,
     }  # fmt: skip
     assert {kind: set(kind.__struct_fields__) for kind in pinned} == pinned

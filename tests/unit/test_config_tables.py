@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.config import DatasetTask, ScorerConfig, dump_config, load_config, make_config, with_settings
+from headrace.config import DatasetTaskConfig, ScorerConfig, dump_config, load_config, make_config, with_settings
 from headrace.errors import ConfigError
 from headrace.types import POLICY, TASK
 
@@ -183,7 +183,7 @@ def test_a_name_in_a_setting_does_not_rename_what_a_file_describes() -> None:
 def test_scorers_stand_in_for_a_reward(tmp_path: Path) -> None:
     raw = {"model": MODEL, "task": DATASET, "scorers": {"exact": EXACT, "short": {"scorer": "m:Short", "weight": -0.5}}}
     config = make_config(raw, ["scorers.short.config.limit=9"])
-    assert isinstance(config.task, DatasetTask)
+    assert isinstance(config.task, DatasetTaskConfig)
     assert config.task.reward is None
     assert config.scorers == {
         "exact": ScorerConfig(scorer="scorers.py:Exact"),

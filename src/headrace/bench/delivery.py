@@ -24,7 +24,7 @@ from headrace.bench.delivery_options import RANK, DeliveryBench, Row, check_opti
 from headrace.bench.delivery_plain import copy_seconds, proof_seconds, socket_seconds
 from headrace.bench.delivery_sets import Sets, check_model_name, load, make_sets
 from headrace.bench.engine_swaps import CANARY_TOLERANCE
-from headrace.bench.publishing import Begin, Done, PublisherProcess, save_sets
+from headrace.bench.publishing import Begin, PublisherProcess, PublishReply, save_sets
 from headrace.bench.side import Side
 from headrace.delivery.base import Kind, Manifest
 from headrace.delivery.cores import threads_here
@@ -46,7 +46,7 @@ digests, gets to it between two steps, and launches the copy; what was under way
 class _Delivered:
     """One measured version."""
 
-    done: Done
+    done: PublishReply
     manifest: Manifest
     taken: list[Taken]
     copy_seconds: float
@@ -215,7 +215,7 @@ def _figures(row: Row, delivered: list[_Delivered], *, decodes: bool) -> dict[st
     return found
 
 
-def _legs(done: Done, taken: Taken) -> dict[str, float]:
+def _legs(done: PublishReply, taken: Taken) -> dict[str, float]:
     """Where the time from the publish to the first token went, one leg after the other; see `LEGS`."""
     moments = [
         done.began,

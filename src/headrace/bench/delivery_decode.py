@@ -27,7 +27,7 @@ _STEPS = 16
 
 
 class DecodingEngine:
-    """A full batch that never ends. See `delivery_messages.Engine`."""
+    """A full batch that never ends. See `delivery_messages.BenchEngine`."""
 
     def __init__(self, enter: Enter) -> None:
         model = load(enter.model, enter.dtype, enter.device, enter.seed)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from headrace.bench.delivery_messages import Engine, Enter, Entered, Take, Taken
+from headrace.bench.delivery_messages import BenchEngine, Enter, Entered, Take, Taken
 from headrace.bench.delivery_sets import load, served_adapter
 from headrace.bench.engine_rescore import plain_twin, row_logprobs
-from headrace.bench.side import Line
+from headrace.bench.side import Connection
 from headrace.delivery.base import Manifest
 from headrace.delivery.receiver import Receiver, Staged
 from headrace.engines.base import Sampling
@@ -46,11 +46,11 @@ class HoldingEngine:
         self._twin: Any = plain_twin(model)
 
     def stage(self, manifest: Manifest) -> Staged:
-        """See `Engine.stage`."""
+        """See `BenchEngine.stage`."""
         return self._receiver.stage(manifest)
 
     def take(self, staged: Staged) -> Taken:
-        """See `Engine.take`."""
+        """See `BenchEngine.take`."""
         manifest, began = staged.manifest, time.monotonic()
         with torch.no_grad():
             installed = self._receiver.install(staged)
@@ -75,7 +75,7 @@ class HoldingEngine:
         """Nothing runs here meanwhile."""
 
     def close(self) -> None:
-        """See `Engine.close`."""
+        """See `BenchEngine.close`."""
         self._receiver.close()
 
     def _score(self, manifest: Manifest) -> Float32Array:
@@ -83,7 +83,7 @@ class HoldingEngine:
         return row_logprobs(self._twin, tokens[:1], tokens[1:], Sampling(max_tokens=1))
 
 
-def make_engine(enter: Enter) -> Engine:
+def make_engine(enter: Enter) -> BenchEngine:
     """The engine that was asked for."""
     if not enter.decode:
         return HoldingEngine(enter)
@@ -96,7 +96,7 @@ def make_engine(enter: Enter) -> Engine:
 class Orders:
     """Versions as they come, staged at once: an engine looks only between two steps."""
 
-    def __init__(self, line: Line, engine: Engine) -> None:
+    def __init__(self, line: Connection, engine: BenchEngine) -> None:
         self._line = line
         self._engine = engine
         self._staged: queue.SimpleQueue[tuple[Staged, float, float] | BaseException] = queue.SimpleQueue()
@@ -124,7 +124,7 @@ class Orders:
             self._staged.put(error)
 
 
-def serve(line: Line) -> None:
+def serve(line: Connection) -> None:
     """Obey until the line closes."""
     enter = line.receive(Enter, IDLE_SECONDS)
     torch.set_num_threads(enter.threads)
@@ -148,4 +148,4 @@ def serve(line: Line) -> None:
 
 
 if __name__ == "__main__":
-    serve(Line(int(sys.argv[1])))
+    serve(Connection(int(sys.argv[1])))

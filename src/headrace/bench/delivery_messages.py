@@ -60,7 +60,7 @@ class Taken(msgspec.Struct, kw_only=True):
     """Of a decode step, in the mean over those since the delivery before."""
 
 
-class Engine(Protocol):
+class BenchEngine(Protocol):
     """What a process of the benchmark does with manifests."""
 
     def stage(self, manifest: Manifest) -> Staged:

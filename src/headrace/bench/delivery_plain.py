@@ -43,7 +43,7 @@ def copy_seconds(nbytes: int, device: str, repeats: int = REPEATS) -> float:
     return median_seconds(lambda: target.copy_(source), device, repeats)
 
 
-class Snapshot:
+class PlainSnapshot:
     """A plain copy of weights, tensor by tensor: the least that a trainer can lose to a publish."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], device: str) -> None:
@@ -61,7 +61,7 @@ def proof_seconds(weights: Mapping[str, torch.Tensor], device: str) -> dict[str,
     On the host a digest may use more cores than that: how long it then takes, by how many, is there too.
     """
     placed = {name: tensor.to(device) for name, tensor in weights.items()}
-    plain = Snapshot(placed, device)
+    plain = PlainSnapshot(placed, device)
     works: dict[str, Callable[[], float]] = {"copy_seconds": lambda: plain.seconds(placed)}
     if device == "cpu":
         alike = torch.get_num_threads()

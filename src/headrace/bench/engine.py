@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from headrace.bench.engine_bytes import copy_bandwidth, decode_contexts, footprint, settle
-from headrace.bench.engine_drive import Driver, Run
+from headrace.bench.engine_drive import Driver, Round
 from headrace.bench.engine_fork import bench_fork
 from headrace.bench.engine_peers import bench_peer
 from headrace.bench.engine_rescore import chosen_rows, plain_twin, rescore
@@ -112,7 +112,7 @@ class _Bench:
             "load_seconds": self._load_seconds,
         }
 
-    def _figures(self, run: Run) -> dict[str, Any]:
+    def _figures(self, run: Round) -> dict[str, Any]:
         work, foot = self._work, self._footprint
         contexts = decode_contexts(self._options.prompt, work.lengths)
         found = {
@@ -145,12 +145,12 @@ class _Bench:
             "fraction_of_ceiling": ideal / (seconds / steps),
         }
 
-    def _while_full(self, run: Run) -> float | None:
+    def _while_full(self, run: Round) -> float | None:
         """Until the last request had its place; None where all had theirs from the beginning."""
         mark = run.full_until
         return mark.tokens / mark.seconds if mark and len(run.answers) > self._options.batch else None
 
-    def _before_tail(self, run: Run) -> dict[str, Any]:
+    def _before_tail(self, run: Round) -> dict[str, Any]:
         """The steps from submitting until only the tail's rows were left, prompts included."""
         assert run.tail_from is not None
         work, mark = self._work, run.tail_from
@@ -158,7 +158,7 @@ class _Bench:
         kv = self._footprint.kv_read(decode_contexts(self._options.prompt, drawn))
         return self._stretch(len(drawn), kv, mark.tokens, mark.steps, mark.seconds)
 
-    def _tail(self, run: Run) -> dict[str, Any]:
+    def _tail(self, run: Round) -> dict[str, Any]:
         """The steps after all but the tail's rows ended."""
         assert run.tail_from is not None
         rows, mark = self._work.tail_rows, run.tail_from
@@ -173,7 +173,7 @@ class _Bench:
         found |= {"tokens_per_second": tokens / seconds, "step_ms": 1e3 * seconds / steps}
         return found | self._ceiling(kv_bytes, tokens, steps, seconds)
 
-    def _rescored(self, run: Run) -> dict[str, Any] | None:
+    def _rescored(self, run: Round) -> dict[str, Any] | None:
         if not self._options.rescore:
             return None
         rows = chosen_rows(len(run.answers), self._options.rescore)
@@ -187,7 +187,7 @@ class _Bench:
         self._say(f"forking a sequence {count} times at token {at}")
         return bench_fork(driver, self._work, count, at, self._options.generate)
 
-    def _swapped(self, driver: Driver, plain: Run) -> dict[str, Any]:
+    def _swapped(self, driver: Driver, plain: Round) -> dict[str, Any]:
         work, options = self._work.rolled(2), self._options
         sets = two_sets(self._model, options.seed)
         stream = SwapStream(driver.core, self._twin, sets, every=options.swap_every, dtype=self._dtype)
@@ -246,7 +246,7 @@ def drawn_before_tail(lengths: list[int], tail_rows: int, tokens: int) -> list[i
     return ended + [(tokens - sum(ended)) // tail_rows] * tail_rows
 
 
-def _step_ms(run: Run) -> dict[str, float | None]:
+def _step_ms(run: Round) -> dict[str, float | None]:
     def split(seconds: float | None) -> float | None:
         return None if seconds is None else 1e3 * seconds / run.steps
 

@@ -22,7 +22,7 @@ STALL_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class DrawnAnswer:
     """All that one request got."""
 
     token_ids: Int32Array
@@ -31,7 +31,7 @@ class Answer:
 
 
 @dataclass
-class Mark:
+class ProgressMark:
     """Where a run stands at one moment."""
 
     seconds: float
@@ -40,10 +40,10 @@ class Mark:
 
 
 @dataclass
-class Run:
+class Round:
     """One timed round."""
 
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[DrawnAnswer] = field(default_factory=list)
     """In the order of the requests."""
     seconds: float = 0.0
     steps: int = 0
@@ -54,9 +54,9 @@ class Run:
     device_seconds: float | None = None
     prefilled: int = 0
     preemptions: int = 0
-    full_until: Mark | None = None
+    full_until: ProgressMark | None = None
     """When nobody waited for a place any more."""
-    tail_from: Mark | None = None
+    tail_from: ProgressMark | None = None
     """When only the tail was left."""
 
     @property
@@ -76,13 +76,15 @@ class Driver:
         self._calls = 0
         self._alive = 0.0
 
-    def run(self, requests: Sequence[Request], *, tail_rows: int = 0, between: Callable[[], None] | None = None) -> Run:
+    def run(
+        self, requests: Sequence[Request], *, tail_rows: int = 0, between: Callable[[], None] | None = None
+    ) -> Round:
         """Submit all, step until every one has ended. `between` is called before every step."""
         timings = getattr(self.core, "timings", None)  # filled by GPU runners
         if timings is not None:
             timings.reset()
         before = stats = self.core.counters()
-        run, first_step = Run(), self._steps()
+        run, first_step = Round(), self._steps()
         started = now = self._clock()
         self.submit(requests)
         while self._open:
@@ -94,7 +96,9 @@ class Driver:
             if stats.prefilled_tokens == prefilled:
                 run.decode_steps += self._steps() - steps
                 run.decode_seconds += now - then
-            mark = Mark(now - started, self._steps() - first_step, stats.generated_tokens - before.generated_tokens)
+            mark = ProgressMark(
+                now - started, self._steps() - first_step, stats.generated_tokens - before.generated_tokens
+            )
             if run.full_until is None and not stats.waiting:
                 run.full_until = mark
             if tail_rows and run.tail_from is None and len(self._open) <= tail_rows:
@@ -133,10 +137,10 @@ class Driver:
             if delta.finish is not None:
                 self._open.remove(delta.id)
 
-    def answer(self, request: Request, *, whole: bool = True) -> Answer:
+    def answer(self, request: Request, *, whole: bool = True) -> DrawnAnswer:
         """What a request got so far, in one piece; with `whole` it must be all that it asked for."""
         deltas = self._deltas[request.id]
-        answer = Answer(
+        answer = DrawnAnswer(
             np.concatenate([np.empty(0, np.int32), *(d.token_ids for d in deltas)]),
             np.concatenate([np.empty(0, np.float32), *(d.logprobs for d in deltas)]),
             np.concatenate([np.empty(0, np.int32), *(d.versions for d in deltas)]),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from headrace.bench.engine_drive import Answer, Driver
+from headrace.bench.engine_drive import DrawnAnswer, Driver
 from headrace.bench.engine_work import Work
 from headrace.engines.base import Request
 from headrace.types import Int32Array
@@ -48,11 +48,11 @@ def _run_to_pivot(driver: Driver, work: Work, at: int, length: int) -> tuple[Int
     return np.concatenate([prompt, known])[:at].astype(np.int32), pivot
 
 
-def _pairs(forks: list[Answer], fresh: list[Answer]) -> list[tuple[Answer, Answer]]:
+def _pairs(forks: list[DrawnAnswer], fresh: list[DrawnAnswer]) -> list[tuple[DrawnAnswer, DrawnAnswer]]:
     return list(zip(forks, fresh, strict=True))
 
 
-def _difference(fork: Answer, fresh: Answer) -> float:
+def _difference(fork: DrawnAnswer, fresh: DrawnAnswer) -> float:
     """Up to where the tokens part."""
     same = fork.token_ids == fresh.token_ids
     until = len(same) if same.all() else int(same.argmin())

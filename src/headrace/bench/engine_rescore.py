@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.bench.engine_drive import Answer
+from headrace.bench.engine_drive import DrawnAnswer
 from headrace.engines.base import Sampling
 from headrace.models.head import float32_head
 from headrace.types import Float32Array, Int32Array
@@ -43,7 +43,7 @@ def exact_twin(twin: Any) -> Any:
 
 
 def rescore(
-    twin: Any, prompts: list[Int32Array], answers: list[Answer], rows: list[int], sampling: Sampling
+    twin: Any, prompts: list[Int32Array], answers: list[DrawnAnswer], rows: list[int], sampling: Sampling
 ) -> dict[str, Any]:
     """How far the recorded log-probabilities of these rows are from those of the same weights in float32."""
     exact = exact_twin(twin)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from headrace.bench.engine_rescore import row_logprobs
-from headrace.bench.publishing import Begin, Done, PublisherProcess, Weights, save_sets
+from headrace.bench.publishing import Begin, PublisherProcess, PublishReply, Weights, save_sets
 from headrace.delivery.base import Proof
 from headrace.delivery.receiver import Staged
 from headrace.engines.base import Sampling
@@ -177,7 +177,7 @@ class SwapStream:
             # Raised where the run is driven, not lost with this thread.
             self._ready.put(error)
 
-    def _publish(self, version: int) -> Future[Done]:
+    def _publish(self, version: int) -> Future[PublishReply]:
         return self._orders.submit(self._publisher.publish, version)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from headrace.bench.engine_drive import Answer
+from headrace.bench.engine_drive import DrawnAnswer
 from headrace.bench.engine_rescore import logprobs_of
 from headrace.bench.engine_swaps import install
 from headrace.bench.publishing import Weights
@@ -29,7 +29,7 @@ def check_tags(
     twin: Any,
     sets: tuple[Weights, Weights],
     prompts: list[Int32Array],
-    answers: list[Answer],
+    answers: list[DrawnAnswer],
     rows: list[int],
     sampling: Sampling,
     dtype: str,
@@ -40,7 +40,7 @@ def check_tags(
     for row in rows:
         answer = answers[row]
         expected = replay(twin, sets, prompts[row], answer, sampling)
-        swapped = Answer(answer.token_ids, answer.logprobs, (answer.versions + 1).astype(np.int32))
+        swapped = DrawnAnswer(answer.token_ids, answer.logprobs, (answer.versions + 1).astype(np.int32))
         wrong = replay(twin, sets, prompts[row], swapped, sampling)
         # Minus infinity: truncation leaves the token out, by rounding at its edge or because the tag is wrong.
         inside, known = ~np.isneginf(expected), ~np.isneginf(wrong)
@@ -62,7 +62,7 @@ def check_tags(
 
 @torch.inference_mode()
 def replay(
-    twin: Any, sets: tuple[Weights, Weights], prompt: Int32Array, answer: Answer, sampling: Sampling
+    twin: Any, sets: tuple[Weights, Weights], prompt: Int32Array, answer: DrawnAnswer, sampling: Sampling
 ) -> Float32Array:
     """Log-probabilities of an answer whose inputs go through the weights of the tags, with all older keys kept."""
     ids = torch.from_numpy(np.concatenate([prompt, answer.token_ids]).astype(np.int64)).to(twin.device)

@@ -23,7 +23,7 @@ from headrace.buffer.store import Store
 from headrace.buffer.writer import Call, Event, Writer
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.inputs import check_inputs
-from headrace.pipeline.session import Session
+from headrace.pipeline.session import RunSession
 from headrace.review.ledgers import read_ledgers
 from headrace.run_dir import RunDir
 
@@ -136,7 +136,7 @@ def bench_overhead(pairs: int, versions: int, say: Callable[[str], None]) -> dic
         say(f"{total} versions in {2 * pairs} blocks of {versions}")
         run_dir = RunDir.create(config)
         task, chat = check_inputs(config)
-        Session(config, run_dir, NoProgress(), task, chat, journal=journal).execute()
+        RunSession(config, run_dir, NoProgress(), task, chat, journal=journal).execute()
         balanced = read_ledgers(run_dir.path)["balanced"]
     rates = made[0].rates()
     for pair, (off, on) in enumerate(zip(rates["off"], rates["on"], strict=True), start=1):

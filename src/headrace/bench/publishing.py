@@ -16,8 +16,8 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.bench.delivery_plain import Snapshot
-from headrace.bench.side import Line, Side
+from headrace.bench.delivery_plain import PlainSnapshot
+from headrace.bench.side import Connection, Side
 from headrace.delivery.base import Kind, Manifest
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
@@ -56,14 +56,14 @@ class Begin(msgspec.Struct, kw_only=True):
     has answered always meets it at the same place of a step."""
 
 
-class Order(msgspec.Struct, kw_only=True):
+class PublishRequest(msgspec.Struct, kw_only=True):
     """Publish a version, or free the place of one."""
 
     publish: int = -1
     acknowledged: int = -1
 
 
-class Done(msgspec.Struct, kw_only=True):
+class PublishReply(msgspec.Struct, kw_only=True):
     """What came of an order."""
 
     manifest: Manifest | None = None
@@ -85,15 +85,15 @@ class PublisherProcess:
     def __init__(self, begin: Begin, deadline: float, environment: Mapping[str, str] | None = None) -> None:
         self._deadline = deadline
         self._side = Side("headrace.bench.publishing", environment=environment)
-        self._side.ask(begin, Done, deadline)
+        self._side.ask(begin, PublishReply, deadline)
 
-    def publish(self, version: int) -> Done:
+    def publish(self, version: int) -> PublishReply:
         """Publish the next version; answers once it can be fetched."""
-        return self._side.ask(Order(publish=version), Done, self._deadline)
+        return self._side.ask(PublishRequest(publish=version), PublishReply, self._deadline)
 
     def acknowledged(self, version: int) -> None:
         """No engine reads this version any more."""
-        self._side.ask(Order(acknowledged=version), Done, self._deadline)
+        self._side.ask(PublishRequest(acknowledged=version), PublishReply, self._deadline)
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -108,7 +108,7 @@ def save_sets(directory: Path, sets: tuple[Weights, ...]) -> list[str]:
     return [str(file) for file in files]
 
 
-def serve(line: Line) -> None:
+def serve(line: Connection) -> None:
     """Obey until the line closes."""
     begin = line.receive(Begin, _IDLE_SECONDS)
     if begin.threads:
@@ -125,21 +125,23 @@ def serve(line: Line) -> None:
     publisher = Publisher(
         way, begin.dtype, begin.tolerance, begin.canary, send=begin.send, base_digest=begin.base_digest
     )
-    plain = Snapshot(sets[0], begin.device) if begin.compare else None
-    line.send(Done())
+    plain = PlainSnapshot(sets[0], begin.device) if begin.compare else None
+    line.send(PublishReply())
     try:
         while True:
-            line.send(_obey(publisher, line.receive(Order, _IDLE_SECONDS), begin, sets, plain))
+            line.send(_obey(publisher, line.receive(PublishRequest, _IDLE_SECONDS), begin, sets, plain))
     except EOFError:
         return
     finally:
         publisher.close()
 
 
-def _obey(publisher: Publisher, order: Order, begin: Begin, sets: list[Weights], plain: Snapshot | None) -> Done:
+def _obey(
+    publisher: Publisher, order: PublishRequest, begin: Begin, sets: list[Weights], plain: PlainSnapshot | None
+) -> PublishReply:
     if order.acknowledged >= 0:
         publisher.acknowledged(order.acknowledged)
-        return Done()
+        return PublishReply()
     version, which = order.publish, order.publish % len(sets)
     copy = plain.seconds(sets[which]) if plain else 0.0
     time.sleep(moment(version, begin.within_seconds))
@@ -147,7 +149,7 @@ def _obey(publisher: Publisher, order: Order, begin: Begin, sets: list[Weights],
     future = publisher.publish(version, version - 1, version, sets[which], lambda _: begin.logprobs[which])
     lost = time.monotonic() - started
     manifest = future.result()
-    return Done(
+    return PublishReply(
         manifest=manifest,
         lost_seconds=lost,
         ready_seconds=time.monotonic() - started,
@@ -163,4 +165,4 @@ def moment(version: int, within_seconds: float) -> float:
 
 
 if __name__ == "__main__":
-    serve(Line(int(sys.argv[1])))
+    serve(Connection(int(sys.argv[1])))

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
+from multiprocessing import connection as pipes
 from typing import TypeVar
 
 import msgspec
@@ -25,11 +25,11 @@ _END_SECONDS = 5.0
 """For a process to end after its line did."""
 
 
-class Line:
+class Connection:
     """One end of the line. One thread may receive while another one sends."""
 
     def __init__(self, descriptor: int) -> None:
-        self._connection = Connection(descriptor)
+        self._connection = pipes.Connection(descriptor)
 
     def send(self, message: msgspec.Struct) -> None:
         """Send one message."""
@@ -62,7 +62,7 @@ class Side:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env={**os.environ, **(environment or {})}
             )
-        self._line = Line(ours.detach())
+        self._line = Connection(ours.detach())
 
     def ask(self, message: msgspec.Struct, answer: type[T], deadline: float) -> T:
         """Send a message and wait for its answer."""

@@ -18,7 +18,7 @@ COMPARED = 2
 """Answers that a group needs, unless it has a single one by design."""
 
 
-class Sifted(NamedTuple):
+class FilteredGroup(NamedTuple):
     """What is left of a group."""
 
     group: Group
@@ -29,17 +29,17 @@ class Sifted(NamedTuple):
     """Why the whole group is filtered, if it is."""
 
 
-def sift(group: Group, filters: Collection[Filter]) -> Sifted:
+def sift(group: Group, filters: Collection[Filter]) -> FilteredGroup:
     """Apply the filters. Failed rollouts stay in the group, unused, and count as missing."""
     left = {rollout.id: why for rollout in group.rollouts if (why := _unwanted(rollout, filters))}
     kept = msgspec.structs.replace(group, rollouts=[rollout for rollout in group.rollouts if rollout.id not in left])
     if len(kept.usable) < min(COMPARED, len(group.rollouts)):
         # Of several causes the configured one is said; where only failures are missing it is no filter's doing.
-        return Sifted(kept, left, "overlong" if "overlong" in left.values() else "")
+        return FilteredGroup(kept, left, "overlong" if "overlong" in left.values() else "")
     rewards = [rollout.reward for rollout in kept.usable]
     if "zero_variance" in filters and len(set(rewards)) == 1:
-        return Sifted(kept, left, "zero_variance")
-    return Sifted(kept, left)
+        return FilteredGroup(kept, left, "zero_variance")
+    return FilteredGroup(kept, left)
 
 
 def _unwanted(rollout: Rollout, filters: Collection[Filter]) -> str:

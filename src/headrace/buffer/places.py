@@ -12,7 +12,7 @@ from headrace.errors import HeadraceError
 from headrace.types import Group
 
 
-class Places:
+class GroupPlaces:
     """Groups by id; ids increase with age, and each is entered once."""
 
     def __init__(self) -> None:

@@ -13,14 +13,14 @@ import numpy as np
 
 from headrace.buffer.balance import count_ledger
 from headrace.buffer.ledger import Counts
-from headrace.buffer.segments import Location
+from headrace.buffer.segments import RecordLocation
 from headrace.buffer.store import Store
 from headrace.buffer.writer import COMMIT_SECONDS
 from headrace.errors import HeadraceError
 from headrace.types import POLICY, STEP_SECONDS, Group, Prompt, Rollout, Trace, held_back_seconds, republished_among
 
 
-class LeftGroup(msgspec.Struct, kw_only=True):
+class UnfinishedGroup(msgspec.Struct, kw_only=True):
     """A group that was in flight when the run died, with all that is known of it."""
 
     id: int
@@ -57,7 +57,7 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     """The last optimizer step whose batch can be made again, at the end of a version."""
     republished: list[int] = []
     """Versions whose weights had another id before; with the next free id, where that is to be one."""
-    left: list[LeftGroup] = []
+    left: list[UnfinishedGroup] = []
     """Oldest first."""
     overtakers: list[int] = []
     """Groups trained up to `reach` that are younger than the oldest one left."""
@@ -169,15 +169,15 @@ def _close(store: Store, policy: str, now: float) -> list[tuple[int, str]]:
     return prompts
 
 
-def _left(store: Store, policy: str) -> list[LeftGroup]:
+def _left(store: Store, policy: str) -> list[UnfinishedGroup]:
     sql = "SELECT id, prompt, version, policy FROM groups WHERE state = 'in_flight' AND policy = ? ORDER BY id"
     return [_left_group(store, *row) for row in store.db.execute(sql, (policy,)).fetchall()]
 
 
-def _left_group(store: Store, group_id: int, prompt: str, version: int, policy: str) -> LeftGroup:
+def _left_group(store: Store, group_id: int, prompt: str, version: int, policy: str) -> UnfinishedGroup:
     columns = "id, state, ended IS NOT NULL AND segment IS NOT NULL, segment, offset, length"
     rows = store.db.execute(f"SELECT {columns} FROM rollouts WHERE group_id = ?", (group_id,)).fetchall()
-    group = LeftGroup(id=group_id, prompt=prompt, version=version, policy=policy, members=[])
+    group = UnfinishedGroup(id=group_id, prompt=prompt, version=version, policy=policy, members=[])
     if rows and all(ended for _, _, ended, *_ in rows):
         group.members = [rollout_id for rollout_id, state, *_ in rows if state != "failed"]
         # Which of them the filters leave out is found again when the group is judged.
@@ -204,8 +204,8 @@ def _left_group(store: Store, group_id: int, prompt: str, version: int, policy: 
     return group
 
 
-def _located(rows: list[tuple[str, str, int, str, int, int]]) -> list[tuple[str, Location]]:
-    return [(rollout_id, Location(segment, at, n)) for rollout_id, _, ended, segment, at, n in rows if ended]
+def _located(rows: list[tuple[str, str, int, str, int, int]]) -> list[tuple[str, RecordLocation]]:
+    return [(rollout_id, RecordLocation(segment, at, n)) for rollout_id, _, ended, segment, at, n in rows if ended]
 
 
 def _partial(store: Store, rollout_id: str) -> list[Trace]:

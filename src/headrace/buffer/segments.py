@@ -22,7 +22,7 @@ ROLL_BYTES = 64 * 2**20
 _HEADER = struct.Struct("<II")
 
 
-class Location(NamedTuple):
+class RecordLocation(NamedTuple):
     """Where a record is: the file's name in `segments/`, and its bytes there."""
 
     segment: str
@@ -42,7 +42,7 @@ class Segments:
             self._number += 1  # damaged inside, not torn: keep what is there, and write elsewhere
         self._open()
 
-    def append(self, rollout: Rollout) -> Location:
+    def append(self, rollout: Rollout) -> RecordLocation:
         """Write a rollout; it is safe from a crash of this process after the next `flush`."""
         record = _record(rollout)
         if self._offset and self._offset + len(record) > self._roll_bytes:
@@ -50,7 +50,7 @@ class Segments:
             self._number += 1
             self._open()
         self._file.write(record)
-        location = Location(self._path().name, self._offset, len(record))
+        location = RecordLocation(self._path().name, self._offset, len(record))
         self._offset += len(record)
         return location
 

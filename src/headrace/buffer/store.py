@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.buffer.database import lock_run, open_database
-from headrace.buffer.segments import Location, Segments
+from headrace.buffer.segments import RecordLocation, Segments
 from headrace.errors import HeadraceError, UserError
 from headrace.types import Group, Rollout
 
@@ -93,7 +93,7 @@ class Store:
         if self._segments is not None and any(len(trace) for trace in rollout.traces):
             self.add_partial(rollout, self._segments.append(rollout))
 
-    def add_partial(self, rollout: Rollout, location: Location) -> None:
+    def add_partial(self, rollout: Rollout, location: RecordLocation) -> None:
         """A record holds the next part of each of a rollout's traces."""
         sql = "SELECT COALESCE(MAX(part) + 1, 0) FROM partials WHERE rollout = ? AND trace = ?"
         where = location._asdict()

@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.buffer import admission
 from headrace.buffer.filter_rate import FilterRate
-from headrace.buffer.places import Places
+from headrace.buffer.places import GroupPlaces
 from headrace.buffer.salvage import masked
 from headrace.errors import HeadraceError
 from headrace.types import POLICY, Group, Int32Array, without_republished
@@ -66,7 +66,7 @@ class Window:
         self._shift = 0
         """Ids that were given to weights again since the first version."""
         self._wanted = None if versions is None else versions * self.size
-        self._places = Places()
+        self._places = GroupPlaces()
 
     @property
     def in_flight(self) -> int:

@@ -15,12 +15,12 @@ import msgspec
 HEADER = struct.Struct("<QI")
 """The id of the question, and the length of the body."""
 GREETING = 0
-"""The id of a worker's first frame and of the `Hello` that answers it. Questions count from 1."""
+"""The id of a worker's first frame and of the `WorkerReady` that answers it. Questions count from 1."""
 
 T = TypeVar("T")
 
 
-class Hello(msgspec.Struct, kw_only=True):
+class WorkerReady(msgspec.Struct, kw_only=True):
     """The first frame from a worker: the worker is ready, or `error` says why it never will be."""
 
     error: str = ""

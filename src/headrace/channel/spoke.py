@@ -16,8 +16,8 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from headrace.channel.beats import BEAT_SECONDS, SILENCE_SECONDS, Alive, Beat, Hello
 from headrace.channel.codec import Frame, Message
+from headrace.channel.heartbeats import BEAT_SECONDS, SILENCE_SECONDS, Alive, Heartbeat, Hello
 from headrace.channel.wire import Failure, pack, unpack
 
 
@@ -31,7 +31,7 @@ class Incoming(msgspec.Struct, frozen=True):
 class Spoke:
     """Talks to the controller. `send`, `reply` and `fail` may be called from any thread."""
 
-    def __init__(self, address: str, name: str, *, beat: Callable[[], Beat], on_lost: Callable[[], None]) -> None:
+    def __init__(self, address: str, name: str, *, beat: Callable[[], Heartbeat], on_lost: Callable[[], None]) -> None:
         self.name = name
         self.inbox: queue.Queue[Incoming] = queue.Queue()
         self._address = address

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from headrace.channel import pipes
-from headrace.channel.frames import GREETING, Hello, decode, encode, pack, receive
+from headrace.channel.frames import GREETING, WorkerReady, decode, encode, pack, receive
 from headrace.errors import ConfigError
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ class WorkerPool:
             if self._closed:
                 raise PoolClosed
             async with asyncio.timeout(self._start_timeout):
-                hello = decode(await worker.ask(GREETING, self._setup), Hello)
+                hello = decode(await worker.ask(GREETING, self._setup), WorkerReady)
             if hello.error:
                 raise ConfigError(hello.error)
             ready = True

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import msgspec
 
-from headrace.channel.frames import GREETING, Hello, decode, encode, pack, read
+from headrace.channel.frames import GREETING, WorkerReady, decode, encode, pack, read
 from headrace.errors import ConfigError
 
 GRACE_SECONDS = 2.0
@@ -50,9 +50,9 @@ class Owner:
         try:
             made = make(decode(first[1], setup))
         except ConfigError as error:
-            self.answer(GREETING, Hello(error=str(error)))
+            self.answer(GREETING, WorkerReady(error=str(error)))
             return None
-        self.answer(GREETING, Hello())
+        self.answer(GREETING, WorkerReady())
         return made
 
     def questions(self, kind: type[T]) -> Iterator[tuple[int, T | None]]:

@@ -19,12 +19,12 @@ def gateway(config: ConfigPath, settings: Settings = None, as_json: AsJson = Fal
     import msgspec
     from rich.console import Console
 
-    from headrace.config import AgentTask, load_config
+    from headrace.config import AgentTaskConfig, load_config
     from headrace.observe.progress import make_progress
     from headrace.pipeline.launch import start_run
 
     loaded = load_config(config, settings or [])
-    if not isinstance(loaded.task, AgentTask):
+    if not isinstance(loaded.task, AgentTaskConfig):
         kind = type(loaded.task).__struct_config__.tag
         raise UserError(f'headrace gateway needs [task] kind = "agent", not "{kind}"')
     task = msgspec.structs.replace(loaded.task, agent=None, command=[])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from headrace.tasks.chat import ChatFormat
 
 
-class Line(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class InputLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One line of the input."""
 
     token_ids: list[int] | None = None
@@ -74,7 +74,7 @@ def _requests(path: Path, chat: ChatFormat | None) -> Iterator[Request]:
     for number, text in enumerate(lines, start=1):
         where = f"{path}, line {number}"
         try:
-            line = msgspec.json.decode(text.encode(), type=Line)
+            line = msgspec.json.decode(text.encode(), type=InputLine)
         except msgspec.DecodeError as error:
             raise DataError(f"{where}: {error}") from error
         if (line.token_ids is None) == (line.text is None):

@@ -5,34 +5,34 @@ from __future__ import annotations
 from pathlib import Path
 
 from headrace.buffer.reader import open_readonly
-from headrace.channel.desk import Desk
+from headrace.channel.worker_link import WorkerLink
 from headrace.cluster.threads import announce_threads, fix_threads
 from headrace.config import Config
 from headrace.engines.server import Build
 
 
-def serve(role: str, desk: Desk, config: Config) -> None:
+def serve(role: str, link: WorkerLink, config: Config) -> None:
     """Serve this role until told to stop."""
     if role == "engine":
-        _serve_engine(desk, config)
+        _serve_engine(link, config)
     else:
         fix_threads(config.training.threads)
-        desk.peak_memory = peak_gpu_memory
-        from headrace.training.worker import serve as serve_trainer
+        link.peak_memory = peak_gpu_memory
+        from headrace.training.serving import serve as serve_trainer
 
-        serve_trainer(desk, config, last_step(desk.run_dir, config.policy_name))
+        serve_trainer(link, config, last_step(link.run_dir, config.policy_name))
 
 
-def _serve_engine(desk: Desk, config: Config) -> None:
+def _serve_engine(link: WorkerLink, config: Config) -> None:
     if config.engine.kind == "vllm":
         # Its servers are processes of their own: torch is not loaded here.
         announce_threads(config.engine.threads)
     else:
         fix_threads(config.engine.threads)
-        desk.peak_memory = peak_gpu_memory
-    from headrace.engines.worker import serve as serve_engine
+        link.peak_memory = peak_gpu_memory
+    from headrace.engines.serving import serve as serve_engine
 
-    serve_engine(desk, config, engine_builder(config.engine.kind))
+    serve_engine(link, config, engine_builder(config.engine.kind))
 
 
 def engine_builder(kind: str) -> Build:

@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from headrace.channel.beats import Beat, Hello, Ready, Stop
 from headrace.channel.codec import Message
 from headrace.channel.events import Died, Events, Heard, Returned
+from headrace.channel.heartbeats import Heartbeat, Hello, Ready, Stop
 from headrace.channel.hub import Hub
 from headrace.cluster.launchers.base import Exit, Launcher, WorkerSpec
 from headrace.cluster.socket_dir import SocketDir, sweep_socket_dirs
-from headrace.cluster.worker import EXIT_LOST, EXIT_USER_ERROR
+from headrace.cluster.worker_main import EXIT_LOST, EXIT_USER_ERROR
 from headrace.errors import ChannelError, DeadlineError, PeerDied, UserError
 
 STOP_SECONDS = 10.0
@@ -201,7 +201,7 @@ class Fleet:
 
     def _dispatch(self, peer: str, message: Message) -> None:
         match message:
-            case Beat():
+            case Heartbeat():
                 self.phases[peer] = message.phase
                 self._events.put(Heard(peer, message))
             case Ready():

@@ -2,17 +2,17 @@
 
 from headrace.config.load import dump_config, load_config, make_config, with_settings
 from headrace.config.schema import (
-    AgentTask,
+    AgentTaskConfig,
     AlgorithmConfig,
     BufferConfig,
     Config,
-    DatasetTask,
+    DatasetTaskConfig,
     DeliveryConfig,
     EngineConfig,
-    EnvironmentTask,
+    EnvironmentTaskConfig,
     EvaluateConfig,
     GatewayConfig,
-    GymTask,
+    GymTaskConfig,
     ModelConfig,
     ObserveConfig,
     PipelineConfig,
@@ -26,17 +26,17 @@ from headrace.config.schema import (
 )
 
 __all__ = [
-    "AgentTask",
+    "AgentTaskConfig",
     "AlgorithmConfig",
     "BufferConfig",
     "Config",
-    "DatasetTask",
+    "DatasetTaskConfig",
     "DeliveryConfig",
     "EngineConfig",
-    "EnvironmentTask",
+    "EnvironmentTaskConfig",
     "EvaluateConfig",
     "GatewayConfig",
-    "GymTask",
+    "GymTaskConfig",
     "ModelConfig",
     "ObserveConfig",
     "PipelineConfig",

@@ -17,11 +17,11 @@ from headrace.config.declared import transport_facts
 from headrace.config.explain import NAMES, explain
 from headrace.config.names import is_reference, mistake, names_of
 from headrace.config.schema import (
-    AgentTask,
+    AgentTaskConfig,
     AlgorithmConfig,
     BufferConfig,
     Config,
-    DatasetTask,
+    DatasetTaskConfig,
     EngineConfig,
     LoraConfig,
     RolloutsConfig,
@@ -166,11 +166,11 @@ def _check_together(config: Config) -> None:
         _check_lora(config.lora)
     _check_bind("delivery", config.delivery.bind)
     _check_bind("gateway", config.gateway.bind)
-    if isinstance(config.task, DatasetTask) and config.task.reward is None and not config.scorers:
+    if isinstance(config.task, DatasetTaskConfig) and config.task.reward is None and not config.scorers:
         raise ConfigError("[task] reward is required, or a scorer in its place ([scorers.NAME])")
-    if isinstance(config.task, AgentTask) and config.task.agent is not None and config.task.command:
+    if isinstance(config.task, AgentTaskConfig) and config.task.agent is not None and config.task.command:
         raise ConfigError("[task] command: give an agent or a command, not both")
-    if isinstance(config.task, AgentTask) and config.rollouts.truncates:
+    if isinstance(config.task, AgentTaskConfig) and config.rollouts.truncates:
         raise ConfigError("[rollouts] top_k, top_p, min_p: agents' answers are drawn without truncation")
     training = config.training
     if training.ranks % training.tensor_parallel:

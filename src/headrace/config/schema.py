@@ -68,7 +68,7 @@ class TaskSection(Section, frozen=True, tag_field="kind"):
     """This task's share of the prompts, relative to the weights of the run's other tasks. A run has one so far."""
 
 
-class DatasetTask(TaskSection, frozen=True, kw_only=True, tag="dataset"):
+class DatasetTaskConfig(TaskSection, frozen=True, kw_only=True, tag="dataset"):
     """[task] kind = "dataset": JSON lines, judged by a function of yours."""
 
     path: str
@@ -83,7 +83,7 @@ class DatasetTask(TaskSection, frozen=True, kw_only=True, tag="dataset"):
     """The field that holds a right answer, for a supervised warm start."""
 
 
-class GymTask(TaskSection, frozen=True, kw_only=True, tag="gym"):
+class GymTaskConfig(TaskSection, frozen=True, kw_only=True, tag="gym"):
     """[task] kind = "gym": a reasoning-gym dataset with its own verifier."""
 
     name: str
@@ -100,7 +100,7 @@ class GymTask(TaskSection, frozen=True, kw_only=True, tag="gym"):
     """A regular expression whose first group (or whole match) is taken from the completion before it is judged."""
 
 
-class EnvironmentTask(TaskSection, frozen=True, kw_only=True, tag="environment"):
+class EnvironmentTaskConfig(TaskSection, frozen=True, kw_only=True, tag="environment"):
     """[task] kind = "environment": episodes of several turns."""
 
     factory: str
@@ -109,7 +109,7 @@ class EnvironmentTask(TaskSection, frozen=True, kw_only=True, tag="environment")
     """Arguments of the factory."""
 
 
-class AgentTask(TaskSection, frozen=True, kw_only=True, tag="agent"):
+class AgentTaskConfig(TaskSection, frozen=True, kw_only=True, tag="agent"):
     """[task] kind = "agent": agents that speak OpenAI's API work on prompts, through the gateway of the run."""
 
     path: str
@@ -132,7 +132,7 @@ class AgentTask(TaskSection, frozen=True, kw_only=True, tag="agent"):
     """Seconds from an agent's beginning in which it must have its reward; without one its rollout fails."""
 
 
-TaskConfig = DatasetTask | GymTask | EnvironmentTask | AgentTask
+TaskConfig = DatasetTaskConfig | GymTaskConfig | EnvironmentTaskConfig | AgentTaskConfig
 
 
 class EngineConfig(Section, frozen=True):

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from headrace.delivery.base import Manifest
-from headrace.delivery.plan import Plan, dtype_name, dtype_of, make_plan, plan_digest
+from headrace.delivery.plan import PackingPlan, dtype_name, dtype_of, make_plan, plan_digest
 from headrace.errors import DeliveryError, WrongBase
 
 
-def agreed_plan(manifest: Manifest, live: Mapping[str, torch.Tensor], known: Plan | None) -> Plan:
+def agreed_plan(manifest: Manifest, live: Mapping[str, torch.Tensor], known: PackingPlan | None) -> PackingPlan:
     """The plan that follows from the live names and shapes, if it is the manifest's too; `known` is the last one."""
     if known and known.digest == manifest.plan_digest and known.entries == tuple(manifest.entries):
         return known

@@ -35,7 +35,7 @@ import torch
 
 from headrace.delivery.cores import share, threads_here
 from headrace.delivery.digest_factors import BLOCK, HEAD, MASK, Sums, count_sums, fold, name_key, sum_keys, table
-from headrace.delivery.digest_layout import SPAN, Layout, Piece, layout_of, readable, where
+from headrace.delivery.digest_layout import SPAN, DigestLayout, DigestPiece, layout_of, readable, where
 from headrace.delivery.plan import dtype_of
 
 __all__ = [
@@ -119,7 +119,7 @@ def region_block_sums(part: torch.Tensor, full_shape: Sequence[int], offsets: Se
     return sums
 
 
-def _whole_sums(layout: Layout, threads: int) -> Sums:
+def _whole_sums(layout: DigestLayout, threads: int) -> Sums:
     """The sums of all, one after another; the threads share the words, whatever tensor they are of."""
     found = [torch.empty(0, dtype=torch.int32)] * len(layout.pieces)
     numbered = list(enumerate(layout.pieces))
@@ -127,7 +127,7 @@ def _whole_sums(layout: Layout, threads: int) -> Sums:
     return layout.joined(found)
 
 
-def _take(found: list[torch.Tensor], pieces: Iterator[tuple[int, Piece]]) -> None:
+def _take(found: list[torch.Tensor], pieces: Iterator[tuple[int, DigestPiece]]) -> None:
     for number, piece in pieces:
         found[number] = piece.sums()
 

@@ -35,7 +35,7 @@ class Where(NamedTuple):
     nbytes: int
 
 
-class Piece(NamedTuple):
+class DigestPiece(NamedTuple):
     """A part of the work."""
 
     end: int
@@ -45,10 +45,10 @@ class Piece(NamedTuple):
     """Where these sums stand among all."""
 
 
-class Layout(NamedTuple):
+class DigestLayout(NamedTuple):
     """All of the work, in the order of the tensors."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[DigestPiece, ...]
     keys: npt.NDArray[np.uint64]
     """What each sum counts."""
     words: int
@@ -72,7 +72,7 @@ def readable(tensor: torch.Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def layout_of(tensors: tuple[Where, ...]) -> Layout:
+def layout_of(tensors: tuple[Where, ...]) -> DigestLayout:
     """Kept for a few sets: the live weights, and the places that versions lie in, are the same again and again."""
     lengths = [count_sums(each.nbytes) for each in tensors]
     starts = list(itertools.accumulate(lengths, initial=0))
@@ -88,7 +88,7 @@ def layout_of(tensors: tuple[Where, ...]) -> Layout:
     factors = torch.from_numpy(table())
     pieces += [*_gathered(ends, factors[:BLOCK], 0), *_gathered(heads, factors[BLOCK:], 16)]
     keys = sum_keys([name_key(each.name, each.dtype) for each in tensors], lengths)
-    return Layout(tuple(pieces), keys, sum(each.nbytes for each in tensors) // 4)
+    return DigestLayout(tuple(pieces), keys, sum(each.nbytes for each in tensors) // 4)
 
 
 class _Run(NamedTuple):
@@ -99,21 +99,21 @@ class _Run(NamedTuple):
     place: int
 
 
-def _whole_blocks(tensor: Where, start: int) -> Iterator[Piece]:
+def _whole_blocks(tensor: Where, start: int) -> Iterator[DigestPiece]:
     factors, rows = torch.from_numpy(table()[:BLOCK]), tensor.nbytes // (4 * BLOCK)
     for first in range(0, rows, SPAN // BLOCK):
         count = min(SPAN // BLOCK, rows - first)
         address = tensor.address + 4 * BLOCK * first
         # Vectorised, which numpy's product of integers is not.
         product = functools.partial(torch.mv, _words_at(address, count * BLOCK).view(count, BLOCK), factors)
-        yield Piece(address + 4 * BLOCK * count, product, np.arange(start + 1 + first, start + 1 + first + count))
+        yield DigestPiece(address + 4 * BLOCK * count, product, np.arange(start + 1 + first, start + 1 + first + count))
 
 
 def _words_at(address: int, count: int) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(memoryview((ctypes.c_int32 * count).from_address(address)), np.int32))
 
 
-def _gathered(runs: Sequence[_Run], factors: torch.Tensor, shift: int) -> Iterator[Piece]:
+def _gathered(runs: Sequence[_Run], factors: torch.Tensor, shift: int) -> Iterator[DigestPiece]:
     """Short runs, many at a time: a call costs more than what it computes for one of them."""
     some = [run for run in runs if run.nbytes]
     for first in range(0, len(some), _GATHERED):
@@ -121,7 +121,7 @@ def _gathered(runs: Sequence[_Run], factors: torch.Tensor, shift: int) -> Iterat
         words = [_words_at(run.address, run.nbytes // 4) for run in group]
         # Bytes that make no word: the last one is padded, in a copy.
         rests = [(number, run) for number, run in enumerate(group) if run.nbytes % 4]
-        yield Piece(
+        yield DigestPiece(
             max(run.address + run.nbytes for run in group),
             functools.partial(_multiplied, words, rests, factors, shift),
             np.array([run.place for run in group]),

@@ -15,9 +15,9 @@ import torch
 from headrace.delivery.base import Entry
 from headrace.delivery.cores import threads_here
 from headrace.delivery.digest_factors import fold
-from headrace.delivery.digest_layout import Layout, Piece, layout_of, where
+from headrace.delivery.digest_layout import DigestLayout, DigestPiece, layout_of, where
 
-_Numbered = tuple[int, Piece]
+_Numbered = tuple[int, DigestPiece]
 
 
 class GrowingDigest:
@@ -25,7 +25,7 @@ class GrowingDigest:
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = entries
-        self._layout: Layout | None = None
+        self._layout: DigestLayout | None = None
         self._base = 0
         self._held: Mapping[str, torch.Tensor] = {}
         self._found: list[torch.Tensor] = []

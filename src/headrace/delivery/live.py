@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.delivery.device_copies import DeviceCopies
-from headrace.delivery.plan import Plan, dtype_of
+from headrace.delivery.plan import PackingPlan, dtype_of
 from headrace.errors import DeliveryError
 
 if TYPE_CHECKING:
@@ -100,25 +100,27 @@ class DeviceSide:
         """Wait for what was put on the stream for staging."""
         _wait(self._stage.record_event(), "staging")
 
-    def begin_digest(self, plan: Plan, weights: Mapping[str, torch.Tensor]) -> Callable[[], int]:
+    def begin_digest(self, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> Callable[[], int]:
         """Begin the digest of what is staged; the call waits for it."""
         prepared = self._prepare(plan, weights)
         launched = prepared.launch()
         return lambda: prepared.value(launched)
 
-    def foresee(self, plan: Plan, live: Mapping[str, torch.Tensor], place: Mapping[str, torch.Tensor]) -> None:
+    def foresee(self, plan: PackingPlan, live: Mapping[str, torch.Tensor], place: Mapping[str, torch.Tensor]) -> None:
         """Make ready what a later version takes, which will be staged in this place: its digest, and its copy."""
         self._prepare(plan, place)
         self._copies.prepare(plan.digest, live, place)
 
-    def prepare_install(self, plan: Plan, live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor]) -> None:
+    def prepare_install(
+        self, plan: PackingPlan, live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor]
+    ) -> None:
         """Make ready what `install` takes, so that decoding does not wait for it: the copy, and the live digest."""
         self._copies.prepare(plan.digest, live, staged)
         self._live = self._prepare(plan, live)
 
     def install(
         self,
-        plan: Plan,
+        plan: PackingPlan,
         live: Mapping[str, torch.Tensor],
         staged: Mapping[str, torch.Tensor],
         buffer: torch.Tensor | None,
@@ -147,7 +149,7 @@ class DeviceSide:
         self._copies.close()
         self._live = None
 
-    def _prepare(self, plan: Plan, weights: Mapping[str, torch.Tensor]) -> DeviceDigest:
+    def _prepare(self, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> DeviceDigest:
         """A digest of these tensors, made once for each place that weights come to lie in."""
         from headrace.delivery.kernels.digest import DeviceDigest
 

@@ -24,7 +24,7 @@ ALIGNMENT = 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class PackingPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The packed layout of a set of tensors."""
 
     entries: tuple[Entry, ...]
@@ -33,13 +33,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Of names, dtypes, shapes and offsets."""
 
 
-def make_plan(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> Plan:
+def make_plan(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> PackingPlan:
     """The plan of these (name, dtype, shape) in any order; a name that comes twice is an error."""
     return _make_plan(tuple((name, dtype, tuple(shape)) for name, dtype, shape in tensors))
 
 
 @functools.lru_cache(maxsize=8)
-def _make_plan(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Plan:
+def _make_plan(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> PackingPlan:
     """A model has hundreds of tensors, and every version of it the same plan."""
     entries: list[Entry] = []
     end = 0
@@ -52,10 +52,10 @@ def _make_plan(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Plan:
         end = offset + nbytes
     if not end:
         raise DeliveryError("there are no weights to deliver")
-    return Plan(entries=tuple(entries), nbytes=end, digest=plan_digest(entries))
+    return PackingPlan(entries=tuple(entries), nbytes=end, digest=plan_digest(entries))
 
 
-def plan_weights(weights: Mapping[str, torch.Tensor], dtype: str) -> Plan:
+def plan_weights(weights: Mapping[str, torch.Tensor], dtype: str) -> PackingPlan:
     """The plan of these weights as they are published: floating ones in `dtype`, all others as they are."""
     return make_plan(
         (name, dtype if tensor.is_floating_point() else dtype_name(tensor.dtype), tensor.shape)

@@ -23,7 +23,7 @@ from headrace.delivery.canary import Score, score_canary
 from headrace.delivery.delta import encode, word_bytes_of
 from headrace.delivery.digest import digest
 from headrace.delivery.held_places import HeldPlaces
-from headrace.delivery.plan import Plan, make_plan, plan_weights, unpack
+from headrace.delivery.plan import PackingPlan, make_plan, plan_weights, unpack
 from headrace.delivery.snapshots import Snapshots
 from headrace.delivery.transports.base import Enqueuing, Sender
 from headrace.errors import DeliveryError
@@ -73,7 +73,7 @@ class Publisher:
         # Apart: a delta waits until the version before it is acknowledged, which a version sent again may lead to.
         self._resending = ThreadPoolExecutor(max_workers=1, thread_name_prefix="resend")
         self._stream: torch.cuda.Stream | None = None
-        self._plan: tuple[Any, Plan] | None = None
+        self._plan: tuple[Any, PackingPlan] | None = None
         self._on_gpu: dict[str, tuple[int, DeviceDigest]] = {}
         self.last_snapshot_seconds = 0.0
         """How long the last cast and copy took, without the wait for a free place and the canary."""
@@ -149,14 +149,14 @@ class Publisher:
         self._sender.close()
 
     def _finish(
-        self, manifest: Manifest, plan: Plan, gpu: torch.device | None, digesting: torch.Tensor | None
+        self, manifest: Manifest, plan: PackingPlan, gpu: torch.device | None, digesting: torch.Tensor | None
     ) -> Manifest:
         self._sender.finish(manifest.location)
         with self._beside(gpu):
             manifest.digest = self._digest(manifest.location, plan, digesting)
         return manifest
 
-    def _planned(self, weights: Mapping[str, torch.Tensor]) -> Plan:
+    def _planned(self, weights: Mapping[str, torch.Tensor]) -> PackingPlan:
         """The plan of these weights, which are those of the version before, with other values."""
         # As lists: tuples of them take three times as long to make and to compare, for hundreds of tensors.
         tensors = weights.values()
@@ -165,7 +165,7 @@ class Publisher:
             self._plan = layout, plan_weights(weights, self._dtype)
         return self._plan[1]
 
-    def _digest_at_once(self, location: str, plan: Plan, gpu: torch.device | None) -> torch.Tensor | None:
+    def _digest_at_once(self, location: str, plan: PackingPlan, gpu: torch.device | None) -> torch.Tensor | None:
         """Enqueue the digest right behind the copy, where it is prepared and the sender's copy is enqueued too.
 
         A GPU that is shared would else turn to another process between the two.
@@ -177,7 +177,7 @@ class Publisher:
             self._sender.follow(location)
             return known[1].launch()
 
-    def _digest(self, location: str, plan: Plan, digesting: torch.Tensor | None) -> int:
+    def _digest(self, location: str, plan: PackingPlan, digesting: torch.Tensor | None) -> int:
         written = self._sender.snapshot(location, plan)
         if not all(tensor.is_cuda for tensor in written.values()):
             return digest(written.items())
@@ -191,7 +191,7 @@ class Publisher:
             digesting = known[1].launch()
         return DeviceDigest.value(digesting)
 
-    def _finish_delta(self, manifest: Manifest, plan: Plan) -> Manifest:
+    def _finish_delta(self, manifest: Manifest, plan: PackingPlan) -> Manifest:
         assert self._snapshots is not None
         new = self._packed(manifest.version)
         manifest.digest = digest(unpack(new, plan.entries).items())
@@ -207,10 +207,10 @@ class Publisher:
 
     def _whole(self, manifest: Manifest) -> Manifest:
         whole = msgspec.structs.replace(manifest, kind="full", base=NO_VERSION, payload=None)
-        plan = Plan(entries=tuple(manifest.entries), nbytes=_end(manifest), digest=manifest.plan_digest)
+        plan = PackingPlan(entries=tuple(manifest.entries), nbytes=_end(manifest), digest=manifest.plan_digest)
         return self._written(whole, plan, unpack(self._packed(manifest.version), manifest.entries))
 
-    def _written(self, manifest: Manifest, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+    def _written(self, manifest: Manifest, plan: PackingPlan, tensors: Mapping[str, torch.Tensor]) -> Manifest:
         self._sender.wait(manifest.version, self._deadline)
         location = self._sender.write(manifest.version, plan, tensors)
         self._places.written(manifest.version, location)

@@ -22,7 +22,7 @@ from headrace.delivery.base import Entry, Manifest, Proof
 from headrace.delivery.canary import Score, Tolerance, canary_error
 from headrace.delivery.digest import digest
 from headrace.delivery.live import DeviceCheck, DeviceSide, HostCheck
-from headrace.delivery.plan import Plan, copy_all, dtype_of
+from headrace.delivery.plan import PackingPlan, copy_all, dtype_of
 from headrace.delivery.staging import Staging
 from headrace.errors import DeliveryError
 from headrace.types import NO_VERSION, Float32Array
@@ -81,7 +81,7 @@ class Receiver:
         self._after_copy = installed
         self._base_digest = base_digest
         self._tolerance = Tolerance()
-        self._plan: Plan | None = None
+        self._plan: PackingPlan | None = None
         device = next((tensor.device for tensor in weights.values()), torch.device("cpu"))
         self._gpu = DeviceSide(device) if device.type == "cuda" else None
         self._staging = Staging(weights, device, self._gpu, keys)

@@ -19,7 +19,7 @@ from headrace.delivery.base import Kind, Manifest, Part
 from headrace.delivery.canary import Score, score_canary
 from headrace.delivery.digest import Sums, digest_of_sums, region_block_sums
 from headrace.delivery.held_places import HeldPlaces
-from headrace.delivery.plan import Plan, plan_weights
+from headrace.delivery.plan import PackingPlan, plan_weights
 from headrace.delivery.regions import Region
 from headrace.delivery.shards import owned_shards
 from headrace.delivery.transports.base import Sender
@@ -130,7 +130,7 @@ class ShardedPublisher:
         self._sender.close()
 
     def _finish(
-        self, manifest: Manifest, plan: Plan | None, location: str, regions: Mapping[str, Region]
+        self, manifest: Manifest, plan: PackingPlan | None, location: str, regions: Mapping[str, Region]
     ) -> Manifest | None:
         part: Part | None = None
         sums: dict[str, bytes] = {}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from headrace.delivery.plan import Plan, pack
+from headrace.delivery.plan import PackingPlan, pack
 from headrace.errors import DeliveryError
 from headrace.types import NO_VERSION
 
@@ -37,7 +37,7 @@ class Snapshots:
             if not room or self._closed:
                 raise self._refusal(version)
 
-    def take(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> None:
+    def take(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy the weights, cast to the plan's dtypes."""
         with self._changed:
             fitting = [buffer for buffer in self._free if len(buffer) == plan.nbytes]

@@ -20,10 +20,10 @@ from headrace.delivery.digest import digest
 from headrace.delivery.growing_digest import GrowingDigest
 from headrace.delivery.live import DeviceSide
 from headrace.delivery.parts import fetch_parts
-from headrace.delivery.plan import Plan, all_on, copy_all, pack, unpack
+from headrace.delivery.plan import PackingPlan, all_on, copy_all, pack, unpack
 from headrace.delivery.regions import whole
 from headrace.delivery.transports import source
-from headrace.delivery.transports.base import Foreseeing, Growing, Relaying, Source
+from headrace.delivery.transports.base import Growing, PredictsPlaces, Relaying, Source
 from headrace.errors import DeliveryError
 
 
@@ -53,7 +53,7 @@ class Staging:
         self.buffer: torch.Tensor | None = None
         """Where weights are that did not arrive on our device; made when it is first needed."""
 
-    def fetch(self, manifest: Manifest, plan: Plan, on_arrival: Callable[[], None]) -> Arrived:
+    def fetch(self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]) -> Arrived:
         """The weights of this version; `on_arrival` is called when only their digest is still to be taken."""
         try:
             return self._digested(manifest, plan, on_arrival)
@@ -81,7 +81,7 @@ class Staging:
         self._sources.clear()
         self.buffer = self._unpacked = None
 
-    def _digested(self, manifest: Manifest, plan: Plan, on_arrival: Callable[[], None]) -> Arrived:
+    def _digested(self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]) -> Arrived:
         with closing(GrowingDigest(plan.entries)) as growing:
             weights, shared = (
                 (self._patched(manifest, plan), False)
@@ -102,7 +102,7 @@ class Staging:
         return Arrived(weights, shared, fetched)
 
     def _begin_digest(
-        self, plan: Plan, weights: Mapping[str, torch.Tensor], growing: GrowingDigest
+        self, plan: PackingPlan, weights: Mapping[str, torch.Tensor], growing: GrowingDigest
     ) -> Callable[[], int]:
         """The digest of what has arrived, by whoever takes it soonest."""
         if self._gpu:
@@ -122,21 +122,23 @@ class Staging:
             return opened, opened.open_growing(location, version, entries, growing.grown)
         return opened, opened.open(location, version, entries)
 
-    def _fetched(self, manifest: Manifest, plan: Plan, growing: GrowingDigest) -> tuple[dict[str, torch.Tensor], bool]:
+    def _fetched(
+        self, manifest: Manifest, plan: PackingPlan, growing: GrowingDigest
+    ) -> tuple[dict[str, torch.Tensor], bool]:
         """The weights where they can be copied from in one go, and whether that is the trainer's memory."""
         if manifest.parts:
             return self._composed(manifest, plan), False
         opened, published = self._opened(manifest, plan.entries, growing)
         # A place is not written again before its version is acknowledged: what is on our device already stays there.
         here = all_on(self._device, published)
-        if here and self._gpu and isinstance(opened, Foreseeing):
+        if here and self._gpu and isinstance(opened, PredictsPlaces):
             for place in opened.upcoming(plan.entries):
                 self._gpu.foresee(plan, self._live, place)
         weights = published if here else self._copied(published, plan)
         opened.verify(manifest.location, manifest.version)
         return weights, here and not opened.private
 
-    def _composed(self, manifest: Manifest, plan: Plan) -> dict[str, torch.Tensor]:
+    def _composed(self, manifest: Manifest, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """The weights put together from what the ranks of a trainer published."""
         weights = self._own(plan)
         wanted = {entry.name: whole(entry.shape) for entry in plan.entries}
@@ -144,7 +146,7 @@ class Staging:
         self._finish()
         return weights
 
-    def _patched(self, manifest: Manifest, plan: Plan) -> dict[str, torch.Tensor]:
+    def _patched(self, manifest: Manifest, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """The live weights with what has changed in them."""
         if not manifest.payload or len(manifest.payload) != 1:
             raise DeliveryError(f"version {manifest.version} is a change without its one payload")
@@ -156,7 +158,7 @@ class Staging:
         self._finish()
         return unpack(buffer, plan.entries)
 
-    def _copied(self, published: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
+    def _copied(self, published: Mapping[str, torch.Tensor], plan: PackingPlan) -> dict[str, torch.Tensor]:
         weights = self._own(plan)
         copy_all(weights, published, non_blocking=True)
         self._finish()
@@ -166,14 +168,14 @@ class Staging:
         if self._gpu:
             self._gpu.finish_staging()
 
-    def _own(self, plan: Plan) -> dict[str, torch.Tensor]:
+    def _own(self, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Memory of our own for all weights of this plan."""
         buffer = self._room(plan)
         if self._unpacked is None or self._unpacked[0] != plan.digest:
             self._unpacked = plan.digest, unpack(buffer, plan.entries)
         return self._unpacked[1]
 
-    def _room(self, plan: Plan) -> torch.Tensor:
+    def _room(self, plan: PackingPlan) -> torch.Tensor:
         if self.buffer is None or len(self.buffer) < plan.nbytes:
             self.buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device)
             self._unpacked = None

@@ -41,24 +41,24 @@ class Forked(Message):
 
 
 class Load(Message):
-    """Fetch, prove and swap in these weights; answered by `Proved`."""
+    """Fetch, prove and swap in these weights; answered by `LoadProved`."""
 
     manifest: Manifest
 
 
-class Proved(Message):
+class LoadProved(Message):
     """The outcome of a `Load`, also where it was rejected."""
 
     proof: Proof
 
 
-class Score(Message):
-    """Score a sequence under the live weights; answered by `Scored`."""
+class ScoreTokens(Message):
+    """Score a sequence under the live weights; answered by `TokensScored`."""
 
     token_ids: Int32Array
 
 
-class Scored(Message):
+class TokensScored(Message):
     """Log-probabilities of tokens 1..n."""
 
     logprobs: Float32Array

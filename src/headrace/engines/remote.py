@@ -15,7 +15,7 @@ from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
 from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Delta, Request
-from headrace.engines.messages import Abort, Deltas, Fork, Forked, Load, Proved, Score, Scored, Submit
+from headrace.engines.messages import Abort, Deltas, Fork, Forked, Load, LoadProved, ScoreTokens, Submit, TokensScored
 from headrace.engines.streams import DeltaStreams
 from headrace.errors import PeerDied
 from headrace.types import Float32Array, Int32Array
@@ -64,11 +64,11 @@ class RemoteEngine:
 
     async def load(self, manifest: Manifest) -> Proof:
         """See `Engine.load`."""
-        return (await self._ask(Load(manifest=manifest), Proved, self._load_deadline)).proof
+        return (await self._ask(Load(manifest=manifest), LoadProved, self._load_deadline)).proof
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """See `Engine.score`."""
-        return (await self._ask(Score(token_ids=token_ids), Scored, self._token_deadline)).logprobs
+        return (await self._ask(ScoreTokens(token_ids=token_ids), TokensScored, self._token_deadline)).logprobs
 
     async def close(self) -> None:
         """Let go of open requests; the process itself belongs to its launcher."""

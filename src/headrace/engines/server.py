@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from headrace.channel.desk import Desk
+from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
 from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Delta, Request
@@ -53,5 +53,5 @@ class EngineServer(Protocol):
         ...
 
 
-Build = Callable[[Desk, Config, Emit], EngineServer]
-"""Makes the engine of a worker process. It reports its phases to the desk, and calls `Desk.ready` once it serves."""
+Build = Callable[[WorkerLink, Config, Emit], EngineServer]
+"""Builds the engine of a worker process. It reports its phases to the link, and calls `ready` there when it serves."""

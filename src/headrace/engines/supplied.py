@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.channel.desk import Desk
+from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
 from headrace.config.memory import LONGEST_DEFAULT
 from headrace.config.model_dir import model_facts
@@ -63,27 +63,27 @@ class EngineContext(msgspec.Struct, frozen=True, kw_only=True):
 def builder(reference: str) -> Build:
     """How a worker process makes the engine that this reference names."""
 
-    def build(desk: Desk, config: Config, emit: Emit) -> EventLoopServer:
+    def build(link: WorkerLink, config: Config, emit: Emit) -> EventLoopServer:
         factory = import_function(reference)
-        return EventLoopServer(desk.name, lambda: _opened(factory, desk, config), emit)
+        return EventLoopServer(link.name, lambda: _opened(factory, link, config), emit)
 
     return build
 
 
 @asynccontextmanager
-async def _opened(factory: Callable[[EngineContext], Any], desk: Desk, config: Config) -> AsyncIterator[Opened]:
+async def _opened(factory: Callable[[EngineContext], Any], link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
     model = model_facts(Path(config.model.path), config.model.weights)
     context = EngineContext(
-        name=desk.name,
+        name=link.name,
         config=config,
         model_path=Path(config.model.path),
         max_length=min(config.engine.max_length or LONGEST_DEFAULT, model.max_positions or LONGEST_DEFAULT),
-        keys=desk.run_dir / KEYS,
+        keys=link.run_dir / KEYS,
     )
     kind = f"[engine] kind = {config.engine.kind!r}"
     engine = call_factory(kind, factory, context)
     missing = [name for name in METHODS if not callable(getattr(engine, name, None))]
     if missing:
         raise ConfigError(f"{kind}: {type(engine).__name__} has no method {missing[0]!r} (see headrace.engines.base)")
-    desk.ready(parameters=model.parameters)
+    link.ready(parameters=model.parameters)
     yield Opened(engine)

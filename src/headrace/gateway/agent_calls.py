@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from headrace.errors import ConfigError
-from headrace.gateway.messages import Done, Job
+from headrace.gateway.messages import AgentResult, Job
 from headrace.reference import describe, import_function
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -48,12 +48,12 @@ class FunctionAgent:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{reference!r}: its parameters cannot be read: {error}") from error
 
-    def run(self, id: int, job: Job) -> Done:
+    def run(self, id: int, job: Job) -> AgentResult:
         """Call it; whatever it raises is a reason."""
         try:
             return _done(self._call(bind(self._parameters, job)))
         except AgentProblem as error:
-            return Done(error=str(error))
+            return AgentResult(error=str(error))
 
     def _call(self, arguments: dict[str, Any]) -> Any:
         try:
@@ -78,13 +78,13 @@ class CommandAgent:
         self._halted: set[int] = set()
         self._turn = threading.Lock()
 
-    def run(self, id: int, job: Job) -> Done:
+    def run(self, id: int, job: Job) -> AgentResult:
         """Start it and wait for its end."""
         environment = {"OPENAI_BASE_URL": job.base_url, "OPENAI_API_KEY": job.api_key, "HEADRACE_SESSION": job.id}
         try:
             with self._turn:
                 if id in self._halted:
-                    return Done(error="the agent was ended before it began")
+                    return AgentResult(error="the agent was ended before it began")
                 process = self._processes[id] = subprocess.Popen(
                     self._command,
                     stdin=subprocess.PIPE,
@@ -96,10 +96,10 @@ class CommandAgent:
                 process.communicate(msgspec.json.encode(_fields(job)))
             code = process.wait()
         except OSError as error:
-            return Done(error=f"the agent's command cannot be started: {error.strerror}")
+            return AgentResult(error=f"the agent's command cannot be started: {error.strerror}")
         finally:
             self.halt(id)
-        return Done(error=f"the agent's command ended with exit code {code}" if code else "")
+        return AgentResult(error=f"the agent's command ended with exit code {code}" if code else "")
 
     def halt(self, id: int) -> None:
         """Kill it with all that it started."""
@@ -146,16 +146,16 @@ async def _finish(result: Any) -> Any:
     return await result
 
 
-def _done(result: Any) -> Done:
+def _done(result: Any) -> AgentResult:
     if result is None:
-        return Done()
+        return AgentResult()
     given = dict(result) if isinstance(result, Mapping) else {"reward": result}
     try:
         numbers = {str(name): float(value) for name, value in given.items()}
         if odd := [name for name, value in numbers.items() if not math.isfinite(value)]:
-            return Done(error=f"the agent's {odd[0]} is {numbers[odd[0]]}, not a finite number")
-        return Done(reward=numbers.pop("reward"), metrics=numbers)
+            return AgentResult(error=f"the agent's {odd[0]} is {numbers[odd[0]]}, not a finite number")
+        return AgentResult(reward=numbers.pop("reward"), metrics=numbers)
     except (TypeError, ValueError):
-        return Done(error=f"the agent returned {str(result)[:80]!r}, not a reward")
+        return AgentResult(error=f"the agent returned {str(result)[:80]!r}, not a reward")
     except KeyError:
-        return Done(error='the agent returned a dict without "reward"')
+        return AgentResult(error='the agent returned a dict without "reward"')

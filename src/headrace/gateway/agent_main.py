@@ -6,7 +6,7 @@ import threading
 
 from headrace.channel.worker_side import Owner, die_with_owner, end_descendants
 from headrace.gateway.agent_calls import CommandAgent, FunctionAgent
-from headrace.gateway.messages import Job, Setup
+from headrace.gateway.messages import AgentSetup, Job
 
 Agent = FunctionAgent | CommandAgent
 
@@ -14,7 +14,7 @@ Agent = FunctionAgent | CommandAgent
 def main() -> None:
     """Say hello, then run agents until the owner closes the pipe."""
     owner = Owner()
-    agent = owner.greet(Setup, load)
+    agent = owner.greet(AgentSetup, load)
     if agent is None:
         return
     for id, job in owner.questions(Job):
@@ -26,7 +26,7 @@ def main() -> None:
     end_descendants()
 
 
-def load(setup: Setup) -> Agent:
+def load(setup: AgentSetup) -> Agent:
     """What the first frame names; raises `ConfigError`."""
     if setup.command is not None:
         # No foreign code runs in this process, and it must outlive its owner to end the commands.

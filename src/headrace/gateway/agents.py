@@ -12,7 +12,7 @@ from headrace.channel.frames import encode
 from headrace.channel.pipes import CLOSE_SECONDS
 from headrace.channel.worker_pool import PoolClosed, WorkerDied, WorkerPool
 from headrace.errors import ConfigError
-from headrace.gateway.messages import Done, Job, Setup
+from headrace.gateway.messages import AgentResult, AgentSetup, Job
 
 
 class AgentError(Exception):
@@ -22,7 +22,7 @@ class AgentError(Exception):
 class AgentPool:
     """Runs agents, `workers` processes with `concurrency` agents each; more wait for their turn."""
 
-    def __init__(self, setup: Setup, *, workers: int, concurrency: int, log: Path | None = None) -> None:
+    def __init__(self, setup: AgentSetup, *, workers: int, concurrency: int, log: Path | None = None) -> None:
         """What agents print goes to `log`, or to this process's standard error."""
         self._pool = WorkerPool(
             "headrace.gateway.agent_main",
@@ -42,7 +42,7 @@ class AgentPool:
         except ConfigError as error:
             raise ConfigError(_refusal(error)) from error
 
-    async def run(self, job: Job) -> Done:
+    async def run(self, job: Job) -> AgentResult:
         """Run an agent, in a place, to its end; cancelling this gives it up. Raises `AgentError`.
 
         The caller owns this wait: a session has its deadline.
@@ -52,7 +52,7 @@ class AgentPool:
         except (TypeError, ValueError) as error:
             raise AgentError(f"the prompt's data cannot be sent to an agent: {error}") from error
         try:
-            done = await self._pool.ask(question, Done)
+            done = await self._pool.ask(question, AgentResult)
         except WorkerDied as error:
             raise AgentError(f"the agent's process {error}") from error
         except PoolClosed:

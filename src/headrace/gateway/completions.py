@@ -18,13 +18,13 @@ from headrace.engines.base import Request, Sampler, Sampling
 from headrace.errors import ModelError
 from headrace.gateway.base import ApiError, Chat
 from headrace.gateway.conversation import Conversation, Opening
+from headrace.gateway.requests import CompletionRequest
 from headrace.gateway.sampling import EngineFailure, sample
 from headrace.gateway.session import Session, turn_sampling
-from headrace.gateway.speech import Speech
-from headrace.gateway.wants import Want
+from headrace.gateway.streamed_answer import StreamedAnswer
 from headrace.rollouts.base import derive_seed
 
-Say = Callable[[int, str, Speech], Awaitable[None]]
+Say = Callable[[int, str, StreamedAnswer], Awaitable[None]]
 """Told a choice's number, its next text, and all of it so far."""
 
 
@@ -37,7 +37,7 @@ class Answered:
     """All answers to one request."""
 
     prompt_tokens: int
-    choices: list[Speech] = field(default_factory=list)
+    choices: list[StreamedAnswer] = field(default_factory=list)
 
     @property
     def completion_tokens(self) -> int:
@@ -67,7 +67,7 @@ class Completions:
         self._note = note
         self._noted: set[str] = set()
 
-    async def answer(self, want: Want, session: Session | None, say: Say) -> Answered:
+    async def answer(self, want: CompletionRequest, session: Session | None, say: Say) -> Answered:
         """Draw all choices; raises `ApiError`."""
         if session is None:
             return await self._free(want, say)
@@ -80,7 +80,7 @@ class Completions:
         finally:
             session.leave()
 
-    async def _free(self, want: Want, say: Say) -> Answered:
+    async def _free(self, want: CompletionRequest, say: Say) -> Answered:
         """Outside of any session: as the client likes, and nothing is recorded."""
         opening = self._open(Conversation(self._chat), want)
         seed = secrets.randbits(62) if want.seed is None else want.seed
@@ -102,14 +102,14 @@ class Completions:
             )
             for choice in range(want.n)
         ]
-        answered = Answered(len(opening.token_ids), self._speeches(want))
+        answered = Answered(len(opening.token_ids), self._streamed_answers(want))
         try:
             await self._draw(requests, answered, say)
         except EngineFailure as failure:
             raise ApiError(503, str(failure), code="engine_failure") from failure
         return answered
 
-    async def _within(self, want: Want, session: Session, say: Say) -> Answered:
+    async def _within(self, want: CompletionRequest, session: Session, say: Say) -> Answered:
         if session.over:
             raise ApiError(410, f"session {session.id} has ended", code="session_ended")
         self._say_what_is_overruled(want, session)
@@ -129,7 +129,7 @@ class Completions:
             )
             for choice in range(want.n)
         ]
-        answered = Answered(len(opening.token_ids), self._speeches(want))
+        answered = Answered(len(opening.token_ids), self._streamed_answers(want))
         read = want.stream
         try:
             await self._draw(requests, answered, say)
@@ -143,19 +143,19 @@ class Completions:
         return answered
 
     def _record(self, session: Session, opening: Opening, answered: Answered) -> None:
-        for speech in answered.choices:
-            if len(speech):
+        for streamed in answered.choices:
+            if len(streamed):
                 session.conversation.record(
-                    opening, speech.token_ids, speech.logprobs, speech.versions, speech.message()
+                    opening, streamed.token_ids, streamed.logprobs, streamed.versions, streamed.message()
                 )
-        if session.budget <= 0 and any(speech.finish == "length" for speech in answered.choices):
+        if session.budget <= 0 and any(streamed.finish == "length" for streamed in answered.choices):
             session.exhausted = True
 
     async def _draw(self, requests: list[Request], answered: Answered, say: Say) -> None:
         """All choices side by side; the first failure of one ends the others and is the request's."""
         tasks = [
-            asyncio.create_task(self._choice(request, number, speech, say), name=request.id)
-            for number, (request, speech) in enumerate(zip(requests, answered.choices, strict=True))
+            asyncio.create_task(self._choice(request, number, streamed, say), name=request.id)
+            for number, (request, streamed) in enumerate(zip(requests, answered.choices, strict=True))
         ]
         try:
             await asyncio.gather(*tasks)
@@ -164,19 +164,19 @@ class Completions:
                 task.cancel()
             await asyncio.wait(tasks, timeout=END_SECONDS)
 
-    async def _choice(self, request: Request, number: int, speech: Speech, say: Say) -> None:
+    async def _choice(self, request: Request, number: int, streamed: StreamedAnswer, say: Say) -> None:
         async with aclosing(sample(self._engine, request)) as deltas:
             async for delta in deltas:
-                piece = speech.hear(delta)
-                if piece or speech.finish is not None:
-                    await say(number, piece, speech)
-                if speech.finish is not None:
+                piece = streamed.hear(delta)
+                if piece or streamed.finish is not None:
+                    await say(number, piece, streamed)
+                if streamed.finish is not None:
                     return
 
-    def _speeches(self, want: Want) -> list[Speech]:
-        return [Speech(self._chat, want.stops, tools=want.tools is not None) for _ in range(want.n)]
+    def _streamed_answers(self, want: CompletionRequest) -> list[StreamedAnswer]:
+        return [StreamedAnswer(self._chat, want.stops, tools=want.tools is not None) for _ in range(want.n)]
 
-    def _open(self, conversation: Conversation, want: Want, session: Session | None = None) -> Opening:
+    def _open(self, conversation: Conversation, want: CompletionRequest, session: Session | None = None) -> Opening:
         try:
             if want.kind == "chat":
                 opening = conversation.open_chat(want.messages, want.tools)
@@ -197,7 +197,7 @@ class Completions:
             )
         return opening
 
-    def _say_what_is_overruled(self, want: Want, session: Session) -> None:
+    def _say_what_is_overruled(self, want: CompletionRequest, session: Session) -> None:
         sampling = session.sampling
         asked = {
             "temperature": (want.temperature, sampling.temperature),

@@ -28,7 +28,7 @@ _ENCODER = msgspec.json.Encoder(order="deterministic")
 class Opening:
     """Where a request begins: the tokens that the policy continues."""
 
-    parent: Turn | None
+    parent: ConversationTurn | None
     """The turn that it follows; None if nothing recorded fits."""
     context: Int32Array
     """What is new since then, and was not sampled."""
@@ -43,7 +43,7 @@ class Opening:
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class ConversationTurn:
     """What the policy said once, and all that came before it."""
 
     opening: Opening
@@ -70,7 +70,7 @@ class Conversation:
         """
         self._chat = chat
         self._listen = listen
-        self.turns: list[Turn] = []
+        self.turns: list[ConversationTurn] = []
         """In the order in which they ended."""
 
     @property
@@ -110,10 +110,10 @@ class Conversation:
         logprobs: Float32Array,
         versions: Int32Array,
         answer: Message,
-    ) -> Turn:
+    ) -> ConversationTurn:
         """Keep a turn exactly as the engine reported it; `answer` is the message that the client was given."""
         ended = bool(len(sampled)) and int(sampled[-1]) in self._chat.stop_token_ids
-        turn = Turn(
+        turn = ConversationTurn(
             opening=opening,
             sampled=np.array(sampled, np.int32),
             logprobs=np.array(logprobs, np.float32),
@@ -146,33 +146,33 @@ class Conversation:
             for turn in self.turns
         ]
 
-    def _tell(self, listen: Callable[[int, int, Trace], None], turn: Turn) -> None:
+    def _tell(self, listen: Callable[[int, int, Trace], None], turn: ConversationTurn) -> None:
         number, start = len(self.turns), len(turn.token_ids) - len(turn.sampled)
         if not self.turns or self.turns[-1].opening is not turn.opening:
             listen(number, start - len(turn.opening.context), Trace.of_context(turn.opening.context))
         nothing = Trace.of_context(np.zeros(0, np.int32))
         listen(number, start, nothing.extended(turn.sampled, turn.logprobs, turn.versions, trained=True))
 
-    def _decoder(self, turn: Turn) -> Callable[[], str]:
+    def _decoder(self, turn: ConversationTurn) -> Callable[[], str]:
         return lambda: self._chat.decode(turn.sampled[:-1] if turn.ended else turn.sampled)
 
-    def _paths(self) -> list[list[Turn]]:
+    def _paths(self) -> list[list[ConversationTurn]]:
         """The turns of each trace, from its first one on."""
         followed = {id(turn.opening.parent) for turn in self.turns}
         return [_path(turn) for turn in self.turns if id(turn) not in followed]
 
 
-def _path(leaf: Turn) -> list[Turn]:
+def _path(leaf: ConversationTurn) -> list[ConversationTurn]:
     """The turns of the stream that ends with this one."""
-    path: list[Turn] = []
-    turn: Turn | None = leaf
+    path: list[ConversationTurn] = []
+    turn: ConversationTurn | None = leaf
     while turn is not None:
         path.append(turn)
         turn = turn.opening.parent
     return path[::-1]
 
 
-def _trace(path: list[Turn], trained: set[int]) -> Trace:
+def _trace(path: list[ConversationTurn], trained: set[int]) -> Trace:
     """The stream of these turns; those in `trained` are only context, and the others become trained."""
     trace = Trace.of_context(np.zeros(0, np.int32))
     for turn in path:

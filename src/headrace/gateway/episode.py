@@ -22,7 +22,7 @@ from headrace.scoring.base import Scoring, Span, Turn
 from headrace.types import Ending, Rollout, Score, Trace
 
 
-class House(Protocol):
+class SessionHost(Protocol):
     """What an episode needs of the gateway."""
 
     def admit(self, session: Session, *, offered: bool) -> None:
@@ -42,7 +42,7 @@ class House(Protocol):
 class AgentEquipment:
     """What the episodes of agents work with, the same for all of a run."""
 
-    house: House
+    house: SessionHost
     chat: Chat
     agents: AgentPool | None
     """None: sessions are offered to agents from outside."""
@@ -58,7 +58,7 @@ class AgentEpisode(AnyEpisode):
 
     def __init__(self, plan: EpisodePlan, equipment: AgentEquipment) -> None:
         super().__init__(plan)
-        self._house = equipment.house
+        self._session_host = equipment.house
         self._agents = equipment.agents
         self._chat = equipment.chat
         self._max_turns = equipment.max_turns
@@ -100,13 +100,13 @@ class AgentEpisode(AnyEpisode):
         except Cancelled:
             return self._rollout("aborted", reason=self.cancelled or "")
         finally:
-            self._house.dismiss(session)
+            self._session_host.dismiss(session)
         return self._ended(session, outcome)
 
     async def discard(self) -> None:
         """Close an episode that will not be run. Idempotent."""
         if self._session is not None:
-            self._house.dismiss(self._session)
+            self._session_host.dismiss(self._session)
         if self._scoring is not None:
             self._scoring.forget(self.id)
 
@@ -132,11 +132,11 @@ class AgentEpisode(AnyEpisode):
         if self._agents is None:
             return await self._offer(session)
         async with self._agents.places:
-            self._house.admit(session, offered=False)
+            self._session_host.admit(session, offered=False)
             session.begin(self._timeout)
             try:
                 async with asyncio.timeout(self._timeout):
-                    done = await self._agents.run(self._house.job(session))
+                    done = await self._agents.run(self._session_host.job(session))
             except TimeoutError:
                 return self._late()
             except AgentError as error:
@@ -148,7 +148,7 @@ class AgentEpisode(AnyEpisode):
         return posted or returned or "the agent ended without a reward"
 
     async def _offer(self, session: Session) -> Reward | str:
-        self._house.admit(session, offered=True)
+        self._session_host.admit(session, offered=True)
         # Until somebody takes it this waits as long as the run does: `[pipeline] stall_seconds` ends it.
         await session.taken.wait()
         try:

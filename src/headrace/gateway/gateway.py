@@ -19,7 +19,7 @@ from headrace.gateway.base import Chat
 from headrace.gateway.completions import Completions
 from headrace.gateway.episode import AgentEpisode, AgentEquipment
 from headrace.gateway.messages import Job
-from headrace.gateway.server import Server
+from headrace.gateway.server import HttpServer
 from headrace.gateway.session import Session, Sessions
 from headrace.rollouts.base import EpisodePlan
 from headrace.scoring.base import Scoring
@@ -61,7 +61,7 @@ class Gateway:
         completions = Completions(
             engine, chat, max_length=max_length, max_tokens=max_tokens, stop_token_ids=stop_token_ids, note=note
         )
-        self._server = Server(
+        self._server = HttpServer(
             completions,
             self.sessions,
             chat,
@@ -106,15 +106,15 @@ class Gateway:
         return AgentEpisode(plan, equipment)
 
     def admit(self, session: Session, *, offered: bool) -> None:
-        """See `House.admit`."""
+        """See `SessionHost.admit`."""
         self.sessions.add(session, offered=offered)
 
     def dismiss(self, session: Session) -> None:
-        """See `House.dismiss`."""
+        """See `SessionHost.dismiss`."""
         self.sessions.remove(session)
 
     def job(self, session: Session) -> Job:
-        """See `House.job`."""
+        """See `SessionHost.job`."""
         return Job(
             id=session.id,
             base_url=self.base_url,

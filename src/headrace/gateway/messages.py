@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 
-class Setup(msgspec.Struct, kw_only=True):
+class AgentSetup(msgspec.Struct, kw_only=True):
     """The first frame to a worker: what its agents are. One of the two is given."""
 
     function: str | None = None
@@ -29,7 +29,7 @@ class Job(msgspec.Struct, kw_only=True):
     data: dict[str, Any] = {}
 
 
-class Done(msgspec.Struct, kw_only=True):
+class AgentResult(msgspec.Struct, kw_only=True):
     """How an agent ended: with a reward, without one (it has posted it), or with an error."""
 
     reward: float | None = None

@@ -22,12 +22,12 @@ import msgspec
 from aiohttp import web
 
 from headrace.errors import UserError
-from headrace.gateway.answers import Shape
 from headrace.gateway.base import ApiError, Chat, Reward
 from headrace.gateway.completions import Completions
+from headrace.gateway.requests import CompletionRequest, chat_request, completion_request
+from headrace.gateway.responses import ResponseShape
 from headrace.gateway.session import Session, Sessions
-from headrace.gateway.speech import Speech
-from headrace.gateway.wants import Want, chat_want, completion_want
+from headrace.gateway.streamed_answer import StreamedAnswer
 
 LARGEST_BODY = 64 * 2**20
 CLOSE_SECONDS = 2.0
@@ -43,7 +43,7 @@ class TakeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Seconds to wait for a session."""
 
 
-class Server:
+class HttpServer:
     """Listens from `start` to `close`."""
 
     def __init__(
@@ -113,10 +113,10 @@ class Server:
         return _json(self._described())
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, chat_want(await request.read()))
+        return await self._complete(request, chat_request(await request.read()))
 
     async def _text_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._complete(request, completion_want(await request.read()))
+        return await self._complete(request, completion_request(await request.read()))
 
     async def _take(self, request: web.Request) -> web.StreamResponse:
         body = _decode(await request.read() or b"{}", TakeBody)
@@ -150,19 +150,19 @@ class Server:
 
     # ---- completions
 
-    async def _complete(self, request: web.Request, want: Want) -> web.StreamResponse:
+    async def _complete(self, request: web.Request, want: CompletionRequest) -> web.StreamResponse:
         session = self._session_of(request)
-        shape = Shape(want, self._chat)
+        shape = ResponseShape(want, self._chat)
         if want.stream:
             return await self._stream(request, want, session, shape)
 
-        async def nothing(number: int, text: str, speech: Speech) -> None:
+        async def nothing(number: int, text: str, streamed: StreamedAnswer) -> None:
             """The whole is told at the end."""
 
         return _json(shape.whole(await self._completions.answer(want, session, nothing)))
 
     async def _stream(
-        self, request: web.Request, want: Want, session: Session | None, shape: Shape
+        self, request: web.Request, want: CompletionRequest, session: Session | None, shape: ResponseShape
     ) -> web.StreamResponse:
         """Server-sent events; the status is only sent with the first of them, so that a refusal has its own."""
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
@@ -174,10 +174,10 @@ class Server:
                 for number in range(want.n if want.kind == "chat" else 0):
                     await response.write(_event(shape.first(number)))
 
-        async def say(number: int, text: str, speech: Speech) -> None:
+        async def say(number: int, text: str, streamed: StreamedAnswer) -> None:
             async with turn:  # Choices speak side by side; their events do not mix.
                 await open_()
-                for chunk in shape.piece(number, text, speech):
+                for chunk in shape.piece(number, text, streamed):
                     await response.write(_event(chunk))
 
         try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from headrace.observe.spans import Span, busy_seconds
+from headrace.observe.spans import TimeSpan, busy_seconds
 
 
-class Beat(Protocol):
-    """What a heartbeat must say; `headrace.channel.beats.Beat` does."""
+class HeartbeatFacts(Protocol):
+    """What a heartbeat must say; `headrace.channel.heartbeats.Heartbeat` does."""
 
     @property
     def time(self) -> float:
@@ -17,7 +17,7 @@ class Beat(Protocol):
         ...
 
     @property
-    def spans(self) -> Sequence[Span]:
+    def spans(self) -> Sequence[TimeSpan]:
         """What the sender did since its last beat."""
         ...
 
@@ -56,7 +56,7 @@ class Activity:
         self._rates: dict[str, float] = {}
         """Process -> tokens a second, at its last beat."""
 
-    def beat(self, process: str, beat: Beat) -> Interval:
+    def beat(self, process: str, beat: HeartbeatFacts) -> Interval:
         """What the process did since its last beat."""
         started = self._last_beat.get(process, beat.time)
         self._last_beat[process] = beat.time

@@ -21,7 +21,7 @@ TONES = "abcdefgh"
 WIDTH, LEFT, RIGHT, ROW, GAP = 1080, 96, 62, 26, 10
 
 
-class Activity(msgspec.Struct, frozen=True, kw_only=True):
+class TimelineActivity(msgspec.Struct, frozen=True, kw_only=True):
     """A timeline, reduced to what is drawn."""
 
     seconds: float
@@ -32,7 +32,7 @@ class Activity(msgspec.Struct, frozen=True, kw_only=True):
     """Those that touch the window."""
 
 
-def read_activity(path: Path, window: tuple[float, float] | None = None) -> Activity | None:
+def read_activity(path: Path, window: tuple[float, float] | None = None) -> TimelineActivity | None:
     """Reduce a timeline, with a close look at `window` (seconds since the start; by default around its middle)."""
     seconds = max((span.end for span in read_timeline(path)), default=0.0)
     if seconds <= 0:
@@ -48,7 +48,7 @@ def read_activity(path: Path, window: tuple[float, float] | None = None) -> Acti
         if span.end > window[0] and span.start < window[1]:
             near.append(span)
     fractions = {name: busy[name].finish() for name in sorted(busy, key=_rank)}
-    return Activity(seconds=seconds, busy=fractions, window=window, spans=near)
+    return TimelineActivity(seconds=seconds, busy=fractions, window=window, spans=near)
 
 
 class BusyBins:
@@ -92,7 +92,7 @@ def _rank(process: str) -> tuple[int, str]:
     return order.get(process.split("-")[0], 2), process
 
 
-def overview(activity: Activity, marks: list[tuple[float, str]]) -> str:
+def overview(activity: TimelineActivity, marks: list[tuple[float, str]]) -> str:
     """The whole run: one strip a process, as high as it was busy. `marks` are moments with a label."""
     top = 20
     bottom = top + len(activity.busy) * (ROW + GAP)
@@ -125,7 +125,7 @@ def overview(activity: Activity, marks: list[tuple[float, str]]) -> str:
     return _wide(svg(WIDTH, bottom + 30, "How busy each process was over the run", "".join(parts)))
 
 
-def close_up(activity: Activity) -> str:
+def close_up(activity: TimelineActivity) -> str:
     """The window: every span by name, waits hollow; with its legend."""
     begin, end = activity.window
     tones = _tones_of_names(activity)
@@ -157,7 +157,7 @@ def close_up(activity: Activity) -> str:
     return _wide(svg(WIDTH, bottom + 30, "What each process did, span by span", "".join(parts))) + legend(keys)
 
 
-def _tones_of_names(activity: Activity) -> dict[str, str]:
+def _tones_of_names(activity: TimelineActivity) -> dict[str, str]:
     """Colours for the names that take most time; what engines and trainers do most has their own colour."""
     begin, end = activity.window
     taken = Counter[tuple[str, str]]()

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.observe.clock import compact, duration
-from headrace.observe.snapshot import ProcessActivity, Rates, Snapshot
+from headrace.observe.snapshot import ProcessActivity, Rates, RunSnapshot
 
 LABEL, QUIET, STRONG = "cyan", "dim", "bold"
 MAX_PROCESSES = 10
@@ -68,7 +68,7 @@ class LiveProgress:
         self._rates = Rates()
         self._started = clock()
         self._drawn: float | None = None
-        self._snapshot: Snapshot | None = None
+        self._snapshot: RunSnapshot | None = None
         self._rewards: deque[float] = deque(maxlen=self.SPARKS)
         self._heldout: list[float] = []
 
@@ -77,7 +77,7 @@ class LiveProgress:
         self._started = self._clock()
         self._live.start()
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: RunSnapshot) -> None:
         """Remember the snapshot, and draw it unless the last drawing is too recent."""
         now = self._clock()
         # A copy: the controller fills the same struct again and again.
@@ -106,7 +106,7 @@ class LiveProgress:
         if self._snapshot is not None:
             self._live.update(self.render(self._snapshot, now), refresh=self._live.is_started)
 
-    def render(self, snapshot: Snapshot, now: float) -> RenderableType:
+    def render(self, snapshot: RunSnapshot, now: float) -> RenderableType:
         """The panel for a snapshot."""
         bar_width = max(10, min(40, self._console.width - 52))
         processes = self._processes(snapshot, bar_width)
@@ -132,7 +132,7 @@ class LiveProgress:
             Group(*parts), title=title, title_align="left", border_style="bright_black", padding=(0, 1), width=width
         )
 
-    def _versions(self, snapshot: Snapshot, now: float, width: int) -> Text:
+    def _versions(self, snapshot: RunSnapshot, now: float, width: int) -> Text:
         total = snapshot.versions_total
         fraction = snapshot.version / total if total else 0.0
         text = Text.assemble(self._glyphs.bar(fraction, width, "green"), f" {snapshot.version}/{total}")
@@ -143,7 +143,7 @@ class LiveProgress:
             text.append(f"  {duration(left)} left")
         return text
 
-    def _reward(self, snapshot: Snapshot) -> Text:
+    def _reward(self, snapshot: RunSnapshot) -> Text:
         if snapshot.reward is None:
             return Text("none yet", QUIET)
         text = Text().append(f"{snapshot.reward:.3f}", STRONG)
@@ -163,7 +163,7 @@ class LiveProgress:
             text.append(f"{value:.3f}", STRONG if index == len(shown) - 1 else "")
         return text
 
-    def _tokens(self, snapshot: Snapshot) -> Text:
+    def _tokens(self, snapshot: RunSnapshot) -> Text:
         text = Text()
         pairs = (
             ("generated", self._rates.generated, snapshot.generated_tokens),
@@ -174,7 +174,7 @@ class LiveProgress:
             text.append(f"{compact(rate or 0.0)}/s", STRONG).append(f" ({compact(total)})", QUIET)
         return text
 
-    def _lag(self, snapshot: Snapshot) -> Text:
+    def _lag(self, snapshot: RunSnapshot) -> Text:
         tokens = sum(snapshot.lag_histogram.values())
         if not tokens:
             return Text("nothing trained yet", QUIET)
@@ -194,13 +194,13 @@ class LiveProgress:
             text.append(f"  bound {snapshot.lag_bound}", "yellow")
         return text
 
-    def _buffer(self, snapshot: Snapshot, width: int) -> Text:
+    def _buffer(self, snapshot: RunSnapshot, width: int) -> Text:
         fraction = snapshot.in_flight / snapshot.capacity if snapshot.capacity else 0.0
         text = self._glyphs.bar(fraction, width, "blue")
         text.append(f" {snapshot.in_flight}/{snapshot.capacity} groups in flight")
         return text.append(f", {snapshot.ready} ready", QUIET)
 
-    def _processes(self, snapshot: Snapshot, width: int) -> list[tuple[str, Text]]:
+    def _processes(self, snapshot: RunSnapshot, width: int) -> list[tuple[str, Text]]:
         shown = sorted(snapshot.processes.items())
         lines = [(name, self._process(activity, width)) for name, activity in shown[:MAX_PROCESSES]]
         rest = shown[MAX_PROCESSES:]

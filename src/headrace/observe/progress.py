@@ -15,7 +15,7 @@ from rich.console import Console
 
 from headrace.observe.clock import compact, duration
 from headrace.observe.live import LiveProgress
-from headrace.observe.snapshot import ProcessActivity, Rates, Snapshot
+from headrace.observe.snapshot import ProcessActivity, Rates, RunSnapshot
 
 __all__ = [
     "LiveProgress",
@@ -23,7 +23,7 @@ __all__ = [
     "PlainProgress",
     "ProcessActivity",
     "Progress",
-    "Snapshot",
+    "RunSnapshot",
     "make_progress",
 ]
 
@@ -34,7 +34,7 @@ class Progress(Protocol):
     def start(self) -> None:
         """Begin; called once, before anything else."""
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: RunSnapshot) -> None:
         """The state now; call it as often as you like, and reuse the struct afterwards."""
 
     def note(self, line: str) -> None:
@@ -50,7 +50,7 @@ class NoProgress:
     def start(self) -> None:
         """Nothing."""
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: RunSnapshot) -> None:
         """Nothing."""
 
     def note(self, line: str) -> None:
@@ -68,13 +68,13 @@ class PlainProgress:
         self._every = every
         self._clock = clock
         self._rates = Rates()
-        self._last: Snapshot | None = None
+        self._last: RunSnapshot | None = None
         self._printed: tuple[float, str] | None = None
 
     def start(self) -> None:
         """Nothing to set up."""
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: RunSnapshot) -> None:
         """Print a line if it is time, or if something has happened."""
         now = self._clock()
         self._rates.add(now, snapshot)
@@ -100,7 +100,7 @@ class PlainProgress:
         self._printed = (now, line)
 
 
-def plain_line(snapshot: Snapshot, rates: Rates) -> str:
+def plain_line(snapshot: RunSnapshot, rates: Rates) -> str:
     """A snapshot in one line; what is not known yet is left out."""
     parts = [] if snapshot.phase == "training" else [snapshot.phase]
     if snapshot.versions_total:

@@ -17,7 +17,7 @@ class ProcessActivity(msgspec.Struct, kw_only=True):
     busy_fraction: float = 0.0
 
 
-class Snapshot(msgspec.Struct, kw_only=True):
+class RunSnapshot(msgspec.Struct, kw_only=True):
     """The state of a run at one moment. Token counts are totals since the start, never rates."""
 
     phase: str = "starting"
@@ -98,7 +98,7 @@ class Rates:
         self._versions = SlidingRate(self.VERSION_WINDOW)
         self._remaining = 0
 
-    def add(self, time: float, snapshot: Snapshot) -> None:
+    def add(self, time: float, snapshot: RunSnapshot) -> None:
         """Take a snapshot into account."""
         self._generated.add(time, snapshot.generated_tokens)
         self._trained.add(time, snapshot.trained_tokens)

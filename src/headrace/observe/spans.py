@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import msgspec
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+class TimeSpan(msgspec.Struct, frozen=True, array_like=True):
     """Something that took time."""
 
     name: str
@@ -43,7 +43,7 @@ class SpanRecorder:
     LONGEST_SECONDS = 1.0
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []
+        self._spans: list[TimeSpan] = []
         self._open: list[_Open] = []
         self._lock = threading.Lock()
 
@@ -58,24 +58,24 @@ class SpanRecorder:
         finally:
             with self._lock:
                 self._open.remove(opened)
-                self._append(Span(name, opened.start, time.monotonic(), busy))
+                self._append(TimeSpan(name, opened.start, time.monotonic(), busy))
 
     def add(self, name: str, start: float, end: float, *, busy: bool = True) -> None:
         """Record a span that is over."""
         with self._lock:
-            self._append(Span(name, start, end, busy))
+            self._append(TimeSpan(name, start, end, busy))
 
-    def drain(self) -> list[Span]:
+    def drain(self) -> list[TimeSpan]:
         """Take all spans recorded so far, open ones up to now."""
         with self._lock:
             now = time.monotonic()
             for opened in self._open:
-                self._append(Span(opened.name, opened.start, now, opened.busy))
+                self._append(TimeSpan(opened.name, opened.start, now, opened.busy))
                 opened.start = now
             spans, self._spans = self._spans, []
         return spans
 
-    def _append(self, span: Span) -> None:
+    def _append(self, span: TimeSpan) -> None:
         if self._spans:
             last = self._spans[-1]
             alike = last.name == span.name and last.busy == span.busy
@@ -84,12 +84,12 @@ class SpanRecorder:
                 and 0 <= span.start - last.end < self.JOIN_SECONDS
                 and span.end - last.start < self.LONGEST_SECONDS
             ):
-                self._spans[-1] = Span(span.name, last.start, span.end, span.busy)
+                self._spans[-1] = TimeSpan(span.name, last.start, span.end, span.busy)
                 return
         self._spans.append(span)
 
 
-def busy_seconds(spans: Iterable[Span], start: float, end: float) -> float:
+def busy_seconds(spans: Iterable[TimeSpan], start: float, end: float) -> float:
     """The time within [start, end] that at least one busy span covers."""
     total, reach = 0.0, start
     for span in sorted((s for s in spans if s.busy), key=lambda s: s.start):

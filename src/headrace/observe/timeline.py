@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from headrace.observe.clock import RunClock
-from headrace.observe.spans import Span
+from headrace.observe.spans import TimeSpan
 
 STARTED = "run started"
 CONTROLLER_PID = 0
@@ -50,7 +50,7 @@ class Timeline:
             self._write([first | {"args": {"time": started}}])
         self._origin = self._clock.to_monotonic(started)
 
-    def add(self, process: str, spans: Sequence[Span]) -> None:
+    def add(self, process: str, spans: Sequence[TimeSpan]) -> None:
         """Append spans of a process, in the order in which they ended; one write for all of them."""
         events: list[dict[str, Any]] = []
         if process not in self._pids:

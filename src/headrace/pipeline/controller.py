@@ -10,7 +10,7 @@
     (group)   its episodes: tokens, scores                engines and scorers; one task per group
     TRAIN     a batch in the window, a free place at the  a group that completes, a step that ends
               trainer (it holds at most two batches)
-    DELIVER   a published version; engines that prove it  `Published`, `Proved`; a loop per engine (`deliveries`)
+    DELIVER   a published version; engines that prove it  `Published`, `VersionProved`; a loop per engine (`deliveries`)
     SAVE      a fifth of a second                         time: new tokens are journalled (`partials`)
     EVALUATE  (a task now and then) held-out answers      DELIVER, every `[evaluate] every` versions (`evaluations`)
 
@@ -24,7 +24,7 @@ import asyncio
 from functools import partial
 from pathlib import Path
 
-from headrace.channel.beats import Beat
+from headrace.channel.heartbeats import Heartbeat
 from headrace.engines.messages import Deltas
 from headrace.pipeline.attempts import INTERRUPTED, SURPLUS, Attempts
 from headrace.pipeline.batches import make_batch
@@ -32,11 +32,11 @@ from headrace.pipeline.deliveries import Deliveries
 from headrace.pipeline.engine_watch import EngineWatch
 from headrace.pipeline.episodes import Episodes
 from headrace.pipeline.evaluations import Evaluations
-from headrace.pipeline.events import Died, Event, Heard, Proved, Returned, Scored
+from headrace.pipeline.events import Died, Event, GroupScored, Heard, Returned, VersionProved
 from headrace.pipeline.partials import Partials
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recovery import Recovery
-from headrace.pipeline.steps import Order, Steps
+from headrace.pipeline.steps import StepRequest, Steps
 from headrace.pipeline.versions import Versions
 from headrace.pipeline.warm_start import warm_start
 from headrace.rollouts.base import AnyEpisode
@@ -170,7 +170,7 @@ class Controller:
                 self.parts.remote[engine].deliver(tokens)
                 self.watch.progress(engine)
                 self.waits.moved()
-            case Heard(process, Beat() as beat):
+            case Heard(process, Heartbeat() as beat):
                 self.recorder.beat(process, beat)
             case Heard(_, Published(manifest=manifest, snapshot_seconds=seconds)):
                 self.versions.published(manifest)
@@ -178,11 +178,11 @@ class Controller:
                 self.waits.moved()
             case Heard(_, Saved(version=version, path=path)):
                 self.recorder.saved(version, Path(path))
-            case Scored(group, episodes):
+            case GroupScored(group, episodes):
                 self.partials.ended(episodes)
                 self.attempts.ended(group)
                 self.waits.moved()
-            case Proved(proof):
+            case VersionProved(proof):
                 self.recorder.delivered(proof)
                 self.deliveries.proved(proof)
             case Died(death, restarts):
@@ -248,7 +248,7 @@ class Controller:
             min_group=rollouts.min_group,
             straggler_seconds=rollouts.straggler_seconds,
         )
-        self.events.put(Scored(group, episodes))
+        self.events.put(GroupScored(group, episodes))
 
     # ---- TRAIN
 
@@ -286,12 +286,12 @@ class Controller:
         self.recorder.step_ended(batch, groups, report)
         self.waits.moved()
 
-    def _order(self, groups: list[Group], batches: int) -> Order:
+    def _order(self, groups: list[Group], batches: int) -> StepRequest:
         """What the trainer is asked for, made in the step's turn: the ids of versions are known only then."""
         step, version = self.parts.first_step + batches, self.window.version_of(batches - 1)
         batch = make_batch(self.config, groups, step=step, version=version, republished=tuple(self.window.republished))
         made = version + 1 if batches % self.config.delivery.publish_every == 0 else None
-        return Order(batch, publish=made, parent=version, save=made is not None and self._save_due(made))
+        return StepRequest(batch, publish=made, parent=version, save=made is not None and self._save_due(made))
 
     # ---- DELIVER
 

@@ -23,7 +23,7 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Engine
 from headrace.engines.pool import EnginePool
 from headrace.errors import ChannelError, DeliveryError, PeerDied
-from headrace.pipeline.events import Events, Proved
+from headrace.pipeline.events import Events, VersionProved
 from headrace.pipeline.versions import Versions
 from headrace.pipeline.waits import Waits
 from headrace.training.base import TrainerHandle
@@ -145,7 +145,7 @@ class Deliveries:
     async def _load(self, engine: Engine, manifest: Manifest) -> Proof:
         """The engine's answer, once the owner of events has taken note of it."""
         proof = await engine.load(manifest)
-        self._events.put(Proved(proof))
+        self._events.put(VersionProved(proof))
         await self._waits.until(
             engine.name, lambda: "its proof to be recorded", lambda: self._answered.get(engine.name) is proof
         )

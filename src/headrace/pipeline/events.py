@@ -18,11 +18,11 @@ from headrace.delivery.base import Proof
 from headrace.rollouts.base import AnyEpisode
 from headrace.types import Group
 
-__all__ = ["Died", "Event", "Events", "Heard", "Proved", "Returned", "Scored"]
+__all__ = ["Died", "Event", "Events", "GroupScored", "Heard", "Returned", "VersionProved"]
 
 
 @dataclass(frozen=True)
-class Scored(Event):
+class GroupScored(Event):
     """All rollouts of a group have ended, and those that can be scored are."""
 
     group: Group
@@ -30,7 +30,7 @@ class Scored(Event):
 
 
 @dataclass(frozen=True)
-class Proved(Event):
+class VersionProved(Event):
     """An engine has answered a delivery: it has proved the version, or refused it."""
 
     proof: Proof

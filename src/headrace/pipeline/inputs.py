@@ -7,11 +7,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from headrace.config import AgentTask, Config, DatasetTask, EnvironmentTask, GymTask, ScorerConfig
+from headrace.config import (
+    AgentTaskConfig,
+    Config,
+    DatasetTaskConfig,
+    EnvironmentTaskConfig,
+    GymTaskConfig,
+    ScorerConfig,
+)
 from headrace.config.model_dir import check_model_dir, check_teacher
 from headrace.errors import ConfigError
 from headrace.gateway.agents import AgentPool
-from headrace.gateway.messages import Setup
+from headrace.gateway.messages import AgentSetup
 from headrace.gateway.task import AgentTask as Agents
 from headrace.pipeline.extensions import check_extensions
 from headrace.reference import call_factory, import_function
@@ -79,15 +86,15 @@ def count_prompts(config: Config) -> tuple[int, int]:
 
     A reasoning-gym dataset is taken at its word: importing it takes seconds, and it is checked when a run starts.
     """
-    if isinstance(config.task, GymTask):
+    if isinstance(config.task, GymTaskConfig):
         check_model(config)
         if find_spec("reasoning_gym") is None:
             raise ConfigError('[task] kind = "gym" needs reasoning-gym: pip install "headrace[tasks]"')
         make_scorers(config)
         return config.task.size, config.evaluate.prompts or 0
-    if isinstance(config.task, DatasetTask) and config.task.reward is not None:
+    if isinstance(config.task, DatasetTaskConfig) and config.task.reward is not None:
         import_function(config.task.reward)
-    if isinstance(config.task, AgentTask) and config.task.agent is not None:
+    if isinstance(config.task, AgentTaskConfig) and config.task.agent is not None:
         import_function(config.task.agent)
     task = check_inputs(config)[0].task
     return len(task.train), len(task.heldout)
@@ -96,13 +103,13 @@ def count_prompts(config: Config) -> tuple[int, int]:
 def make_task(config: Config) -> Task:
     """The configured task."""
     match config.task:
-        case DatasetTask() as dataset:
+        case DatasetTaskConfig() as dataset:
             return SingleTurnTask(*_prompts(config, dataset), dataset.demonstration)
-        case GymTask() as gym:
+        case GymTaskConfig() as gym:
             return _gym(config, gym)
-        case EnvironmentTask() as environment:
+        case EnvironmentTaskConfig() as environment:
             return _environment(config, environment)
-        case AgentTask() as agent:
+        case AgentTaskConfig() as agent:
             return _agents(config, agent)
 
 
@@ -113,12 +120,12 @@ def make_scorers(config: Config, reward: Scorer | None = None) -> dict[str, Scor
     """
     scorers: dict[str, Scorer] = {}
     match config.task:
-        case DatasetTask(reward=reference):
+        case DatasetTaskConfig(reward=reference):
             if reward is not None:
                 scorers["reward"] = reward
             elif reference is not None:
                 scorers["reward"] = _in_workers(config, reference)
-        case GymTask() as gym:
+        case GymTaskConfig() as gym:
             arguments = Gym.verifier_arguments(gym.name, gym.config, gym.answer_pattern)
             scorers["verifier"] = _in_workers(config, VERIFIER, arguments)
     for name, scorer in config.scorers.items():
@@ -152,7 +159,7 @@ def _in_workers(config: Config, reference: str, arguments: dict[str, Any] | None
     return WorkerScorer(reference, arguments=arguments, workers=scoring.workers, timeout=scoring.timeout, key=key)
 
 
-def _prompts(config: Config, task: DatasetTask | AgentTask) -> tuple[list[Prompt], list[Prompt]]:
+def _prompts(config: Config, task: DatasetTaskConfig | AgentTaskConfig) -> tuple[list[Prompt], list[Prompt]]:
     """(training, held-out) from the task's files."""
     train = load_prompts(task.path, system=task.system)
     wanted = config.evaluate.prompts
@@ -163,16 +170,16 @@ def _prompts(config: Config, task: DatasetTask | AgentTask) -> tuple[list[Prompt
     return train, heldout
 
 
-def _agents(config: Config, task: AgentTask) -> Agents:
+def _agents(config: Config, task: AgentTaskConfig) -> Agents:
     train, heldout = _prompts(config, task)
     agents = None
     if task.agent is not None or task.command:
-        setup = Setup(function=task.agent, command=task.command or None)
+        setup = AgentSetup(function=task.agent, command=task.command or None)
         agents = AgentPool(setup, workers=task.workers, concurrency=task.concurrency)
     return Agents(train, heldout, agents, timeout=task.timeout, demonstration_field=task.demonstration)
 
 
-def _gym(config: Config, task: GymTask) -> Gym:
+def _gym(config: Config, task: GymTaskConfig) -> Gym:
     return Gym(
         task.name,
         config=task.config,
@@ -185,7 +192,7 @@ def _gym(config: Config, task: GymTask) -> Gym:
     )
 
 
-def _environment(config: Config, task: EnvironmentTask) -> Task:
+def _environment(config: Config, task: EnvironmentTaskConfig) -> Task:
     given = {**task.config, "seed": config.run.seed, "heldout": config.evaluate.prompts or 0}
     made: Task = call_factory(f"[task] factory: {task.factory}", import_function(task.factory), **given)
     return made

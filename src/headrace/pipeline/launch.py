@@ -13,7 +13,7 @@ from headrace.config import Config, dump_config, with_settings
 from headrace.errors import DiskError, UserError
 from headrace.observe.progress import Progress
 from headrace.pipeline.inputs import check_inputs
-from headrace.pipeline.session import Session
+from headrace.pipeline.session import RunSession
 from headrace.run_dir import RunDir
 from headrace.scoring.base import Scorer
 
@@ -42,7 +42,7 @@ def start_run(
         if prompts is not None:
             (run_dir.path / "prompts.jsonl").write_text(prompts)
         task, chat = check_inputs(config, reward)
-        session = Session(config, run_dir, progress, task, chat)
+        session = RunSession(config, run_dir, progress, task, chat)
         with run_dir.said_when_full():
             summary = session.execute()
     except UserError as error:
@@ -67,7 +67,7 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str] = (
     for line in changes(before, config):
         progress.note(line)
     with run_dir.said_when_full(), run_dir.trying(config):
-        session = Session(config, run_dir, progress, task, chat)
+        session = RunSession(config, run_dir, progress, task, chat)
         return Outcome(run_dir, session.execute(), session.outcome)
 
 

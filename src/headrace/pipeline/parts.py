@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from headrace.buffer.recovery import LeftGroup
+from headrace.buffer.recovery import UnfinishedGroup
 from headrace.buffer.window import Window
 from headrace.channel.events import Events
 from headrace.cluster.base import NoProcesses, Processes
@@ -15,7 +15,7 @@ from headrace.engines.pool import EnginePool
 from headrace.engines.remote import RemoteEngine
 from headrace.gateway.base import EpisodeMaker
 from headrace.pipeline.recording import Recorder
-from headrace.pipeline.steps import Order
+from headrace.pipeline.steps import StepRequest
 from headrace.pipeline.waits import Waits
 from headrace.rollouts.base import ChatFormat
 from headrace.scoring.stage import Stage
@@ -51,11 +51,11 @@ class Parts:
     """Where the trainer started from."""
     first_step: int = 0
     """Optimizer steps behind the first version: those of the checkpoint, and those that are trained again after it."""
-    left: Sequence[LeftGroup] = ()
+    left: Sequence[UnfinishedGroup] = ()
     """Groups that a previous process had in flight, oldest first; the window holds them already."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by Ctrl-C: nothing new begins, what is in training is finished."""
 
-    def unless_stopping(self, order: Order) -> Order | None:
+    def unless_stopping(self, order: StepRequest) -> StepRequest | None:
         """The order, or None once the run is to stop."""
         return None if self.stopping.is_set() else order

@@ -7,7 +7,7 @@ from collections import Counter
 from headrace.buffer.window import Window
 from headrace.observe.activity import Interval
 from headrace.observe.progress import Progress
-from headrace.observe.snapshot import ProcessActivity, Snapshot
+from headrace.observe.snapshot import ProcessActivity, RunSnapshot
 from headrace.types import Batch
 
 REWARD_MEMORY = 0.9
@@ -23,7 +23,7 @@ class Picture:
         self._progress = progress
         self._window = window
         self._lags: Counter[int] = Counter()
-        self._shown = Snapshot(versions_total=versions_total, lag_bound=window.lag_bound, capacity=window.capacity)
+        self._shown = RunSnapshot(versions_total=versions_total, lag_bound=window.lag_bound, capacity=window.capacity)
 
     @property
     def phase(self) -> str:

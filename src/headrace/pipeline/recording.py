@@ -18,7 +18,7 @@ import numpy as np
 from headrace.buffer.journal import Journal, Recovered
 from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
-from headrace.channel.beats import Beat
+from headrace.channel.heartbeats import Heartbeat
 from headrace.delivery.base import Manifest, Proof
 from headrace.observe.activity import Activity
 from headrace.observe.clock import RunClock
@@ -303,7 +303,7 @@ class Recorder:
         """The last version is proved."""
         self._journal.meta("train_ended", self.now())
 
-    def beat(self, process: str, beat: Beat) -> None:
+    def beat(self, process: str, beat: Heartbeat) -> None:
         """A process has said what it did since its last beat."""
         interval = self._activity.beat(process, beat)
         if self._timeline is not None:

@@ -16,7 +16,7 @@
     worker         (`scoring.workers`).
     an agent       Its pool starts another one; its rollout fails, with that as its reason (`gateway.agents`).
     a vLLM         Its engine worker ends, and is started again with a new server; a server that was given by URL is
-    server         waited for (`engines.vllm.pulse`).
+    server         waited for (`engines.vllm.health`).
 
 Supervision (`cluster.supervision`) notices deaths, starts processes again and puts `Died` and `Returned` on the queue;
 the controller hands them to the methods here. A process that dies too often in a row ends the run.
@@ -28,7 +28,7 @@ import asyncio
 from collections.abc import Iterator
 from functools import partial
 
-from headrace.buffer.recovery import LeftGroup, Recovered
+from headrace.buffer.recovery import Recovered, UnfinishedGroup
 from headrace.buffer.window import Window
 from headrace.errors import HeadraceError, PeerDied
 from headrace.pipeline.attempts import Attempts
@@ -38,7 +38,7 @@ from headrace.pipeline.episodes import Episodes
 from headrace.pipeline.partials import Partials
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Recorder
-from headrace.pipeline.steps import Order, Steps
+from headrace.pipeline.steps import StepRequest, Steps
 from headrace.pipeline.versions import Versions
 from headrace.rollouts.base import AnyEpisode
 from headrace.tasks.base import Task
@@ -146,7 +146,7 @@ class Recovery:
             return
         path, until = parts.recorder.journal_path, parts.first_step
         for recorded in recorded_batches(parts.config, path, parts.checkpoint.step, until):
-            order = partial(parts.unless_stopping, Order(recorded.batch))
+            order = partial(parts.unless_stopping, StepRequest(recorded.batch))
             if await self._steps.train(recorded.batch.step, order) is None:
                 return
             parts.waits.moved()
@@ -171,7 +171,7 @@ class Recovery:
 
 def restore_groups(
     before: Recovered, window: Window, recorder: Recorder, task: Task, checkpoint: Checkpoint
-) -> list[LeftGroup]:
+) -> list[UnfinishedGroup]:
     """Give the groups of a previous process their slots back, before anything new begins.
 
     Every group of it goes on, and is in the answer, or ends here with a reason; what is lost with it is counted.
@@ -201,6 +201,6 @@ def restore_groups(
     return going_on
 
 
-def _sampled(left: LeftGroup) -> int:
+def _sampled(left: UnfinishedGroup) -> int:
     whole = sum(rollout.trained_tokens for rollout in left.rollouts)
     return whole + sum(trace.trained_tokens for traces in left.partial.values() for trace in traces)

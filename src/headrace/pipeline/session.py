@@ -34,7 +34,7 @@ SHOW_SECONDS = 0.25
 WATCH_SECONDS = 1.0
 
 
-class Session:
+class RunSession:
     """A run in this process. `execute` may be called once."""
 
     def __init__(

@@ -17,7 +17,7 @@ from headrace.training.report import StepReport
 from headrace.types import NO_VERSION, Batch
 
 
-class Order(NamedTuple):
+class StepRequest(NamedTuple):
     """One optimizer step, as the trainer is asked for it."""
 
     batch: Batch
@@ -39,7 +39,7 @@ class Steps:
         self._asked = trained
         self._present = True
 
-    async def train(self, step: int, order: Callable[[], Order | None]) -> tuple[Batch, StepReport] | None:
+    async def train(self, step: int, order: Callable[[], StepRequest | None]) -> tuple[Batch, StepReport] | None:
         """Have the trainer make this step; returns when it has answered, however often it died meanwhile.
 
         `order` is called in the step's turn, and again after each death, because the ids of versions may have changed.

@@ -6,7 +6,7 @@ from functools import partial
 
 from headrace.pipeline.batches import warm_start_batches
 from headrace.pipeline.parts import Parts
-from headrace.pipeline.steps import Order, Steps
+from headrace.pipeline.steps import StepRequest, Steps
 
 
 async def warm_start(parts: Parts, steps: Steps) -> None:
@@ -14,7 +14,7 @@ async def warm_start(parts: Parts, steps: Steps) -> None:
     if parts.config.warm_start.steps:
         parts.recorder.phase = "warm start"
     for batch in warm_start_batches(parts.config, parts.task, parts.chat, parts.window.first_version):
-        done = await steps.train(batch.step, partial(parts.unless_stopping, Order(batch)))
+        done = await steps.train(batch.step, partial(parts.unless_stopping, StepRequest(batch)))
         if done is None:
             return
         parts.recorder.step_ended(batch, [], done[1])

@@ -20,7 +20,7 @@ SHOWN = 8
 """Answers kept for people to read."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class EvaluatedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """A held-out prompt and what the policy made of it."""
 
     prompt: str
@@ -46,7 +46,7 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens of an answer."""
     failed: int
     """Rollouts that failed, counted as wrong."""
-    answers: list[Answer] = []
+    answers: list[EvaluatedAnswer] = []
 
 
 async def evaluate(
@@ -67,7 +67,7 @@ async def evaluate(
         raise ValueError(f"cannot take pass@{k} of {samples} samples with {concurrency} episodes in flight")
 
     rollouts: dict[tuple[int, int], Rollout] = {}
-    answers: dict[int, Answer] = {}
+    answers: dict[int, EvaluatedAnswer] = {}
     remaining = ((p, prompt, sample) for p, prompt in enumerate(prompts) for sample in range(samples))
 
     async def work(remaining: Iterator[tuple[int, Prompt, int]]) -> None:
@@ -120,7 +120,7 @@ def _reward(rollout: Rollout) -> float:
     return 0.0 if rollout.ending == "failed" or rollout.reward is None else rollout.reward
 
 
-def _answer(prompt: Prompt, episode: AnyEpisode, rollout: Rollout) -> Answer:
+def _answer(prompt: Prompt, episode: AnyEpisode, rollout: Rollout) -> EvaluatedAnswer:
     question = prompt.text if prompt.text is not None else (prompt.messages or [{}])[-1].get("content", "")
     answer = rollout.reason if rollout.ending == "failed" else episode.answer
-    return Answer(prompt=prompt.id, question=question, answer=answer, reward=_reward(rollout))
+    return EvaluatedAnswer(prompt=prompt.id, question=question, answer=answer, reward=_reward(rollout))

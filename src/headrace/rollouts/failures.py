@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Failure(Exception):
+class EpisodeFailed(Exception):
     """An episode failed; the text is the reason, in one line."""
 
 
@@ -23,7 +23,7 @@ def foreign(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise Failure(f"{what}: {describe(error)}") from error
+        raise EpisodeFailed(f"{what}: {describe(error)}") from error
 
 
 def describe(error: Exception) -> str:

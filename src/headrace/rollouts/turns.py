@@ -20,7 +20,7 @@ import numpy as np
 from headrace.engines.base import FinishReason, Request, Sampler, closing_deltas
 from headrace.errors import HeadraceError
 from headrace.rollouts.base import AnyEpisode, Cancelled, ChatFormat, EpisodePlan
-from headrace.rollouts.failures import Failure, describe, first_line, foreign
+from headrace.rollouts.failures import EpisodeFailed, describe, first_line, foreign
 from headrace.rollouts.saved import SavedTurns
 from headrace.rollouts.stream import TokenStream
 from headrace.scoring.base import Scoring, Span, Turn
@@ -103,7 +103,7 @@ class Episode(AnyEpisode):
             self._begin(self._open(messages))
         except TimeoutError:
             self._failed = self._late()
-        except Failure as failure:
+        except EpisodeFailed as failure:
             self._failed = str(failure)
         except Cancelled:
             pass
@@ -115,7 +115,7 @@ class Episode(AnyEpisode):
             self._tell(self._stream.append_context(opening))
             return
         if not np.array_equal(self.plan.prefix.token_ids[: len(opening)], opening):
-            raise Failure("the environment opens with other tokens than those that the episode is to go on from")
+            raise EpisodeFailed("the environment opens with other tokens than those that the episode is to go on from")
         self._tell(self._stream.append_recorded(self.plan.prefix))
 
     async def run(self) -> Rollout:
@@ -144,7 +144,7 @@ class Episode(AnyEpisode):
                 return await self._take_turns()
         except TimeoutError:
             return self._rollout("failed", reason=self._late())
-        except Failure as failure:
+        except EpisodeFailed as failure:
             return self._rollout("failed", reason=str(failure))
         except Cancelled:
             return self._rollout("aborted", reason=self.cancelled or "")
@@ -203,7 +203,7 @@ class Episode(AnyEpisode):
                 return self._stream.token_ids()[start:], finish
             fruitless = fruitless + 1 if len(self._stream) == before else 0
             if fruitless > FRUITLESS_RESUMES:
-                raise Failure(f"{self._engine.name} aborted {fruitless} times in a row without a token")
+                raise EpisodeFailed(f"{self._engine.name} aborted {fruitless} times in a row without a token")
 
     async def _sample(self) -> FinishReason:
         """One request to the engine; its tokens are kept as they come."""
@@ -228,17 +228,19 @@ class Episode(AnyEpisode):
                         )
                     )
                     if delta.finish == "failed":
-                        raise Failure(f"{self._engine.name}: {first_line(delta.error) or 'failed without a reason'}")
+                        raise EpisodeFailed(
+                            f"{self._engine.name}: {first_line(delta.error) or 'failed without a reason'}"
+                        )
                     if delta.finish is not None:
                         return delta.finish
                     if self.cancelled is not None:
                         # The first abort may have overtaken the request on its way to the engine.
                         await self.abort_requests()
         except HeadraceError as error:
-            raise Failure(f"{self._engine.name}: {describe(error)}") from error
+            raise EpisodeFailed(f"{self._engine.name}: {describe(error)}") from error
         finally:
             self._request = None
-        raise Failure(f"{self._engine.name}: the stream ended without a finish")
+        raise EpisodeFailed(f"{self._engine.name}: the stream ended without a finish")
 
     async def abort_requests(self) -> None:
         """See `AnyEpisode.abort_requests`."""
@@ -264,7 +266,7 @@ class Episode(AnyEpisode):
                 return self._chat.open(messages)
             if self.prompt.text is not None:
                 return self._chat.encode(self.prompt.text)
-        raise Failure("the environment opened without a message and the prompt has no text")
+        raise EpisodeFailed("the environment opened without a message and the prompt has no text")
 
     async def _ask(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """What the environment answers, unless the episode is told to end meanwhile."""
@@ -280,7 +282,7 @@ class Episode(AnyEpisode):
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
-            raise Failure(f"{what}: cancelled by the environment itself") from None
+            raise EpisodeFailed(f"{what}: cancelled by the environment itself") from None
 
     async def _close(self) -> str:
         """Close the environment, once; the reason if that failed."""
@@ -291,7 +293,7 @@ class Episode(AnyEpisode):
             with foreign("environment.close"):
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self._environment.close()
-        except Failure as failure:
+        except EpisodeFailed as failure:
             return str(failure)
         return ""
 
@@ -323,5 +325,5 @@ def _reward(step: EnvironmentStep) -> float | None:
     if step.reward is None:
         return None if step.done else 0.0
     if not math.isfinite(step.reward):
-        raise Failure(f"the reward is {step.reward}, not a finite number")
+        raise EpisodeFailed(f"the reward is {step.reward}, not a finite number")
     return step.reward

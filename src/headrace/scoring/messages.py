@@ -9,7 +9,7 @@ import msgspec
 from headrace.scoring.base import Judgement
 
 
-class Setup(msgspec.Struct, kw_only=True):
+class RewardSetup(msgspec.Struct, kw_only=True):
     """The first frame to a worker: which function it serves."""
 
     reference: str
@@ -17,7 +17,7 @@ class Setup(msgspec.Struct, kw_only=True):
     """If given, the reference names a maker: called once with these, it returns the reward function."""
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class ScoreReply(msgspec.Struct, kw_only=True):
     """The answer to one `Question`: a judgement, or why there is none."""
 
     judgement: Judgement | None = None

@@ -20,7 +20,7 @@ from headrace.scoring.functions import (
     judgement,
     source_version,
 )
-from headrace.scoring.messages import Answer, Setup
+from headrace.scoring.messages import RewardSetup, ScoreReply
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def main() -> None:
     """Say hello, then answer questions until the owner closes the pipe."""
     die_with_owner()
     owner = Owner()
-    loaded = owner.greet(Setup, load)
+    loaded = owner.greet(RewardSetup, load)
     if loaded is None:
         return
     with asyncio.Runner() as runner:
@@ -45,7 +45,7 @@ def main() -> None:
     end_descendants()
 
 
-def load(setup: Setup) -> Loaded:
+def load(setup: RewardSetup) -> Loaded:
     """The reward function that the first frame names; raises `ConfigError`."""
     found = import_function(setup.reference)
     version = source_version(found)
@@ -55,15 +55,15 @@ def load(setup: Setup) -> Loaded:
     return Loaded(found, version)
 
 
-def answer(loaded: Loaded, question: Question, runner: asyncio.Runner) -> Answer:
+def answer(loaded: Loaded, question: Question, runner: asyncio.Runner) -> ScoreReply:
     """Judge one answer; async functions share one event loop for the worker's whole life."""
     try:
         result = call(loaded.function, question)
         if inspect.isawaitable(result):
             result = runner.run(finish(result))
-        return Answer(judgement=msgspec.structs.replace(judgement(result), version=loaded.version))
+        return ScoreReply(judgement=msgspec.structs.replace(judgement(result), version=loaded.version))
     except ScoreError as error:
-        return Answer(error=str(error))
+        return ScoreReply(error=str(error))
 
 
 if __name__ == "__main__":

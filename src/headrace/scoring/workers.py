@@ -15,7 +15,7 @@ from headrace.channel.worker_pool import PoolClosed, WorkerDied, WorkerPool
 from headrace.errors import ConfigError
 from headrace.scoring.base import Judgement, ScoreError
 from headrace.scoring.functions import Question, RewardScorer
-from headrace.scoring.messages import Answer, Setup
+from headrace.scoring.messages import RewardSetup, ScoreReply
 from headrace.types import Prompt
 
 
@@ -33,7 +33,7 @@ class WorkerScorer(RewardScorer):
         log: Path | None = None,
         key: str = "",
     ) -> None:
-        """`reference` names the reward function; with `arguments`, a maker that returns it (see `messages.Setup`).
+        """`reference` names the reward function; with `arguments`, a factory of it (see `messages.RewardSetup`).
 
         `timeout` counts from when a worker starts on a judgement. What the functions print goes to `log`, or to this
         process's standard error. `key` is the key of the configuration that names the function, if not `[task]`.
@@ -46,7 +46,7 @@ class WorkerScorer(RewardScorer):
         self._waiting = 0
         self._pool = WorkerPool(
             "headrace.scoring.worker_main",
-            Setup(reference=reference, arguments=arguments),
+            RewardSetup(reference=reference, arguments=arguments),
             workers=workers,
             start_timeout=start_timeout,
             name="reward worker",
@@ -92,13 +92,13 @@ class WorkerScorer(RewardScorer):
         finally:
             self._waiting -= 1
 
-    async def _ask(self, question: bytes) -> Answer:
+    async def _ask(self, question: bytes) -> ScoreReply:
         try:
             try:
-                return await self._pool.ask(question, Answer, self._timeout)
+                return await self._pool.ask(question, ScoreReply, self._timeout)
             except WorkerDied:
                 # Whoever killed it need not have meant this answer: another worker judges it, once.
-                return await self._pool.ask(question, Answer, self._timeout)
+                return await self._pool.ask(question, ScoreReply, self._timeout)
         except WorkerDied as error:
             raise ScoreError(f"the reward worker {error} during a judgement") from error
         except TimeoutError:

@@ -55,7 +55,7 @@ class DropOldest(Window):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PolicyOutcome:
     """What one policy came to."""
 
     policy: str
@@ -81,7 +81,7 @@ def long_tail(seed: int) -> Callable[[Request], int]:
     return length
 
 
-def study(policy: str, rollouts: int, seed: int = 0) -> Outcome:
+def study(policy: str, rollouts: int, seed: int = 0) -> PolicyOutcome:
     """Simulate one of `POLICIES` until so many rollouts are generated."""
     trained = rollouts // KEPT_SHARE if policy == "drop oldest" else rollouts
     config = _config("buffer.depth=0" if policy == "depth 0" else "buffer.depth=2", trained, seed)
@@ -89,7 +89,7 @@ def study(policy: str, rollouts: int, seed: int = 0) -> Outcome:
         return run_virtual(_simulate(policy, config, Path(directory), seed))
 
 
-async def _simulate(policy: str, config: Config, path: Path, seed: int) -> Outcome:
+async def _simulate(policy: str, config: Config, path: Path, seed: int) -> PolicyOutcome:
     window = DropOldest(GROUPS, 2, versions=None) if policy == "drop oldest" else None
     if window is not None:
         window.lag_bound = config.run.versions  # it has none
@@ -105,7 +105,7 @@ async def _simulate(policy: str, config: Config, path: Path, seed: int) -> Outco
     with open_readonly(path / "journal.db") as journal:
         ended = [record.sampled_tokens for record in journal.rollout_records("ending = 'finished'")]
     generated, trained = np.asarray(ended, np.int64), np.asarray(run.trainer.lengths, np.int64)
-    return Outcome(
+    return PolicyOutcome(
         policy=policy,
         generated=generated,
         trained=trained,

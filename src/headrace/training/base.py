@@ -25,7 +25,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, facts: Mapping[str, int | float | str]) -> Checkpoint:
-        """What a trainer said when it became ready (`training.worker`)."""
+        """What a trainer said when it became ready (`training.serving`)."""
         return cls(step=int(facts["policy_steps"]), version=int(facts["version"]), found=bool(facts["resumed_from"]))
 
 

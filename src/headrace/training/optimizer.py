@@ -15,7 +15,7 @@ import torch
 from headrace.config.schema import TrainingConfig
 from headrace.delivery.shards import held_region
 from headrace.errors import UserError
-from headrace.training.optimizer_parts import Part, make_parts
+from headrace.training.optimizer_parts import OptimizerPart, make_parts
 from headrace.training.ranks import Ranks
 from headrace.training.sharding import copies, global_norm, local_part, local_tensor
 from headrace.training.update_ratio import UpdateRatio
@@ -218,7 +218,7 @@ def _check_form(what: str, pieces: Mapping[str, torch.Tensor], present: Any) -> 
         )
 
 
-def _restored(part: Part, kind: str, pieces: Mapping[str, torch.Tensor], present: Any, p: torch.Tensor) -> Any:
+def _restored(part: OptimizerPart, kind: str, pieces: Mapping[str, torch.Tensor], present: Any, p: torch.Tensor) -> Any:
     """A state from the tensors that `_pieces` gave; `present` is what the optimizer has made itself, if it has."""
     if kind in part.numbers:
         return pieces[""].item()

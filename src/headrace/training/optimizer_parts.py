@@ -22,7 +22,7 @@ _BLOCKWISE_STATE = frozenset({"state1", "state2", "qmap1", "qmap2", "absmax1", "
 
 
 @dataclass(frozen=True)
-class Part:
+class OptimizerPart:
     """One optimizer, and what its state is made of."""
 
     optimizer: torch.optim.Optimizer
@@ -47,7 +47,7 @@ def make_parts(
     named: Mapping[str, torch.nn.Parameter],
     config: TrainingConfig,
     wholes: Mapping[str, torch.nn.Parameter],
-) -> list[Part]:
+) -> list[OptimizerPart]:
     """The optimizers of a model's trainable parameters, or of this rank's parts of them, as the configuration says.
 
     `wholes` are the parameters themselves, by the same names.
@@ -103,15 +103,17 @@ def _groups(
     ]
 
 
-def _adamw(groups: list[dict[str, Any]], config: TrainingConfig) -> Part:
-    return Part(torch.optim.AdamW(groups, lr=0.0, betas=(config.beta1, config.beta2), fused=True), ADAMW_STATE)
+def _adamw(groups: list[dict[str, Any]], config: TrainingConfig) -> OptimizerPart:
+    return OptimizerPart(torch.optim.AdamW(groups, lr=0.0, betas=(config.beta1, config.beta2), fused=True), ADAMW_STATE)
 
 
-def _muon(groups: list[dict[str, Any]], config: TrainingConfig, wholes: Mapping[torch.Tensor, torch.Tensor]) -> Part:
-    return Part(Muon(groups, lr=0.0, wholes=wholes), frozenset({"momentum_buffer"}))
+def _muon(
+    groups: list[dict[str, Any]], config: TrainingConfig, wholes: Mapping[torch.Tensor, torch.Tensor]
+) -> OptimizerPart:
+    return OptimizerPart(Muon(groups, lr=0.0, wholes=wholes), frozenset({"momentum_buffer"}))
 
 
-def _adamw_8bit(groups: list[dict[str, Any]], config: TrainingConfig) -> Part:
+def _adamw_8bit(groups: list[dict[str, Any]], config: TrainingConfig) -> OptimizerPart:
     betas = (config.beta1, config.beta2)
     on_gpu = all(p.device.type == "cuda" for group in groups for p in group["params"])
     if on_gpu:
@@ -120,7 +122,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], config: TrainingConfig) -> Part:
         except ImportError:
             pass
         else:
-            return Part(Blockwise(groups, lr=0.0, betas=betas), _BLOCKWISE_STATE, frozenset({"step"}))
+            return OptimizerPart(Blockwise(groups, lr=0.0, betas=betas), _BLOCKWISE_STATE, frozenset({"step"}))
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
@@ -128,4 +130,4 @@ def _adamw_8bit(groups: list[dict[str, Any]], config: TrainingConfig) -> Part:
             '[training] optimizer = "adamw_8bit" needs the package torchao, or bitsandbytes on a GPU '
             '(pip install torchao, or take optimizer = "adamw")'
         ) from error
-    return Part(AdamW8bit(groups, lr=0.0, betas=betas), ADAMW_STATE, packs=True)
+    return OptimizerPart(AdamW8bit(groups, lr=0.0, betas=betas), ADAMW_STATE, packs=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.channel.desk import Desk
+from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
 from headrace.delivery.base import Kind
 from headrace.delivery.canary import canary_sequence
@@ -14,7 +14,7 @@ from headrace.training.ranks import Ranks
 
 
 def make_publisher(
-    desk: Desk, config: Config, ranks: Ranks | None, vocabulary: int, base_digest: int, *, device: str = "cpu"
+    link: WorkerLink, config: Config, ranks: Ranks | None, vocabulary: int, base_digest: int, *, device: str = "cpu"
 ) -> Publisher | ShardedPublisher:
     """The end of delivery that is this process's: of the whole model, or of this rank's part."""
     canary = canary_sequence(vocabulary, config.delivery.canary_tokens)
@@ -22,7 +22,7 @@ def make_publisher(
     rank = ranks.rank if ranks else 0
     sender = make_sender(
         config.delivery,
-        desk.run_dir,
+        link.run_dir,
         rank,
         trainer=device if ranks is None else str(ranks.device),
         engines=engine_device(config),

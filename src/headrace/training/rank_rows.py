@@ -46,7 +46,7 @@ def _fastest(families: Sequence[Family], budget: int, ranks: int, join_cost: flo
 
 
 @dataclass(frozen=True, eq=False)
-class _Kin:
+class _Siblings:
     """What the members of one family have in common; no two families have the same, even if it is alike."""
 
     prefix: int
@@ -64,7 +64,7 @@ class _Kin:
 class _Part:
     """Some members of a family, to be computed in one row."""
 
-    kin: _Kin
+    siblings: _Siblings
     members: tuple[Member, ...]
     own: int
     """Tokens behind the prefix."""
@@ -75,7 +75,7 @@ class _Part:
 
     @property
     def shares(self) -> bool:
-        return pays(self.kin.prefix, len(self.members), self.own, self.kin.join_cost)
+        return pays(self.siblings.prefix, len(self.members), self.own, self.siblings.join_cost)
 
     @property
     def families(self) -> list[Family]:
@@ -87,24 +87,24 @@ class _Load:
     """A row that is being filled; parts of one family are one."""
 
     def __init__(self) -> None:
-        self.parts: dict[_Kin, _Part] = {}
+        self.parts: dict[_Siblings, _Part] = {}
         self.tokens = 0
         self.cost = 0.0
 
     def cost_with(self, part: _Part, budget: int) -> float:
         """What the row takes with a part, which is less if some of its family are here; infinite if it has no room."""
         tokens, cost = part.tokens, part.cost
-        here = self.parts.get(part.kin)
+        here = self.parts.get(part.siblings)
         if here is not None:
             members = len(here.members) + len(part.members)
-            tokens, cost = part.kin.takes(members, here.own + part.own, here.own_cost + part.own_cost)
+            tokens, cost = part.siblings.takes(members, here.own + part.own, here.own_cost + part.own_cost)
             tokens, cost = tokens - here.tokens, cost - here.cost
         return self.cost + cost if not self.parts or self.tokens + tokens <= budget else math.inf
 
     def add(self, part: _Part) -> None:
-        here = self.parts.get(part.kin)
+        here = self.parts.get(part.siblings)
         both = part if here is None else _together([here, part])
-        self.parts[part.kin] = both
+        self.parts[part.siblings] = both
         self.tokens += both.tokens - (0 if here is None else here.tokens)
         self.cost += both.cost - (0.0 if here is None else here.cost)
 
@@ -116,25 +116,25 @@ def _wall(rows: Sequence[_Load], ranks: int) -> float:
 
 def _singles(family: Family, join_cost: float) -> list[_Part]:
     """A part for every member."""
-    kin = _Kin(family.prefix, cost_of(family.prefix, 0), join_cost)
+    siblings = _Siblings(family.prefix, cost_of(family.prefix, 0), join_cost)
     parts = []
     for member in family.members:
-        own = len(member.token_ids) - kin.prefix
-        own_cost = cost_of(own, kin.prefix)
-        parts.append(_Part(kin, (member,), own, own_cost, *kin.takes(1, own, own_cost)))
+        own = len(member.token_ids) - siblings.prefix
+        own_cost = cost_of(own, siblings.prefix)
+        parts.append(_Part(siblings, (member,), own, own_cost, *siblings.takes(1, own, own_cost)))
     return parts
 
 
 def _together(parts: Sequence[_Part]) -> _Part:
     """Parts of one family as one."""
-    kin, members = parts[0].kin, tuple(member for part in parts for member in part.members)
+    siblings, members = parts[0].siblings, tuple(member for part in parts for member in part.members)
     own, own_cost = sum(part.own for part in parts), sum(part.own_cost for part in parts)
-    return _Part(kin, members, own, own_cost, *kin.takes(len(members), own, own_cost))
+    return _Part(siblings, members, own, own_cost, *siblings.takes(len(members), own, own_cost))
 
 
 def _blocks(singles: Sequence[_Part], budget: int) -> list[list[_Part]]:
     """Members of a family, those together that hold the budget with one prefix."""
-    rows = first_fit([single.own for single in singles], budget - singles[0].kin.prefix)
+    rows = first_fit([single.own for single in singles], budget - singles[0].siblings.prefix)
     return [[singles[i] for i in row] for row in rows]
 
 
@@ -172,9 +172,9 @@ def _fill(parts: Sequence[_Part], budget: int, count: int) -> list[_Load] | None
     """Every part in the cheapest row with room, or the cheapest of its family if that takes less then; None if full."""
     rows = [_Load() for _ in range(count)]
     by_cost = [(0.0, i) for i in range(count)]
-    homes: dict[_Kin, set[int]] = {}
+    homes: dict[_Siblings, set[int]] = {}
     for part in parts:
-        home = homes.setdefault(part.kin, set())
+        home = homes.setdefault(part.siblings, set())
         options = ((rows[i].cost_with(part, budget), i) for _, i in by_cost)
         best = next((option for option in options if option[0] < math.inf), None)
         if best is None:

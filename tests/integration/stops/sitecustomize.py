@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-WORKER = "headrace.cluster.worker"
-SEED = "headrace.cluster.launchers.seed"
+WORKER = "headrace.cluster.worker_main"
+SEED = "headrace.cluster.launchers.fork_server"
 
 
 class MeddledWorkers(importlib.abc.MetaPathFinder):

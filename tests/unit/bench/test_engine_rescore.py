@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.bench.engine_drive import Answer
+from headrace.bench.engine_drive import DrawnAnswer
 from headrace.bench.engine_rescore import chosen_rows, plain_twin, rescore, sampled_distribution
 from headrace.bench.engine_swaps import two_sets
 from headrace.bench.engine_tags import check_tags, replay
@@ -90,7 +90,7 @@ def test_errors_are_the_distance_from_the_plain_model(model: Any) -> None:
     prompt, tokens = np.arange(3, dtype=np.int32), np.array([5, 7, 60, 2], np.int32)
     exact = by_hand(model, prompt, tokens, {})
     shift = np.array([0.0, 0.5, -0.25, 0.0])
-    answer = Answer(tokens, (exact + shift).astype(np.float32), np.zeros(4, np.int32))
+    answer = DrawnAnswer(tokens, (exact + shift).astype(np.float32), np.zeros(4, np.int32))
     found = rescore(plain_twin(model), [prompt], [answer], [0], Sampling(max_tokens=1))
     assert found["mean_error"] == pytest.approx(0.1875, abs=1e-5)
     assert found["max_error"] == pytest.approx(0.5, abs=1e-5)
@@ -102,11 +102,11 @@ def test_a_wrong_tag_is_seen(model: Any) -> None:
     twin, sets = plain_twin(model), two_sets(model, 0)
     prompt, tokens = np.arange(3, dtype=np.int32), np.array([5, 7, 60, 2, 9], np.int32)
     logprobs = by_hand(model, prompt, tokens, sets[1]).astype(np.float32)
-    odd = Answer(tokens, logprobs, np.full(5, 3, np.int32))
+    odd = DrawnAnswer(tokens, logprobs, np.full(5, 3, np.int32))
     np.testing.assert_allclose(replay(twin, sets, prompt, odd, Sampling(max_tokens=1)), logprobs, atol=1e-5)
 
     def mis_tagged(versions: list[int]) -> int:
-        answer = Answer(tokens, logprobs, np.array(versions, np.int32))
+        answer = DrawnAnswer(tokens, logprobs, np.array(versions, np.int32))
         return int(check_tags(twin, sets, [prompt], [answer], [0], Sampling(max_tokens=1), "float32")["mis_tagged"])
 
     assert mis_tagged([3, 3, 3, 3, 3]) == 0

@@ -15,9 +15,9 @@ import pytest
 
 from headrace.cluster.launchers.base import Launcher, WorkerSpec
 from headrace.cluster.launchers.choice import make_launcher
+from headrace.cluster.launchers.fork_server_connection import SHARED
 from headrace.cluster.launchers.forked import ForkedLauncher
 from headrace.cluster.launchers.local import LocalLauncher
-from headrace.cluster.launchers.seed_line import SHARED
 from headrace.config import dump_config, load_config
 from headrace.errors import DeadlineError
 
@@ -34,7 +34,7 @@ def no_shared_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 WITHOUT_LIBRARIES = """
 import sys, time, types
 
-for name in ("headrace.engines.embedded.building", "headrace.engines.worker", "headrace.training.worker"):
+for name in ("headrace.engines.embedded.building", "headrace.engines.serving", "headrace.training.serving"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].serve = lambda *arguments: time.sleep(600)
 """
@@ -72,7 +72,7 @@ def seen(run_dir: str) -> dict[int, list[str]]:
             command = (process / "cmdline").read_bytes().decode().rstrip("\0").split("\0")
         except OSError:
             continue
-        if "headrace.cluster.worker" in command and run_dir in command:
+        if "headrace.cluster.worker_main" in command and run_dir in command:
             found[int(process.name)] = command
     return found
 
@@ -101,7 +101,7 @@ async def test_a_worker_is_seen_killed_told_and_started_again(launcher: Launcher
         await launcher.start(spec)
         await until(lambda: seen(spec.run_dir))
         ((pid, command),) = seen(spec.run_dir).items()
-        assert command == [sys.executable, "-m", "headrace.cluster.worker", *spec.arguments]
+        assert command == [sys.executable, "-m", "headrace.cluster.worker_main", *spec.arguments]
         assert os.getsid(pid) == pid, "its group is killed as a whole"
         launcher.kill(spec.name)
         exited = await asyncio.wait_for(launcher.next_exit(), SECONDS)
@@ -118,7 +118,7 @@ async def test_stop_leaves_nothing_and_may_be_called_again(launcher: Launcher, s
     await launcher.stop(0.1)
 
 
-async def test_a_seed_that_dies_takes_its_workers_along_and_another_grows(
+async def test_a_fork_server_that_dies_takes_its_workers_along_and_another_grows(
     spec: WorkerSpec, light: dict[str, str]
 ) -> None:
     launcher = ForkedLauncher(light)
@@ -133,7 +133,7 @@ async def test_a_seed_that_dies_takes_its_workers_along_and_another_grows(
     await launcher.stop(0.0)
 
 
-async def test_workers_that_start_at_once_have_one_seed(spec: WorkerSpec) -> None:
+async def test_workers_that_start_at_once_have_one_fork_server(spec: WorkerSpec) -> None:
     launcher = ForkedLauncher()  # It loads all libraries, and is asked for both workers before it has loaded them.
     other = msgspec.structs.replace(spec, rank=1)
     await asyncio.gather(launcher.start(spec), launcher.start(other))
@@ -144,7 +144,7 @@ async def test_workers_that_start_at_once_have_one_seed(spec: WorkerSpec) -> Non
     assert not seen(spec.run_dir)
 
 
-async def test_a_seed_that_does_not_come_up_is_one_line_and_leaves_nothing(
+async def test_a_fork_server_that_does_not_come_up_is_one_line_and_leaves_nothing(
     spec: WorkerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "msgspec.py").write_text("raise ImportError('this copy is broken')\n")
@@ -152,7 +152,7 @@ async def test_a_seed_that_does_not_come_up_is_one_line_and_leaves_nothing(
     places.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(places))
     launcher = ForkedLauncher({"PYTHONPATH": str(tmp_path)})
-    with pytest.raises(DeadlineError, match=r"no process to fork workers from .*seed\.log") as caught:
+    with pytest.raises(DeadlineError, match=r"no process to fork workers from .*fork_server\.log") as caught:
         await launcher.start(spec)
     assert "\n" not in str(caught.value)
     assert not any(places.iterdir())

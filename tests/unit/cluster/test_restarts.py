@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from headrace.channel.beats import Ready
 from headrace.channel.events import Died, Events
+from headrace.channel.heartbeats import Ready
 from headrace.cluster import supervision
 from headrace.cluster.launchers.base import Exit, WorkerSpec
 from headrace.cluster.supervision import Fleet
-from headrace.cluster.worker import EXIT_LOST, EXIT_USER_ERROR
+from headrace.cluster.worker_main import EXIT_LOST, EXIT_USER_ERROR
 from headrace.errors import PeerDied, UserError
 
 SECONDS = 20.0

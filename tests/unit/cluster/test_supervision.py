@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.channel.beats import Beat, Ready, Stop
 from headrace.channel.events import Events, Returned
+from headrace.channel.heartbeats import Heartbeat, Ready, Stop
 from headrace.channel.spoke import Spoke
 from headrace.cluster import supervision
 from headrace.cluster.launchers.base import Exit, WorkerSpec
@@ -37,7 +37,7 @@ class Threads:
 
     async def _start(self, spec: WorkerSpec) -> None:
         await asyncio.sleep(self.slow)
-        beat = Beat(phase="ready", time=time.monotonic())
+        beat = Heartbeat(phase="ready", time=time.monotonic())
         spoke = self.spokes[spec.name] = Spoke(spec.address, spec.name, beat=lambda: beat, on_lost=lambda: None)
         spoke.start()
         spoke.send(Ready(facts={}))

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.delivery import transports
 from headrace.delivery.transports.cuda_ipc import TICKET_BYTES, Ticket, read_ticket, write_ticket
-from headrace.delivery.transports.segments import MappedSegment, Segment, sweep
+from headrace.delivery.transports.segments import MappedSegment, SharedSegment, sweep
 from headrace.errors import ConfigError, DeliveryError
 
 TICKET = Ticket(
@@ -23,8 +23,8 @@ TICKET = Ticket(
 )
 OWNER = """
 import sys
-from headrace.delivery.transports.segments import Segment
-segment = Segment.create("ipc-test", 1024)
+from headrace.delivery.transports.segments import SharedSegment
+segment = SharedSegment.create("ipc-test", 1024)
 segment.begin(3)
 segment.finish(3)
 print(segment.path, flush=True)
@@ -33,7 +33,7 @@ sys.stdin.read()
 
 
 def test_a_ticket_is_read_as_it_was_written_whatever_version_comes():
-    segment = Segment.create(f"ipc-{os.getpid()}", TICKET_BYTES)
+    segment = SharedSegment.create(f"ipc-{os.getpid()}", TICKET_BYTES)
     mapped = MappedSegment(segment.path)
     with pytest.raises(DeliveryError, match="does not say how to map"):
         read_ticket(mapped)

@@ -18,7 +18,7 @@ from bigram import CANARY, make_weights, score
 from headrace.channel.codec import decode, encode
 from headrace.delivery import transports
 from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.plan import Plan
+from headrace.delivery.plan import PackingPlan
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports.base import Sender
 from headrace.delivery.transports.files import layout_of, sweep_directory
@@ -84,7 +84,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 def flip_a_bit(sender: Sender, manifest: Manifest) -> None:
     """In the bytes that engines will get."""
-    plan = Plan(entries=tuple(manifest.entries), nbytes=0, digest=manifest.plan_digest)
+    plan = PackingPlan(entries=tuple(manifest.entries), nbytes=0, digest=manifest.plan_digest)
     entries = manifest.entries
     match sender.name:
         case "shm":

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.delivery import delta
 from headrace.delivery.delta_chunk import decode_chunk, encode_chunk
 from headrace.delivery.digest import digest
-from headrace.delivery.plan import Plan, pack, plan_weights, unpack
+from headrace.delivery.plan import PackingPlan, pack, plan_weights, unpack
 from headrace.errors import DeliveryError
 
 PLENTY = 1 << 40
@@ -117,7 +117,7 @@ def mixed(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def snapshot(plan: Plan, weights: dict[str, torch.Tensor], gap: int) -> torch.Tensor:
+def snapshot(plan: PackingPlan, weights: dict[str, torch.Tensor], gap: int) -> torch.Tensor:
     packed = torch.full((plan.nbytes,), gap, dtype=torch.uint8)
     pack(packed, plan.entries, weights)
     return packed

@@ -22,9 +22,9 @@ from headrace.delivery.digest import (
     region_block_sums,
     table,
 )
-from headrace.delivery.digest_layout import Piece
+from headrace.delivery.digest_layout import DigestPiece
 
-Numbered = tuple[int, Piece]
+Numbered = tuple[int, DigestPiece]
 Work = Callable[[Iterator[Numbered]], None]
 
 DTYPES = [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from headrace.delivery.plan import Plan, make_plan, plan_weights
+from headrace.delivery.plan import PackingPlan, make_plan, plan_weights
 from headrace.delivery.transports.file import FileSender, FileSource
 from headrace.delivery.transports.files import layout_of, sweep_directory
 from headrace.errors import DeliveryError
@@ -28,7 +28,7 @@ def weights_of(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def written(sender: FileSender, version: int) -> tuple[Path, Plan]:
+def written(sender: FileSender, version: int) -> tuple[Path, PackingPlan]:
     weights = weights_of(version)
     plan = make_plan((n, str(w.dtype).removeprefix("torch."), w.shape) for n, w in weights.items())
     location = sender.write(version, plan, weights)

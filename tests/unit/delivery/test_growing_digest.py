@@ -11,7 +11,7 @@ from headrace.delivery import growing_digest
 from headrace.delivery.digest import BLOCK, digest
 from headrace.delivery.digest_layout import layout_of
 from headrace.delivery.growing_digest import GrowingDigest
-from headrace.delivery.plan import Plan, make_plan, unpack
+from headrace.delivery.plan import PackingPlan, make_plan, unpack
 
 SHAPES = {
     "a.odd": ("bfloat16", (3, 5)),
@@ -31,7 +31,7 @@ def small_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     layout_of.cache_clear()
 
 
-def packed(seed: int) -> tuple[Plan, torch.Tensor]:
+def packed(seed: int) -> tuple[PackingPlan, torch.Tensor]:
     plan = make_plan((name, dtype, shape) for name, (dtype, shape) in SHAPES.items())
     generator = torch.Generator().manual_seed(seed)
     return plan, torch.randint(0, 256, (plan.nbytes,), generator=generator, dtype=torch.uint8)

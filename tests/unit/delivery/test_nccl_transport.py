@@ -17,13 +17,13 @@ from headrace.delivery.base import Entry
 from headrace.delivery.plan import make_plan, plan_weights
 from headrace.delivery.transports import nccl_sessions, nccl_source
 from headrace.delivery.transports.nccl import NcclSender
-from headrace.delivery.transports.nccl_group import Group, Progress, bounded, connect
+from headrace.delivery.transports.nccl_group import BroadcastGroup, ProgressWatch, bounded, connect
 from headrace.delivery.transports.nccl_source import NcclSource
 from headrace.delivery.transports.nccl_wire import (
     ASKS,
-    Answer,
-    Ask,
-    Held,
+    BroadcastReply,
+    BroadcastRequest,
+    HeldVersion,
     answer_key,
     ask_key,
     begin_key,
@@ -121,11 +121,11 @@ def test_engines_that_ask_together_are_one_group_and_it_is_kept(
 ):
     joined: list[str] = []
 
-    def join(key: str, *arguments: Any) -> Group:
+    def join(key: str, *arguments: Any) -> BroadcastGroup:
         joined.append(key)
-        return Group(key, *arguments)
+        return BroadcastGroup(key, *arguments)
 
-    monkeypatch.setattr(nccl_source, "Group", join)
+    monkeypatch.setattr(nccl_source, "BroadcastGroup", join)
     sender = make_sender(3, **options)
     for version in range(4):
         location = publish(sender, version)
@@ -188,8 +188,8 @@ class Ghost:
     def __init__(self, location: str) -> None:
         self.place = parse_location(location)
         self.line: TCPStore = connect(self.place.host, self.place.port, PATIENCE)
-        held = msgspec.json.decode(self.line.get(held_key(self.place.place)), type=Held)
-        self.ask = Ask("ghost", self.place.place, held.version, held.sequence, "")
+        held = msgspec.json.decode(self.line.get(held_key(self.place.place)), type=HeldVersion)
+        self.ask = BroadcastRequest("ghost", self.place.place, held.version, held.sequence, "")
         self.number = self.line.add(ASKS, 1)
         self.line.set(ask_key(self.number), msgspec.json.encode(self.ask).decode())
 
@@ -197,7 +197,7 @@ class Ghost:
         pass
 
     def dies_after_joining(self) -> None:
-        self.answer = msgspec.json.decode(self.line.get(answer_key(self.number)), type=Answer)
+        self.answer = msgspec.json.decode(self.line.get(answer_key(self.number)), type=BroadcastReply)
         self.line.set(joined_key(self.answer.session, self.answer.rank), "yes")
         assert self.line.get(begin_key(self.answer.session)) == b"yes"
 
@@ -205,7 +205,7 @@ class Ghost:
         self.dies_after_joining()
         address = (self.place.host, self.place.port)
         answer = self.answer
-        Group(answer.group, "gloo", address, answer.rank, answer.size, torch.device("cpu"), PATIENCE).abort()
+        BroadcastGroup(answer.group, "gloo", address, answer.rank, answer.size, torch.device("cpu"), PATIENCE).abort()
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_what_hangs_in_a_library_is_given_up():
     release = threading.Event()
     started = time.monotonic()
     with pytest.raises(DeliveryError, match=r"a stuck call: nothing happened for 0\.2 s"):
-        bounded(lambda: release.wait(30), Progress(0.2, "a stuck call"))
+        bounded(lambda: release.wait(30), ProgressWatch(0.2, "a stuck call"))
     assert time.monotonic() - started < 5
     release.set()
 

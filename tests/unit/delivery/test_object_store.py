@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load
 
 from headrace.config.schema import DeliveryConfig
-from headrace.delivery.plan import Plan, plan_weights
+from headrace.delivery.plan import PackingPlan, plan_weights
 from headrace.delivery.setup import clean, make_sender, prepare, weights_directory
 from headrace.delivery.transports import object_store
 from headrace.delivery.transports.file import FileSender, FileSource
@@ -44,7 +44,7 @@ def weights_of(seed: int) -> dict[str, torch.Tensor]:
     return {"a": torch.randn(70, 3, generator=generator), "b": torch.randn(5, generator=generator)}
 
 
-def written(sender: FileSender, version: int) -> tuple[str, Plan]:
+def written(sender: FileSender, version: int) -> tuple[str, PackingPlan]:
     plan = plan_weights(weights_of(version), "bfloat16")
     location = sender.write(version, plan, weights_of(version))
     sender.finish(location)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.delivery.transports import segments
-from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, Segment, sweep
+from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SharedSegment, sweep
 from headrace.errors import DeliveryError
 
 RUN_ID = "segments-test"
@@ -17,50 +17,50 @@ RUN_ID = "segments-test"
 
 @pytest.fixture
 def segment():
-    made = Segment.create(RUN_ID, 1000)
+    made = SharedSegment.create(RUN_ID, 1000)
     yield made
     if made.path.exists():
         made.remove()
 
 
-def held(segment: Segment, version: int = 1) -> MappedSegment:
+def held(segment: SharedSegment, version: int = 1) -> MappedSegment:
     segment.begin(version)
     segment.buffer[HEADER_BYTES:] = b"x" * 1000
     segment.finish(version)
     return MappedSegment(segment.path)
 
 
-def test_names_and_modes(segment: Segment):
+def test_names_and_modes(segment: SharedSegment):
     assert re.fullmatch(rf"headrace-{RUN_ID}-{os.getpid()}-\d+", segment.path.name)
     assert stat.S_IMODE(segment.path.stat().st_mode) == 0o600
 
 
 def test_odd_run_ids_make_plain_names():
-    made = Segment.create("../../etc/pass wd", 10)
+    made = SharedSegment.create("../../etc/pass wd", 10)
     assert made.path.name.startswith(f"headrace-.._.._etc_pass_wd-{os.getpid()}-")
     assert made.path.parent in segments.segment_directories()
     made.remove()
 
 
-def test_a_name_that_exists_is_neither_reused_nor_overwritten(segment: Segment):
+def test_a_name_that_exists_is_neither_reused_nor_overwritten(segment: SharedSegment):
     stem, _, number = segment.path.name.rpartition("-")
     left = segment.path.with_name(f"{stem}-{int(number) + 1}")
     left.write_text("left by a dead process that had this process id")
-    other = Segment.create(RUN_ID, 1000)
+    other = SharedSegment.create(RUN_ID, 1000)
     assert other.path.name == f"{stem}-{int(number) + 2}"
     assert left.read_text() == "left by a dead process that had this process id"
     left.unlink()
     other.remove()
 
 
-def test_a_reader_cannot_change_a_segment(segment: Segment):
+def test_a_reader_cannot_change_a_segment(segment: SharedSegment):
     mapped = held(segment)
     mapped.buffer[HEADER_BYTES] = ord("y")
     assert segment.buffer[HEADER_BYTES] == ord("x")
     mapped.close()
 
 
-def test_a_half_written_segment_is_torn(segment: Segment):
+def test_a_half_written_segment_is_torn(segment: SharedSegment):
     mapped = held(segment)
     mapped.check(1)
     segment.begin(2)
@@ -73,7 +73,7 @@ def test_a_half_written_segment_is_torn(segment: Segment):
     mapped.close()
 
 
-def test_a_truncated_segment_is_an_error(segment: Segment):
+def test_a_truncated_segment_is_an_error(segment: SharedSegment):
     mapped = held(segment)
     with pytest.raises(DeliveryError, match=r"truncated: 1064 of 1065 bytes"):
         mapped.check(1, 1001)
@@ -89,7 +89,7 @@ def test_a_truncated_segment_is_an_error(segment: Segment):
         MappedSegment(segment.path)
 
 
-def test_missing_removed_and_foreign_files_are_errors(segment: Segment, tmp_path: Path):
+def test_missing_removed_and_foreign_files_are_errors(segment: SharedSegment, tmp_path: Path):
     with pytest.raises(DeliveryError, match="nowhere cannot be opened: No such file"):
         MappedSegment(tmp_path / "nowhere")
     (tmp_path / "foreign").write_bytes(b"a" * 100)
@@ -110,19 +110,19 @@ def test_a_full_directory_is_left_for_the_next_one_and_said(monkeypatch, tmp_pat
     roomy.mkdir()
     monkeypatch.setattr(segments, "segment_directories", lambda: [tmp_path / "missing", roomy])
     with caplog.at_level(logging.WARNING):
-        made = Segment.create(RUN_ID, 10)
+        made = SharedSegment.create(RUN_ID, 10)
     assert made.path.parent == roomy
     assert f"{tmp_path / 'missing'}: No such file or directory" in caplog.text
     made.remove()
     with pytest.raises(DeliveryError, match=r"no room to publish 8796093022207 MiB"):
-        Segment.create(RUN_ID, 2**63 - 2**20)
+        SharedSegment.create(RUN_ID, 2**63 - 2**20)
     assert list(roomy.iterdir()) == []
 
 
-def test_sweep_removes_what_the_dead_left_and_nothing_else(segment: Segment):
+def test_sweep_removes_what_the_dead_left_and_nothing_else(segment: SharedSegment):
     script = (
-        "import sys; from headrace.delivery.transports.segments import Segment\n"
-        f"print(Segment.create({RUN_ID!r}, 100).path, flush=True); sys.stdin.read()"
+        "import sys; from headrace.delivery.transports.segments import SharedSegment\n"
+        f"print(SharedSegment.create({RUN_ID!r}, 100).path, flush=True); sys.stdin.read()"
     )
     owner = subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
@@ -147,10 +147,10 @@ def test_sweep_removes_what_the_dead_left_and_nothing_else(segment: Segment):
         owner.communicate(timeout=10)
 
 
-def test_sweep_spares_a_segment_whose_owner_has_another_pid_elsewhere(segment: Segment):
+def test_sweep_spares_a_segment_whose_owner_has_another_pid_elsewhere(segment: SharedSegment):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait(10)
-    elsewhere = Segment(segment.path.with_name(f"headrace-{RUN_ID}-{dead.pid}-1"), 10)
+    elsewhere = SharedSegment(segment.path.with_name(f"headrace-{RUN_ID}-{dead.pid}-1"), 10)
     assert elsewhere.path.name not in sweep()
     elsewhere.remove()
 

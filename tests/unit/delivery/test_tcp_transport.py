@@ -18,9 +18,9 @@ from headrace.delivery.plan import plan_weights
 from headrace.delivery.transports import tcp, tcp_source
 from headrace.delivery.transports.keys import make_keys, read_keys
 from headrace.delivery.transports.tcp import TcpSender
-from headrace.delivery.transports.tcp_plain import PlainLine
+from headrace.delivery.transports.tcp_plain import PlainConnection
 from headrace.delivery.transports.tcp_source import TcpSource
-from headrace.delivery.transports.tcp_wire import LARGEST_BUCKET, Answer, Ask, parse_location
+from headrace.delivery.transports.tcp_wire import LARGEST_BUCKET, ReadReply, ReadRequest, parse_location
 from headrace.errors import ConfigError, DeliveryError
 
 WEIGHTS = {"w": torch.arange(1000, dtype=torch.float32)}
@@ -43,12 +43,12 @@ class Watched(TcpSender):
         super().__init__()
 
     def respond(self, frames: list[bytes]) -> list[Any]:
-        ask = msgspec.msgpack.decode(frames[0], type=Ask)
+        ask = msgspec.msgpack.decode(frames[0], type=ReadRequest)
         self.asked.append(ask.start)
         self.between.pop(ask.start, lambda: None)()
         answer = super().respond(frames)
         if ask.start in self.lose:
-            header = msgspec.msgpack.decode(answer[0], type=Answer)
+            header = msgspec.msgpack.decode(answer[0], type=ReadReply)
             answer[0] = msgspec.msgpack.encode(msgspec.structs.replace(header, ticket=-7))
         return answer
 
@@ -147,9 +147,9 @@ def test_many_engines_at_once_and_one_that_vanishes(sender: Watched):
         found.append(torch.equal(source.open(location, 1, PLAN.entries)["w"], WEIGHTS["w"]))
         source.close()
 
-    rude = PlainLine(parse_location(location))
+    rude = PlainConnection(parse_location(location))
     for _ in range(50):
-        rude.send(Ask(1, 0, 1, 0, 4000))
+        rude.send(ReadRequest(1, 0, 1, 0, 4000))
     engines = [threading.Thread(target=engine) for _ in range(4)]
     for thread in engines:
         thread.start()
@@ -164,10 +164,10 @@ def test_nonsense_is_answered_with_a_refusal():
     sender.write(1, PLAN, WEIGHTS)
     for frames in ([], [b"nonsense"], [msgspec.msgpack.encode([1, 0, 1, 0])]):
         (header,) = sender.respond(frames)
-        assert "not a request" in msgspec.msgpack.decode(header, type=Answer).refusal
+        assert "not a request" in msgspec.msgpack.decode(header, type=ReadReply).refusal
     for start, stop in [(-1, 5), (5, 1), (0, 4001), (0, LARGEST_BUCKET + 1)]:
-        (header,) = sender.respond([msgspec.msgpack.encode(Ask(1, 0, 1, start, stop))])
-        assert msgspec.msgpack.decode(header, type=Answer).refusal
+        (header,) = sender.respond([msgspec.msgpack.encode(ReadRequest(1, 0, 1, start, stop))])
+        assert msgspec.msgpack.decode(header, type=ReadReply).refusal
     sender.close()
 
 
@@ -198,8 +198,8 @@ def test_a_server_closes_while_clients_wait_and_while_they_do_not_read(source: T
     sender = TcpSender()
     location = sender.write(1, plan, weights)
     source.open(sender.write(2, PLAN, WEIGHTS), 2, PLAN.entries)
-    full = PlainLine(parse_location(location))
-    full.send(Ask(1, 0, 1, 0, LARGEST_BUCKET))
+    full = PlainConnection(parse_location(location))
+    full.send(ReadRequest(1, 0, 1, 0, LARGEST_BUCKET))
     time.sleep(0.1)
     started = time.monotonic()
     sender.close()

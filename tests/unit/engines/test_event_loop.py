@@ -19,7 +19,7 @@ from headrace.errors import DeadlineError, HeadraceError, PeerDied
 SECONDS = 20.0
 
 
-class Pulse:
+class ServerHealth:
     """What an engine depends on; `lose` may be called from any thread."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Pulse:
             await asyncio.sleep(0.005)
 
 
-class Deaf(Pulse):
+class Deaf(ServerHealth):
     """Is only found lost by whoever asks."""
 
     async def watch(self) -> None:
@@ -45,7 +45,7 @@ class Deaf(Pulse):
 class Served:
     """A server in a thread, and what it emitted."""
 
-    def __init__(self, make: Callable[[], Any], pulse: Pulse | None = None) -> None:
+    def __init__(self, make: Callable[[], Any], pulse: ServerHealth | None = None) -> None:
         self.deltas: list[Delta] = []
         self.news = threading.Condition()
         self.error: BaseException | None = None
@@ -145,7 +145,7 @@ def test_a_stop_ends_every_request_and_question() -> None:
 
 
 def test_an_engine_that_is_lost_says_nothing_more() -> None:
-    pulse = Pulse()
+    pulse = ServerHealth()
     with Served(slow, pulse) as served:
         served.server.submit([ask("a", 100_000)])
         served.until(lambda: len(served.tokens("a")) > 20)

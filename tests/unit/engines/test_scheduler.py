@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.kv_cache import BlockPool
-from headrace.engines.embedded.scheduler import HELD_PLANS, Chunk, Plan, Scheduler
+from headrace.engines.embedded.scheduler import HELD_PLANS, Chunk, Scheduler, StepPlan
 from headrace.engines.embedded.sequence import Sequence
 
 
@@ -60,12 +60,12 @@ class Harness:
         self.scheduler.add(sequence)
         return sequence
 
-    def step(self, version: int = 0) -> Plan:
+    def step(self, version: int = 0) -> StepPlan:
         plan = self.launch(version)
         self.land()
         return plan
 
-    def launch(self, version: int = 0, ahead: int = 1) -> Plan:
+    def launch(self, version: int = 0, ahead: int = 1) -> StepPlan:
         """Run a plan as a device would: what it samples is in flight until `land`."""
         before = set(self.scheduler.running)
         plan = self.scheduler.plan(version, ahead)
@@ -111,7 +111,7 @@ class Harness:
         self.flying.pop(sequence.id, None)
         self.scheduler.remove(sequence)
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: StepPlan) -> None:
         """What a sequence counts as computed is in its blocks (after the copies); no block is lost; the limits hold."""
         size = self.pool.block_size
         origins = {target: source for source, target in plan.copies}
@@ -490,7 +490,7 @@ def decoding(count: int, slots: int, gather: int) -> Harness:
     return h
 
 
-def prompts(plan: Plan) -> list[str]:
+def prompts(plan: StepPlan) -> list[str]:
     return [chunk.sequence.id for chunk in plan.chunks if chunk.count > 1]
 
 

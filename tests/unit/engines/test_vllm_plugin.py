@@ -21,8 +21,8 @@ from headrace.training.lora import TrainedAdapter
 from headrace_vllm_plugin.adapter import Pristine
 from headrace_vllm_plugin.guard import Guard
 from headrace_vllm_plugin.live import compare
-from headrace_vllm_plugin.staging import Staging
-from headrace_vllm_plugin.wire import Order, Staged
+from headrace_vllm_plugin.staging import WorkerStaging
+from headrace_vllm_plugin.wire import FetchOrder, StagingState
 
 NAMES = ("q_proj", "k_proj", "v_proj")
 
@@ -83,13 +83,13 @@ def test_a_shard_shows_nothing() -> None:
     assert (found.visible, found.hidden, found.digest) == (0, 6, 0)
 
 
-def order_of(manifest: Manifest, **changes: object) -> Order:
-    fields = {name: getattr(manifest, name) for name in Order.__struct_fields__ if hasattr(manifest, name)}
-    order = Order(**{**fields, **changes})
-    return msgspec.json.decode(msgspec.json.encode(order), type=Order)
+def order_of(manifest: Manifest, **changes: object) -> FetchOrder:
+    fields = {name: getattr(manifest, name) for name in FetchOrder.__struct_fields__ if hasattr(manifest, name)}
+    order = FetchOrder(**{**fields, **changes})
+    return msgspec.json.decode(msgspec.json.encode(order), type=FetchOrder)
 
 
-def wait(staging: Staging) -> Staged:
+def wait(staging: WorkerStaging) -> StagingState:
     deadline = time.monotonic() + 10
     while not staging.state().done and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -103,7 +103,7 @@ def test_what_is_staged_is_what_was_published(tmp_path: Path, transport: str) ->
 
     sending = sender(transport, f"plugin-{transport}", directory=tmp_path)
     publisher = Publisher(sending, "float32", 1e-3, np.arange(4, dtype=np.int32))
-    staging = Staging(torch.device("cpu"))
+    staging = WorkerStaging(torch.device("cpu"))
     try:
         source = weights(2)
         manifest = publisher.publish(3, 2, 1, source, canary).result(timeout=10)
@@ -145,7 +145,7 @@ def test_an_adapter_is_added_to_the_weights_of_the_directory_as_peft_does(tmp_pa
     publisher = Publisher(
         sender("shm", "plugin-lora"), "float32", 1e-3, np.arange(4, dtype=np.int32), send="adapter", base_digest=base
     )
-    staging = Staging(torch.device("cpu"), lambda: Pristine(tmp_path / "model", torch.float32, tied=True))
+    staging = WorkerStaging(torch.device("cpu"), lambda: Pristine(tmp_path / "model", torch.float32, tied=True))
     try:
         for version in (1, 2):
             for tensor in adapter.weights().values():

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from vllm_stub import FACTS
 
 from headrace.engines.base import Request, Sampling
-from headrace.engines.vllm.client import Piece, Span
+from headrace.engines.vllm.client import AnswerPiece, VersionSpan
 from headrace.engines.vllm.core import _wrong_version
 from headrace.engines.vllm.sampling import first_stop, refusal, sampling_params
-from headrace.engines.vllm.sequence import Sequence
+from headrace.engines.vllm.sequence import VllmSequence
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 STOPS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple)
@@ -92,14 +92,14 @@ def test_an_answer_is_the_same_however_it_comes_in_pieces(
     tokens: list[int], stops: tuple[tuple[int, ...], ...], cuts: list[int]
 ) -> None:
     sampling = Sampling(max_tokens=20, stop_sequences=stops)
-    sequence = Sequence(Request(id="a", token_ids=np.array([1, 2], np.int32), sampling=sampling), order=0)
+    sequence = VllmSequence(Request(id="a", token_ids=np.array([1, 2], np.int32), sampling=sampling), order=0)
     handed: list[int] = []
     logprobs: list[float] = []
     place = 0
     while place < len(tokens) and not sequence.finished:
         size = cuts[place % len(cuts)]
         part = tokens[place : place + size]
-        piece = Piece(token_ids=part, logprobs=[-float(place + i) for i in range(len(part))])
+        piece = AnswerPiece(token_ids=part, logprobs=[-float(place + i) for i in range(len(part))])
         delta = sequence.take(piece, version=4)
         place += size
         if delta is not None:
@@ -133,9 +133,9 @@ def test_what_cannot_be_served_is_said(prompt: list[int], sampling: dict[str, ob
 
 
 def test_tokens_of_another_version_are_noticed() -> None:
-    def piece(*versions: str) -> Piece:
-        spans = [Span(version, i, i + 1) for i, version in enumerate(versions)]
-        return Piece(token_ids=[], logprobs=[], finish="length", spans=spans)
+    def piece(*versions: str) -> AnswerPiece:
+        spans = [VersionSpan(version, i, i + 1) for i, version in enumerate(versions)]
+        return AnswerPiece(token_ids=[], logprobs=[], finish="length", spans=spans)
 
     assert _wrong_version(piece("4"), 4) == "" == _wrong_version(piece(), 4)
     assert "under version 3, 4 what was asked of version 4" in _wrong_version(piece("3", "4"), 4)

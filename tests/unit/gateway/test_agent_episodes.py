@@ -20,7 +20,7 @@ from headrace.errors import ConfigError
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.episode import AgentEpisode
 from headrace.gateway.gateway import Gateway
-from headrace.gateway.messages import Setup
+from headrace.gateway.messages import AgentSetup
 from headrace.rollouts.base import EpisodePlan
 from headrace.rollouts.groups import run_episode
 from headrace.scoring.base import Ended, Scorer, Scoring, Span
@@ -33,7 +33,7 @@ AGENTS = HERE / "agents_for_tests.py"
 
 @asynccontextmanager
 async def pool(function: str = "behave", command: list[str] | None = None, **more: Any) -> AsyncIterator[AgentPool]:
-    setup = Setup(command=command) if command else Setup(function=f"{AGENTS}:{function}")
+    setup = AgentSetup(command=command) if command else AgentSetup(function=f"{AGENTS}:{function}")
     agents = AgentPool(setup, workers=1, concurrency=8, **more)
     try:
         await agents.start()
@@ -223,12 +223,12 @@ async def test_commands_post_their_reward() -> None:
 OWNER = """
 import asyncio, os, sys
 from headrace.gateway.agents import AgentPool
-from headrace.gateway.messages import Job, Setup
+from headrace.gateway.messages import Job, AgentSetup
 
 async def main():
-    setup = Setup(command=[sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]])
+    setup = AgentSetup(command=[sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]])
     if sys.argv[2] != "command":
-        setup = Setup(function=sys.argv[2])
+        setup = AgentSetup(function=sys.argv[2])
     pool = AgentPool(setup, workers=1, concurrency=1)
     await pool.start()
     data = {"mark": sys.argv[1], "way": "hangs"}

@@ -5,14 +5,14 @@ from gateway_parts import END, assistant, merging_chat, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.conversation import Conversation, Opening, Turn
+from headrace.gateway.conversation import Conversation, ConversationTurn, Opening
 from headrace.types import NO_VERSION, Trace
 
 CHAT = merging_chat()
 A, B = CHAT.token_id("a"), CHAT.token_id("b")
 
 
-def say(conversation: Conversation, opening: Opening, ids: list[int], version: int = 0) -> Turn:
+def say(conversation: Conversation, opening: Opening, ids: list[int], version: int = 0) -> ConversationTurn:
     text = CHAT.decode([token for token in ids if token != END])
     logprobs = np.linspace(-2.0, -0.1, len(ids)).astype(np.float32)
     return conversation.record(

@@ -12,7 +12,7 @@ from headrace.observe.progress import (
     NoProgress,
     PlainProgress,
     ProcessActivity,
-    Snapshot,
+    RunSnapshot,
     make_progress,
 )
 from headrace.observe.snapshot import Rates, SlidingRate
@@ -35,7 +35,7 @@ def printed(target: Console) -> str:
     return target.file.getvalue()
 
 
-def snapshot(version: int, **changes: object) -> Snapshot:
+def snapshot(version: int, **changes: object) -> RunSnapshot:
     base: dict[str, object] = {
         "phase": "training",
         "version": version,
@@ -57,7 +57,7 @@ def snapshot(version: int, **changes: object) -> Snapshot:
             "trainer-0": ProcessActivity(phase="step", busy_fraction=0.95),
         },
     }
-    return Snapshot(**{**base, **changes})  # type: ignore[arg-type]
+    return RunSnapshot(**{**base, **changes})  # type: ignore[arg-type]
 
 
 def test_a_plain_line_says_it_all():
@@ -176,7 +176,7 @@ def test_an_empty_snapshot_can_be_shown():
     live, plain = LiveProgress(target, clock=Clock()), PlainProgress(target, clock=Clock())
     for progress in (live, plain, NoProgress()):
         progress.start()
-        progress.update(Snapshot())
+        progress.update(RunSnapshot())
         progress.stop()
     assert "starting" in printed(target)
 
@@ -224,9 +224,9 @@ def test_a_rate_forgets_what_is_older_than_its_window():
 def test_the_time_left_counts_training_only():
     rates = Rates()
     for second in range(60):
-        rates.add(float(second), Snapshot(phase="evaluating", versions_total=100))
+        rates.add(float(second), RunSnapshot(phase="evaluating", versions_total=100))
     for second in range(60, 71):
-        rates.add(float(second), Snapshot(phase="training", version=2 * (second - 60), versions_total=100))
+        rates.add(float(second), RunSnapshot(phase="training", version=2 * (second - 60), versions_total=100))
     assert rates.seconds_left == pytest.approx(80 / 2)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.observe.clock import RunClock, compact, duration
-from headrace.observe.spans import Span
+from headrace.observe.spans import TimeSpan
 from headrace.observe.timeline import Timeline, read_timeline, timeline_started
 
 CLOCK = RunClock(wall=1000.0, monotonic=50.0)
@@ -15,9 +15,9 @@ CLOCK = RunClock(wall=1000.0, monotonic=50.0)
 def test_events_are_what_trace_viewers_read(tmp_path: Path):
     path = tmp_path / "timeline.json"
     with Timeline(path, CLOCK) as timeline:
-        timeline.add("engine-0", [Span("decode", 50.5, 51.0), Span("wait for work", 51.0, 51.25, False)])
-        timeline.add("trainer-0", [Span("step", 50.75, 52.0)])
-        timeline.add("engine-0", [Span("decode", 51.25, 51.5)])
+        timeline.add("engine-0", [TimeSpan("decode", 50.5, 51.0), TimeSpan("wait for work", 51.0, 51.25, False)])
+        timeline.add("trainer-0", [TimeSpan("step", 50.75, 52.0)])
+        timeline.add("engine-0", [TimeSpan("decode", 51.25, 51.5)])
     events = json.loads(path.read_text())
     names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
     threads = [e for e in events if e["ph"] == "M" and e["name"] == "thread_name"]
@@ -36,8 +36,8 @@ def test_events_are_what_trace_viewers_read(tmp_path: Path):
 def test_a_cut_file_loads_up_to_the_cut(tmp_path: Path):
     path = tmp_path / "timeline.json"
     timeline = Timeline(path, CLOCK)
-    timeline.add("engine-0", [Span("decode", 50.0, 51.0)])
-    timeline.add("engine-0", [Span("swap", 51.0, 52.0)])
+    timeline.add("engine-0", [TimeSpan("decode", 50.0, 51.0)])
+    timeline.add("engine-0", [TimeSpan("swap", 51.0, 52.0)])
     whole = path.read_bytes()
     assert [span.name for span in read_timeline(path)] == ["decode", "swap"]
     # The rule of the trace-event format: only the closing bracket may be missing.
@@ -50,16 +50,16 @@ def test_a_cut_file_loads_up_to_the_cut(tmp_path: Path):
 def test_a_resumed_run_goes_on_in_the_same_file_and_time(tmp_path: Path, ending: str):
     path = tmp_path / "timeline.json"
     first = Timeline(path, CLOCK)
-    first.add("engine-0", [Span("decode", 50.0, 51.0)])
+    first.add("engine-0", [TimeSpan("decode", 50.0, 51.0)])
     if ending == "closed":
         first.close()
     if ending == "torn":
-        first.add("engine-0", [Span("lost", 51.0, 52.0)])
+        first.add("engine-0", [TimeSpan("lost", 51.0, 52.0)])
         path.write_bytes(path.read_bytes()[:-5])
     # The machine was restarted: the monotonic clock began anew, 100 s of wall time later.
     second = Timeline(path, RunClock(wall=1100.0, monotonic=3.0))
-    second.add("trainer-0", [Span("step", 4.0, 5.0)])
-    second.add("engine-0", [Span("decode", 4.0, 6.0)])
+    second.add("trainer-0", [TimeSpan("step", 4.0, 5.0)])
+    second.add("engine-0", [TimeSpan("decode", 4.0, 6.0)])
     second.close()
     events = json.loads(path.read_text())
     assert sum(event["ph"] == "i" for event in events) == 1
@@ -86,7 +86,7 @@ times = st.integers(0, 40).map(lambda tenth: 50.0 + tenth / 10)
 def test_no_two_spans_of_one_lane_overlap(tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[float, float]]):
     path = tmp_path_factory.mktemp("timeline") / "timeline.json"
     with Timeline(path, CLOCK) as timeline:
-        timeline.add("engine-0", [Span("work", min(pair), max(pair)) for pair in sorted(pairs, key=max)])
+        timeline.add("engine-0", [TimeSpan("work", min(pair), max(pair)) for pair in sorted(pairs, key=max)])
     lanes: dict[int, list[tuple[int, int]]] = {}
     for event in json.loads(path.read_text()):
         if event["ph"] == "X":

@@ -25,7 +25,7 @@ from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.pool import EnginePool
 from headrace.errors import ChannelError, DeadlineError, DeliveryError, HeadraceError, PeerDied
 from headrace.pipeline.deliveries import Deliveries
-from headrace.pipeline.events import Events, Proved
+from headrace.pipeline.events import Events, VersionProved
 from headrace.pipeline.versions import Versions
 from headrace.pipeline.waits import Waits
 
@@ -142,7 +142,7 @@ async def serve(events: Events, deliveries: Deliveries, proofs: list[Proof]) -> 
     """What the controller does with the events of deliveries."""
     while True:
         for event in await events.take():
-            if isinstance(event, Proved):
+            if isinstance(event, VersionProved):
                 proofs.append(event.proof)
                 deliveries.proved(event.proof)
 

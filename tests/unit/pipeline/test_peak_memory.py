@@ -10,16 +10,16 @@ import pytest
 import torch
 from controller_parts import FakeRun
 
-from headrace.channel.beats import Beat
-from headrace.channel.desk import Desk
+from headrace.channel.heartbeats import Heartbeat
+from headrace.channel.worker_link import WorkerLink
 from headrace.cluster.roles import peak_gpu_memory
 
 
 def test_a_beat_says_what_the_process_has_held(tmp_path: Path) -> None:
-    desk = Desk("engine-0", f"ipc://{tmp_path}/hub", tmp_path)
-    assert desk._beat().peak_memory_bytes == 0
-    desk.peak_memory = lambda: 7
-    assert desk._beat().peak_memory_bytes == 7
+    link = WorkerLink("engine-0", f"ipc://{tmp_path}/hub", tmp_path)
+    assert link._beat().peak_memory_bytes == 0
+    link.peak_memory = lambda: 7
+    assert link._beat().peak_memory_bytes == 7
 
 
 def test_all_gpus_of_a_process_count_once_it_uses_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def test_all_gpus_of_a_process_count_once_it_uses_one(monkeypatch: pytest.Monkey
 async def test_the_journal_keeps_the_most_of_each_process(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     for process, held in (("engine-0", 5), ("trainer-0", 9), ("engine-0", 8), ("engine-0", 2), ("engine-1", 0)):
-        run.recorder.beat(process, Beat(phase="ready", time=time.monotonic(), peak_memory_bytes=held))
+        run.recorder.beat(process, Heartbeat(phase="ready", time=time.monotonic(), peak_memory_bytes=held))
     await run.run()
     (row,) = run.journal("SELECT value FROM meta WHERE key = 'peak_memory_bytes'")
     assert json.loads(row["value"]) == {"engine-0": 8, "trainer-0": 9}

@@ -8,7 +8,7 @@ from journals import JournalMaker
 from headrace.errors import UserError
 from headrace.observe.clock import RunClock
 from headrace.observe.gantt import BINS, close_up, read_activity
-from headrace.observe.spans import Span
+from headrace.observe.spans import TimeSpan
 from headrace.observe.timeline import Timeline
 from headrace.review.report import write_report
 
@@ -50,9 +50,9 @@ def read(run_dir: Path) -> tuple[str, Page]:
 
 def test_a_whole_run_shows_its_figures(finished_run: JournalMaker):
     with Timeline(finished_run.run_dir / "timeline.json", RunClock(wall=90.0, monotonic=0.0)) as timeline:
-        timeline.add("engine-0", [Span("decode & sample", i * 0.5, i * 0.5 + 0.4) for i in range(70)])
-        timeline.add("trainer-0", [Span("step", 10.0 + i, 10.8 + i) for i in range(20)])
-        timeline.add("trainer-0", [Span("wait for batch", 29.8, 30.0, False)])
+        timeline.add("engine-0", [TimeSpan("decode & sample", i * 0.5, i * 0.5 + 0.4) for i in range(70)])
+        timeline.add("trainer-0", [TimeSpan("step", 10.0 + i, 10.8 + i) for i in range(20)])
+        timeline.add("trainer-0", [TimeSpan("wait for batch", 29.8, 30.0, False)])
     html, page = read(finished_run.run_dir)
     for part in (
         "tiny",
@@ -135,9 +135,10 @@ def test_busy_fractions_by_hand(tmp_path: Path):
     with Timeline(path, RunClock(wall=0.0, monotonic=0.0)) as timeline:
         # Two threads overlap from 30 to 60 s of 240: a moment that is busy twice is busy once.
         timeline.add(
-            "trainer-0", [Span("step", 0.0, 60.0), Span("publish", 30.0, 90.5), Span("wait", 90.5, 240.0, False)]
+            "trainer-0",
+            [TimeSpan("step", 0.0, 60.0), TimeSpan("publish", 30.0, 90.5), TimeSpan("wait", 90.5, 240.0, False)],
         )
-        timeline.add("engine-0", [Span("decode", 150.0, 160.0), Span("serve", 120.0, 240.0)])
+        timeline.add("engine-0", [TimeSpan("decode", 150.0, 160.0), TimeSpan("serve", 120.0, 240.0)])
     activity = read_activity(path, (80.0, 100.0))
     assert activity is not None
     assert list(activity.busy) == ["engine-0", "trainer-0"]
@@ -149,9 +150,9 @@ def test_busy_fractions_by_hand(tmp_path: Path):
 def test_what_a_role_does_most_has_its_colour(tmp_path: Path):
     path = tmp_path / "timeline.json"
     with Timeline(path, RunClock(wall=0.0, monotonic=0.0)) as timeline:
-        timeline.add("trainer-0", [Span("train", 0.0, 4.0), Span("publish", 4.0, 4.5)])
-        timeline.add("engine-0", [Span("prefill", 0.0, 0.5), Span("decode", 0.5, 3.0)])
-        timeline.add("scorer-0", [Span(f"judge {i}", i * 0.1, i * 0.1 + 0.1) for i in range(10)])
+        timeline.add("trainer-0", [TimeSpan("train", 0.0, 4.0), TimeSpan("publish", 4.0, 4.5)])
+        timeline.add("engine-0", [TimeSpan("prefill", 0.0, 0.5), TimeSpan("decode", 0.5, 3.0)])
+        timeline.add("scorer-0", [TimeSpan(f"judge {i}", i * 0.1, i * 0.1 + 0.1) for i in range(10)])
     activity = read_activity(path, (0.0, 4.5))
     assert activity is not None
     markup = close_up(activity)

@@ -10,7 +10,7 @@ must get in addition, and returns a `Launcher`. The smallest one changes a littl
             print("starting", spec.name)
             await super().start(spec)
 
-A launcher of another kind starts `python -m headrace.cluster.worker` with `spec.arguments`, wherever it likes.
+A launcher of another kind starts `python -m headrace.cluster.worker_main` with `spec.arguments`, wherever it likes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def arguments(self) -> list[str]:
-        """Those of `headrace.cluster.worker`."""
+        """Those of `headrace.cluster.worker_main`."""
         own = {"--role": self.role, "--rank": str(self.rank), "--address": self.address, "--run": self.run_dir}
         return [word for pair in own.items() for word in pair]
 

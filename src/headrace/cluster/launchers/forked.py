@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from headrace.cluster.launchers.base import Exit, WorkerSpec
-from headrace.cluster.launchers.seed import Ended, Kill, Start
-from headrace.cluster.launchers.seed_line import SeedLine
+from headrace.cluster.launchers.fork_server import Kill, Start, WorkerEnded
+from headrace.cluster.launchers.fork_server_connection import ForkServerConnection
 from headrace.cluster.launchers.worker_log import last_lines, worker_log
 
 KILL_SECONDS = 5.0
@@ -30,18 +30,20 @@ class ForkedLauncher:
         self._idle = asyncio.Event()
         self._idle.set()
         self._exits: asyncio.Queue[Exit] = asyncio.Queue()
-        self._seed: SeedLine | None = None
+        self._server: ForkServerConnection | None = None
         self._opening = asyncio.Lock()
 
     async def start(self, spec: WorkerSpec) -> None:
         """See `Launcher.start`."""
         log = worker_log(spec)
-        async with self._opening:  # Workers that died with their seed are all started again at once, from one.
-            if self._seed is None:
-                self._seed = await SeedLine.open(log.parent / "seed.log", self._environment, self._ended, self._lost)
+        async with self._opening:  # Workers that died with their fork server are all started again at once, from one.
+            if self._server is None:
+                self._server = await ForkServerConnection.open(
+                    log.parent / "fork_server.log", self._environment, self._ended, self._lost
+                )
         self._logs[spec.name] = log
         self._idle.clear()
-        self._seed.send(
+        self._server.send(
             Start(
                 name=spec.name,
                 arguments=spec.arguments,
@@ -57,8 +59,8 @@ class ForkedLauncher:
 
     def kill(self, name: str) -> None:
         """See `Launcher.kill`."""
-        if self._seed is not None and name in self._logs:
-            self._seed.send(Kill(name=name))
+        if self._server is not None and name in self._logs:
+            self._server.send(Kill(name=name))
 
     async def stop(self, grace: float) -> None:
         """See `Launcher.stop`."""
@@ -66,20 +68,20 @@ class ForkedLauncher:
         for name in list(self._logs):
             self.kill(name)
         await self._all_ended(KILL_SECONDS)
-        if self._seed is not None:
-            await self._seed.close()
-            self._seed = None
+        if self._server is not None:
+            await self._server.close()
+            self._server = None
 
     async def _all_ended(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), seconds)
 
-    def _ended(self, ended: Ended) -> None:
+    def _ended(self, ended: WorkerEnded) -> None:
         self._gone(ended.name, ended.code)
 
     def _lost(self, code: int, lines: str) -> None:
-        """The seed has ended, and its workers with it."""
-        self._seed = None
+        """The fork server has ended, and its workers with it."""
+        self._server = None
         for name in list(self._logs):
             self._gone(name, code, lines)
 

@@ -30,7 +30,7 @@ class LocalLauncher:
         log = self._logs[spec.name] = worker_log(spec)
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "headrace.cluster.worker", *spec.arguments),
+                *(sys.executable, "-m", "headrace.cluster.worker_main", *spec.arguments),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from headrace.delivery.base import Entry
-    from headrace.delivery.plan import Plan
+    from headrace.delivery.plan import PackingPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class Sender(Protocol):
         """
         ...
 
-    def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
+    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights, cast to the plan's dtypes, and return their location; the caller may change its own then.
 
         On a GPU the copy is enqueued on the current stream, and what the caller does there comes after it.
@@ -111,7 +111,7 @@ class Sender(Protocol):
         """
         ...
 
-    def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
+    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """What was really written there, as views; valid after `finish` and until `release`.
 
         On a GPU they are there for what comes next on the current stream.
@@ -183,7 +183,7 @@ class Stored(ABC):
         return self
 
     @abstractmethod
-    def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
+    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """See `Sender.write`."""
 
     @abstractmethod
@@ -194,7 +194,7 @@ class Stored(ABC):
     def release(self, location: str) -> None:
         """See `Sender.release`."""
 
-    def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
+    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """See `Sender.snapshot`."""
         return self.open(location, NO_VERSION, plan.entries)
 
@@ -212,7 +212,7 @@ class Stored(ABC):
 
 
 @runtime_checkable
-class Foreseeing(Protocol):
+class PredictsPlaces(Protocol):
     """A source that knows where later versions will lie."""
 
     def upcoming(self, entries: Sequence[Entry]) -> list[dict[str, torch.Tensor]]:

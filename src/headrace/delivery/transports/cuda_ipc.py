@@ -23,11 +23,11 @@ import torch
 
 from headrace.delivery.base import Entry
 from headrace.delivery.device_copies import DeviceCopies
-from headrace.delivery.plan import Plan, unpack
+from headrace.delivery.plan import PackingPlan, unpack
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.cuda_memory import allocate, open_handle
-from headrace.delivery.transports.places import LIMIT, Places
-from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, Segment
+from headrace.delivery.transports.places import LIMIT, SenderPlaces
+from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SharedSegment
 from headrace.errors import ConfigError, DeliveryError
 
 TICKET_BYTES = 2048
@@ -58,7 +58,7 @@ class _Place:
             event = self.written.ipc_handle()  # type: ignore[no-untyped-call]
         self.token = uuid.uuid4().hex
         self._ticket = Ticket(token=self.token, gpu=_uuid(device.index), nbytes=nbytes, memory=handle, event=event)
-        self.segment = Segment.create(run_id, TICKET_BYTES)
+        self.segment = SharedSegment.create(run_id, TICKET_BYTES)
         self._views: tuple[int, dict[str, torch.Tensor]] | None = None
         _own[self.token] = self
 
@@ -67,7 +67,7 @@ class _Place:
         others = [place for place in places if place != str(self.segment.path)]
         write_ticket(self.segment, msgspec.structs.replace(self._ticket, others=others))
 
-    def views(self, plan: Plan) -> dict[str, torch.Tensor]:
+    def views(self, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Its tensors; the views are made once, for a model has hundreds."""
         if self._views is None or self._views[0] != plan.digest:
             self._views = plan.digest, unpack(self.memory, plan.entries)
@@ -90,13 +90,13 @@ class CudaIpcSender:
         self._outgrown: list[_Place] = []
         """Buffers that became too small. Freeing what another process has mapped is undefined."""
         self._copies = DeviceCopies(self._device)
-        self._places = Places("buffer")
+        self._places = SenderPlaces("buffer")
 
     def wait(self, version: int, timeout: float) -> None:
         """Wait for a free buffer; see `Sender.wait`."""
         self._places.wait(version, timeout)
 
-    def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
+    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Enqueue a copy into a free buffer on the current stream; see `Sender.write`.
 
         What the caller does to its weights on that stream comes after the copy.
@@ -117,7 +117,7 @@ class CudaIpcSender:
         """The current stream waits until the buffer is written."""
         self._holding(location)
 
-    def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
+    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Views of the buffer; the current stream waits until they are written."""
         return self._holding(location).views(plan)
 
@@ -232,7 +232,7 @@ class CudaIpcSource:
         return mapped.views(entries)
 
     def upcoming(self, entries: Sequence[Entry]) -> list[dict[str, torch.Tensor]]:
-        """Views of the other buffers; see `Foreseeing.upcoming`."""
+        """Views of the other buffers; see `PredictsPlaces.upcoming`."""
         nbytes = max(entry.offset + entry.nbytes for entry in entries)
         found = [mapped.views(entries) for mapped in self._upcoming if len(mapped.memory) >= nbytes]
         self._upcoming.clear()
@@ -263,7 +263,7 @@ class CudaIpcSource:
             self._mapped.pop(location).segment.close()
 
 
-def write_ticket(segment: Segment, ticket: Ticket) -> None:
+def write_ticket(segment: SharedSegment, ticket: Ticket) -> None:
     """Put the ticket into the segment's payload."""
     text = msgspec.json.encode(ticket)
     if len(text) > TICKET_BYTES:

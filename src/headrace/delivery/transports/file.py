@@ -16,10 +16,10 @@ from typing import BinaryIO
 import torch
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import Plan, pack, unpack
+from headrace.delivery.plan import PackingPlan, pack, unpack
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
-from headrace.delivery.transports.files import Layout, check_header, layout_of
-from headrace.delivery.transports.places import Places
+from headrace.delivery.transports.files import FileLayout, check_header, layout_of
+from headrace.delivery.transports.places import SenderPlaces
 from headrace.delivery.transports.storage import opened, stamp_of, storage_at
 from headrace.errors import DeliveryError
 
@@ -36,9 +36,9 @@ class FileSender:
         """`owner` names the run where the storage has no locks."""
         self._storage = storage_at(directory, owner)
         self._keep = keep
-        self._places = Places("file")
+        self._places = SenderPlaces("file")
         self._lock = threading.Lock()
-        self._unwritten: dict[str, tuple[int, Plan, torch.Tensor]] = {}
+        self._unwritten: dict[str, tuple[int, PackingPlan, torch.Tensor]] = {}
         self._uploaded: dict[str, torch.Tensor] = {}
         self._files: dict[str, int] = {}
         self._spare: list[torch.Tensor] = []
@@ -48,7 +48,7 @@ class FileSender:
         """Wait until fewer than two versions are unacknowledged; see `Sender.wait`."""
         self._places.wait(version, timeout)
 
-    def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
+    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights to memory; see `Sender.write`."""
         where = self._storage.location_of(version)
         with self._places.filling(version, lambda held: where, self._places.release) as location:
@@ -77,7 +77,7 @@ class FileSender:
                 self._uploaded[location] = packed
         self._prune()
 
-    def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
+    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """The file, mapped; of a store what was sent there, so that what a store does to it shows in the digest."""
         with self._lock:
             version = self._files.get(location)
@@ -170,7 +170,7 @@ class FileSource:
         """Let go of the memory."""
         self._buffer = self._opened = None
 
-    def _read(self, file: BinaryIO, location: str, layout: Layout, entries: Sequence[Entry]) -> None:
+    def _read(self, file: BinaryIO, location: str, layout: FileLayout, entries: Sequence[Entry]) -> None:
         nbytes = max(entry.offset + entry.nbytes for entry in entries)
         if self._buffer is None or len(self._buffer) < nbytes:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8)

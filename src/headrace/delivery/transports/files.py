@@ -41,7 +41,7 @@ _LONGEST_HEADER = 100 << 20
 """The format's own limit."""
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
+class FileLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Where the tensors lie in a file: those of the widest elements first, so that every one is aligned."""
 
     header: bytes
@@ -50,7 +50,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
 
 
-def layout_of(version: int, entries: Iterable[Entry]) -> Layout:
+def layout_of(version: int, entries: Iterable[Entry]) -> FileLayout:
     """The file of this version; a pure function of the entries."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "headrace_version": str(version)}}
     end = 0
@@ -66,7 +66,7 @@ def layout_of(version: int, entries: Iterable[Entry]) -> Layout:
     for entry in ordered:
         placed.append(msgspec.structs.replace(entry, offset=start))
         start += entry.nbytes
-    return Layout(header=(start - end - 8).to_bytes(8, "little") + text, entries=tuple(placed), nbytes=start)
+    return FileLayout(header=(start - end - 8).to_bytes(8, "little") + text, entries=tuple(placed), nbytes=start)
 
 
 def file_of(version: int) -> str:
@@ -79,7 +79,7 @@ def is_ours(name: str) -> bool:
     return _OURS.fullmatch(name) is not None
 
 
-def check_header(file: BinaryIO, location: str, size: int, version: int, expected: Layout) -> None:
+def check_header(file: BinaryIO, location: str, size: int, version: int, expected: FileLayout) -> None:
     """Raise `DeliveryError` unless the file is whole and begins as a file of this version and layout does."""
     name = location.rsplit("/", 1)[-1]
     start = file.read(len(expected.header))
@@ -131,7 +131,7 @@ class Directory:
         """The path of a version's file."""
         return str(self.path / file_of(version))
 
-    def write(self, location: str, layout: Layout, chunks: Iterable[memoryview]) -> None:
+    def write(self, location: str, layout: FileLayout, chunks: Iterable[memoryview]) -> None:
         """Make a file of a header and these chunks, on the disk, at once under its name."""
         path = Path(location)
         partial = path.with_name(path.name + ".partial")

@@ -18,13 +18,13 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError
 
-from headrace.delivery.plan import Plan, unpack
+from headrace.delivery.plan import PackingPlan, unpack
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.nccl_group import exact
-from headrace.delivery.transports.nccl_sessions import POLL_SECONDS, Sessions, Snapshot
+from headrace.delivery.transports.nccl_sessions import POLL_SECONDS, BroadcastSessions, HeldSnapshot
 from headrace.delivery.transports.nccl_source import NcclSource
-from headrace.delivery.transports.nccl_wire import BUCKET_BYTES, Held, Location, held_key
-from headrace.delivery.transports.places import LIMIT, Places
+from headrace.delivery.transports.nccl_wire import BUCKET_BYTES, HeldVersion, NcclLocation, held_key
+from headrace.delivery.transports.places import LIMIT, SenderPlaces
 from headrace.delivery.transports.tcp_wire import is_loopback
 from headrace.errors import ConfigError, DeliveryError
 
@@ -63,16 +63,16 @@ class NcclSender:
         if self._backend == "gloo":
             logger.warning("the weights are on the CPU: the nccl transport broadcasts them with gloo")
         self._patience = patience
-        self._places = Places("snapshot")
+        self._places = SenderPlaces("snapshot")
         self._changed = threading.Condition()
-        self._snapshots = [Snapshot(self._device) for _ in range(LIMIT)]
+        self._snapshots = [HeldSnapshot(self._device) for _ in range(LIMIT)]
         self._sequence = 0
         self._closed = False
         self._store: TCPStore | None = _store(patience)
-        self._locations = [str(Location(self._backend, HOST, self._store.port, place)) for place in range(LIMIT)]
+        self._locations = [str(NcclLocation(self._backend, HOST, self._store.port, place)) for place in range(LIMIT)]
         for place in range(LIMIT):
-            self._hold(place, Held())
-        self._sessions = Sessions(
+            self._hold(place, HeldVersion())
+        self._sessions = BroadcastSessions(
             self._snapshots,
             self._backend,
             (HOST, self._store.port),
@@ -89,13 +89,13 @@ class NcclSender:
         """Wait for a free snapshot; see `Sender.wait`."""
         self._places.wait(version, timeout)
 
-    def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
+    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights into a free snapshot; see `Sender.write`."""
         with self._places.filling(version, self._free, self.release) as location:
             place = self._locations.index(location)
             with self._changed:
                 self._sequence += 1
-                held = Held(version, self._sequence, plan.nbytes)
+                held = HeldVersion(version, self._sequence, plan.nbytes)
                 self._hold(place, held)
             self._snapshots[place].fill(plan, weights)
         return location
@@ -109,7 +109,7 @@ class NcclSender:
             self._hold(place, msgspec.structs.replace(self._snapshots[place].held, whole=True))
             self._changed.notify_all()
 
-    def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
+    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Views of a snapshot that was written and not released."""
         if not self._places.holds(location):
             raise DeliveryError(f"snapshot {location} holds nothing")
@@ -132,12 +132,12 @@ class NcclSender:
         with self._changed:
             self._sessions.close()
             self._store = None
-            self._snapshots[:] = [Snapshot(self._device) for _ in range(LIMIT)]
+            self._snapshots[:] = [HeldSnapshot(self._device) for _ in range(LIMIT)]
 
     def _free(self, held: Collection[str]) -> str:
         return next(location for location in self._locations if location not in held)
 
-    def _hold(self, place: int, held: Held) -> None:
+    def _hold(self, place: int, held: HeldVersion) -> None:
         self._snapshots[place].held = held
         if self._store is not None:
             self._store.set(held_key(place), msgspec.json.encode(held).decode())

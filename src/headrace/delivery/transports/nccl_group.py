@@ -38,7 +38,7 @@ _environment = threading.Lock()
 T = TypeVar("T")
 
 
-class Progress:
+class ProgressWatch:
     """When something last happened, and how long nothing may."""
 
     def __init__(self, patience: float, what: str) -> None:
@@ -60,7 +60,7 @@ class Progress:
             raise DeliveryError(f"{self._what}: nothing happened for {self._patience:g} s")
 
 
-def bounded(work: Callable[[], T], progress: Progress) -> T:
+def bounded(work: Callable[[], T], progress: ProgressWatch) -> T:
     """What `work` returns or raises; its thread is given up when there is no progress, and `DeliveryError` raised."""
     results: list[T] = []
     failures: list[Exception] = []
@@ -101,7 +101,7 @@ def exact(device: torch.device | str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if str(wanted) == "cuda" else wanted
 
 
-class Group:
+class BroadcastGroup:
     """The members of a broadcast; rank 0 sends. Used by one thread at a time, and of no use after an exception."""
 
     def __init__(
@@ -118,7 +118,7 @@ class Group:
         self.key = key
         self._device = device
         self._patience = patience
-        progress = Progress(patience, f"forming a group of {size}")
+        progress = ProgressWatch(patience, f"forming a group of {size}")
 
         def form() -> Any:
             with on_device(device, None):
@@ -133,7 +133,7 @@ class Group:
 
         All members must name one session. On a GPU it is ordered after the work on the current stream.
         """
-        progress = Progress(self._patience, f"broadcast {session}")
+        progress = ProgressWatch(self._patience, f"broadcast {session}")
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
         def run() -> None:
@@ -154,9 +154,9 @@ class Group:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             with contextlib.suppress(DeliveryError, RuntimeError):
-                bounded(communicator.abort, Progress(_ABORT_SECONDS, "ending a group"))
+                bounded(communicator.abort, ProgressWatch(_ABORT_SECONDS, "ending a group"))
 
-    def _greet(self, session: int, progress: Progress) -> None:
+    def _greet(self, session: int, progress: ProgressWatch) -> None:
         """A broadcast of the session's number: connects all members before the bytes, and shows who is lost."""
         number = torch.tensor([session], dtype=torch.int64, device=self._device)
         _finish(self._communicator.broadcast(number, 0), progress)
@@ -164,7 +164,7 @@ class Group:
             raise DeliveryError(f"the sender is at broadcast {said}, not {session}")
 
 
-def _finish(work: Any, progress: Progress) -> None:
+def _finish(work: Any, progress: ProgressWatch) -> None:
     while not work.is_completed():
         progress.check()
         time.sleep(POLL_SECONDS)

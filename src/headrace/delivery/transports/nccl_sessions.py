@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import torch
 
-from headrace.delivery.plan import Plan, pack
-from headrace.delivery.transports.nccl_group import Group, Progress, connect, on_device
+from headrace.delivery.plan import PackingPlan, pack
+from headrace.delivery.transports.nccl_group import BroadcastGroup, ProgressWatch, connect, on_device
 from headrace.delivery.transports.nccl_wire import (
-    Answer,
-    Ask,
-    Held,
+    BroadcastReply,
+    BroadcastRequest,
+    HeldVersion,
     answer_key,
     ask_key,
     begin_key,
@@ -30,16 +30,16 @@ from headrace.errors import DeliveryError
 POLL_SECONDS = 0.001
 
 
-class Snapshot:
+class HeldSnapshot:
     """One place of a sender: its bytes, what they are, and on a GPU when they are there."""
 
     def __init__(self, device: torch.device) -> None:
-        self.held = Held()
-        self.plan: Plan | None = None
+        self.held = HeldVersion()
+        self.plan: PackingPlan | None = None
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._packed: torch.cuda.Event | None = None
 
-    def fill(self, plan: Plan, weights: Mapping[str, torch.Tensor]) -> None:
+    def fill(self, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy the weights, on the current stream."""
         if len(self.buffer) != plan.nbytes:
             self.buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self.buffer.device)
@@ -59,7 +59,7 @@ class _Pending(msgspec.Struct):
     """A question that waits for its broadcast."""
 
     number: int
-    ask: Ask
+    ask: BroadcastRequest
     since: float
 
     @property
@@ -68,12 +68,12 @@ class _Pending(msgspec.Struct):
         return self.ask.place, self.ask.sequence
 
 
-class Sessions:
+class BroadcastSessions:
     """Questions and broadcasts of one sender. Used by one thread, except `close`, which comes after it."""
 
     def __init__(
         self,
-        snapshots: Sequence[Snapshot],
+        snapshots: Sequence[HeldSnapshot],
         backend: str,
         address: tuple[str, int],
         device: torch.device,
@@ -99,7 +99,7 @@ class Sessions:
         self._read = 0
         self._pending: list[_Pending] = []
         self._served: dict[int, set[str]] = {}
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._members: list[str] = []
 
     def serve(self) -> bool:
@@ -129,12 +129,12 @@ class Sessions:
     def _read_questions(self) -> None:
         while self._line.check([ask_key(self._read + 1)]):
             self._read += 1
-            ask = msgspec.json.decode(self._line.get(ask_key(self._read)), type=Ask)
+            ask = msgspec.json.decode(self._line.get(ask_key(self._read)), type=BroadcastRequest)
             self._line.delete_key(ask_key(self._read))
             # Who asks again has given up its last question.
             self._pending = [pending for pending in self._pending if pending.ask.receiver != ask.receiver]
             if refusal := self._refusal(ask):
-                self._answer(self._read, Answer(refusal=refusal))
+                self._answer(self._read, BroadcastReply(refusal=refusal))
             else:
                 self._pending.append(_Pending(self._read, ask, time.monotonic()))
 
@@ -151,7 +151,7 @@ class Sessions:
         first = members[0].ask
         if refusal := self._refusal(first):
             for pending in members:
-                self._answer(pending.number, Answer(refusal=refusal))
+                self._answer(pending.number, BroadcastReply(refusal=refusal))
             return
         self._session += 1
         names = [pending.ask.receiver for pending in members]
@@ -162,11 +162,13 @@ class Sessions:
         key = self._group_key() or f"group-{self._session}"
         for pending in members:
             rank = self._members.index(pending.ask.receiver) + 1
-            answer = Answer(self._session, key, rank, len(members) + 1, self._bucket_bytes)
+            answer = BroadcastReply(self._session, key, rank, len(members) + 1, self._bucket_bytes)
             self._answer(pending.number, answer)
         self._assemble(len(members))
         if self._group is None:
-            self._group = Group(key, self._backend, self._address, 0, len(members) + 1, self._device, self._patience)
+            self._group = BroadcastGroup(
+                key, self._backend, self._address, 0, len(members) + 1, self._device, self._patience
+            )
         snapshot = self._snapshots[first.place]
         assert snapshot.plan is not None
         with on_device(self._device, self._stream):
@@ -178,7 +180,7 @@ class Sessions:
     def _assemble(self, members: int) -> None:
         """Wait until all who were invited are there: an engine that died since it asked is found here."""
         self._line.delete_key(begin_key(self._session - 1))
-        progress = Progress(self._patience, "waiting for engines to join")
+        progress = ProgressWatch(self._patience, "waiting for engines to join")
         ranks = range(1, members + 1)
         while absent := [rank for rank in ranks if not self._line.check([joined_key(self._session, rank)])]:
             if progress.left() < 0:
@@ -189,13 +191,13 @@ class Sessions:
         for rank in ranks:
             self._line.delete_key(joined_key(self._session, rank))
 
-    def _refusal(self, ask: Ask) -> str:
-        held = self._snapshots[ask.place].held if 0 <= ask.place < len(self._snapshots) else Held()
+    def _refusal(self, ask: BroadcastRequest) -> str:
+        held = self._snapshots[ask.place].held if 0 <= ask.place < len(self._snapshots) else HeldVersion()
         if (held.version, held.sequence) != (ask.version, ask.sequence):
             return f"place {ask.place} holds version {held.version}, not {ask.version}: it was used again"
         return "" if held.whole else f"version {ask.version} was released"
 
-    def _answer(self, number: int, answer: Answer) -> None:
+    def _answer(self, number: int, answer: BroadcastReply) -> None:
         self._line.set(answer_key(number), msgspec.json.encode(answer).decode())
 
     def _group_key(self) -> str:

@@ -18,13 +18,13 @@ from torch._C._distributed_c10d import TCPStore
 
 from headrace.delivery.base import Entry
 from headrace.delivery.plan import unpack
-from headrace.delivery.transports.nccl_group import Group, Progress, connect, exact
+from headrace.delivery.transports.nccl_group import BroadcastGroup, ProgressWatch, connect, exact
 from headrace.delivery.transports.nccl_wire import (
     ASKS,
-    Answer,
-    Ask,
-    Held,
-    Location,
+    BroadcastReply,
+    BroadcastRequest,
+    HeldVersion,
+    NcclLocation,
     answer_key,
     ask_key,
     begin_key,
@@ -49,7 +49,7 @@ class NcclSource:
         self._patience = patience
         self._name = uuid.uuid4().hex
         self._line: tuple[str, int, TCPStore] | None = None
-        self._group: Group | None = None
+        self._group: BroadcastGroup | None = None
         self._buffer: torch.Tensor | None = None
         self._complete: tuple[str, int, int] | None = None
 
@@ -65,7 +65,9 @@ class NcclSource:
             nbytes = max(entry.offset + entry.nbytes for entry in entries)
             if held.nbytes != nbytes:
                 raise DeliveryError(f"version {version} at {location} has {held.nbytes} bytes, not {nbytes}")
-            answer = self._invited(line, Ask(self._name, place.place, version, held.sequence, self._group_key()))
+            answer = self._invited(
+                line, BroadcastRequest(self._name, place.place, version, held.sequence, self._group_key())
+            )
             group = self._joined(line, place, answer)
             if self._buffer is None or len(self._buffer) < nbytes:
                 self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -89,7 +91,7 @@ class NcclSource:
         self._line = self._group = self._buffer = self._complete = None
 
     @contextmanager
-    def _all_or_nothing(self, place: Location) -> Iterator[None]:
+    def _all_or_nothing(self, place: NcclLocation) -> Iterator[None]:
         whole = False
         try:
             yield
@@ -102,7 +104,7 @@ class NcclSource:
             if not whole:
                 self.close()
 
-    def _connected(self, place: Location) -> TCPStore:
+    def _connected(self, place: NcclLocation) -> TCPStore:
         if self._line is None or self._line[:2] != (place.host, place.port):
             self.close()
             self._line = (place.host, place.port, connect(place.host, place.port, self._patience))
@@ -111,18 +113,18 @@ class NcclSource:
     def _group_key(self) -> str:
         return self._group.key if self._group is not None else ""
 
-    def _invited(self, line: TCPStore, ask: Ask) -> Answer:
+    def _invited(self, line: TCPStore, ask: BroadcastRequest) -> BroadcastReply:
         number = line.add(ASKS, 1)
         line.set(ask_key(number), _text(ask))
         # Twice: the sender may be busy with a broadcast that fails.
         said = self._await(line, answer_key(number), 2 * self._patience)
         line.delete_key(answer_key(number))
-        answer = msgspec.json.decode(said, type=Answer)
+        answer = msgspec.json.decode(said, type=BroadcastReply)
         if answer.refusal:
             raise DeliveryError(f"the sender refused: {answer.refusal}")
         return answer
 
-    def _joined(self, line: TCPStore, place: Location, answer: Answer) -> Group:
+    def _joined(self, line: TCPStore, place: NcclLocation, answer: BroadcastReply) -> BroadcastGroup:
         line.set(joined_key(answer.session, answer.rank), "yes")
         if (said := self._await(line, begin_key(answer.session), self._patience).decode()) != "yes":
             raise DeliveryError(f"broadcast {answer.session} was called off: {said}")
@@ -131,22 +133,22 @@ class NcclSource:
                 self._group.abort()
                 self._group = None
             address = (place.host, place.port)
-            self._group = Group(
+            self._group = BroadcastGroup(
                 answer.group, place.backend, address, answer.rank, answer.size, self._device, self._patience
             )
         return self._group
 
     def _await(self, line: TCPStore, key: str, patience: float) -> bytes:
         # Asked again and again: a wait of the store's own that ends without an answer fills the log.
-        progress = Progress(patience, "waiting for the sender of weights")
+        progress = ProgressWatch(patience, "waiting for the sender of weights")
         while not line.check([key]):
             progress.check()
             time.sleep(_POLL_SECONDS)
         return bytes(line.get(key))
 
 
-def _held(line: TCPStore, place: Location, version: int) -> Held:
-    held = msgspec.json.decode(line.get(held_key(place.place)), type=Held)
+def _held(line: TCPStore, place: NcclLocation, version: int) -> HeldVersion:
+    held = msgspec.json.decode(line.get(held_key(place.place)), type=HeldVersion)
     if held.version != version:
         raise DeliveryError(f"{place} holds version {held.version}, not {version}: it was used again")
     if not held.whole:

@@ -22,7 +22,7 @@ ASKS = "asks"
 _LOCATION = re.compile(r"(nccl|gloo)://([0-9.]+):(\d+)/(\d+)")
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True):
+class HeldVersion(msgspec.Struct, frozen=True, array_like=True):
     """What a place holds, kept in the store under `held_key`."""
 
     version: int = -1
@@ -32,7 +32,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
     whole: bool = False
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
+class BroadcastRequest(msgspec.Struct, frozen=True, array_like=True):
     """An engine wants a version. The answer comes under `answer_key` of the question's number."""
 
     receiver: str
@@ -43,7 +43,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     """The group that it still holds, or an empty string."""
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class BroadcastReply(msgspec.Struct, frozen=True, array_like=True):
     """The broadcast that an engine is to join, or a refusal."""
 
     session: int = 0
@@ -56,7 +56,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     refusal: str = ""
 
 
-class Location(msgspec.Struct, frozen=True):
+class NcclLocation(msgspec.Struct, frozen=True):
     """A place of a sender, and how its bytes are broadcast."""
 
     backend: str
@@ -68,14 +68,14 @@ class Location(msgspec.Struct, frozen=True):
         return f"{self.backend}://{self.host}:{self.port}/{self.place}"
 
 
-def parse_location(text: str) -> Location:
+def parse_location(text: str) -> NcclLocation:
     """The location that a manifest names; one beyond this host is refused, for its bytes would travel in the clear."""
     match = _LOCATION.fullmatch(text)
     if match is None:
         raise DeliveryError(f"{text!r} is not a location of the nccl transport")
     if not is_loopback(match[2]):
         raise DeliveryError(f"{text} is beyond this host, and a broadcast is not encrypted")
-    return Location(match[1], match[2], int(match[3]), int(match[4]))
+    return NcclLocation(match[1], match[2], int(match[3]), int(match[4]))
 
 
 def held_key(place: int) -> str:

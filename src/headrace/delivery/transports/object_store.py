@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from headrace.delivery.transports.files import Layout, file_of, is_ours
+from headrace.delivery.transports.files import FileLayout, file_of, is_ours
 from headrace.errors import ConfigError, DeliveryError
 
 MARKER = "writer.json"
@@ -103,7 +103,7 @@ class ObjectFolder:
         """The URL of a version's file."""
         return f"{self._url}/{file_of(version)}"
 
-    def write(self, location: str, layout: Layout, chunks: Sequence[memoryview]) -> None:
+    def write(self, location: str, layout: FileLayout, chunks: Sequence[memoryview]) -> None:
         """Upload under another name, then move: the version is whole or absent as far as the store moves at once."""
         path = f"{self._path}/{location.rsplit('/', 1)[1]}"
         partial = f"{path}.partial"

@@ -25,7 +25,7 @@ class _Held(msgspec.Struct):
     since: float
 
 
-class Places:
+class SenderPlaces:
     """The places of one sender, by location. All methods may be called from any thread."""
 
     def __init__(self, noun: str) -> None:

@@ -37,7 +37,7 @@ def segment_directories() -> list[Path]:
     return [_SHARED_MEMORY, temporary] if _SHARED_MEMORY.is_dir() else [temporary]
 
 
-class Segment:
+class SharedSegment:
     """An owned segment: `begin`, write `payload`, `finish`; `remove` when done."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
@@ -56,7 +56,7 @@ class Segment:
             raise
 
     @classmethod
-    def create(cls, run_id: str, nbytes: int) -> Segment:
+    def create(cls, run_id: str, nbytes: int) -> SharedSegment:
         """A new segment of this process, in the first directory that has room for it."""
         reasons = []
         for directory in segment_directories():
@@ -71,7 +71,7 @@ class Segment:
         raise DeliveryError(f"no room to publish {nbytes / 2**20:.0f} MiB of weights ({'; '.join(reasons)})")
 
     @classmethod
-    def _create_in(cls, directory: Path, run_id: str, nbytes: int) -> Segment:
+    def _create_in(cls, directory: Path, run_id: str, nbytes: int) -> SharedSegment:
         marked = re.sub(r"[^A-Za-z0-9_.-]", "_", run_id)[:64] or "run"
         for number in _numbers:
             # A name that exists was left by a dead process which had our pid; it stays for a sweep.

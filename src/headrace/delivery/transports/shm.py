@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import Plan, Views, copy_all
+from headrace.delivery.plan import PackingPlan, Views, copy_all
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
-from headrace.delivery.transports.places import Places
-from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, Segment, sweep
+from headrace.delivery.transports.places import SenderPlaces
+from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SharedSegment, sweep
 from headrace.errors import DeliveryError
 
 __all__ = ["ShmSender", "ShmSource", "sweep"]
@@ -29,15 +29,15 @@ class ShmSender:
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
-        self._segments: dict[str, Segment] = {}
+        self._segments: dict[str, SharedSegment] = {}
         self._views: dict[str, Views] = {}
-        self._places = Places("segment")
+        self._places = SenderPlaces("segment")
 
     def wait(self, version: int, timeout: float) -> None:
         """Wait for a free segment; see `Sender.wait`."""
         self._places.wait(version, timeout)
 
-    def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
+    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights into a free segment; see `Sender.write`."""
         choose = partial(self._free_segment, plan.nbytes)
         with self._places.filling(version, choose, self.release) as location:
@@ -51,7 +51,7 @@ class ShmSender:
     def finish(self, location: str) -> None:
         """Nothing is left to do: a segment is readable once it is written."""
 
-    def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
+    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Views of a segment that was written and not released."""
         views = self._views.get(location)
         if views is None or not self._places.holds(location):
@@ -78,7 +78,7 @@ class ShmSender:
             # Never resized: a reader may have it mapped, and would die of reading past its end.
             del self._views[location]
             self._segments.pop(location).remove()
-        segment = Segment.create(self._run_id, nbytes)
+        segment = SharedSegment.create(self._run_id, nbytes)
         self._segments[str(segment.path)] = segment
         self._views[str(segment.path)] = Views(_payload(segment.buffer))
         return str(segment.path)

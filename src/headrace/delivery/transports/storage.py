@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from headrace.delivery.transports.files import Directory, Layout, sweep_directory
+from headrace.delivery.transports.files import Directory, FileLayout, sweep_directory
 from headrace.delivery.transports.object_store import ObjectFolder, is_url, open_object, stamp_of_object, sweep_folder
 from headrace.errors import ConfigError, DeliveryError
 
@@ -26,7 +26,7 @@ class Storage(Protocol):
         """Where readers find a version."""
         ...
 
-    def write(self, location: str, layout: Layout, chunks: Sequence[memoryview]) -> None:
+    def write(self, location: str, layout: FileLayout, chunks: Sequence[memoryview]) -> None:
         """Make a file of the layout's header and these chunks, at once under its name."""
         ...
 

@@ -15,15 +15,15 @@ from typing import Any
 import msgspec
 import torch
 
-from headrace.delivery.plan import Plan, Views, copy_all
+from headrace.delivery.plan import PackingPlan, Views, copy_all
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.keys import read_keys
-from headrace.delivery.transports.places import LIMIT, Places
+from headrace.delivery.transports.places import LIMIT, SenderPlaces
 from headrace.delivery.transports.tcp_memory import ServedMemory
 from headrace.delivery.transports.tcp_server import decode_ask, nothing_held, refusal_of, refuse, serve
 from headrace.delivery.transports.tcp_source import TcpSource
 from headrace.delivery.transports.tcp_tree import TRAINER, TREE_ABOVE, Tree
-from headrace.delivery.transports.tcp_wire import Answer, Ask, is_loopback
+from headrace.delivery.transports.tcp_wire import ReadReply, ReadRequest, is_loopback
 from headrace.errors import ConfigError, DeliveryError
 
 
@@ -40,7 +40,7 @@ class TcpSender:
         run_keys = None if is_loopback(bind) else read_keys(keys)
         self.sent_bytes = 0
         """Of weights, since the beginning."""
-        self._places = Places("snapshot")
+        self._places = SenderPlaces("snapshot")
         self._lock = threading.Lock()
         self._held = [nothing_held() for _ in range(LIMIT)]
         self._memory = [ServedMemory() for _ in range(LIMIT)]
@@ -59,7 +59,7 @@ class TcpSender:
         """Wait for a free snapshot; see `Sender.wait`."""
         self._places.wait(version, timeout)
 
-    def write(self, version: int, plan: Plan, weights: Mapping[str, torch.Tensor]) -> str:
+    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights into a free snapshot; see `Sender.write`."""
         with self._places.filling(version, self._free, self.release) as location:
             place = self._locations.index(location)
@@ -81,7 +81,7 @@ class TcpSender:
     def finish(self, location: str) -> None:
         """Nothing is left to do: a snapshot is served once it is written."""
 
-    def snapshot(self, location: str, plan: Plan) -> dict[str, torch.Tensor]:
+    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Views of a snapshot that was written and not released."""
         if not self._places.holds(location):
             raise DeliveryError(f"snapshot {location} holds nothing")
@@ -112,7 +112,7 @@ class TcpSender:
             if held is None or refusal:
                 return refuse(ask, refusal)
             parent = self._parent(ask)
-            header = Answer(
+            header = ReadReply(
                 *(ask.ticket, ask.start, ask.stop, held.sequence, len(held.buffer)),
                 parent=parent or TRAINER,
                 wait=parent is None,
@@ -125,7 +125,7 @@ class TcpSender:
     def _free(self, held: Collection[str]) -> str:
         return next(location for location in self._locations if location not in held)
 
-    def _parent(self, ask: Ask) -> str | None:
+    def _parent(self, ask: ReadRequest) -> str | None:
         if not ask.engine:
             return TRAINER
         tree = self._trees[ask.place]

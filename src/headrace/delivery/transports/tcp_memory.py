@@ -28,13 +28,13 @@ class ServedMemory:
         else:
             self.bytes = torch.empty(nbytes, dtype=torch.uint8)
 
-    def part(self, start: int, stop: int) -> Part:
+    def part(self, start: int, stop: int) -> MemorySlice:
         """Some of the bytes, to be sent."""
-        return Part(self, start, stop)
+        return MemorySlice(self, start, stop)
 
 
 @dataclass(frozen=True)
-class Part:
+class MemorySlice:
     """Neighbouring bytes of a memory."""
 
     memory: ServedMemory

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from headrace.delivery.transports.tcp_memory import Part
-from headrace.delivery.transports.tcp_wire import Answer, Ask, Into, Location, Respond
+from headrace.delivery.transports.tcp_memory import MemorySlice
+from headrace.delivery.transports.tcp_wire import Into, ReadReply, ReadRequest, Respond, TcpLocation
 from headrace.errors import DeadlineError, DeliveryError
 
 RECONNECT_SECONDS = 0.1
@@ -46,9 +46,9 @@ class PlainServer:
         self._thread = threading.Thread(target=self._accept, name="weights", daemon=True)
         self._thread.start()
 
-    def location(self, place: int, *, tree: bool = False) -> Location:
+    def location(self, place: int, *, tree: bool = False) -> TcpLocation:
         """What clients call this place of the server."""
-        return Location(False, f"[{self._bind}]" if self._six else self._bind, self._port, place, tree)
+        return TcpLocation(False, f"[{self._bind}]" if self._six else self._bind, self._port, place, tree)
 
     def close(self) -> None:
         """Stop answering, and let go of the port. Idempotent."""
@@ -102,17 +102,17 @@ class PlainServer:
             connection.close()
 
 
-class PlainLine:
+class PlainConnection:
     """A connection to such a server, made again when it breaks. Used by one thread at a time."""
 
     encrypted = False
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, location: TcpLocation) -> None:
         self.endpoint = location.endpoint
         self._address = (location.host.strip("[]"), location.port)
         self._connection: socket.socket | None = None
 
-    def send(self, ask: Ask) -> None:
+    def send(self, ask: ReadRequest) -> None:
         """Ask, without waiting for an answer. That the server is not there shows at `receive`."""
         with contextlib.suppress(OSError):
             if self._connection is None:
@@ -120,7 +120,7 @@ class PlainLine:
                 _tune(self._connection)
             _send(self._connection, msgspec.msgpack.encode(ask))
 
-    def receive(self, patience: float, into: Into) -> Answer | None:
+    def receive(self, patience: float, into: Into) -> ReadReply | None:
         """The next answer, its bytes where `into` wants them, or None when the connection broke.
 
         Raises when nothing comes in time.
@@ -142,7 +142,7 @@ class PlainLine:
             if not whole:
                 self._disconnect()
 
-    def forget_the_past(self) -> None:
+    def drop_old_answers(self) -> None:
         """A connection that broke while nobody asked for anything says nothing about the next fetch."""
         if self._connection is not None and _at_end(self._connection):
             self._disconnect()
@@ -151,12 +151,12 @@ class PlainLine:
         """Let go of the connection."""
         self._disconnect()
 
-    def _received(self, connection: socket.socket, deadline: float, into: Into) -> Answer:
+    def _received(self, connection: socket.socket, deadline: float, into: Into) -> ReadReply:
         header, nbytes = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size, deadline))
         if header > _LARGEST_HEADER:
             raise DeliveryError(f"the server at {self.endpoint} does not speak of weights")
         try:
-            answer = msgspec.msgpack.decode(_exactly(connection, header, deadline), type=Answer)
+            answer = msgspec.msgpack.decode(_exactly(connection, header, deadline), type=ReadReply)
         except msgspec.DecodeError as error:
             raise DeliveryError(f"the server at {self.endpoint} does not speak of weights: {error}") from error
         target = into(answer, nbytes)
@@ -195,7 +195,7 @@ def _request(connection: socket.socket) -> bytes | None:
 
 def _send(connection: socket.socket, header: bytes, payload: Any = b"") -> None:
     connection.sendall(_LENGTHS.pack(len(header), len(payload)) + header)
-    if isinstance(payload, Part):
+    if isinstance(payload, MemorySlice):
         payload.send(connection)
     elif payload:
         connection.sendall(payload)

@@ -26,15 +26,15 @@ import msgspec
 import torch
 
 from headrace.delivery.transports.keys import read_keys
-from headrace.delivery.transports.tcp_server import Held, decode_ask, nothing_held, refusal_of, refuse, serve
-from headrace.delivery.transports.tcp_wire import Answer, Location
+from headrace.delivery.transports.tcp_server import HeldBytes, decode_ask, nothing_held, refusal_of, refuse, serve
+from headrace.delivery.transports.tcp_wire import ReadReply, TcpLocation
 from headrace.errors import DeliveryError
 
 
 class Relay:
     """Serves what it is given until it is given something else. All methods may be called from any thread."""
 
-    def __init__(self, trainer: Location, keys: Path | None) -> None:
+    def __init__(self, trainer: TcpLocation, keys: Path | None) -> None:
         """Raises `DeliveryError` when nothing can listen on the way to this trainer."""
         self._lock = threading.Lock()
         self._held = nothing_held()
@@ -50,7 +50,7 @@ class Relay:
     def serve(self, version: int, sequence: int, packed: torch.Tensor) -> None:
         """From now on others get these bytes, which the trainer's write `sequence` made."""
         with self._lock:
-            self._held = Held(packed, version, sequence, whole=True)
+            self._held = HeldBytes(packed, version, sequence, whole=True)
 
     def withdraw(self) -> None:
         """The bytes are about to change: no answer has them any more when this returns."""
@@ -72,13 +72,13 @@ class Relay:
             refusal = refusal_of(held, ask)
             if held is None or refusal:
                 return refuse(ask, refusal)
-            header = Answer(ask.ticket, ask.start, ask.stop, held.sequence, len(held.buffer))
+            header = ReadReply(ask.ticket, ask.start, ask.stop, held.sequence, len(held.buffer))
             # A copy: the next version is fetched into these bytes, perhaps before all of this has been sent.
             payload = held.buffer.numpy()[ask.start : ask.stop].tobytes()
         return [msgspec.msgpack.encode(header), payload]
 
 
-def _own_address(trainer: Location) -> str:
+def _own_address(trainer: TcpLocation) -> str:
     """The address of this host on the way to the trainer. Nothing is sent to find it."""
     host = trainer.host.strip("[]")
     family = socket.AF_INET6 if trainer.host.startswith("[") else socket.AF_INET

@@ -16,9 +16,9 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from headrace.delivery.transports.keys import RunKeys
-from headrace.delivery.transports.tcp_memory import Part
+from headrace.delivery.transports.tcp_memory import MemorySlice
 from headrace.delivery.transports.tcp_plain import PlainServer
-from headrace.delivery.transports.tcp_wire import LARGEST_BUCKET, Answer, Ask, Location, Respond
+from headrace.delivery.transports.tcp_wire import LARGEST_BUCKET, ReadReply, ReadRequest, Respond, TcpLocation
 from headrace.errors import DeadlineError
 
 _POLL_MS = 100
@@ -26,7 +26,7 @@ _CLOSE_SECONDS = 10.0
 _ZAP_DOMAIN = "headrace"
 
 
-class Held(msgspec.Struct):
+class HeldBytes(msgspec.Struct):
     """One place of a server: its bytes, and what they are."""
 
     buffer: torch.Tensor
@@ -35,15 +35,15 @@ class Held(msgspec.Struct):
     whole: bool = False
 
 
-def nothing_held() -> Held:
+def nothing_held() -> HeldBytes:
     """A place that was never written."""
-    return Held(torch.empty(0, dtype=torch.uint8))
+    return HeldBytes(torch.empty(0, dtype=torch.uint8))
 
 
-class Server(Protocol):
+class TcpServer(Protocol):
     """Answers from the moment it is made until it is closed, beside everything else."""
 
-    def location(self, place: int, *, tree: bool = False) -> Location:
+    def location(self, place: int, *, tree: bool = False) -> TcpLocation:
         """What clients call this place of the server."""
         ...
 
@@ -52,7 +52,7 @@ class Server(Protocol):
         ...
 
 
-def serve(bind: str, keys: RunKeys | None, respond: Respond) -> Server:
+def serve(bind: str, keys: RunKeys | None, respond: Respond) -> TcpServer:
     """A server on an address of this host, encrypted where there are keys.
 
     `respond` may be called from several threads. Raises `OSError` when nothing can listen there.
@@ -86,12 +86,12 @@ class CurveServer:
         self._thread = threading.Thread(target=self._serve, name="weights", daemon=True)
         self._thread.start()
 
-    def location(self, place: int, *, tree: bool = False) -> Location:
-        """See `Server.location`."""
-        return Location(True, self._host, self._port, place, tree)
+    def location(self, place: int, *, tree: bool = False) -> TcpLocation:
+        """See `TcpServer.location`."""
+        return TcpLocation(True, self._host, self._port, place, tree)
 
     def close(self) -> None:
-        """See `Server.close`."""
+        """See `TcpServer.close`."""
         self._closing.set()
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
@@ -126,28 +126,28 @@ class CurveServer:
                 if self._socket.poll(_POLL_MS):
                     identity, *frames = self._socket.recv_multipart()
                     header, *payload = self._respond(frames)
-                    views = (part.view if isinstance(part, Part) else part for part in payload)
+                    views = (part.view if isinstance(part, MemorySlice) else part for part in payload)
                     self._socket.send_multipart([identity, header, *views], copy=False)
         finally:
             self._socket.close()
 
 
-def decode_ask(frames: list[bytes]) -> Ask | None:
+def decode_ask(frames: list[bytes]) -> ReadRequest | None:
     """What a client asks for; None for nonsense."""
     try:
-        return msgspec.msgpack.decode(frames[0], type=Ask)
+        return msgspec.msgpack.decode(frames[0], type=ReadRequest)
     except (IndexError, msgspec.DecodeError):
         return None
 
 
-def refuse(ask: Ask | None, refusal: str) -> list[Any]:
+def refuse(ask: ReadRequest | None, refusal: str) -> list[Any]:
     """The frames of an answer without bytes."""
     if ask is None:
-        return [msgspec.msgpack.encode(Answer(-1, 0, 0, 0, 0, refusal))]
-    return [msgspec.msgpack.encode(Answer(ask.ticket, ask.start, ask.stop, 0, 0, refusal))]
+        return [msgspec.msgpack.encode(ReadReply(-1, 0, 0, 0, 0, refusal))]
+    return [msgspec.msgpack.encode(ReadReply(ask.ticket, ask.start, ask.stop, 0, 0, refusal))]
 
 
-def refusal_of(held: Held | None, ask: Ask) -> str:
+def refusal_of(held: HeldBytes | None, ask: ReadRequest) -> str:
     """Why what is asked for cannot be had from this place; empty when it can."""
     if held is None:
         return f"there is no place {ask.place}"

@@ -22,10 +22,17 @@ import zmq
 
 from headrace.delivery.base import Entry
 from headrace.delivery.plan import Views
-from headrace.delivery.transports.tcp_line import CurveLine, Line
-from headrace.delivery.transports.tcp_plain import PlainLine
+from headrace.delivery.transports.tcp_connection import Connection, CurveConnection
+from headrace.delivery.transports.tcp_plain import PlainConnection
 from headrace.delivery.transports.tcp_relay import Relay
-from headrace.delivery.transports.tcp_wire import BUCKET_BYTES, Answer, Ask, Into, Location, parse_location
+from headrace.delivery.transports.tcp_wire import (
+    BUCKET_BYTES,
+    Into,
+    ReadReply,
+    ReadRequest,
+    TcpLocation,
+    parse_location,
+)
 from headrace.errors import DeliveryError
 
 WINDOW = 4
@@ -74,7 +81,7 @@ class TcpSource:
         self._patience = patience
         self._name = uuid.uuid4().hex
         self._context: zmq.Context[Any] | None = None
-        self._line: Line | None = None
+        self._line: Connection | None = None
         self._buffer: torch.Tensor | None = None
         self._views: Views | None = None
         self._fetch: _Fetch | None = None
@@ -131,7 +138,7 @@ class TcpSource:
         if self._complete is None or self._complete.key[:2] != (location, version):
             raise DeliveryError(f"version {version} was not fetched from {location}")
         parsed = parse_location(location)
-        answer = self._told(self._connected(parsed), Ask(0, parsed.place, version, 0, 0))
+        answer = self._told(self._connected(parsed), ReadRequest(0, parsed.place, version, 0, 0))
         if answer.sequence != self._complete.sequence:
             raise DeliveryError(f"{location} was written again while version {version} was fetched")
 
@@ -181,7 +188,7 @@ class TcpSource:
                 self._parent(fetch, line, parsed, parent)
         self._pull(fetch, buffer, line, parsed, self._patience)
 
-    def _parent(self, fetch: _Fetch, line: Line, parsed: Location, lost: str) -> str:
+    def _parent(self, fetch: _Fetch, line: Connection, parsed: TcpLocation, lost: str) -> str:
         """Who is to be asked for the buckets; the trainer, whose answer this is, vouches for `sequence`."""
         deadline = time.monotonic() + PARENT_SECONDS
         while True:
@@ -202,7 +209,7 @@ class TcpSource:
         finally:
             line.close()
 
-    def _pull(self, fetch: _Fetch, buffer: Bytes, line: Line, server: Location, patience: float) -> None:
+    def _pull(self, fetch: _Fetch, buffer: Bytes, line: Connection, server: TcpLocation, patience: float) -> None:
         _, version, nbytes = fetch.key
         asked: set[int] = set()
         broken = 0
@@ -213,7 +220,9 @@ class TcpSource:
                 if len(asked) >= WINDOW:
                     break
                 if start not in asked:
-                    line.send(Ask(self._ticket, server.place, version, start, min(nbytes, start + BUCKET_BYTES)))
+                    line.send(
+                        ReadRequest(self._ticket, server.place, version, start, min(nbytes, start + BUCKET_BYTES))
+                    )
                     asked.add(start)
             if time.monotonic() - told > _SIGN_OF_LIFE:
                 told = time.monotonic()
@@ -239,24 +248,24 @@ class TcpSource:
         if parsed.tree and self._line is not None:
             self._line.send(self._ask_whom(parsed, fetch.key[1]))
 
-    def _ask_whom(self, parsed: Location, version: int, *, offer: str = "", lost: str = "") -> Ask:
-        return Ask(0, parsed.place, version, 0, 0, self._name, offer, lost)
+    def _ask_whom(self, parsed: TcpLocation, version: int, *, offer: str = "", lost: str = "") -> ReadRequest:
+        return ReadRequest(0, parsed.place, version, 0, 0, self._name, offer, lost)
 
-    def _told(self, line: Line, ask: Ask) -> Answer:
+    def _told(self, line: Connection, ask: ReadRequest) -> ReadReply:
         """The trainer's answer to a question without bytes."""
         for _ in range(RESUMES):
             self._ticket += 1
-            line.send(Ask(self._ticket, ask.place, ask.version, 0, 0, ask.engine, ask.offer, ask.lost))
+            line.send(ReadRequest(self._ticket, ask.place, ask.version, 0, 0, ask.engine, ask.offer, ask.lost))
             answer = self._awaited(line, self._patience)
             if answer is not None:
                 return answer
         self._disconnect()
         raise DeliveryError(f"the server at {line.endpoint} is gone")
 
-    def _awaited(self, line: Line, patience: float, into: Into = lambda answer, nbytes: None) -> Answer | None:
+    def _awaited(self, line: Connection, patience: float, into: Into = lambda answer, nbytes: None) -> ReadReply | None:
         """The next answer to what was asked last, not to what was given up before: nobody wants its bytes."""
 
-        def wanted(answer: Answer, nbytes: int) -> memoryview | None:
+        def wanted(answer: ReadReply, nbytes: int) -> memoryview | None:
             return into(answer, nbytes) if answer.ticket == self._ticket and not answer.refusal else None
 
         deadline = time.monotonic() + patience
@@ -268,7 +277,7 @@ class TcpSource:
                 return answer
         raise DeliveryError(f"the server at {line.endpoint} said nothing of use for {patience:.3g} s")
 
-    def _room(self, fetch: _Fetch, buffer: Bytes, answer: Answer, nbytes: int) -> memoryview:
+    def _room(self, fetch: _Fetch, buffer: Bytes, answer: ReadReply, nbytes: int) -> memoryview:
         """Where the bytes of this answer belong, which must be some that are missing."""
         self._check(fetch, answer)
         stop = min(fetch.key[2], answer.start + BUCKET_BYTES)
@@ -276,7 +285,7 @@ class TcpSource:
             raise _Refused(f"{fetch.key[0]} sent {nbytes} bytes that were not asked for")
         return buffer.data[answer.start : answer.stop]
 
-    def _check(self, fetch: _Fetch, answer: Answer) -> None:
+    def _check(self, fetch: _Fetch, answer: ReadReply) -> None:
         location, version, nbytes = fetch.key
         if fetch.sequence is None:
             fetch.sequence = answer.sequence
@@ -285,7 +294,7 @@ class TcpSource:
         if answer.nbytes != nbytes:
             raise _Refused(f"version {version} at {location} has {answer.nbytes} bytes, not {nbytes}")
 
-    def _connected(self, location: Location) -> Line:
+    def _connected(self, location: TcpLocation) -> Connection:
         if self._line is not None and (self._line.endpoint, self._line.encrypted) != (
             location.endpoint,
             location.encrypted,
@@ -293,14 +302,14 @@ class TcpSource:
             self._disconnect()
         if self._line is None:
             self._line = self._line_to(location)
-        self._line.forget_the_past()
+        self._line.drop_old_answers()
         return self._line
 
-    def _line_to(self, location: Location) -> Line:
+    def _line_to(self, location: TcpLocation) -> Connection:
         if not location.encrypted:
-            return PlainLine(location)
+            return PlainConnection(location)
         self._context = self._context or zmq.Context()
-        return CurveLine(self._context, location, self._keys)
+        return CurveConnection(self._context, location, self._keys)
 
     def _disconnect(self) -> None:
         if self._line is not None:

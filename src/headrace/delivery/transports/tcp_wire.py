@@ -21,7 +21,7 @@ LARGEST_BUCKET = 64 << 20
 _LOCATION = re.compile(r"(tcp|curve)://(\[[0-9a-fA-F:.]+\]|[0-9.]+):(\d+)/(\d+)(/tree)?")
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
+class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
     """Send the bytes `start .. stop` of this place, if it holds this version; no bytes ask only whether it does."""
 
     ticket: int
@@ -38,7 +38,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     """In a tree: an offer that did not hold what it promised."""
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class ReadReply(msgspec.Struct, frozen=True, array_like=True):
     """The header of an answer; the bytes follow as a frame of their own unless it is a refusal."""
 
     ticket: int
@@ -57,11 +57,11 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 Respond = Callable[[list[bytes]], list[Any]]
 """From the frames of a request to those of its answer: a header, and bytes or a `Part` unless it is a refusal."""
-Into = Callable[[Answer, int], memoryview | None]
+Into = Callable[[ReadReply, int], memoryview | None]
 """Where the bytes of an answer, so many, are to go; None if nobody wants them."""
 
 
-class Location(msgspec.Struct, frozen=True):
+class TcpLocation(msgspec.Struct, frozen=True):
     """A place of a server."""
 
     encrypted: bool
@@ -81,12 +81,12 @@ class Location(msgspec.Struct, frozen=True):
         return f"{scheme}://{self.host}:{self.port}/{self.place}{tree}"
 
 
-def parse_location(text: str) -> Location:
+def parse_location(text: str) -> TcpLocation:
     """The location that a manifest names; one that would travel in the clear beyond this host is refused."""
     match = _LOCATION.fullmatch(text)
     if match is None:
         raise DeliveryError(f"{text!r} is not a location of the tcp transport")
-    location = Location(match[1] == "curve", match[2], int(match[3]), int(match[4]), match[5] is not None)
+    location = TcpLocation(match[1] == "curve", match[2], int(match[3]), int(match[4]), match[5] is not None)
     if not location.encrypted and not is_loopback(location.host.strip("[]")):
         raise DeliveryError(f"{text} is beyond this host and not encrypted")
     return location

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from headrace.engines.embedded.scheduler import Plan
+from headrace.engines.embedded.scheduler import StepPlan
 from headrace.engines.embedded.sequence import Sampled, Sequence
 from headrace.types import Float32Array, Int32Array
 
@@ -35,7 +35,7 @@ class Timings:
         self.steps, self.host_seconds, self.device_seconds, self.longest_gap_seconds = 0, 0.0, 0.0, 0.0
 
 
-class Scoring(Protocol):
+class PendingScores(Protocol):
     """Log-probabilities that may still be under way."""
 
     def ready(self) -> bool:
@@ -81,7 +81,7 @@ class Runner(Protocol):
         """Whether `drain` would return something."""
         ...
 
-    def run(self, plan: Plan, version: int) -> list[Sampled]:
+    def run(self, plan: StepPlan, version: int) -> list[Sampled]:
         """Begin the plan under the live weights of this version; tokens that are known by now."""
         ...
 
@@ -105,7 +105,7 @@ class Runner(Protocol):
         """What these blocks hold is not finite."""
         ...
 
-    def score(self, token_ids: Int32Array, *, again: bool = False) -> Scoring:
+    def score(self, token_ids: Int32Array, *, again: bool = False) -> PendingScores:
         """Begin to score tokens 1..n given their prefix, untempered, without the cache.
 
         With `again`, rows of this length will come again and again: what makes them quicker is worth preparing.

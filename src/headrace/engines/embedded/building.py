@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import torch
 
-from headrace.channel.desk import Desk
 from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import EngineTurns
+from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
 from headrace.config.memory import (
     LONGEST_DEFAULT,
@@ -91,16 +91,16 @@ def _round_as_the_trainer(model: Any, config: Config) -> None:
     round_weights(frozen_linears(model, spared), sources)
 
 
-def build(desk: Desk, config: Config, emit: Emit) -> EngineLoop:
+def build(link: WorkerLink, config: Config, emit: Emit) -> EngineLoop:
     """Load the model, check it, and say that it can be served."""
-    desk.phase = "loading"
+    link.phase = "loading"
     device = choose_device(config.engine.device)
     engine = config.engine
     shared = device == "cuda" and trains_on_gpu(config)
     if shared:
         total = torch.cuda.get_device_properties(0).total_memory
         engine = msgspec.structs.replace(engine, memory_fraction=share_beside_trainer(config, total))
-    with desk.spans.span("load"):
+    with link.spans.span("load"):
         model = load_model(
             config.model.path,
             weights=config.model.weights,
@@ -113,20 +113,20 @@ def build(desk: Desk, config: Config, emit: Emit) -> EngineLoop:
         base_digest = digest_as(named_weights(model), config.model.dtype) if config.lora is not None else None
         adapter = attach(model, lora_spec(config.lora), config.lora.serve) if config.lora is not None else None
         check_model(model, longest_sequence(config.engine.max_length, model))
-    desk.phase = "preparing"
+    link.phase = "preparing"
     core = EngineCore(
         model,
         engine,
-        name=desk.name,
+        name=link.name,
         max_length=longest_sequence(config.engine.max_length, model),
         adapter=adapter,
         base_digest=base_digest,
-        spans=desk.spans,
-        keys=desk.run_dir / KEYS,
+        spans=link.spans,
+        keys=link.run_dir / KEYS,
     )
 
-    turns = EngineTurns(desk.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
+    turns = EngineTurns(link.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
     loop = EngineLoop(core, emit, interrupt=engine.interrupt, turns=turns)
     give_way_to_decoding()
-    desk.ready(parameters=sum(p.numel() for p in model.parameters()))
+    link.ready(parameters=sum(p.numel() for p in model.parameters()))
     return loop

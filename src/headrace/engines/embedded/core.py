@@ -18,7 +18,7 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Installed, Receiver, Staged
 from headrace.engines.base import Delta, Request
 from headrace.engines.counters import Counters
-from headrace.engines.embedded.base import Haste, Scoring, Timings
+from headrace.engines.embedded.base import Haste, PendingScores, Timings
 from headrace.engines.embedded.endings import ending, refusal
 from headrace.engines.embedded.scheduler import Scheduler
 from headrace.engines.embedded.sequence import Ending, Sampled, Sequence
@@ -40,7 +40,7 @@ class _Unproved:
 
     manifest: Manifest
     installed: Installed
-    canary: Scoring | None = None
+    canary: PendingScores | None = None
     """Scored behind the first step under these weights where that is launched, so that its token does not wait."""
 
     def ready(self) -> bool:
@@ -317,7 +317,7 @@ class EngineCore:
                 self._runner.release(sequence)
             self._scheduler.recompute_all()
 
-    def _score_canary(self) -> Scoring:
+    def _score_canary(self) -> PendingScores:
         assert self._unproved is not None
         if self._unproved.canary is None:
             self._unproved.canary = self._runner.score(self._unproved.manifest.canary.token_ids.copy(), again=True)

@@ -16,7 +16,7 @@ from headrace.engines.embedded.attention import DenseContext, PagedContext
 from headrace.engines.embedded.base import Haste, Timings
 from headrace.engines.embedded.kv_cache import KVCache
 from headrace.engines.embedded.sampler import draw
-from headrace.engines.embedded.scheduler import Chunk, Plan
+from headrace.engines.embedded.scheduler import Chunk, StepPlan
 from headrace.engines.embedded.sequence import Sampled, Sequence
 from headrace.models.attention import AttentionContext, attending
 from headrace.models.experts import RoutingRecorder, RoutingShape, recording
@@ -47,7 +47,7 @@ class HostRunner:
         """Nothing to do: nothing is ever under way."""
 
     @torch.inference_mode()
-    def run(self, plan: Plan, version: int) -> list[Sampled]:
+    def run(self, plan: StepPlan, version: int) -> list[Sampled]:
         """Compute the plan's chunks; a token for each sequence whose last one is among them."""
         started = time.perf_counter()
         self._cache.copy(plan.copies)
@@ -84,10 +84,10 @@ class HostRunner:
         self._cache.clear(blocks)
 
     @torch.inference_mode()
-    def score(self, token_ids: Int32Array, *, again: bool = False) -> Scored:
+    def score(self, token_ids: Int32Array, *, again: bool = False) -> ReadyScores:
         """See `Runner.score`. There is nothing to prepare."""
         ids = torch.from_numpy(np.array(token_ids, np.int64)).to(self._device)
-        return Scored(score_ids(self._model, ids).cpu())
+        return ReadyScores(score_ids(self._model, ids).cpu())
 
     def _forward(
         self,
@@ -108,7 +108,7 @@ class HostRunner:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ReadyScores:
     """Log-probabilities that are there."""
 
     logprobs: torch.Tensor

@@ -34,7 +34,7 @@ class Chunk:
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """One step: block copies first (all sources are read before a target is written), then one pass over the chunks."""
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -104,13 +104,13 @@ class Scheduler:
         lacking = sum(count for _, count in self._lacking(ahead))
         return lacking > self.pool.free and lacking > self.pool.free + self._sharing.evictable()
 
-    def plan(self, version: int, ahead: int = 1) -> Plan:
+    def plan(self, version: int, ahead: int = 1) -> StepPlan:
         """The next pass under this version of the weights. Sequences may be admitted, preempted or refused.
 
         Decoding sequences get blocks for their next `ahead` tokens, beyond those in flight; `ahead` over 1 is our
         error while there is a `shortage`. One with tokens in flight goes on by itself, and has no chunk.
         """
-        plan = Plan(ahead=ahead)
+        plan = StepPlan(ahead=ahead)
         self._ahead = ahead
         self._sharing.serve(version)
         self._grow(plan, ahead)
@@ -133,7 +133,7 @@ class Scheduler:
         plan.upcoming = min(upcoming, self.slots - len(self.running))
         return plan
 
-    def advance(self, plan: Plan, version: int) -> None:
+    def advance(self, plan: StepPlan, version: int) -> None:
         """The plan's pass is done, or launched ahead of all later ones: its tokens are in the cache."""
         size = self.pool.block_size
         for chunk in plan.chunks:
@@ -182,7 +182,7 @@ class Scheduler:
                     lacking.append((sequence, count))
         return lacking
 
-    def _grow(self, plan: Plan, ahead: int) -> None:
+    def _grow(self, plan: StepPlan, ahead: int) -> None:
         """Give decoding sequences the blocks that their next tokens need; the last ones may lose theirs for it."""
         for sequence, count in self._lacking(ahead):
             while sequence.blocks and self.pool.free < count:
@@ -205,7 +205,7 @@ class Scheduler:
         coming = min(len(self.waiting), self.slots - len(self.running))
         return not self._gather or coming * self._gather >= len(self.running) or self._held_plans >= HELD_PLANS
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, plan: StepPlan, budget: int) -> None:
         self._origins.clear()
         gathered, held = self._gathered(), 0
         self._held_plans = 0 if gathered else self._held_plans + 1
@@ -233,7 +233,7 @@ class Scheduler:
             if len(self.running) >= self.slots:
                 return
 
-    def _place(self, sequence: Sequence, beginning: Beginning, plan: Plan) -> bool:
+    def _place(self, sequence: Sequence, beginning: Beginning, plan: StepPlan) -> bool:
         """Give it blocks for all its tokens, sharing those of its beginning; False if there are not enough now."""
         wanted = self.pool.blocks_for(len(sequence.tokens))
         # One block of room, so that whoever is admitted does not at once take the block of an earlier one.

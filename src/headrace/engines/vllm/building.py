@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from headrace.channel.desk import Desk
+from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
 from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import choose
@@ -22,20 +22,20 @@ from headrace.engines.vllm.checks import KEY_VARIABLE, check_hosts, examine
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.core import VllmCore
 from headrace.engines.vllm.engine import VllmEngine
-from headrace.engines.vllm.pulse import Pulse, until_there
+from headrace.engines.vllm.health import ServerHealth, until_there
 from headrace.engines.vllm.server import ServerPlan, VllmServer
 
 LONGEST_DEFAULT = 4096
 
 
-def build(desk: Desk, config: Config, emit: Emit) -> EventLoopServer:
+def build(link: WorkerLink, config: Config, emit: Emit) -> EventLoopServer:
     """Serve this rank's vLLM server."""
-    return EventLoopServer(desk.name, lambda: _opened(desk, config), emit)
+    return EventLoopServer(link.name, lambda: _opened(link, config), emit)
 
 
 @asynccontextmanager
-async def _opened(desk: Desk, config: Config) -> AsyncIterator[Opened]:
-    rank = int(desk.name.rpartition("-")[2])
+async def _opened(link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
+    rank = int(link.name.rpartition("-")[2])
     model = model_facts(Path(config.model.path), config.model.weights)
     max_length = min(config.engine.max_length or LONGEST_DEFAULT, model.max_positions or LONGEST_DEFAULT)
     server: VllmServer | None = None
@@ -45,44 +45,44 @@ async def _opened(desk: Desk, config: Config) -> AsyncIterator[Opened]:
             url, key = config.engine.urls[rank], os.environ.get(KEY_VARIABLE, "")
         else:
             key = secrets.token_urlsafe(32)
-            server = _server(desk, config, rank, key, max_length)
-            with desk.spans.span("load"):
+            server = _server(link, config, rank, key, max_length)
+            with link.spans.span("load"):
                 server.start()
-                await server.ready(config.pipeline.start_seconds, lambda stage: setattr(desk, "phase", stage))
+                await server.ready(config.pipeline.start_seconds, lambda stage: setattr(link, "phase", stage))
             url = server.url
         deadline, slots = config.pipeline.stall_seconds, config.engine.slots
         async with VllmClient(url, key, deadline=deadline, slots=slots) as client:
             if server is None:
-                desk.phase = f"waiting for {url}"
+                link.phase = f"waiting for {url}"
                 # It was there once, and will be back; before a run has begun, what is not there is a mistake.
-                begun = (desk.run_dir / "journal.db").is_file()
+                begun = (link.run_dir / "journal.db").is_file()
                 await until_there(client, config.pipeline.start_seconds if begun else 0.0)
-            desk.phase = "examining vLLM"
+            link.phase = "examining vLLM"
             facts = await examine(client, vocabulary=model.vocabulary, dtype=config.model.dtype, max_length=max_length)
             core = VllmCore(
                 client,
                 facts,
-                name=desk.name,
+                name=link.name,
                 slots=min(config.engine.slots, facts.slots),
                 max_length=max_length,
                 interrupt=config.engine.interrupt,
                 deadline=config.delivery.deadline,
-                keys=str((desk.run_dir / KEYS).absolute()),
-                spans=desk.spans,
+                keys=str((link.run_dir / KEYS).absolute()),
+                spans=link.spans,
                 scaling=None if config.lora is None else config.lora.scaling,
             )
-            desk.ready(parameters=model.parameters)
-            yield Opened(VllmEngine(core), Pulse(client, server))
+            link.ready(parameters=model.parameters)
+            yield Opened(VllmEngine(core), ServerHealth(client, server))
     finally:
         if server is not None:
             await server.stop()
 
 
-def _server(desk: Desk, config: Config, rank: int, key: str, max_length: int) -> VllmServer:
+def _server(link: WorkerLink, config: Config, rank: int, key: str, max_length: int) -> VllmServer:
     plan = ServerPlan(
         model=Path(config.model.path),
         config=config.engine,
-        log=desk.run_dir / "logs" / f"vllm-{rank}.log",
+        log=link.run_dir / "logs" / f"vllm-{rank}.log",
         key=key,
         max_length=max_length,
         weights=config.model.weights,

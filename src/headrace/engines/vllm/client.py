@@ -15,14 +15,14 @@ from headrace.delivery.base import Manifest
 from headrace.engines.vllm.http import STREAMS, Http
 from headrace.errors import ChannelError, HttpError
 from headrace.types import Float32Array
-from headrace_vllm_plugin.wire import Accepted, Facts, Live, Order, Staged
+from headrace_vllm_plugin.wire import Accepted, Facts, FetchOrder, Live, StagingState
 
 T = TypeVar("T")
 _PREFIX = "generate-tokens-"
 """What vLLM puts before the id of a request at this endpoint."""
 
 
-class Span(msgspec.Struct):
+class VersionSpan(msgspec.Struct):
     """Output tokens `start .. end` were drawn under `version`."""
 
     version: str
@@ -30,13 +30,13 @@ class Span(msgspec.Struct):
     end: int
 
 
-class Piece(msgspec.Struct, kw_only=True):
+class AnswerPiece(msgspec.Struct, kw_only=True):
     """Some tokens of an answer; the last one has `finish` and, from the server, the versions of all of them."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish: str | None = None
-    spans: list[Span] | None = None
+    spans: list[VersionSpan] | None = None
 
 
 class _Logprob(msgspec.Struct):
@@ -52,7 +52,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
 class _Cached(msgspec.Struct):
@@ -84,7 +84,7 @@ class VllmClient:
 
     async def generate(
         self, request_id: str, token_ids: Sequence[int], params: dict[str, Any], *, salt: str
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncIterator[AnswerPiece]:
         """Continue these tokens. `salt` keys the prefix cache. Closing the iterator ends the request there too."""
         body = {
             "request_id": request_id,
@@ -135,7 +135,7 @@ class VllmClient:
 
     async def stage(self, manifest: Manifest, keys: str, scaling: float | None = None) -> str:
         """Begin to fetch a version in every worker, an adapter's with its `scaling`; why it cannot be, or nothing."""
-        order = Order(
+        order = FetchOrder(
             version=manifest.version,
             transport=manifest.transport,
             location=manifest.location,
@@ -149,9 +149,9 @@ class VllmClient:
         answers = await self._rpc("headrace_stage", Accepted, order=msgspec.json.encode(order).decode())
         return next((answer.error for answer in answers if answer.error), "")
 
-    async def staged(self) -> list[Staged]:
+    async def staged(self) -> list[StagingState]:
         """How each worker's fetch stands."""
-        return await self._rpc("headrace_staged", Staged)
+        return await self._rpc("headrace_staged", StagingState)
 
     async def update(self, version: int) -> None:
         """Load the staged version. From here on nobody vouches for the live weights until they are proved."""
@@ -201,12 +201,12 @@ class VllmClient:
         return chunk
 
 
-def _piece(choice: _Choice) -> Piece:
+def _piece(choice: _Choice) -> AnswerPiece:
     content = (choice.logprobs.content if choice.logprobs else None) or []
     token_ids = choice.token_ids or []
     if [one.token_id for one in content] != token_ids:
         raise ChannelError("a server sent tokens without their log-probabilities")
-    return Piece(
+    return AnswerPiece(
         token_ids=token_ids,
         logprobs=[one.logprob for one in content],
         finish=choice.finish_reason,

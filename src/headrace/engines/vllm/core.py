@@ -22,10 +22,10 @@ from typing import Literal
 from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Delta, Interrupt, Request
 from headrace.engines.counters import Counters
-from headrace.engines.vllm.client import Piece, VllmClient
+from headrace.engines.vllm.client import AnswerPiece, VllmClient
 from headrace.engines.vllm.delivery import Delivery
 from headrace.engines.vllm.sampling import refusal, sampling_params
-from headrace.engines.vllm.sequence import Cut, Sequence
+from headrace.engines.vllm.sequence import Cut, VllmSequence
 from headrace.errors import ChannelError, DeadlineError, HttpError
 from headrace.observe.spans import SpanRecorder
 from headrace.types import NO_VERSION, Float32Array, Int32Array
@@ -68,8 +68,8 @@ class VllmCore:
         self._spans = spans
         self._decoding: ExitStack | None = None
         self._salt = secrets.token_hex(16)
-        self._waiting: list[Sequence] = []
-        self._running: dict[str, Sequence] = {}
+        self._waiting: list[VllmSequence] = []
+        self._running: dict[str, VllmSequence] = {}
         self._orders = 0
         self._streams = 0
         self._admitted: int | None = None
@@ -87,7 +87,7 @@ class VllmCore:
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue these requests; what cannot be served fails alone."""
         for request in requests:
-            sequence = Sequence(request, self._orders)
+            sequence = VllmSequence(request, self._orders)
             self._orders += 1
             if self._closed:
                 self._hand_out(sequence.ended("failed", self._closed))
@@ -197,11 +197,11 @@ class VllmCore:
     def _span(self, name: str) -> AbstractContextManager[None]:
         return self._spans.span(name) if self._spans is not None else nullcontext()
 
-    def _open(self, sequence: Sequence) -> bool:
+    def _open(self, sequence: VllmSequence) -> bool:
         admitted = self._admitted is None or sequence.order <= self._admitted
         return admitted and not self._closed and self.version != NO_VERSION
 
-    async def _run(self, sequence: Sequence) -> None:
+    async def _run(self, sequence: VllmSequence) -> None:
         """One stream, from its opening until it ends, is cut or breaks."""
         ended = False
         try:
@@ -221,7 +221,7 @@ class VllmCore:
             self._put_back(sequence)
         self._pump()
 
-    async def _stream(self, sequence: Sequence) -> bool:
+    async def _stream(self, sequence: VllmSequence) -> bool:
         """Hand out the stream's tokens; whether the request has ended with it."""
         if sequence.failures:
             await asyncio.sleep(BACKOFF_SECONDS * 2**sequence.failures)
@@ -246,7 +246,7 @@ class VllmCore:
             await stream.aclose()  # type: ignore[attr-defined]
         return sequence.finished
 
-    def _broken(self, sequence: Sequence, reason: str, *, retry: bool) -> bool:
+    def _broken(self, sequence: VllmSequence, reason: str, *, retry: bool) -> bool:
         """A stream failed: go on by prefix, or end the request; whether it has ended."""
         if sequence.finished:
             return True
@@ -256,7 +256,7 @@ class VllmCore:
         self._hand_out(sequence.ended("failed", f"request {sequence.request.id}: {reason}"))
         return True
 
-    def _put_back(self, sequence: Sequence) -> None:
+    def _put_back(self, sequence: VllmSequence) -> None:
         if self._closed:
             self._hand_out(sequence.ended("failed", self._closed))
         elif sequence.cut == "abort":
@@ -290,7 +290,7 @@ class VllmCore:
         finally:
             await self._end(running, GRACE_SECONDS)
 
-    async def _end(self, sequences: list[Sequence], grace: float) -> None:
+    async def _end(self, sequences: list[VllmSequence], grace: float) -> None:
         """Wait until these streams have ended; close the connections of those that do not end by themselves."""
         tasks = [one.task for one in sequences if one.task is not None and not one.task.done()]
         if not tasks:
@@ -310,7 +310,7 @@ class VllmCore:
         self.emit([delta])
 
 
-def _wrong_version(piece: Piece, version: int) -> str:
+def _wrong_version(piece: AnswerPiece, version: int) -> str:
     """What is wrong with the server's own account of the tokens' versions, or nothing."""
     found = sorted({span.version for span in piece.spans or []})
     if found in ([], [str(version)]):

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from headrace.engines.base import Delta, FinishReason, Request
-from headrace.engines.vllm.client import Piece
+from headrace.engines.vllm.client import AnswerPiece
 from headrace.engines.vllm.sampling import first_stop
 
 _FINISHES: dict[str, FinishReason] = {"length": "length", "stop": "stop"}
@@ -22,7 +22,7 @@ Cut = Literal["", "recall", "abort"]
 
 
 @dataclass(eq=False)
-class Sequence:
+class VllmSequence:
     """A request and what was sampled for it."""
 
     request: Request
@@ -38,7 +38,7 @@ class Sequence:
     """Of the stream that is open now."""
     task: asyncio.Task[None] | None = None
 
-    def __lt__(self, other: Sequence) -> bool:
+    def __lt__(self, other: VllmSequence) -> bool:
         return (self.request.priority, self.order) < (other.request.priority, other.order)
 
     @property
@@ -50,7 +50,7 @@ class Sequence:
         """How many tokens may still be sampled."""
         return min(self.request.sampling.max_tokens - len(self.sampled), max_length - self.length)
 
-    def take(self, piece: Piece, version: int) -> Delta | None:
+    def take(self, piece: AnswerPiece, version: int) -> Delta | None:
         """The next delta; its `finish` is set where a stop, ours or the server's, ends the answer."""
         known = len(self.sampled)
         self.sampled += piece.token_ids

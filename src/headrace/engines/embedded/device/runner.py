@@ -25,9 +25,9 @@ from headrace.engines.embedded.device.prompts import MOST_TOKENS, PromptPasses
 from headrace.engines.embedded.device.scoring import TokenScores
 from headrace.engines.embedded.device.state import DeviceState
 from headrace.engines.embedded.device.step import DecodeStep, Variant, variant_of
-from headrace.engines.embedded.device.transfer import Arriving, Mark
+from headrace.engines.embedded.device.transfer import Arriving, StreamMark
 from headrace.engines.embedded.kernels.rows import IDLE
-from headrace.engines.embedded.scheduler import Chunk, Plan
+from headrace.engines.embedded.scheduler import Chunk, StepPlan
 from headrace.engines.embedded.sequence import Sampled, Sequence
 from headrace.models.experts import RoutingShape
 from headrace.types import Int32Array
@@ -51,9 +51,9 @@ class _Launch:
     steps: int
     decodes: bool
     """Whether it is decode steps alone."""
-    after: Mark | None
+    after: StreamMark | None
     """Where the launch before it ends, unless the device was left without work since."""
-    begun: Mark
+    begun: StreamMark
     records: Arriving
     kept: Arriving | None
     counts: Arriving | None
@@ -93,7 +93,7 @@ class DeviceRunner:
         self._decoding: dict[int, Sequence] = {}
         self._variants: dict[int, Variant] = {}
         self._launches: deque[_Launch] = deque()
-        self._ended: Mark | None = None
+        self._ended: StreamMark | None = None
         """Where the last launch ends; see `_Launch.after`."""
         self._skipped = 0
         self._pace = Pace()
@@ -124,7 +124,7 @@ class DeviceRunner:
         return bool(self._launches)
 
     @torch.inference_mode()
-    def run(self, plan: Plan, version: int) -> list[Sampled]:
+    def run(self, plan: StepPlan, version: int) -> list[Sampled]:
         """See `Runner.run`. `version` is what `installed` was told last; the device tags tokens itself.
 
         Chunks that are left for a later plan are taken out of this one.
@@ -189,7 +189,7 @@ class DeviceRunner:
             self._scores.prepare(len(token_ids))
         return self._scores.begin(token_ids)
 
-    def _admit(self, plan: Plan) -> None:
+    def _admit(self, plan: StepPlan) -> None:
         if plan.copies:
             sources, targets = self._state.upload(np.array(plan.copies, np.int64)).unbind(1)
             self._cache.copy(sources, targets)
@@ -222,7 +222,7 @@ class DeviceRunner:
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Compute chunks; the rows of those that end their sequences get their next token, and decode from here on."""
-        begun = Mark(self._state.device)
+        begun = StreamMark(self._state.device)
         sampled = [c.sequence for c in chunks if c.samples]
         variant = self._variant(sampled)
         self._state.cursor.zero_()
@@ -243,7 +243,7 @@ class DeviceRunner:
         steps = min(steps, longest)
         bucket, variant = self._graphs.bucket(len(entries)), self._variant(entries)
         self._graphs.prepare(bucket, variant)
-        begun = Mark(self._state.device)
+        begun = StreamMark(self._state.device)
         self._state.choose(entries, bucket)
         self._state.cursor.zero_()
         for _ in range(steps):
@@ -255,7 +255,9 @@ class DeviceRunner:
         found = {self._variants[s.row] for s in sequences if s.row is not None}
         return "recorded" if "recorded" in found else "filtered" if "filtered" in found else "plain"
 
-    def _launched(self, entries: list[Sequence], steps: int, variant: Variant, begun: Mark, *, decodes: bool) -> None:
+    def _launched(
+        self, entries: list[Sequence], steps: int, variant: Variant, begun: StreamMark, *, decodes: bool
+    ) -> None:
         for sequence in entries:
             sequence.in_flight += steps
         count, step = len(entries), self._step

@@ -48,7 +48,7 @@ class Uploads:
         return target
 
 
-class Mark:
+class StreamMark:
     """A point of the stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class Mark:
         """Whether the device has come here."""
         return self._event is None or bool(self._event.query())
 
-    def seconds_since(self, earlier: Mark) -> float:
+    def seconds_since(self, earlier: StreamMark) -> float:
         """How long the device took from there to here, both passed; 0 where host and device are one."""
         return 0.0 if self._event is None else float(earlier._event.elapsed_time(self._event)) / 1e3
 
@@ -72,7 +72,7 @@ class Arriving:
     def __init__(self, source: torch.Tensor) -> None:
         self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
         self._host.copy_(source, non_blocking=True)
-        self.mark = Mark(source.device)
+        self.mark = StreamMark(source.device)
 
     def ready(self) -> bool:
         """Whether `numpy` would not wait."""

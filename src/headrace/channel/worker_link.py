@@ -1,4 +1,4 @@
-"""A worker process's desk: its name, its line to the controller, the phase it is in and the record of what it does."""
+"""A worker process's link: its name, its line to the controller, the phase it is in and the record of what it does."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.channel.beats import Beat, Ready
+from headrace.channel.heartbeats import Heartbeat, Ready
 from headrace.channel.spoke import Incoming, Spoke
 from headrace.observe.spans import SpanRecorder
 
 
-class Desk:
+class WorkerLink:
     """What every role of a worker needs, made from (name, address, run directory) alone."""
 
     def __init__(self, name: str, address: str, run_dir: Path) -> None:
@@ -45,10 +45,10 @@ class Desk:
         except queue.Empty:
             return None
 
-    def _beat(self) -> Beat:
+    def _beat(self) -> Heartbeat:
         with self._lock:
             generated, self._generated = self._generated, 0
-        return Beat(
+        return Heartbeat(
             phase=self.phase,
             time=time.monotonic(),
             spans=self.spans.drain(),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.engines.base import Delta
-from headrace.gateway.speech import Speech
+from headrace.gateway.streamed_answer import StreamedAnswer
 from headrace.gateway.tool_calls import split_calls
 from headrace.tasks.chat import ChatFormat
 
@@ -36,11 +36,11 @@ def delta(ids: list[int], finish: Any = None) -> Delta:
     )  # fmt: skip
 
 
-def spoken(speech: Speech, ids: list[int], cuts: list[int]) -> list[str]:
+def spoken(streamed: StreamedAnswer, ids: list[int], cuts: list[int]) -> list[str]:
     pieces, bounds = [], sorted({0, *(c % (len(ids) + 1) for c in cuts), len(ids)})
     for start, end in itertools.pairwise(bounds):
-        pieces.append(speech.hear(delta(ids[start:end], "length" if end == len(ids) else None)))
-        if speech.finish is not None:
+        pieces.append(streamed.hear(delta(ids[start:end], "length" if end == len(ids) else None)))
+        if streamed.finish is not None:
             break
     return pieces
 
@@ -49,45 +49,45 @@ def spoken(speech: Speech, ids: list[int], cuts: list[int]) -> list[str]:
 @given(st.text(min_size=1, max_size=12), st.lists(st.integers(0, 60), max_size=8))
 def test_pieces_joined_are_the_text_and_no_piece_is_half_a_character(text: str, cuts: list[int]) -> None:
     ids = BYTES.encode(text).tolist()
-    speech = Speech(BYTES)
-    pieces = spoken(speech, ids, cuts)
-    assert "".join(pieces) == text == speech.text == BYTES.decode(ids)
-    assert speech.token_ids.tolist() == ids
+    streamed = StreamedAnswer(BYTES)
+    pieces = spoken(streamed, ids, cuts)
+    assert "".join(pieces) == text == streamed.text == BYTES.decode(ids)
+    assert streamed.token_ids.tolist() == ids
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.text("ab.", min_size=1, max_size=14), st.lists(st.integers(0, 60), max_size=8), st.sampled_from(["ab", "."]))
 def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(text: str, cuts: list[int], stop: str) -> None:
-    speech = Speech(BYTES, [stop, "never"])
-    pieces = spoken(speech, BYTES.encode(text).tolist(), cuts)
+    streamed = StreamedAnswer(BYTES, [stop, "never"])
+    pieces = spoken(streamed, BYTES.encode(text).tolist(), cuts)
     before, found, _ = text.partition(stop)
-    assert "".join(pieces) == before == speech.text
-    assert BYTES.decode(speech.token_ids) == before + found
-    assert len(speech.logprobs) == len(speech.versions) == len(speech)
-    assert speech.finish == ("stop" if found else "length")
+    assert "".join(pieces) == before == streamed.text
+    assert BYTES.decode(streamed.token_ids) == before + found
+    assert len(streamed.logprobs) == len(streamed.versions) == len(streamed)
+    assert streamed.finish == ("stop" if found else "length")
 
 
 def test_an_end_token_is_recorded_and_not_said() -> None:
-    speech = Speech(MERGING)
-    assert speech.hear(delta([MERGING.token_id("a")])) == "a"
-    assert speech.hear(delta([MERGING.token_id("b"), END], "stop")) == "b"
-    assert speech.token_ids.tolist()[-1] == END
-    assert speech.message() == {"role": "assistant", "content": "ab"}
+    streamed = StreamedAnswer(MERGING)
+    assert streamed.hear(delta([MERGING.token_id("a")])) == "a"
+    assert streamed.hear(delta([MERGING.token_id("b"), END], "stop")) == "b"
+    assert streamed.token_ids.tolist()[-1] == END
+    assert streamed.message() == {"role": "assistant", "content": "ab"}
 
 
 def test_calls_are_taken_out_of_the_text_whole() -> None:
     text = 'Let me see.<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
-    speech = Speech(BYTES, tools=True)
-    pieces = spoken(speech, BYTES.encode(text).tolist(), list(range(0, 90, 3)))
+    streamed = StreamedAnswer(BYTES, tools=True)
+    pieces = spoken(streamed, BYTES.encode(text).tolist(), list(range(0, 90, 3)))
     assert "".join(pieces) == "Let me see."
-    (call,) = speech.calls
+    (call,) = streamed.calls
     assert (call.name, call.arguments) == ("add", '{"a":1,"b":[2]}')
-    assert speech.message()["tool_calls"][0]["function"]["name"] == "add"
-    assert spoken(Speech(BYTES), BYTES.encode(text).tolist(), [])[0] == text
+    assert streamed.message()["tool_calls"][0]["function"]["name"] == "add"
+    assert spoken(StreamedAnswer(BYTES), BYTES.encode(text).tolist(), [])[0] == text
 
 
 @pytest.mark.parametrize("text", ["<tool_call>{]</tool_call>", "<tool_call>{}</tool_call>", "<tool_call>1", "a <b>"])
 def test_what_is_not_a_call_stays_text(text: str) -> None:
     assert split_calls(text) == (text, [])
-    speech = Speech(BYTES, tools=True)
-    assert "".join(spoken(speech, BYTES.encode(text).tolist(), [2, 5, 12])) == text
+    streamed = StreamedAnswer(BYTES, tools=True)
+    assert "".join(spoken(streamed, BYTES.encode(text).tolist(), [2, 5, 12])) == text

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 
-from headrace.channel.beats import Stop
-from headrace.channel.desk import Desk
+from headrace.channel.heartbeats import Stop
 from headrace.channel.spoke import Incoming
 from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import TrainerTurns
+from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
 from headrace.delivery.base import Manifest
 from headrace.delivery.canary import Score
@@ -56,26 +56,26 @@ UNWRITABLE = (OSError, SafetensorError)
 """What writing a checkpoint raises where the disk will not have it."""
 
 
-def serve(desk: Desk, config: Config, last_step: int | None = None) -> None:
+def serve(link: WorkerLink, config: Config, last_step: int | None = None) -> None:
     """Load the model or the newest checkpoint, up to `last_step` if that is given, and train until told to stop."""
-    TrainerRole(desk, config, last_step).run()
+    TrainerRole(link, config, last_step).run()
 
 
 class TrainerRole:
     """A trainer, its publisher, and the queue of what the controller asks."""
 
-    def __init__(self, desk: Desk, config: Config, last_step: int | None = None) -> None:
-        desk.phase = "loading"
-        self.desk = desk
+    def __init__(self, link: WorkerLink, config: Config, last_step: int | None = None) -> None:
+        link.phase = "loading"
+        self.link = link
         self.config = config
-        self.checkpoints = desk.run_dir / "checkpoints"
-        self.first = desk.name == FIRST_RANK
+        self.checkpoints = link.run_dir / "checkpoints"
+        self.first = link.name == FIRST_RANK
         """Whether this rank speaks for the trainer."""
-        with desk.spans.span("load"):
+        with link.spans.span("load"):
             if last_step is not None and self.first:
                 # Before the ranks meet: all of them then find the same newest checkpoint.
                 set_aside(self.checkpoints, last_step)
-            built = build_trainer(config, self.checkpoints, desk.spans, lambda device: join_ranks(desk, config, device))
+            built = build_trainer(config, self.checkpoints, link.spans, lambda device: join_ranks(link, config, device))
             self.trainer, self.ranks, self.base_digest = built.trainer, built.ranks, built.base_digest
             device = self.device = built.device
             self.torn = torn(self.checkpoints)
@@ -83,7 +83,7 @@ class TrainerRole:
             if self.resumed_from is not None:
                 self.trainer.load(self.resumed_from)
         self.publisher = make_publisher(
-            desk,
+            link,
             config,
             self.ranks,
             self.trainer.model.config.vocab_size,
@@ -92,9 +92,9 @@ class TrainerRole:
         )
         self.choice = choose(config.delivery, trainer=device, engines=engine_device(config))
         shared = device == "cuda" and self.ranks is None and engine_device(config) == "cuda"
-        self.turns = TrainerTurns(desk.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
-        desk.phase = "compiling"
-        with desk.spans.span("compile"):
+        self.turns = TrainerTurns(link.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
+        link.phase = "compiling"
+        with link.spans.span("compile"):
             self.trainer.warm_up()
         self.failure: BaseException | None = None
         """Why a version was not announced: none is after it."""
@@ -108,7 +108,7 @@ class TrainerRole:
         if self.first:
             # What a trainer that died left: engines that still wanted it had all the time until now.
             sweep()
-        self.desk.ready(
+        self.link.ready(
             policy_steps=self.trainer.policy_steps,
             resumed_from=str(self.resumed_from or ""),
             version=NO_VERSION if self.resumed_from is None else read_state(self.resumed_from).version,
@@ -122,7 +122,7 @@ class TrainerRole:
             while not isinstance((incoming := self._next()).message, Stop):
                 self._handle(incoming)
         finally:
-            self.desk.phase = "stopping"
+            self.link.phase = "stopping"
             self.publisher.close()
             self._close_trainer()
             if self.turns is not None:
@@ -133,7 +133,7 @@ class TrainerRole:
 
     def _pass_messages(self) -> None:
         while True:
-            incoming = self.desk.next_message()
+            incoming = self.link.next_message()
             if incoming is None:
                 continue
             if isinstance(incoming.message, Acknowledged):
@@ -147,13 +147,13 @@ class TrainerRole:
                 return
 
     def _next(self) -> Incoming:
-        with self.desk.spans.span("wait", busy=False):
+        with self.link.spans.span("wait", busy=False):
             while True:
                 try:
                     work = self.work.get(timeout=1.0)
                 except queue.Empty:
                     writing = self.saving is not None and not self.saving.done()
-                    self.desk.phase = "writing a checkpoint" if writing else "waiting for a batch"
+                    self.link.phase = "writing a checkpoint" if writing else "waiting for a batch"
                     continue
                 if isinstance(work, BaseException):
                     raise work
@@ -164,21 +164,21 @@ class TrainerRole:
             case Train(batch=batch, publish=publish, parent=parent, save=save):
                 canary: Score = self._score_canary
                 with self._turn():
-                    self.desk.phase = "stepping"
+                    self.link.phase = "stepping"
                     report = self.trainer.step(batch)
                     if publish is not None and self.turns is not None:
                         canary = self._scored_already()
                 if self.first:
-                    self.desk.spoke.reply(incoming, Trained(report=report))
+                    self.link.spoke.reply(incoming, Trained(report=report))
                 if publish is not None:
                     # Not in the trainer's turn: it may wait for engines, which prove a version by steps of their own.
                     self._publish(publish, parent, canary)
                 if save and publish is not None:
-                    self._save(publish, self.desk.spoke.send)
+                    self._save(publish, self.link.spoke.send)
             case Publish(version=version, parent=parent):
                 self._publish(version, parent, self._score_canary)
             case Save(version=version):
-                self._save(version, lambda saved: self.desk.spoke.reply(incoming, saved))
+                self._save(version, lambda saved: self.link.spoke.reply(incoming, saved))
             case other:
                 raise HeadraceError(f"the trainer was sent a {type(other).__name__}")
 
@@ -189,14 +189,14 @@ class TrainerRole:
             yield
             return
         with ExitStack() as stack:
-            self.desk.phase = "waiting for the GPU"
-            with self.desk.spans.span("turn", busy=False):
+            self.link.phase = "waiting for the GPU"
+            with self.link.spans.span("turn", busy=False):
                 stack.enter_context(self.turns.held(self.config.pipeline.stall_seconds))
             yield
 
     def _save(self, version: int, tell: Callable[[Saved], None]) -> None:
-        self.desk.phase = "saving"
-        with self.desk.spans.span("checkpoint"):
+        self.link.phase = "saving"
+        with self.link.spans.span("checkpoint"):
             try:
                 future = self.trainer.begin_save(self.checkpoints, version=version, source=Path(self.config.model.path))
             except UNWRITABLE as error:
@@ -250,9 +250,9 @@ class TrainerRole:
     def _resend(self, incoming: Incoming, manifest: Manifest) -> None:
         def answer(done: Future[Manifest]) -> None:
             if error := done.exception():
-                self.desk.spoke.fail(incoming, str(error))
+                self.link.spoke.fail(incoming, str(error))
             else:
-                self.desk.spoke.reply(incoming, Resent(manifest=done.result()))
+                self.link.spoke.reply(incoming, Resent(manifest=done.result()))
 
         self.publisher.resend(manifest).add_done_callback(answer)
 
@@ -270,8 +270,8 @@ class TrainerRole:
     def _publish(self, version: int, parent: int, canary: Score) -> None:
         if self.failure is not None:
             raise self.failure
-        self.desk.phase = "publishing"
-        with self.desk.spans.span("publish"):
+        self.link.phase = "publishing"
+        with self.link.spans.span("publish"):
             future: Future[Any] = self.publisher.publish(
                 version, parent, self.trainer.policy_steps, self.trainer.weights(), canary
             )
@@ -279,22 +279,22 @@ class TrainerRole:
 
         def announce(manifest: Manifest | None) -> None:
             if manifest is not None:
-                self.desk.spoke.send(Published(manifest=manifest, snapshot_seconds=snapshot_seconds))
+                self.link.spoke.send(Published(manifest=manifest, snapshot_seconds=snapshot_seconds))
 
         self._when_done(future, announce)
 
 
-def join_ranks(desk: Desk, config: Config, device: str = "cpu") -> Ranks | None:
+def join_ranks(link: WorkerLink, config: Config, device: str = "cpu") -> Ranks | None:
     """This process's place among the trainer's ranks; None where it is the only one."""
     training, pipeline = config.training, config.pipeline
     if training.ranks == 1 and not training.offload:
         return None
-    desk.phase = "meeting the other ranks"
+    link.phase = "meeting the other ranks"
     if training.ranks == 1:
-        (desk.run_dir / RENDEZVOUS).unlink(missing_ok=True)  # That of a previous process.
+        (link.run_dir / RENDEZVOUS).unlink(missing_ok=True)  # That of a previous process.
     return join(
-        desk.run_dir / RENDEZVOUS,
-        int(desk.name.removeprefix("trainer-")),
+        link.run_dir / RENDEZVOUS,
+        int(link.name.removeprefix("trainer-")),
         training.ranks,
         tensor_parallel=training.tensor_parallel,
         device=device,

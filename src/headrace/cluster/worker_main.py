@@ -1,4 +1,4 @@
-"""The start of every worker process: `python -m headrace.cluster.worker --role R --rank N --address A --run DIR`.
+"""The start of every worker process: `python -m headrace.cluster.worker_main --role R --rank N --address A --run DIR`.
 
 It needs nothing but these four: no inherited descriptor, no state, and no environment but what says how a GPU is shared
 (`mps`), so that it may also be a fork of a process that has loaded its libraries. It ends when it is told to, when its
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from headrace.channel.desk import Desk
+from headrace.channel.worker_link import WorkerLink
 from headrace.cluster.mps import without_mps
 from headrace.cluster.roles import serve
 from headrace.errors import HeadraceError, PeerDied
@@ -39,10 +39,10 @@ def main(argv: Sequence[str]) -> int:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle; it asks us to stop.
     config = without_mps(RunDir(arguments.run).config_to_start_with(), os.environ)
-    desk = Desk(f"{arguments.role}-{arguments.rank}", arguments.address, arguments.run)
-    desk.spoke.start()
+    link = WorkerLink(f"{arguments.role}-{arguments.rank}", arguments.address, arguments.run)
+    link.spoke.start()
     try:
-        serve(arguments.role, desk, config)
+        serve(arguments.role, link, config)
     except PeerDied as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_LOST
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return EXIT_USER_ERROR
     finally:
-        desk.spoke.close()
+        link.spoke.close()
     return 0
 
 

@@ -14,7 +14,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from headrace.delivery.transports.keys import read_keys
-from headrace.delivery.transports.tcp_wire import Answer, Ask, Into, Location
+from headrace.delivery.transports.tcp_wire import Into, ReadReply, ReadRequest, TcpLocation
 from headrace.errors import DeliveryError
 
 RECONNECT_MS = 100
@@ -27,24 +27,24 @@ _BROKEN = (
 )
 
 
-class Line(Protocol):
+class Connection(Protocol):
     """A connection to one server. Used by one thread at a time."""
 
     endpoint: str
     encrypted: bool
 
-    def send(self, ask: Ask) -> None:
+    def send(self, ask: ReadRequest) -> None:
         """Ask, without waiting for anything."""
         ...
 
-    def receive(self, patience: float, into: Into) -> Answer | None:
+    def receive(self, patience: float, into: Into) -> ReadReply | None:
         """The next answer, its bytes where `into` wants them, or None when the connection broke.
 
         Raises `DeliveryError` when nothing comes in time, and what `into` raises.
         """
         ...
 
-    def forget_the_past(self) -> None:
+    def drop_old_answers(self) -> None:
         """Connections that broke while nobody asked for anything say nothing about the next fetch."""
         ...
 
@@ -53,12 +53,12 @@ class Line(Protocol):
         ...
 
 
-class CurveLine:
-    """An encrypted connection; see `Line`."""
+class CurveConnection:
+    """An encrypted connection; see `Connection`."""
 
     encrypted = True
 
-    def __init__(self, context: zmq.Context[Any], location: Location, keys: Path | None) -> None:
+    def __init__(self, context: zmq.Context[Any], location: TcpLocation, keys: Path | None) -> None:
         """`keys` is the file with the keys of the run."""
         self.endpoint = location.endpoint
         run_keys = read_keys(keys)
@@ -75,20 +75,20 @@ class CurveLine:
         self._poller.register(self._monitor, zmq.POLLIN)
         self._socket.connect(self.endpoint)
 
-    def send(self, ask: Ask) -> None:
-        """See `Line.send`."""
+    def send(self, ask: ReadRequest) -> None:
+        """See `Connection.send`."""
         try:
             self._socket.send(msgspec.msgpack.encode(ask), flags=zmq.NOBLOCK)
         except zmq.Again as error:
             raise DeliveryError(f"the server at {self.endpoint} is gone: nothing can be sent to it") from error
 
-    def receive(self, patience: float, into: Into) -> Answer | None:
-        """See `Line.receive`."""
+    def receive(self, patience: float, into: Into) -> ReadReply | None:
+        """See `Connection.receive`."""
         ready = dict(self._poller.poll(round(patience * 1000)))
         if self._socket in ready:
             header, *payload = self._socket.recv_multipart(copy=False)
             try:
-                answer = msgspec.msgpack.decode(header.buffer, type=Answer)
+                answer = msgspec.msgpack.decode(header.buffer, type=ReadReply)
             except msgspec.DecodeError as error:
                 raise DeliveryError(f"the server at {self.endpoint} does not speak of weights: {error}") from error
             data = payload[0].buffer if payload else b""
@@ -102,13 +102,13 @@ class CurveLine:
             return None
         raise DeliveryError(f"the server at {self.endpoint} said nothing for {patience:.3g} s")
 
-    def forget_the_past(self) -> None:
-        """See `Line.forget_the_past`."""
+    def drop_old_answers(self) -> None:
+        """See `Connection.drop_old_answers`."""
         while self._monitor.poll(0):
             recv_monitor_message(self._monitor)
 
     def close(self) -> None:
-        """See `Line.close`."""
+        """See `Connection.close`."""
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()

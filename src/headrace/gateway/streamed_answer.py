@@ -20,7 +20,7 @@ HALF = "\N{REPLACEMENT CHARACTER}"
 """What bytes decode to that are not a character yet."""
 
 
-class Speech:
+class StreamedAnswer:
     """The policy's answer to one request."""
 
     def __init__(self, chat: Chat, stops: Sequence[str] = (), *, tools: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What a client asks for: OpenAI's two request bodies, checked, as one `Want`.
+"""What a client asks for: OpenAI's two request bodies, checked, as one `CompletionRequest`.
 
 A parameter that would change what is sampled and that the engines cannot honour is refused, never ignored. One that
 changes nothing (`user`, `store`, ...) is accepted.
@@ -72,7 +72,7 @@ class CompletionBody(_Body, kw_only=True, forbid_unknown_fields=True):
     suffix: str | None = None
 
 
-class Want(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request, whichever endpoint it came from."""
 
     kind: Literal["chat", "text"]
@@ -97,7 +97,7 @@ class Want(msgspec.Struct, frozen=True, kw_only=True):
 Body = TypeVar("Body", bound=_Body)
 
 
-def chat_want(raw: bytes) -> Want:
+def chat_request(raw: bytes) -> CompletionRequest:
     """The request in a body of `/v1/chat/completions`; raises `ApiError`."""
     body = _decode(raw, ChatBody)
     _refuse_what_cannot_be(body)
@@ -110,7 +110,7 @@ def chat_want(raw: bytes) -> Want:
     messages = [_message(message, number) for number, message in enumerate(body.messages)]
     if not messages:
         raise ApiError(400, "messages: there is none", param="messages")
-    return Want(
+    return CompletionRequest(
         kind="chat",
         messages=messages,
         tools=body.tools if body.tools and body.tool_choice != "none" else None,
@@ -119,7 +119,7 @@ def chat_want(raw: bytes) -> Want:
     )
 
 
-def completion_want(raw: bytes) -> Want:
+def completion_request(raw: bytes) -> CompletionRequest:
     """The request in a body of `/v1/completions`; raises `ApiError`."""
     body = _decode(raw, CompletionBody)
     _refuse_what_cannot_be(body)
@@ -129,7 +129,9 @@ def completion_want(raw: bytes) -> Want:
         name = "echo" if body.echo else "suffix" if body.suffix else "best_of"
         raise _refused(name, "it is not supported")
     text, token_ids = _prompt(body.prompt)
-    return Want(kind="text", text=text, token_ids=token_ids, logprobs=body.logprobs is not None, **_common(body))
+    return CompletionRequest(
+        kind="text", text=text, token_ids=token_ids, logprobs=body.logprobs is not None, **_common(body)
+    )
 
 
 def _common(body: _Body) -> dict[str, Any]:

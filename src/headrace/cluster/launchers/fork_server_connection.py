@@ -1,4 +1,7 @@
-"""A launcher's line to a seed: to one of its own, which ends with it, or to one that `HEADRACE_SEED` names."""
+"""A launcher's connection to a fork server: to its own one, or to a shared one that `HEADRACE_FORK_SERVER` names.
+
+A fork server of its own ends with the launcher.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,19 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.cluster.launchers.seed import ROOM, Ended, Kill, Start
+from headrace.cluster.launchers.fork_server import ROOM, Kill, Start, WorkerEnded
 from headrace.cluster.launchers.worker_log import last_lines
 from headrace.cluster.socket_dir import SocketDir
 from headrace.errors import DeadlineError
 
-SHARED = "HEADRACE_SEED"
+SHARED = "HEADRACE_FORK_SERVER"
 LISTEN_SECONDS = 30.0
-"""Seconds in which a new seed must listen, which it does before it loads anything."""
+"""Seconds in which a new fork server must listen, which it does before it loads anything."""
 LEAVE_SECONDS = 5.0
-"""Seconds for a seed that has hung up to end by itself, and to tell by its exit code why."""
+"""Seconds for a fork server that has hung up to end by itself, and to tell by its exit code why."""
 
 
-class SeedLine:
+class ForkServerConnection:
     """An open connection. `lost` is called when it ends by itself: the workers have ended with it."""
 
     def __init__(
@@ -34,7 +37,7 @@ class SeedLine:
         log: Path,
         process: Process | None,
         sockets: SocketDir | None,
-        ended: Callable[[Ended], None],
+        ended: Callable[[WorkerEnded], None],
         lost: Callable[[int, str], None],
     ) -> None:
         """Use `open`."""
@@ -47,19 +50,19 @@ class SeedLine:
         cls,
         log: Path,
         environment: Mapping[str, str],
-        ended: Callable[[Ended], None],
+        ended: Callable[[WorkerEnded], None],
         lost: Callable[[int, str], None],
-    ) -> SeedLine:
-        """Connect, to a new seed where there is none to share; it may still be loading."""
+    ) -> ForkServerConnection:
+        """Connect, to a new fork server where there is none to share; it may still be loading."""
         if shared := os.environ.get(SHARED):
             line = cls(log, None, None, ended, lost)
             await line._connect(shared)
             return line
         sockets = SocketDir()
-        path = str(sockets.path / "seed")
+        path = str(sockets.path / "fork")
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "headrace.cluster.launchers.seed", path, " " * ROOM),
+                *(sys.executable, "-m", "headrace.cluster.launchers.fork_server", path, " " * ROOM),
                 stdin=DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -83,17 +86,17 @@ class SeedLine:
                     why = f"{error}; see {self._log}"
                     raise DeadlineError(f"no process to fork workers from at {path}: {why}") from None
                 await asyncio.sleep(0.01)
-        self._listener = asyncio.create_task(self._listen(), name="listen to the seed")
+        self._listener = asyncio.create_task(self._listen(), name="listen to the fork server")
 
     def send(self, message: Start | Kill) -> None:
-        """It is carried out as soon as the seed has loaded."""
+        """It is carried out as soon as the fork server has loaded."""
         if not self._writer.is_closing():
             self._writer.write(msgspec.json.encode(message) + b"\n")
 
     async def _listen(self) -> None:
         with contextlib.suppress(OSError):
             while line := await self._reader.readline():
-                self._ended(msgspec.json.decode(line, type=Ended))
+                self._ended(msgspec.json.decode(line, type=WorkerEnded))
         self._writer.close()
         if not self._closing:
             code = await self._end(grace=LEAVE_SECONDS)
@@ -108,7 +111,7 @@ class SeedLine:
         await self._end()
 
     async def _end(self, grace: float = 0.0) -> int:
-        """See that the seed is gone, where it is our own, and how it ended."""
+        """See that the fork server is gone, where it is our own, and how it ended."""
         code = -signal.SIGKILL
         if self._process is not None:
             with contextlib.suppress(TimeoutError):

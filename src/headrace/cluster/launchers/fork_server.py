@@ -1,4 +1,4 @@
-"""The process that workers are forked from: `python -m headrace.cluster.launchers.seed SOCKET ROOM`.
+"""The process that workers are forked from: `python -m headrace.cluster.launchers.fork_server SOCKET ROOM`.
 
 It has loaded the libraries that every worker needs, which takes seconds, and computes nothing itself: one thread, no
 device, no open state, so that a fork of it is as good as a new process. Launchers connect to its socket and ask for
@@ -22,11 +22,11 @@ from typing import NoReturn
 
 import msgspec
 
-from headrace.cluster.worker import die_with_parent, leave
-from headrace.cluster.worker import main as work
+from headrace.cluster.worker_main import die_with_parent, leave
+from headrace.cluster.worker_main import main as work
 
 ROOM = 1024
-"""Bytes of the seed's command line: what a worker's must fit into to be seen by `ps`."""
+"""Bytes of the fork server's command line: what a worker's must fit into to be seen by `ps`."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -45,14 +45,14 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     name: str
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerEnded(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker ended: its exit code, or minus the signal that killed it."""
 
     name: str
     code: int
 
 
-class Owner:
+class Client:
     """A launcher that is connected, and its workers by process id."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -68,7 +68,7 @@ class Owner:
                     os.killpg(pid, signal.SIGKILL)
 
 
-class Seed:
+class ForkServer:
     """Serves on a socket until the process ends."""
 
     def __init__(self, path: str) -> None:
@@ -77,7 +77,7 @@ class Seed:
         self._listener.bind(path)
         self._listener.listen(64)
         self._selector = selectors.DefaultSelector()
-        self._owners: list[Owner] = []
+        self._owners: list[Client] = []
         self._deaths, self._signalled = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._requests: msgspec.json.Decoder[Start | Kill] = msgspec.json.Decoder(Start | Kill)
 
@@ -93,11 +93,11 @@ class Seed:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        owner = Owner(connection)
+        owner = Client(connection)
         self._owners.append(owner)
         self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, owner))
 
-    def _hear(self, owner: Owner) -> None:
+    def _hear(self, owner: Client) -> None:
         try:
             received = owner.connection.recv(1 << 16)
         except OSError:
@@ -116,14 +116,14 @@ class Seed:
                 case Kill(name=name):
                     owner.kill(name)
 
-    def _fork(self, owner: Owner, start: Start) -> None:
+    def _fork(self, owner: Client, start: Start) -> None:
         pid = os.fork()
         if pid == 0:
             self._become(start)
         owner.workers[pid] = start.name
 
     def _become(self, start: Start) -> NoReturn:
-        """A worker, in the new process: nothing of the seed is left open, and nothing of it goes on."""
+        """A worker, in the new process: nothing of the fork server is left open, and nothing of it goes on."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -134,13 +134,13 @@ class Seed:
             os.chdir(start.directory)
             os.environ.clear()
             os.environ.update(start.environment)
-            sys.argv = ["headrace.cluster.worker", *start.arguments]
+            sys.argv = ["headrace.cluster.worker_main", *start.arguments]
             _show_as([sys.executable, "-m", *sys.argv])
             code = work(start.arguments)
         finally:
             if sys.exc_info()[0] is not None:
                 traceback.print_exc()
-            # Whatever happened, nothing unwinds into the seed's loop.
+            # Whatever happened, nothing unwinds into the fork server's loop.
             leave(code)
 
     def _close(self) -> None:
@@ -159,12 +159,12 @@ class Seed:
             owner = next((owner for owner in self._owners if pid in owner.workers), None)
             if owner is None:
                 continue  # Not a worker: what a library has started while it was loaded.
-            message = Ended(name=owner.workers.pop(pid), code=os.waitstatus_to_exitcode(status))
+            message = WorkerEnded(name=owner.workers.pop(pid), code=os.waitstatus_to_exitcode(status))
             with contextlib.suppress(OSError):  # Its launcher is gone, and nobody asks any more.
                 owner.connection.sendall(msgspec.json.encode(message) + b"\n")
             self._forget(owner)
 
-    def _forget(self, owner: Owner) -> None:
+    def _forget(self, owner: Client) -> None:
         """Unless it is connected, or some of its workers still end."""
         if owner.connection.fileno() < 0 and not owner.workers:
             self._owners.remove(owner)
@@ -201,15 +201,15 @@ def main() -> NoReturn:
     """Listen, load, serve."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    seed = Seed(sys.argv[1])
+    server = ForkServer(sys.argv[1])
     import headrace.engines.embedded.building
-    import headrace.engines.worker
-    import headrace.training.worker  # noqa: F401
+    import headrace.engines.serving
+    import headrace.training.serving  # noqa: F401
 
     # What is loaded stays: the collector needs not look at it again, in any of the forks.
     gc.collect()
     gc.freeze()
-    seed.serve()
+    server.serve()
 
 
 if __name__ == "__main__":

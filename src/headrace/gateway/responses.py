@@ -8,14 +8,14 @@ from typing import Any
 
 from headrace.gateway.base import Chat
 from headrace.gateway.completions import Answered
-from headrace.gateway.speech import Speech
-from headrace.gateway.wants import Want
+from headrace.gateway.requests import CompletionRequest
+from headrace.gateway.streamed_answer import StreamedAnswer
 
 
-class Shape:
+class ResponseShape:
     """The answers to one request, as JSON values."""
 
-    def __init__(self, want: Want, chat: Chat) -> None:
+    def __init__(self, want: CompletionRequest, chat: Chat) -> None:
         self._want = want
         self._chat = chat
         self._created = int(time.time())
@@ -26,7 +26,7 @@ class Shape:
     def whole(self, answered: Answered) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         chat = self._want.kind == "chat"
-        choices = [self._choice(number, speech) for number, speech in enumerate(answered.choices)]
+        choices = [self._choice(number, streamed) for number, streamed in enumerate(answered.choices)]
         head = self._head("chat.completion" if chat else "text_completion")
         return {**head, "choices": choices, "usage": usage(answered)}
 
@@ -34,19 +34,19 @@ class Shape:
         """The chunk with which a choice of a chat begins."""
         return self._chunk(number, {"role": "assistant", "content": ""}, None, None)
 
-    def piece(self, number: int, text: str, speech: Speech) -> list[dict[str, Any]]:
+    def piece(self, number: int, text: str, streamed: StreamedAnswer) -> list[dict[str, Any]]:
         """The chunks of a piece of text; the last piece of a choice brings its finish reason."""
-        logprobs = self._logprobs(speech, self._told.get(number, 0)) if self._want.logprobs else None
-        self._told[number] = len(speech)
+        logprobs = self._logprobs(streamed, self._told.get(number, 0)) if self._want.logprobs else None
+        self._told[number] = len(streamed)
         if self._want.kind == "text":
-            choice = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": speech.finish}
+            choice = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": streamed.finish}
             return [{**self._head("text_completion"), "choices": [choice]}]
         chunks = [self._chunk(number, {"content": text}, logprobs, None)] if text or logprobs else []
-        if speech.calls:
-            calls = [{"index": index, **call.as_openai()} for index, call in enumerate(speech.calls)]
+        if streamed.calls:
+            calls = [{"index": index, **call.as_openai()} for index, call in enumerate(streamed.calls)]
             chunks.append(self._chunk(number, {"tool_calls": calls}, None, None))
-        if speech.finish is not None:
-            chunks.append(self._chunk(number, {}, None, _finish(speech)))
+        if streamed.finish is not None:
+            chunks.append(self._chunk(number, {}, None, _finish(streamed)))
         return chunks
 
     def last(self, answered: Answered) -> dict[str, Any]:
@@ -54,14 +54,14 @@ class Shape:
         kind = "chat.completion.chunk" if self._want.kind == "chat" else "text_completion"
         return {**self._head(kind), "choices": [], "usage": usage(answered)}
 
-    def _choice(self, number: int, speech: Speech) -> dict[str, Any]:
-        logprobs = self._logprobs(speech, 0) if self._want.logprobs else None
+    def _choice(self, number: int, streamed: StreamedAnswer) -> dict[str, Any]:
+        logprobs = self._logprobs(streamed, 0) if self._want.logprobs else None
         if self._want.kind == "text":
-            return {"index": number, "text": speech.text, "logprobs": logprobs, "finish_reason": speech.finish}
-        message = speech.message()
-        if speech.calls and not speech.text:
+            return {"index": number, "text": streamed.text, "logprobs": logprobs, "finish_reason": streamed.finish}
+        message = streamed.message()
+        if streamed.calls and not streamed.text:
             message["content"] = None
-        return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": _finish(speech)}
+        return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": _finish(streamed)}
 
     def _chunk(self, number: int, delta: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
@@ -70,12 +70,12 @@ class Shape:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._want.model}
 
-    def _logprobs(self, speech: Speech, start: int) -> dict[str, Any]:
+    def _logprobs(self, streamed: StreamedAnswer, start: int) -> dict[str, Any]:
         """Those of the tokens from `start` on; an end token has one too."""
-        ids, values = speech.token_ids[start:], speech.logprobs[start:]
+        ids, values = streamed.token_ids[start:], streamed.logprobs[start:]
         texts = [self._chat.decode([int(token)]) for token in ids]
         if self._want.kind == "text":
-            offsets, at = [], 0 if not start else len(self._chat.decode(speech.token_ids[:start]))
+            offsets, at = [], 0 if not start else len(self._chat.decode(streamed.token_ids[:start]))
             for text in texts:
                 offsets.append(at)
                 at += len(text)
@@ -99,5 +99,5 @@ def usage(answered: Answered) -> dict[str, int]:
     }
 
 
-def _finish(speech: Speech) -> str | None:
-    return "tool_calls" if speech.calls else speech.finish
+def _finish(streamed: StreamedAnswer) -> str | None:
+    return "tool_calls" if streamed.calls else streamed.finish

@@ -11,36 +11,36 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-from headrace.channel.beats import Stop
 from headrace.channel.codec import Message
-from headrace.channel.desk import Desk
+from headrace.channel.heartbeats import Stop
 from headrace.channel.spoke import Incoming
+from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
 from headrace.engines.base import Delta
-from headrace.engines.messages import Abort, Deltas, Fork, Forked, Load, Proved, Score, Scored, Submit
+from headrace.engines.messages import Abort, Deltas, Fork, Forked, Load, LoadProved, ScoreTokens, Submit, TokensScored
 from headrace.engines.server import Build, EngineServer
 from headrace.errors import HeadraceError
 
 T = TypeVar("T")
 
 
-def serve(desk: Desk, config: Config, build: Build) -> None:
+def serve(link: WorkerLink, config: Config, build: Build) -> None:
     """Make the engine, and serve it until told to stop."""
 
     def emit(deltas: list[Delta]) -> None:
-        desk.count_generated(sum(len(delta.token_ids) for delta in deltas))
-        desk.spoke.send(Deltas(deltas=deltas))
+        link.count_generated(sum(len(delta.token_ids) for delta in deltas))
+        link.spoke.send(Deltas(deltas=deltas))
 
-    desk.phase = "loading"
-    server = build(desk, config, emit)
-    threading.Thread(target=pass_messages, args=(desk, server), name="messages", daemon=True).start()
+    link.phase = "loading"
+    server = build(link, config, emit)
+    threading.Thread(target=pass_messages, args=(link, server), name="messages", daemon=True).start()
     server.run()
 
 
-def pass_messages(desk: Desk, server: EngineServer) -> None:
+def pass_messages(link: WorkerLink, server: EngineServer) -> None:
     """Give the engine what the controller sends, until that is `Stop`."""
     while True:
-        incoming = desk.next_message()
+        incoming = link.next_message()
         if incoming is None:
             continue
         match incoming.message:
@@ -49,25 +49,25 @@ def pass_messages(desk: Desk, server: EngineServer) -> None:
             case Abort(ids=ids):
                 server.abort(ids)
             case Fork(request_id=request_id, at=at, n=n):
-                _answer(desk, incoming, server.fork(request_id, at, n), lambda requests: Forked(requests=requests))
+                _answer(link, incoming, server.fork(request_id, at, n), lambda requests: Forked(requests=requests))
             case Load(manifest=manifest):
-                _answer(desk, incoming, server.load(manifest), lambda proof: Proved(proof=proof))
-            case Score(token_ids=token_ids):
-                _answer(desk, incoming, server.score(token_ids), lambda logprobs: Scored(logprobs=logprobs))
+                _answer(link, incoming, server.load(manifest), lambda proof: LoadProved(proof=proof))
+            case ScoreTokens(token_ids=token_ids):
+                _answer(link, incoming, server.score(token_ids), lambda logprobs: TokensScored(logprobs=logprobs))
             case Stop():
-                desk.phase = "stopping"
+                link.phase = "stopping"
                 server.stop()
                 return
             case other:
                 raise HeadraceError(f"an engine was sent a {type(other).__name__}")
 
 
-def _answer(desk: Desk, incoming: Incoming, future: Future[T], wrap: Callable[[T], Message]) -> None:
+def _answer(link: WorkerLink, incoming: Incoming, future: Future[T], wrap: Callable[[T], Message]) -> None:
     def done(settled: Future[T]) -> None:
         error = settled.exception()
         if error is not None:
-            desk.spoke.fail(incoming, f"{type(error).__name__}: {error}")
+            link.spoke.fail(incoming, f"{type(error).__name__}: {error}")
         else:
-            desk.spoke.reply(incoming, wrap(settled.result()))
+            link.spoke.reply(incoming, wrap(settled.result()))
 
     future.add_done_callback(done)

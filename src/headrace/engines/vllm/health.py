@@ -21,7 +21,7 @@ ENDING_SECONDS = 5.0
 """In which a server of ours that no longer serves may end: how it ended says why."""
 
 
-class Started(Protocol):
+class StartedServer(Protocol):
     """A server of ours, whose process can be seen."""
 
     def check(self) -> None:
@@ -29,10 +29,10 @@ class Started(Protocol):
         ...
 
 
-class Pulse:
+class ServerHealth:
     """The pulse of one server; `started` where it is ours."""
 
-    def __init__(self, client: VllmClient, started: Started | None = None) -> None:
+    def __init__(self, client: VllmClient, started: StartedServer | None = None) -> None:
         self._client = client
         self._started = started
 

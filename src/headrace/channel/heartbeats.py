@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.channel.codec import Message
-from headrace.observe.spans import Span
+from headrace.observe.spans import TimeSpan
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 20.0
@@ -16,14 +16,14 @@ class Hello(Message):
     pid: int
 
 
-class Beat(Message):
+class Heartbeat(Message):
     """Sent by a thread of its own, so that a long step or a compile does not look like death."""
 
     phase: str
     """loading, ready, stepping, ..."""
     time: float
     """The sender's `time.monotonic()`."""
-    spans: list[Span] = []
+    spans: list[TimeSpan] = []
     generated_tokens: int = 0
     """Since the last beat (engines)."""
     peak_memory_bytes: int = 0
