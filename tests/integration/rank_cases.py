@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit" / "training"))
 
 from random_models import AllDouble, model_dir, random_batch, with_experts
 
+from fork_server import PROCESSES
 from headrace.channel.codec import encode
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.delivery.canary import canary_sequence
@@ -28,10 +28,6 @@ from headrace.types import Batch
 
 TRAINING = TrainingConfig(learning_rate=1e-3, micro_batch_tokens=32, clip_norm=0.5, weight_decay=0.01)
 CANARY = canary_sequence(61, 8)
-_PROCESSES = multiprocessing.get_context("forkserver")
-# What takes seconds to import is imported once. Only what is installed: the server does not see this directory.
-_MODELS = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mixtral", "qwen3")]
-_PROCESSES.set_forkserver_preload([*_MODELS, "transformers.integrations.moe", "headrace.training.serving"])
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -84,7 +80,7 @@ def start_ranks(
     path: Path, ranks: int, tensor_parallel: int, target: Callable[..., None], *arguments: Any
 ) -> list[Any]:
     processes = [
-        _PROCESSES.Process(target=_one_rank, args=(path, rank, ranks, tensor_parallel, target, arguments), daemon=True)
+        PROCESSES.Process(target=_one_rank, args=(path, rank, ranks, tensor_parallel, target, arguments), daemon=True)
         for rank in range(ranks)
     ]
     for process in processes:

@@ -4,17 +4,18 @@ import base64
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import engine_process
 import msgspec
 import pytest
 import torch
+import trainer_process
 from bigram import CANARY, make_weights, score
 
+from fork_server import PROCESSES
 from headrace.channel.codec import decode, encode
 from headrace.delivery import transports
 from headrace.delivery.base import Manifest, Proof
@@ -33,26 +34,20 @@ def leftovers() -> list[str]:
 
 
 class Process:
-    """A script beside this file, spoken to line by line."""
+    """`serve` of a module beside this file in a process of its own, spoken to over a pipe."""
 
-    def __init__(self, script: str, *arguments: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name(script)), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-        )
+    def __init__(self, serve: Callable[..., None], *arguments: object) -> None:
+        self._line, theirs = PROCESSES.Pipe()
+        self._process = PROCESSES.Process(target=serve, args=(theirs, *arguments), daemon=True)
+        self._process.start()
+        theirs.close()
 
-    def read(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
+    def read(self) -> bytes:
+        return self._line.recv_bytes()
 
     def load(self, manifest: Manifest) -> tuple[Proof, torch.Tensor]:
-        assert self._process.stdin is not None
         frames = [base64.b64encode(frame).decode() for frame in encode(manifest)]
-        self._process.stdin.write(json.dumps(frames) + "\n")
-        self._process.stdin.flush()
+        self._line.send_bytes(json.dumps(frames).encode())
         proof, logits = msgspec.json.decode(self.read(), type=tuple[Proof, list[float]])
         return proof, torch.tensor(logits)
 
@@ -60,14 +55,15 @@ class Process:
         self._process.kill()
         self.end()
 
-    def end(self) -> int:
-        self._process.communicate(timeout=30)
-        return self._process.returncode
+    def end(self) -> int | None:
+        self._line.close()
+        self._process.join(30)
+        return self._process.exitcode
 
 
 @pytest.fixture
 def engine() -> Iterator[Process]:
-    process = Process("engine_process.py")
+    process = Process(engine_process.serve)
     yield process
     process.kill()
 
@@ -136,7 +132,7 @@ def test_versions_are_proved_in_another_process_and_nothing_is_left(transport: s
 
 def test_one_engine_that_dies_does_not_disturb_another(transport: str, engine: Process, tmp_path: Path):
     publisher = Publisher(transports.sender(transport, RUN_ID, directory=tmp_path), "float32", 1e-5, CANARY)
-    victim = Process("engine_process.py")
+    victim = Process(engine_process.serve)
     manifest = publish(publisher, 1)
     assert victim.load(manifest)[0].accepted
     victim.kill()
@@ -150,7 +146,7 @@ def test_what_a_killed_trainer_leaves_is_rejected_or_whole_and_gone_at_the_next_
     transport: str, engine: Process, tmp_path: Path
 ):
     directory = tmp_path / "weights"
-    trainer = Process("trainer_process.py", transport, RUN_ID, str(directory))
+    trainer = Process(trainer_process.serve, transport, RUN_ID, str(directory))
     manifest = decode(Manifest, [base64.b64decode(frame) for frame in json.loads(trainer.read())])
     sweep()
     sweep_directory(directory)
@@ -172,7 +168,7 @@ def test_what_a_killed_trainer_leaves_is_rejected_or_whole_and_gone_at_the_next_
 
 def test_a_url_reaches_another_process_and_what_a_killed_trainer_leaves_is_swept(engine: Process, tmp_path: Path):
     url = f"file://{tmp_path}/weights"
-    trainer = Process("trainer_process.py", "file", RUN_ID, url)
+    trainer = Process(trainer_process.serve, "file", RUN_ID, url)
     manifest = decode(Manifest, [base64.b64decode(frame) for frame in json.loads(trainer.read())])
     assert manifest.location == f"{url}/version-00000001.safetensors"
     proof, logits = engine.load(manifest)
@@ -208,7 +204,7 @@ def test_a_url_reaches_another_process_and_what_a_killed_trainer_leaves_is_swept
 def test_a_trainer_that_dies_in_the_middle_of_a_transfer(engine: Process, tmp_path: Path, transport: str, reason: str):
     healthy = Publisher(transports.sender(transport, RUN_ID), "float32", 1e-5, CANARY)
     assert engine.load(publish(healthy, 0))[0].accepted
-    trainer = Process("trainer_process.py", transport, RUN_ID, str(tmp_path), "3")
+    trainer = Process(trainer_process.serve, transport, RUN_ID, str(tmp_path), 3)
     manifest = decode(Manifest, [base64.b64decode(frame) for frame in json.loads(trainer.read())])
     started = time.monotonic()
     proof, logits = engine.load(manifest)

@@ -1,16 +1,12 @@
-"""A trainer of one table in a process of its own: publishes version 1, prints its manifest, and waits to be killed.
-
-    trainer_process.py TRANSPORT RUN_ID DIRECTORY [BUCKETS]
-
-With BUCKETS, the process dies in the middle of a transfer: instead of serving one bucket more.
-"""
+"""A trainer of one table in a process of its own: publishes version 1, sends its manifest, and waits to be killed."""
 
 import base64
+import contextlib
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 from bigram import CANARY, make_weights, score
@@ -50,17 +46,13 @@ def mortal(transport: str, buckets: int) -> Sender:
     return NcclSender(bucket_bytes=256)
 
 
-def main() -> None:
-    transport, run_id, directory, *buckets = sys.argv[1:]
-    sender = (
-        mortal(transport, int(buckets[0])) if buckets else transports.sender(transport, run_id, directory=directory)
-    )
+def serve(line: Connection, transport: str, run_id: str, directory: str, buckets: int | None = None) -> None:
+    """With `buckets`, the process dies in the middle of a transfer: instead of serving one bucket more."""
+    sender = mortal(transport, buckets) if buckets else transports.sender(transport, run_id, directory=directory)
     weights = make_weights(1)
     publisher = Publisher(sender, "float32", 1e-5, CANARY)
     manifest = publisher.publish(1, -1, 1, weights, lambda ids: score(weights, ids)).result(30)
-    print(json.dumps([base64.b64encode(frame).decode() for frame in encode(manifest)]), flush=True)
-    sys.stdin.read()
+    line.send_bytes(json.dumps([base64.b64encode(frame).decode() for frame in encode(manifest)]).encode())
+    with contextlib.suppress(EOFError):
+        line.recv_bytes()
     publisher.close()
-
-
-main()
