@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace.engines import event_loop
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.event_loop import EventLoopServer, Opened
 from headrace.engines.fake import FakeEngine
@@ -130,7 +131,8 @@ def test_an_abort_reaches_what_was_submitted_just_before() -> None:
         served.until(lambda: served.finishes() == {"a": "aborted"})
 
 
-def test_a_stop_ends_every_request_and_question() -> None:
+def test_a_stop_ends_every_request_and_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "CLOSE_SECONDS", 0.1)  # how long a stop waits for a load that does not end
     served = Served(lambda: FakeEngine(load_seconds=1000.0))
     with served:
         served.server.submit([ask("a")])

@@ -40,11 +40,11 @@ def test_a_wait_for_nothing_is_an_error() -> None:
 
 
 def test_the_window_trains_what_was_generated_and_a_queue_that_drops_does_not() -> None:
-    window, queue, synchronous = (study(policy, 640) for policy in ("depth 2", "drop oldest", "depth 0"))
+    window, queue, synchronous = (study(policy, 320) for policy in ("depth 2", "drop oldest", "depth 0"))
     assert window.distance == 0.0 and window.dropped_groups == 0
     assert sorted(window.trained) == sorted(window.generated) == sorted(synchronous.generated)
     assert queue.distance > 0.05 and queue.trained.mean() < 0.75 * queue.generated.mean()
     assert window.tokens_per_second > 1.6 * synchronous.tokens_per_second
     assert synchronous.largest_lag == 0 < window.largest_lag <= 5
-    again = study("depth 2", 640)
+    again = study("depth 2", 320)
     assert (again.tokens_per_second, again.trained.tolist()) == (window.tokens_per_second, window.trained.tolist())
