@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.channel.worker_link import WorkerLink
+from headrace.cluster.exit_codes import EXIT_LOST, EXIT_USER_ERROR
 from headrace.cluster.mps import without_mps
 from headrace.cluster.roles import serve
 from headrace.errors import HeadraceError, PeerDied
 from headrace.run_dir import RunDir
 
 PR_SET_PDEATHSIG = 1
-EXIT_USER_ERROR = 2
-EXIT_LOST = 4
-"""What the worker depends on is gone: nobody's mistake, and worth another start."""
 
 
 def main(argv: Sequence[str]) -> int:

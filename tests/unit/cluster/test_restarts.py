@@ -9,9 +9,9 @@ import pytest
 from headrace.channel.events import Died, Events
 from headrace.channel.heartbeats import Ready
 from headrace.cluster import supervision
+from headrace.cluster.exit_codes import EXIT_LOST, EXIT_USER_ERROR
 from headrace.cluster.launchers.base import Exit, WorkerSpec
 from headrace.cluster.supervision import Fleet
-from headrace.cluster.worker_main import EXIT_LOST, EXIT_USER_ERROR
 from headrace.errors import PeerDied, UserError
 
 SECONDS = 20.0
