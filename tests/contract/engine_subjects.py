@@ -139,7 +139,7 @@ async def over_the_wire(setting: Setting, build: Build) -> AsyncIterator[RemoteE
         if isinstance(message, Ready):
             ready.set()
         elif isinstance(message, Deltas):
-            engines[peer].deliver(message)
+            engines[peer].deliver(message.deltas)
 
     hub = Hub(f"ipc://{sockets}/hub", on_message)
     hub.start()

@@ -159,6 +159,22 @@ class Sampler(Protocol):
         ...
 
 
+class EngineProcess(Protocol):
+    """An engine in a process of its own, told by the controller what comes from that process and how it fares."""
+
+    def deliver(self, deltas: Sequence[Delta]) -> None:
+        """Hand deltas to whoever waits for them; those of requests that were given up are dropped."""
+        ...
+
+    def lost(self, reason: str) -> None:
+        """The process is gone: every open request ends as failed."""
+        ...
+
+    def back(self) -> None:
+        """A new process has taken the place of the one that was lost."""
+        ...
+
+
 class Engine(Sampler, Protocol):
     """One model that is served, and takes new weights. An engine that has proved no version samples nothing."""
 

@@ -15,7 +15,7 @@ from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
 from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Delta, Request
-from headrace.engines.messages import Abort, Deltas, Fork, Forked, Load, LoadProved, ScoreTokens, Submit, TokensScored
+from headrace.engines.messages import Abort, Fork, Forked, Load, LoadProved, ScoreTokens, Submit, TokensScored
 from headrace.engines.streams import DeltaStreams
 from headrace.errors import PeerDied
 from headrace.types import Float32Array, Int32Array
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=Message)
 
 
 class RemoteEngine:
-    """Implements `Engine` over a hub. `deliver` takes the process's messages, `lost` the news of its death."""
+    """Implements `Engine` and `EngineProcess` over a hub."""
 
     def __init__(self, hub: Hub, name: str, *, load_deadline: float, token_deadline: float) -> None:
         self.name = name
@@ -34,16 +34,16 @@ class RemoteEngine:
         self._streams = DeltaStreams(name, self._submit, self._withdraw, deadline=token_deadline)
         self._sending: set[asyncio.Task[None]] = set()
 
-    def deliver(self, message: Deltas) -> None:
-        """Hand deltas to whoever waits for them; those of requests given up are dropped."""
-        self._streams.deliver(message.deltas)
+    def deliver(self, deltas: Sequence[Delta]) -> None:
+        """See `EngineProcess.deliver`."""
+        self._streams.deliver(deltas)
 
     def lost(self, reason: str) -> None:
-        """The process is gone: every open request ends as failed."""
+        """See `EngineProcess.lost`."""
         self._streams.lost(reason)
 
     def back(self) -> None:
-        """A new process has taken the place of the one that was lost."""
+        """See `EngineProcess.back`."""
         self._streams.revive()
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:

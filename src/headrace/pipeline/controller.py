@@ -167,7 +167,7 @@ class Controller:
     def _handle(self, event: Event, tasks: asyncio.TaskGroup) -> None:
         match event:
             case Heard(engine, Deltas() as tokens):
-                self.parts.remote[engine].deliver(tokens)
+                self.parts.remote[engine].deliver(tokens.deltas)
                 self.watch.progress(engine)
                 self.waits.moved()
             case Heard(process, Heartbeat() as beat):

@@ -11,8 +11,8 @@ from headrace.buffer.window import Window
 from headrace.channel.events import Events
 from headrace.cluster.base import NoProcesses, Processes
 from headrace.config import Config
+from headrace.engines.base import EngineProcess
 from headrace.engines.pool import EnginePool
-from headrace.engines.remote import RemoteEngine
 from headrace.gateway.base import EpisodeMaker
 from headrace.pipeline.recording import Recorder
 from headrace.pipeline.steps import StepRequest
@@ -43,7 +43,7 @@ class Parts:
     """Scores every rollout when it has ended; without scorers, a reward is what an environment or an agent gave."""
     agents: EpisodeMaker | None = None
     """What makes episodes where agents take the turns; otherwise they come from the task's environments."""
-    remote: Mapping[str, RemoteEngine] = field(default_factory=dict)
+    remote: Mapping[str, EngineProcess] = field(default_factory=dict)
     """The engines of the pool that are in processes of their own, by name."""
     processes: Processes = field(default_factory=NoProcesses)
     """Whoever watches over these processes and the trainer's."""
