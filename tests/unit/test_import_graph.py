@@ -24,7 +24,6 @@ ASSEMBLIES = {
     "headrace.cli": "the command line",
     "headrace.cluster.launchers.fork_server": "loads the libraries of workers ahead",
     "headrace.cluster.roles": "assembles the roles of a worker",
-    "headrace.cluster.worker_main": "starts a worker",
     "headrace.pipeline.assembly": "assembles a run",
     "headrace.pipeline.inputs": "makes tasks, scorers and tokenizers",
     "headrace.pipeline.replay": "assembles a trainer alone",
@@ -61,7 +60,6 @@ ARROWS = {
         "engines.base",
         "engines.messages",
         "engines.pool",
-        "engines.remote",
         "gateway.base",
         "review.report",
         "review.summary",
@@ -303,15 +301,34 @@ def test_only_assemblies_know_concrete_classes() -> None:
     assert sorted(unused) == []
 
 
-def crossing_imports() -> Iterator[Import]:
-    """Imports from one package to another one above the ground, except those of assemblies and of vLLM's driver."""
+def test_every_assembly_is_there_and_needed() -> None:
+    """An assembly is needed if a module of it imports what is no arrow of its package."""
+    assert [name for name in ASSEMBLIES if name not in files()] == []
+    needed = set()
+    for each in crossing_imports(of_assemblies=True):
+        allowed = ARROWS.get(package_of(each.importer), set())
+        if not inside(each.imported.removeprefix("headrace."), *allowed):
+            needed |= {name for name in ASSEMBLIES if in_assembly(each.importer, name)}
+    assert sorted(set(ASSEMBLIES) - needed) == []
+
+
+def crossing_imports(*, of_assemblies: bool = False) -> Iterator[Import]:
+    """Imports from one package to another one above the ground: those of assemblies, or those of all others.
+
+    What vLLM's driver imports of its plugin is left out.
+    """
     for each in imports():
         importer, imported = package_of(each.importer), package_of(each.imported)
-        assembly = each.importer == "headrace" or inside(each.importer, *set(ASSEMBLIES) - {"headrace"})
         above = each.imported in files() and imported not in GROUND | {importer}
         plugin = inside(each.importer, "headrace.engines.vllm") and imported == "headrace_vllm_plugin"
-        if above and not assembly and importer not in GROUND | {"__main__"} and not plugin:
+        chosen = any(in_assembly(each.importer, name) for name in ASSEMBLIES) == of_assemblies
+        if above and chosen and importer not in GROUND | {"__main__"} and not plugin:
             yield each
+
+
+def in_assembly(module: str, assembly: str) -> bool:
+    """Whether a module is an assembly or inside it; `headrace` is one without what is inside it."""
+    return module == assembly if assembly == "headrace" else inside(module, assembly)
 
 
 def package_of(module: str) -> str:
