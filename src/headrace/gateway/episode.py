@@ -65,14 +65,13 @@ class AgentEpisode(AnyEpisode):
         self._timeout = equipment.timeout
         self._scoring = equipment.scoring
         self._session: Session | None = None
-        # An agent cannot be continued: what it had come to in a previous process is of no use.
-        self.discarded = 0 if plan.saved is None else plan.saved.trained_tokens
+        # An agent cannot be continued, its process is gone: what it had come to in a previous process is of no use.
+        self.discarded = sum(trace.trained_tokens for trace in plan.saved)
 
     @property
-    def partial(self) -> Trace:
-        """The tokens of its first trace so far."""
-        traces = self._traces()
-        return traces[0] if traces else Trace.of_context(np.zeros(0, np.int32))
+    def traces(self) -> Sequence[Trace]:
+        """The tokens so far, in a trace for each stream of the agent's turns; none before its first turn."""
+        return [] if self._session is None else self._session.conversation.traces()
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -85,9 +84,9 @@ class AgentEpisode(AnyEpisode):
 
     @property
     def answer(self) -> str:
-        """All that follows the opening, as text for people to read."""
-        sampled = np.flatnonzero(self.partial.trained)
-        return self._chat.decode(self.partial.token_ids[sampled[0] :]) if len(sampled) else ""
+        """All that follows the openings of its traces, as text for people to read."""
+        begins = [(trace, np.flatnonzero(trace.trained)) for trace in self.traces]
+        return "\n\n".join(self._chat.decode(trace.token_ids[at[0] :]) for trace, at in begins if len(at))
 
     async def prepare(self) -> None:
         """Nothing to prepare: an agent opens its conversation itself."""
@@ -172,21 +171,18 @@ class AgentEpisode(AnyEpisode):
         return self._rollout("failed", reason=outcome)
 
     def _rollout(self, ending: Ending, outcome: Reward | None = None, *, reason: str = "") -> Rollout:
-        traces = self._traces()
+        traces = list(self.traces)
         turns = len(self._session.conversation.turns) if self._session is not None else 0
         return Rollout(
             id=self.id,
             index=self.index,
-            traces=traces or [self.partial],
+            traces=traces or [Trace.of_context(np.zeros(0, np.int32))],
             ending=ending,
             reward=None if outcome is None else outcome.reward,
             reason=reason,
             scores=[] if outcome is None else [Score(value=outcome.reward, scorer="agent")],
             metrics={"turns": float(turns), "traces": float(len(traces)), **(outcome.metrics if outcome else {})},
         )
-
-    def _traces(self) -> list[Trace]:
-        return [] if self._session is None else self._session.conversation.traces()
 
     def _late(self) -> str:
         return f"no reward within {self._timeout:g} s ([task] timeout)"

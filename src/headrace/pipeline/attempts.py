@@ -153,8 +153,8 @@ class Attempts:
     def _late(self, episodes: list[AnyEpisode]) -> bool:
         if self._window.on_stale == "wait" or self._window.max_lag is None:
             return False
-        oldest = [version for e in episodes if (version := e.partial.oldest_version) != NO_VERSION]
-        return bool(oldest) and self._window.late(min(oldest))
+        found = {trace.oldest_version for episode in episodes for trace in episode.traces} - {NO_VERSION}
+        return bool(found) and self._window.late(min(found))
 
     def _cancel(self, group_id: int, reason: str) -> None:
         if group_id not in self._doomed:

@@ -37,15 +37,9 @@ class Episodes:
         return [self._make(self._plan(group, index, prefix=(prefixes or {}).get(index))) for index in indices]
 
     def resumed(self, group: Group, members: Sequence[str], saved: Mapping[str, Sequence[Trace]]) -> list[AnyEpisode]:
-        """The episodes of a group of a previous process, continued; `saved` has the traces of each, by rollout.
-
-        Only an episode of one trace can go on from it: others begin again.
-        """
-        made = []
-        for member in members:
-            index, traces = int(member.rpartition("/")[2]), saved.get(member, ())
-            made.append(self._make(self._plan(group, index, saved=traces[0] if len(traces) == 1 else None)))
-        return made
+        """The episodes of a group of a previous process, continued; `saved` has the traces of each, by rollout."""
+        indices = {member: int(member.rpartition("/")[2]) for member in members}
+        return [self._make(self._plan(group, index, saved=saved.get(member, ()))) for member, index in indices.items()]
 
     def heldout(self, prompt: Prompt, sample: int, version: int) -> AnyEpisode:
         """One answer to a held-out prompt."""
@@ -63,7 +57,7 @@ class Episodes:
         )
 
     def _plan(
-        self, group: Group, index: int, *, prefix: Trace | None = None, saved: Trace | None = None
+        self, group: Group, index: int, *, prefix: Trace | None = None, saved: Sequence[Trace] = ()
     ) -> EpisodePlan:
         rollouts = self._config.rollouts
         sampling = self._sampling(str(group.id), index, rollouts.temperature)

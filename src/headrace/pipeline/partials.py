@@ -42,14 +42,11 @@ class Partials:
     def resumed(self, partial: Mapping[str, Sequence[Trace]]) -> None:
         """These traces, by rollout, are in the journal since a previous process.
 
-        Only a rollout of one trace can go on from it: others begin again.
+        An episode that cannot go on from its traces says so by `discarded`.
         """
         for rollout, traces in partial.items():
-            if len(traces) == 1:
-                self._saved[rollout] = len(traces[0])
-                self._resumed.add(rollout)
-            else:
-                self._recorder.discarded(rollout, sum(trace.trained_tokens for trace in traces))
+            self._saved[rollout] = sum(len(trace) for trace in traces)
+            self._resumed.add(rollout)
 
     def _discarded(self, episode: AnyEpisode) -> None:
         """Note that tokens of a previous process are of no use, once: the rollout begins again."""

@@ -72,9 +72,10 @@ class EpisodePlan:
     keep_routing: bool = False
     prefix: Trace | None = None
     """Tokens of an earlier attempt, opening included, that the first turn goes on from as they are."""
-    saved: Trace | None = None
-    """What this episode had come to in a previous process, a prefix included. Its turns are taken as they are and told
-    to the environment again, as long as the environment answers as it did."""
+    saved: Sequence[Trace] = ()
+    """The traces that this episode had come to in a previous process, a prefix included. The turns of a single trace
+    are taken as they are and told to the environment again, as long as the environment answers as it did. An episode
+    that cannot go on from its traces begins again, and counts their tokens as `discarded`."""
     deadline: float | None = None
     """Seconds, for preparing and for running each; None leaves it to the caller's own deadline."""
 
@@ -99,8 +100,8 @@ class AnyEpisode(ABC):
 
     @property
     @abstractmethod
-    def partial(self) -> Trace:
-        """The tokens so far."""
+    def traces(self) -> Sequence[Trace]:
+        """The tokens so far, in one trace or several; none before the first token."""
 
     @property
     @abstractmethod

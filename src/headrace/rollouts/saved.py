@@ -5,6 +5,8 @@ A saved token is used where everything before it is as it was, and counted as di
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from headrace.types import NO_VERSION, Int32Array, Trace
@@ -13,10 +15,12 @@ from headrace.types import NO_VERSION, Int32Array, Trace
 class SavedTurns:
     """Gives turns back one by one, while the context that is met is the one that was saved."""
 
-    def __init__(self, trace: Trace | None) -> None:
-        self._left = trace if trace is not None and len(trace) else None
+    def __init__(self, traces: Sequence[Trace]) -> None:
+        """Only a single trace can be continued: of several, everything is discarded."""
+        only = traces[0] if len(traces) == 1 else None
+        self._left = only if only is not None and len(only) else None
         """A token with a version was sampled, whether it is trained or was salvaged as context."""
-        self.discarded = 0
+        self.discarded = sum(_sampled(trace) for trace in traces) if len(traces) > 1 else 0
         """Sampled tokens that were of no use."""
 
     def expect(self, context: Int32Array) -> None:
@@ -47,8 +51,12 @@ class SavedTurns:
         """What is left is of no use."""
         left, self._left = self._left, None
         if left is not None:
-            self.discarded += int((left.versions != NO_VERSION).sum())
+            self.discarded += _sampled(left)
 
     def _drop(self, n: int) -> None:
         assert self._left is not None
         self._left = self._left.part(n, len(self._left)) if len(self._left) > n else None
+
+
+def _sampled(trace: Trace) -> int:
+    return int((trace.versions != NO_VERSION).sum())

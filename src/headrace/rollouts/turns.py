@@ -61,6 +61,7 @@ class Episode(AnyEpisode):
         stops = dict.fromkeys((*self._chat.stop_token_ids, *plan.sampling.stop_token_ids))
         self._sampling = msgspec.structs.replace(plan.sampling, stop_token_ids=tuple(stops))
         self._saved = SavedTurns(plan.saved)
+        self.discarded = self._saved.discarded
         self._stream = TokenStream()
         self._opening_tokens = 0
         self._metrics: dict[str, float] = {}
@@ -77,6 +78,11 @@ class Episode(AnyEpisode):
     def partial(self) -> Trace:
         """The tokens so far."""
         return self._stream.trace()
+
+    @property
+    def traces(self) -> Sequence[Trace]:
+        """The tokens so far, in one trace."""
+        return [self.partial]
 
     @property
     def turns(self) -> Sequence[Turn]:

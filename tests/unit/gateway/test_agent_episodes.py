@@ -25,7 +25,7 @@ from headrace.rollouts.base import EpisodePlan
 from headrace.rollouts.groups import run_episode
 from headrace.scoring.base import Ended, Scorer, Scoring, Span
 from headrace.scoring.stage import Stage
-from headrace.types import Prompt, Rollout, Score
+from headrace.types import Prompt, Rollout, Score, Trace
 
 HERE = Path(__file__).parent
 AGENTS = HERE / "agents_for_tests.py"
@@ -55,6 +55,15 @@ def episode(
     sampling = Sampling(max_tokens=max_tokens, seed=index)
     plan = EpisodePlan(id=f"9/{index}", index=index, prompt=prompt, sampling=sampling, group="9")
     return gateway.episode(plan, scoring)
+
+
+async def test_what_an_agent_had_come_to_is_discarded_in_all_its_traces() -> None:
+    nothing = Trace.of_context(np.arange(3, dtype=np.int32))
+    saved = [nothing.extended([5] * n, [-1.0] * n, [0] * n, trained=True) for n in (4, 2)]
+    async with serving() as gateway:
+        plan = EpisodePlan(id="9/0", index=0, prompt=Prompt(id="p"), sampling=Sampling(max_tokens=8), saved=saved)
+        again = gateway.episode(plan)
+    assert (again.discarded, list(again.traces), again.answer) == (6, [], "")
 
 
 async def ended(*episodes: AgentEpisode) -> list[Rollout]:

@@ -75,7 +75,7 @@ async def test_a_prefix_is_part_of_what_a_later_life_goes_on_from() -> None:
     _, whole = await run(episode(engine, Script(done()), TinyChat(), 10, prefix))
     for cut in range(len(prefix) - 4, len(whole) + 1):
         sampling = Sampling(max_tokens=10, seed=5)
-        plan = EpisodePlan(id="9/0", index=0, prompt=PROMPT, sampling=sampling, saved=whole.part(0, cut))
+        plan = EpisodePlan(id="9/0", index=0, prompt=PROMPT, sampling=sampling, saved=[whole.part(0, cut)])
         resumed = Episode(plan, Script(done()), Equipment(engine, TinyChat()))
         ending, trace = await run(resumed)
         if cut >= len(prefix):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from rollout_parts import END, Script, TinyChat
@@ -23,7 +25,7 @@ def script(last: str = "right") -> Script:
     return Script(*steps, EnvironmentStep(done=True, reward=1.0))
 
 
-async def play(saved: Trace | None, environment: Script) -> tuple[Rollout, int, int]:
+async def play(saved: Sequence[Trace], environment: Script) -> tuple[Rollout, int, int]:
     """The rollout, how many saved tokens were discarded, and how many the engine sampled."""
     policy = FakePolicy(64)
     engine = FakeEngine(name="engine-0", policy=policy, slots=4, token_seconds=0.0)
@@ -44,7 +46,7 @@ def same(one: Trace, two: Trace) -> None:
 
 
 async def test_every_prefix_of_an_episode_leads_to_the_same_one() -> None:
-    whole, _, all_sampled = await play(None, script())
+    whole, _, all_sampled = await play([], script())
     (trace,) = whole.traces
     assert whole.reward == 1.0 and (trace.token_ids == END).sum() > 3
     # Wherever a token was sampled last: in a turn, at its end, or with the environment's answer after it.
@@ -52,7 +54,7 @@ async def test_every_prefix_of_an_episode_leads_to_the_same_one() -> None:
     assert len(cuts) > 6
     for cut in cuts:
         environment = script()
-        again, discarded, sampled = await play(trace.part(0, cut), environment)
+        again, discarded, sampled = await play([trace.part(0, cut)], environment)
         same(again.traces[0], trace)
         assert (again.reward, again.ending, again.metrics) == (whole.reward, whole.ending, whole.metrics)
         assert discarded == 0
@@ -61,10 +63,10 @@ async def test_every_prefix_of_an_episode_leads_to_the_same_one() -> None:
 
 
 async def test_an_environment_that_answers_otherwise_ends_the_use_of_what_was_saved() -> None:
-    whole, _, _ = await play(None, script())
+    whole, _, _ = await play([], script())
     (trace,) = whole.traces
-    again, discarded, _ = await play(trace, script("colder"))
-    fresh, _, _ = await play(None, script("colder"))
+    again, discarded, _ = await play([trace], script("colder"))
+    fresh, _, _ = await play([], script("colder"))
     same(again.traces[0], fresh.traces[0])
     context = np.flatnonzero(np.diff(trace.trained.astype(int)) == 1)
     last_turn = trace.part(int(context[2]) + 1, len(trace))
@@ -73,9 +75,19 @@ async def test_an_environment_that_answers_otherwise_ends_the_use_of_what_was_sa
 
 @pytest.mark.parametrize("opening", ["ho", "hi there"])
 async def test_another_opening_discards_all(opening: str) -> None:
-    whole, _, _ = await play(None, script())
+    whole, _, _ = await play([], script())
     environment = script()
     environment.opening = opening
-    again, discarded, _ = await play(whole.traces[0], environment)
+    again, discarded, _ = await play(whole.traces, environment)
     assert discarded == whole.traces[0].trained_tokens
     assert again.reward == 1.0
+
+
+async def test_several_traces_cannot_be_continued_and_are_all_discarded() -> None:
+    whole, _, all_sampled = await play([], script())
+    (trace,) = whole.traces
+    half = trace.part(0, len(trace) // 2)
+    again, discarded, sampled = await play([trace, half], script())
+    same(again.traces[0], trace)
+    assert discarded == trace.trained_tokens + half.trained_tokens
+    assert sampled == all_sampled, "everything is sampled again"

@@ -84,7 +84,7 @@ async def test_an_episode_that_goes_on_from_a_previous_process_tells_all_its_tok
     stage = Stage({"w": watching})
     plan = EpisodePlan(
         id="9/0", index=0, prompt=plain.prompt, sampling=Sampling(max_tokens=200, seed=5),
-        saved=whole.part(0, len(whole) - 4),
+        saved=[whole.part(0, len(whole) - 4)],
     )  # fmt: skip
     resumed = Episode(plan, Script(done()), Equipment(FakeEngine(version=1, lengths=[4]), TinyChat(), stage))
     await resumed.prepare()
