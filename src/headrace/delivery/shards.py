@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from headrace.delivery.regions import Copy, Region, chunk, plan_copies, whole
+from headrace.delivery.regions import Copy, Region, chunk, whole
 from headrace.errors import DeliveryError
 
 
@@ -56,17 +56,6 @@ def owned_shards(
             tensors[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             regions[name] = region
     return tensors, regions
-
-
-def compose(
-    parts: Sequence[tuple[Mapping[str, torch.Tensor], Mapping[str, Region]]],
-    targets: Mapping[str, torch.Tensor],
-    wanted: Mapping[str, Region],
-) -> None:
-    """Fill the targets, which are the wanted regions of their tensors, from parts that hold others."""
-    for copy in plan_copies([regions for _, regions in parts], wanted):
-        tensors, regions = parts[copy.part]
-        copy_piece(copy, tensors[copy.name], regions[copy.name], targets[copy.name], wanted[copy.name])
 
 
 def copy_piece(copy: Copy, source: torch.Tensor, held: Region, target: torch.Tensor, wanted: Region) -> None:

@@ -72,11 +72,6 @@ class ChatFormat:
         """The tokens with which the model ends its turn, ascending."""
         return self._stop_token_ids
 
-    @property
-    def has_template(self) -> bool:
-        """Whether messages can be rendered at all."""
-        return self._template is not None
-
     def open(self, messages: Sequence[Mapping[str, Any]], *, tools: Tools = None) -> Int32Array:
         """The tokens of the opening messages, up to where the policy's first turn begins."""
         return self.encode(self._chat_template().render(messages, add_generation_prompt=True, tools=tools))

@@ -262,7 +262,6 @@ def test_unusable_directories_are_one_line(tmp_path: Path) -> None:
     path = write_model(tmp_path / "plain", None)
     plain = ChatFormat.load(path)
     assert plain.decode(plain.encode("Hello")) == "Hello"
-    assert not plain.has_template
     with pytest.raises(ModelError, match="has no chat template"):
         plain.open([QUESTION])
     (path / "tokenizer_config.json").write_text("{")

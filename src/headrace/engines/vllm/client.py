@@ -163,12 +163,6 @@ class VllmClient:
         """What a digest finds in each worker's live weights."""
         return await self._rpc("headrace_live", Live)
 
-    async def preemptions(self) -> int:
-        """Sequences that the server put back since it started, for want of cache."""
-        text = await self.http.text("GET", "/metrics", timeout=self._deadline)
-        found = [line for line in text.splitlines() if line.startswith(b"vllm:num_preemptions_total")]
-        return int(sum(float(line.rsplit(None, 1)[1]) for line in found))
-
     async def close(self) -> None:
         """Close all connections. Idempotent."""
         await self.http.close()
