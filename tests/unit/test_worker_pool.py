@@ -6,7 +6,7 @@ import asyncio
 import io
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 from headrace.channel.frames import HEADER, encode, pack, read, receive
 from headrace.channel.worker_pool import PoolClosed, WorkerDied, WorkerPool
 from headrace.errors import ConfigError
+from waiting import alive, until
 
 SERVANT = """
 import os, threading, time
@@ -104,19 +105,6 @@ async def pool(setup: Setup | None = None, **options: Any) -> AsyncIterator[Work
 async def asked(pool: WorkerPool, timeout: float = 20.0, **question: Any) -> Answer:
     async with pool.places:
         return await pool.ask(encode(Question(**question)), Answer, timeout)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 async def test_a_frame_is_read_whole_or_not_at_all() -> None:

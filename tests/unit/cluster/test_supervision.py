@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from headrace.cluster import supervision
 from headrace.cluster.launchers.base import Exit, WorkerSpec
 from headrace.cluster.supervision import Fleet
 from headrace.errors import PeerDied
+from waiting import until
 
 
 class Threads:
@@ -70,14 +71,6 @@ async def fleet_of(launcher: Threads, tmp_path: Path) -> AsyncIterator[Fleet]:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await fleet.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise TimeoutError("it has not come to that")
 
 
 async def test_what_is_sent_to_a_process_that_is_being_started_fails_and_does_not_end_it(

@@ -26,6 +26,7 @@ from headrace.rollouts.groups import run_episode
 from headrace.scoring.base import Ended, Scorer, Scoring, Span
 from headrace.scoring.stage import Stage
 from headrace.types import Prompt, Rollout, Score, Trace
+from waiting import alive
 
 HERE = Path(__file__).parent
 AGENTS = HERE / "agents_for_tests.py"
@@ -87,13 +88,6 @@ def processes_with(mark: str) -> list[str]:
 
 def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
-def alive(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 async def test_every_way_an_agent_can_end_is_a_rollout() -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from headrace.scoring.functions import RewardScorer
 from headrace.scoring.workers import WorkerScorer
 from headrace.tasks.gym import VERIFIER, GymTask
 from headrace.types import Prompt, Rollout
+from waiting import alive, until
 
 REWARDS = '''
 import asyncio, os, re, subprocess, sys, time
@@ -114,20 +115,6 @@ async def failure(judge: RewardScorer, completion: str, **data: Any) -> str:
 
 def edit(path: Path, text: str) -> None:
     path.write_text(text)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that is dead but not yet collected by its new parent does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 async def test_judgements(rewards: Path) -> None:
