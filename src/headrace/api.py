@@ -1,4 +1,4 @@
-"""`headrace.train(...)`: the whole loop from Python, on the same path as the command line.
+"""The Python API: `headrace.train(...)` runs the whole loop on the same code path as the command line.
 
     run = headrace.train(
         model="path/to/model",
@@ -7,8 +7,8 @@
         settings={"run.versions": 50},
     )
 
-The reward is a function of this process, called in threads with a deadline; name it `"module:function"` to have it run
-in worker processes instead.
+The reward is a function of this process and is called in threads with a deadline. To run the function in worker
+processes instead, give its name as `"module:function"`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headrace.errors import UserError
 from headrace.types import Rollout
 
 PromptLike = str | Sequence[Mapping[str, str]] | Mapping[str, Any]
-"""A text, a list of messages, or an object with `prompt` and whatever else the reward wants."""
+"""A text, a list of messages, or an object with `prompt` and any other fields that the reward function needs."""
 
 
 def train(
@@ -36,9 +36,9 @@ def train(
     settings: Mapping[str, Any] | None = None,
     display: str = "auto",
 ) -> Run:
-    """Train a model to earn a reward; returns when the run has ended.
+    """Train a model to earn a reward, and return when the run has ended.
 
-    `prompts` is a list, or the path of a JSON-lines file. `settings` are the keys of the configuration, such as
+    `prompts` is a list, or the path of a JSON-lines file. `settings` holds keys of the configuration, such as
     `{"run.versions": 50, "buffer.depth": 2}`.
     """
     from headrace.observe.progress import make_progress
@@ -53,7 +53,7 @@ def train(
 
 
 class Run:
-    """What a run left behind, read from its directory."""
+    """The results of a run, read from its run directory."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -69,7 +69,7 @@ class Run:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """One entry an optimizer step: reward, loss, lag, ... as in `metrics.jsonl`."""
+        """One entry for each optimizer step, with reward, loss, lag and more, as in `metrics.jsonl`."""
         from headrace.observe.metrics import read_metrics
 
         metrics = read_metrics(self.path / "metrics.jsonl")
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def model_dir(self) -> Path:
-        """The newest checkpoint: a directory for `from_pretrained`, of peft's too where an adapter was trained."""
+        """The directory of the newest checkpoint, for `from_pretrained`; for peft's too if an adapter was trained."""
         from headrace.buffer.reader import open_readonly
         from headrace.training.checkpoint import is_sharded
 
@@ -93,7 +93,7 @@ class Run:
         return path
 
     def rollouts(self, where: str = "TRUE") -> Iterator[Rollout]:
-        """Every recorded rollout with its tokens; `where` is an SQL condition on the table `rollouts`."""
+        """Yield every recorded rollout with its tokens. `where` is an SQL condition on the table `rollouts`."""
         from headrace.buffer.reader import open_readonly
 
         with open_readonly(self.path / "journal.db") as journal:
@@ -126,7 +126,7 @@ def _config(
 
 
 def _outside_of_a_loop(call: Callable[[], Any]) -> Any:
-    """Call it here, or in a thread where an event loop is already running (a notebook)."""
+    """Call `call` in this thread, or in another thread if an event loop already runs here (in a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

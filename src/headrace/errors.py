@@ -1,17 +1,18 @@
-"""One exception tree.
+"""All exceptions of Headrace, in one tree.
 
     HeadraceError
-    ├── UserError            a mistake in what the user gave: one line, exit code 2
-    │   ├── ConfigError      a value of the configuration (says which `[section] key`)
-    │   ├── DataError        a file of theirs (says which file, which line)
+    ├── UserError            a mistake in the user's input: one line, exit code 2
+    │   ├── ConfigError      a wrong value in the configuration (names the `[section] key`)
+    │   ├── DataError        a wrong data file (names the file and the line)
     │   ├── ModelError       a model directory that cannot be used, or would be served wrongly
-    │   └── DiskError        a disk that takes no more
+    │   └── DiskError        a disk that cannot be written any more
     ├── ChannelError         a message could not be sent, decoded or answered
-    │   ├── DeadlineError    nobody answered in time (says who waited for whom)
+    │   ├── DeadlineError    no answer came in time (names who waited for whom)
     │   ├── HttpError        a server answered with an error (carries its status)
     │   └── PeerDied         the other side is gone (carries its last lines)
     ├── DeliveryError        weights were rejected, or not proved
-    └── StallError           the pipeline made no progress (says who waits for what)
+    │   └── WrongBase        a delta of weights whose base the receiver does not hold
+    └── StallError           the pipeline made no progress (names who waits for what)
 
 A failed rollout is not an exception: it is a `Rollout` with `ending = "failed"` and a reason.
 """
@@ -20,19 +21,19 @@ from __future__ import annotations
 
 
 class HeadraceError(Exception):
-    """The root of everything Headrace raises on purpose."""
+    """The root of all exceptions that Headrace raises on purpose."""
 
 
 class UserError(HeadraceError):
-    """A mistake in what the user gave; its text is one line that says what would be right."""
+    """A mistake in the user's input. The text is one line that says what would be right."""
 
 
 class ConfigError(UserError):
-    """A value of the configuration."""
+    """A wrong value in the configuration."""
 
 
 class DataError(UserError):
-    """A data file: the text names the file and the line."""
+    """A wrong data file. The text names the file and the line."""
 
 
 class ModelError(UserError):
@@ -40,7 +41,7 @@ class ModelError(UserError):
 
 
 class DiskError(UserError):
-    """A disk that takes no more: nothing that was given is wrong, and what was written before is good."""
+    """A disk that cannot be written any more. The user's input is not wrong; everything written before is intact."""
 
 
 class ChannelError(HeadraceError):
@@ -48,7 +49,7 @@ class ChannelError(HeadraceError):
 
 
 class DeadlineError(ChannelError):
-    """Nobody answered in time."""
+    """No answer came in time."""
 
 
 class HttpError(ChannelError):
@@ -75,7 +76,7 @@ class DeliveryError(HeadraceError):
 
 
 class WrongBase(DeliveryError):
-    """A change to weights that the receiver does not hold."""
+    """A delta of weights whose base version the receiver does not hold."""
 
 
 class StallError(HeadraceError):

@@ -1,6 +1,6 @@
-"""A name in the configuration becomes a function: `module:function` or `path/to/file.py:function`.
+"""Turn a name in the configuration into a function: `module:function` or `path/to/file.py:function`.
 
-Whatever goes wrong on the way is one `ConfigError` line that says which part of the name is at fault.
+Every error on the way becomes one `ConfigError` line that says which part of the name is wrong.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from headrace.errors import ConfigError, HeadraceError
 
 
 def import_function(reference: str) -> Callable[..., Any]:
-    """The callable behind the name.
+    """Return the callable that the reference names.
 
-    Modules are looked for as Python does, and last in the working directory; a file may import its neighbours.
+    Modules are searched for as Python does, and last in the working directory. A file may import its neighbours.
     """
     where, name = split_reference(reference)
     module = _load_file(where) if where.endswith(".py") else _load_module(where)
@@ -36,9 +36,9 @@ def import_function(reference: str) -> Callable[..., Any]:
 
 
 def call_factory(what: str, factory: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
-    """Call a factory of the user's; an exception of it becomes one `ConfigError` line that begins with `what`.
+    """Call a user's factory. An exception of the factory becomes one `ConfigError` line that begins with `what`.
 
-    An error of Headrace's own is one line already, and is raised as it is.
+    An error of Headrace's own is one line already and passes unchanged.
     """
     try:
         return factory(*given, **named)
@@ -49,7 +49,7 @@ def call_factory(what: str, factory: Callable[..., Any], /, *given: Any, **named
 
 
 def split_reference(reference: str) -> tuple[str, str]:
-    """The module or file, and the attribute in it."""
+    """Split a reference into the module or file, and the attribute in it."""
     where, separator, name = reference.rpartition(":")
     if not separator or not where or not name:
         raise ConfigError(f"{reference!r} must be `module:function` or `path/to/file.py:function`")
@@ -57,7 +57,7 @@ def split_reference(reference: str) -> tuple[str, str]:
 
 
 def find_source(where: str) -> Path | None:
-    """The Python file of a module or path, found without running any of it; None where a module has none."""
+    """Find the Python file of a module or path without running any code; None if a module has no Python file."""
     if where.endswith(".py"):
         return _file(where)
     _add_path(Path.cwd())
@@ -65,7 +65,7 @@ def find_source(where: str) -> Path | None:
     spec = importlib.util.find_spec(top)
     for depth, _ in enumerate(inner, 2):
         folders = None if spec is None else spec.submodule_search_locations
-        # To ask for an inner module by its whole name would import the packages around it.
+        # find_spec with the full dotted name would import the parent packages.
         spec = PathFinder.find_spec(".".join(where.split(".")[:depth]), folders) if folders else None
     if spec is None:
         raise ConfigError(f"there is no module {where!r}")
@@ -86,7 +86,7 @@ def _load_module(name: str) -> ModuleType:
 
 def _load_file(name: str) -> ModuleType:
     path = _file(name)
-    # One file is one module however it is spelt, and never shadows an installed one.
+    # The name comes from the resolved path: one file is one module, and never shadows an installed module.
     module_name = f"headrace_file_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if module_name in sys.modules:
         return sys.modules[module_name]
@@ -95,7 +95,7 @@ def _load_file(name: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{name} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and forward references look their module up while it is still being executed.
+    # Dataclasses and forward references look up their module in sys.modules while the module is still executing.
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
@@ -113,7 +113,7 @@ def _file(name: str) -> Path:
 
 
 def describe(error: BaseException) -> str:
-    """An exception of the user's code as one line: its type, its message, and the line that raised it."""
+    """Describe an exception of the user's code in one line: its type, its message, and the line that raised it."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     trace = error.__traceback__

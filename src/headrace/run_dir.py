@@ -1,4 +1,7 @@
-"""A run's directory: where each of its files is, and who may begin in it."""
+"""The run directory: where each file of a run is, and which configuration a run starts with.
+
+A new run never touches a directory that exists, and `config.toml` is always replaced as a whole.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 class RunDir:
-    """Paths of one run."""
+    """The paths of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,7 +35,7 @@ class RunDir:
 
     @classmethod
     def create(cls, config: Config) -> RunDir:
-        """A new directory with the resolved configuration; one that exists is never touched."""
+        """Create a new run directory with the resolved configuration. Raises `UserError` if the directory exists."""
         run_dir = cls(Path(config.run.directory) / config.run.name)
         if run_dir.path.exists():
             raise UserError(
@@ -47,12 +50,15 @@ class RunDir:
         return run_dir
 
     def write_config(self, config: Config) -> None:
-        """The resolved configuration, whole or as it was before."""
+        """Write the resolved configuration. The file is replaced as a whole: a crash leaves the old one intact."""
         _write_whole(self.config, config)
 
     @contextmanager
     def trying(self, config: Config) -> Iterator[None]:
-        """Workers that start in here read this configuration; it is kept if `keep_config` is called in here."""
+        """Let workers that start inside this context read `config`.
+
+        The run keeps `config` only if `keep_config` is called.
+        """
         try:
             _write_whole(self.next_config, config)
             yield
@@ -60,17 +66,17 @@ class RunDir:
             self.next_config.unlink(missing_ok=True)
 
     def keep_config(self) -> None:
-        """The run has started with the configuration that was tried, if one was: it is the run's from now on."""
+        """Make the configuration under trial, if there is one, the run's own: every process has started with it."""
         with suppress(FileNotFoundError):
             self.next_config.replace(self.config)
 
     def config_to_start_with(self) -> Config:
-        """What a worker reads."""
+        """Return the configuration that a worker has to start with."""
         return load_config(self.next_config if self.next_config.is_file() else self.config)
 
     @contextmanager
     def said_when_full(self) -> Iterator[None]:
-        """A disk that takes no more ends a run with one line; what was committed before stays good."""
+        """Turn the error of a disk that cannot be written into a one-line `DiskError`. Committed data stays intact."""
         try:
             yield
         except OSError as error:
@@ -83,7 +89,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: str | Path) -> tuple[RunDir, Config]:
-        """An existing run and its configuration."""
+        """Open an existing run; return its directory and its configuration. Raises `UserError` if it is not a run."""
         run_dir = cls(Path(path))
         if not run_dir.path.is_dir():
             raise UserError(f"{path}: no such run directory")

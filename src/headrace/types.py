@@ -1,7 +1,7 @@
-"""The nouns: what flows between the stages, and nothing else.
+"""The data types that flow between the stages, and nothing else.
 
-Everything here is plain data that crosses process boundaries as it is (see `channel`). Tokens are the truth: text is
-rendered from token ids for people to read, never the other way round.
+Every type here is plain data, which crosses process boundaries unchanged (see `channel`). Token ids are the source of
+truth: text is rendered from token ids for people to read, and the tokens of a trace are never made again from text.
 """
 
 from __future__ import annotations
@@ -19,26 +19,30 @@ Float32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 Ending = Literal["finished", "truncated", "aborted", "failed"]
-"""How a rollout ended: by itself, at its length limit, by our own decision, or by an error."""
+"""How a rollout ended: by itself, at its length limit, by a decision of Headrace, or by an error."""
 
 POLICY = "policy"
-"""The id of a run's policy where the configuration gives it no name of its own."""
+"""The id of a run's policy if the configuration gives the policy no name."""
 
 TASK = "task"
-"""The name of a run's task where the configuration gives it none."""
+"""The name of a run's task if the configuration gives the task no name."""
 
 Level = Literal["rollout", "turn", "step", "token"]
-"""What a score is about: the whole rollout, a turn of the policy, a step within a turn, or single tokens."""
+"""The part of a rollout that a score is about: the whole rollout, a turn of the policy, a step within a turn, or
+tokens."""
 
 NO_VERSION = -1
-"""The version of a token that no policy sampled (a prompt, a tool's answer)."""
+"""The version of a token that no policy sampled, such as a token of a prompt or of a tool's answer."""
 
 NO_EXPERT = -1
-"""In place of a token's experts: nobody recorded them, and its router chooses."""
+"""Stands in place of a token's experts if they were not recorded. The trainer's router then chooses the experts."""
 
 
 def join_routing(parts: Sequence[tuple[int, Int16Array | None]]) -> Int16Array | None:
-    """The experts of parts of so many tokens each, one after the other; None where no part has any."""
+    """Join the routing of consecutive parts of a trace, each given as (number of tokens, routing).
+
+    Tokens of a part without routing get `NO_EXPERT`. Return None if no part has routing.
+    """
     known = next((routing for _, routing in parts if routing is not None), None)
     if known is None:
         return None
@@ -47,10 +51,10 @@ def join_routing(parts: Sequence[tuple[int, Int16Array | None]]) -> Int16Array |
 
 
 def without_republished(versions: Any, republished: Sequence[int]) -> Any:
-    """Version ids as if weights that were published again, under the next free id, had kept their first one.
+    """Return version ids as if republished weights had kept their first id.
 
-    `republished` are those next ids, in ascending order. Lag is a difference of these numbers: a restart that gives the
-    same weights a new id makes no token older.
+    After a restart the same weights are published again under the next free id. `republished` holds these later ids in
+    ascending order. Lag is a difference of the returned numbers, so a restart does not make any token older.
     """
     if not len(republished):
         return versions
@@ -58,7 +62,10 @@ def without_republished(versions: Any, republished: Sequence[int]) -> Any:
 
 
 def republished_among(versions: Iterable[tuple[int, int]]) -> list[int]:
-    """Of (id, optimizer steps behind it), in the order of ids: those whose weights had another id before."""
+    """Return the version ids whose weights had another id before.
+
+    `versions` holds (version id, number of optimizer steps behind it), in the order of ids.
+    """
     found, most = [], -1
     for version, step in versions:
         if step <= most:
@@ -77,19 +84,20 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[dict[str, str]] | None = None
     text: str | None = None
     data: dict[str, Any] = {}
-    """What the judge needs (the right answer, the task's own entry): JSON values only."""
+    """The values that a scorer needs, such as the right answer or the task's own entry. JSON values only."""
 
 
 class Kept(msgspec.Struct, kw_only=True):
-    """The tokens that truncation (top-k, top-p, min-p) left to draw from, for some tokens one after the other."""
+    """The kept sets of consecutive tokens: the token ids that truncation (top-k, top-p, min-p) left to draw from."""
 
     counts: Int32Array
-    """How many, for each token; 0 where nothing was truncated: the whole vocabulary."""
+    """The size of each token's kept set. 0 means that nothing was truncated: the token was drawn from the whole
+    vocabulary."""
     token_ids: Int32Array
-    """All of them, joined; those of one token in ascending order."""
+    """All kept sets, one after the other. The ids within one set are in ascending order."""
 
     def at(self, places: npt.NDArray[np.integer[Any]]) -> Kept:
-        """Those of the tokens at these places, in this order."""
+        """Return the kept sets of the tokens at these positions, in this order."""
         starts = np.cumsum(self.counts, dtype=np.int64) - self.counts
         counts = self.counts[places]
         begins = np.cumsum(counts, dtype=np.int64) - counts
@@ -98,7 +106,10 @@ class Kept(msgspec.Struct, kw_only=True):
 
     @staticmethod
     def joined(parts: Sequence[tuple[int, Kept | None]]) -> Kept | None:
-        """Those of parts of so many tokens each, one after the other; None where no part has any."""
+        """Join the kept sets of consecutive parts of a trace, each given as (number of tokens, kept sets).
+
+        Return None if no part has kept sets.
+        """
         if all(kept is None for _, kept in parts):
             return None
         counts = [np.zeros(n, np.int32) if kept is None else kept.counts for n, kept in parts]
@@ -111,9 +122,9 @@ class Kept(msgspec.Struct, kw_only=True):
 class Trace(msgspec.Struct, kw_only=True):
     """One token stream as flat arrays of equal length.
 
-    `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution it was really sampled from, and
-    `versions[i]` the policy version behind it. Where `trained[i]` is False the two are 0 and `NO_VERSION`, unless the
-    token was once sampled and only kept as context; then its original records stay.
+    `logprobs[i]` is the log-probability of `token_ids[i]` under the distribution that the token was sampled from, and
+    `versions[i]` is the policy version that sampled it. Where `trained[i]` is False, these are 0 and `NO_VERSION`. The
+    exception is a token that was sampled and later kept only as context: it keeps its original records.
     """
 
     token_ids: Int32Array
@@ -121,17 +132,18 @@ class Trace(msgspec.Struct, kw_only=True):
     logprobs: Float32Array
     versions: Int32Array
     kept: Kept | None = None
-    """What each token was drawn from, where sampling truncates; for every token of the trace, or None."""
+    """The kept set of every token of the trace; None if sampling does not truncate."""
     routing: Int16Array | None = None
-    """[tokens, layers, k]: the experts of the pass that each token was drawn from, which is the pass over the token
-    before it; `NO_EXPERT` for a token that was not sampled. None where no engine records experts."""
+    """The experts that produced each token, with shape [tokens, layers, k]. A token is drawn from the forward pass over
+    the token before it, so these are the experts of that pass. `NO_EXPERT` marks a token that was not sampled. None if
+    no engine records experts."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @classmethod
     def of_context(cls, token_ids: Int32Array) -> Trace:
-        """A trace of tokens that nobody sampled: a prompt, before its answer."""
+        """Return a trace of tokens that no policy sampled, such as a prompt before its answer."""
         n = len(token_ids)
         return cls(
             token_ids=np.asarray(token_ids, np.int32),
@@ -142,7 +154,7 @@ class Trace(msgspec.Struct, kw_only=True):
 
     @staticmethod
     def joined(parts: Sequence[Trace]) -> Trace:
-        """One stream of these, one after the other."""
+        """Join these traces, one after the other, into one trace."""
         return Trace(
             token_ids=np.concatenate([part.token_ids for part in parts]),
             trained=np.concatenate([part.trained for part in parts]),
@@ -153,7 +165,7 @@ class Trace(msgspec.Struct, kw_only=True):
         )
 
     def part(self, start: int, end: int) -> Trace:
-        """Its tokens from one place up to another."""
+        """Return the tokens from position `start` up to, but not including, `end`."""
         places = np.arange(start, min(end, len(self)))
         return Trace(
             token_ids=self.token_ids[start:end],
@@ -165,7 +177,7 @@ class Trace(msgspec.Struct, kw_only=True):
         )
 
     def extended(self, token_ids: Int32Array, logprobs: Float32Array, versions: Int32Array, *, trained: bool) -> Trace:
-        """A new trace with these tokens appended."""
+        """Return a new trace with these tokens appended."""
         n = len(token_ids)
         return Trace(
             token_ids=np.concatenate([self.token_ids, np.asarray(token_ids, np.int32)]),
@@ -178,17 +190,17 @@ class Trace(msgspec.Struct, kw_only=True):
 
     @property
     def trained_tokens(self) -> int:
-        """How many tokens of this trace the policy sampled and may be trained on."""
+        """The number of tokens that the policy sampled and that may be trained on."""
         return int(self.trained.sum())
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version behind a trained token (`NO_VERSION` if there is none)."""
+        """The oldest version among the trained tokens; `NO_VERSION` if there are none."""
         return int(self.versions[self.trained].min()) if self.trained.any() else NO_VERSION
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """What one scorer says of a rollout, or of some tokens of it. Where it is about tokens, it names them."""
+    """What one scorer says about a rollout or about some of its tokens. A score about tokens names their positions."""
 
     value: float
     scorer: str = ""
@@ -197,16 +209,16 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     """The version of the scorer that gave the score."""
     level: Level = "rollout"
     trace: int = 0
-    """The trace that the tokens are in. This field, `start` and `end` mean nothing at level `rollout`."""
+    """The index of the trace that holds the tokens. `trace`, `start` and `end` have no meaning at level `rollout`."""
     start: int = 0
-    """The position of the first of the tokens in their trace."""
+    """The position of the first token in the trace."""
     end: int = 0
-    """The position after the last of the tokens."""
+    """The position after the last token."""
     metrics: dict[str, float] = {}
 
 
 class Rollout(msgspec.Struct, kw_only=True):
-    """One episode: one or more traces, scores, a reward, and how it ended."""
+    """One episode: one or more traces, their scores, the reward, and how the episode ended."""
 
     id: str
     """`<group id>/<index>`."""
@@ -214,34 +226,34 @@ class Rollout(msgspec.Struct, kw_only=True):
     traces: list[Trace]
     ending: Ending
     reward: float | None = None
-    """The scores of the whole rollout, combined. None until it is scored, and for ever if it failed."""
+    """The scores of the whole rollout, combined. None before scoring, and None for ever if the rollout failed."""
     reason: str = ""
-    """Why it failed or was aborted, in one line."""
+    """Why the rollout failed or was aborted, in one line."""
     metrics: dict[str, float] = {}
     scores: list[Score] = []
-    """Every score that the rollout was given, of all levels; rollouts of older runs have none."""
+    """Every score that the rollout was given, at all levels. Rollouts that older releases recorded have none."""
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens over all traces that may be trained on."""
+        """The number of tokens, over all traces, that may be trained on."""
         return sum(trace.trained_tokens for trace in self.traces)
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens over all traces that a policy sampled, in this attempt or in one that it goes on from."""
+        """The number of tokens, over all traces, that a policy sampled, in this attempt or in one that it continues."""
         return sum(int((trace.versions != NO_VERSION).sum()) for trace in self.traces)
 
 
 class Group(msgspec.Struct, kw_only=True):
-    """The rollouts of one attempt at one prompt, compared with each other."""
+    """The rollouts of one attempt at one prompt, which are compared with each other."""
 
     id: int
-    """The attempt's number: unique in a run, increasing in the order of admission."""
+    """The number of the attempt. It is unique in a run and increases in the order of admission."""
     prompt: Prompt
     version: int
-    """The version that the engines had proved when the group was admitted: no token of it is older."""
+    """The version that the engines had proved when the group was admitted. No token of the group is older."""
     policy: str = POLICY
-    """The policy that this group trains; `version` is one of its versions."""
+    """The policy that this group trains; `version` is a version of this policy."""
     rollouts: list[Rollout] = []
 
     @property
@@ -251,20 +263,20 @@ class Group(msgspec.Struct, kw_only=True):
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """What the trainer gets for one optimizer step: S sequences, flat over T tokens. It names no algorithm.
+    """What the trainer gets for one optimizer step: S sequences, flat over T tokens. A batch names no algorithm.
 
-    The loss of the step is `sum(weights * token_loss)`: normalisation is already inside `weights`, so it spans the
-    whole optimizer step however the trainer cuts the batch into micro-batches.
+    The loss of the step is `sum(weights * token_loss)`. The normalisation is already inside `weights`, so it spans the
+    whole optimizer step, no matter how the trainer cuts the batch into micro-batches.
     """
 
     step: int
-    """The optimizer step this batch is for, counted from 1."""
+    """The optimizer step that this batch is for, counted from 1."""
     version: int
-    """The version being trained: lag is counted from here."""
+    """The version being trained. Lag is counted from this version."""
     policy: str = POLICY
-    """The policy that is trained; all versions here are its versions."""
+    """The policy that is trained. All versions in the batch are versions of this policy."""
     objective: Literal["policy", "imitation"] = "policy"
-    """The configured policy loss, or plain likelihood (a supervised warm start)."""
+    """`policy` uses the configured policy loss; `imitation` uses plain likelihood (the supervised warm start)."""
     token_ids: Int32Array  # [T]
     lengths: Int32Array  # [S], sums to T
     groups: Int32Array  # [S], equal for sequences that may share a prefix
@@ -274,46 +286,51 @@ class Batch(msgspec.Struct, kw_only=True):
     advantages: Float32Array  # [T]
     weights: Float32Array  # [T], zero where not trained
     temperature: float = 1.0
-    """The sampling temperature: the trainer's log-probabilities are taken at it too."""
+    """The sampling temperature. The trainer computes its log-probabilities at this temperature too."""
     kept: Kept | None = None
-    """What each of the T tokens was drawn from, where sampling truncates: the trainer normalises over it too."""
+    """The kept set of each of the T tokens, if sampling truncates. The trainer normalises over the kept set too."""
     routing: Int16Array | None = None
-    """[T, layers, k], as in `Trace`: the trainer's passes go through the same experts."""
+    """The experts of each token, with shape [T, layers, k], as in `Trace`. The trainer's passes use these experts."""
     republished: list[int] = []
-    """See `without_republished`."""
+    """The version ids whose weights had another id before; see `without_republished`."""
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that reach the loss."""
+        """The number of tokens that reach the loss."""
         return int(self.trained.sum())
 
     def lags(self) -> Int32Array:
-        """The lag of every trained token."""
+        """Return the lag of every trained token."""
         return self.token_lags()[self.trained]
 
     def token_lags(self) -> Int32Array:
-        """The lag of every token; it means nothing where nobody sampled the token."""
+        """Return the lag of every token. The number has no meaning for a token that no policy sampled."""
         trained = without_republished(self.version, self.republished)
         return np.asarray(trained - without_republished(self.versions, self.republished), np.int32)
 
 
 STEP_SECONDS = 0.02
-"""Of a decode step, about: an engine that dies loses as much more than it held back."""
+"""The approximate duration of one decode step. An engine that dies loses the tokens that it held back (see
+`held_back_seconds`) and about one decode step more."""
 
 
 def held_back_seconds(running: int) -> float:
-    """How long an engine holds sampled tokens back, at most: 0.08 s, or what makes 5,000 deltas a second, or 0.2 s."""
+    """Return the longest time for which an engine with `running` requests holds sampled tokens back.
+
+    The time grows with the number of requests, so that an engine sends at most about 5,000 deltas a second. It is at
+    least 0.08 s and at most 0.2 s.
+    """
     return min(0.2, max(0.08, running / 5000))
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """An id of published weights: increasing, never reused."""
+    """Published weights and their id. Ids increase and are never reused."""
 
     id: int
     parent: int
     step: int
-    """Optimizer steps behind these weights."""
+    """The number of optimizer steps behind these weights."""
     digest: int
-    """See `delivery.digest`."""
+    """The digest of the weights; see `delivery.digest`."""
     policy: str = POLICY
-    """Whose weights they are: ids are a policy's own."""
+    """The policy that the weights belong to. Each policy counts its own ids."""

@@ -1,7 +1,8 @@
-"""The window of groups under way: who may start, which groups are the next batch. No I/O, no clock, no waiting.
+"""The window: the groups that are admitted and not yet trained. It decides which groups may start and which train next.
 
-Groups under way never exceed the slots (and the spare ones of oversampling), and no batch leaves with a token over the
-lag bound. `places` knows where every group is, `admission` has the arithmetic and its proofs.
+The window keeps two invariants: the groups in it never exceed the slots (plus the spare slots of oversampling), and no
+batch leaves with a token over the lag bound. It does no I/O, has no clock and never waits. `places` tracks where every
+group is; `admission` has the arithmetic and its proofs.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from headrace.types import POLICY, Group, Int32Array, without_republished
 
 OnStale = Literal["wait", "drop", "salvage"]
 RATE_MEMORY = 4
-"""The rate of filtered groups is measured over so many times the slots."""
+"""The rate of filtered groups is measured over the last `RATE_MEMORY` x capacity groups."""
 
 
 class Window:
-    """The state between admission and training. Group ids must increase; every other order is free."""
+    """The state between admission and training.
+
+    Groups must be admitted in the order of their ids; any other order is free.
+    """
 
     def __init__(
         self,
@@ -40,10 +44,10 @@ class Window:
         republished: Sequence[int] = (),
         policy: str = POLICY,
     ) -> None:
-        """With `versions`, nothing is admitted beyond what that many versions need.
+        """With `versions`, the window admits no more groups than that many versions need.
 
-        `republished` are ids that stand for weights with an older id (see `types.without_republished`), so far. All
-        groups and versions here are those of one `policy`.
+        `republished` holds the ids, so far, of weights that had an older id before (see `types.without_republished`).
+        All groups and versions of the window belong to one `policy`.
         """
         self.policy = policy
         self.groups = groups
@@ -59,28 +63,28 @@ class Window:
         self._anchored = depth != "unbounded"
         self._filter_rate = FilterRate(RATE_MEMORY * self.capacity)
         self.batches = 0
-        """Batches taken."""
+        """The number of batches taken."""
         self.proved = first_version
         """The version that all engines in use are known to hold."""
         self.republished = list(republished)
         self._shift = 0
-        """Ids that were given to weights again since the first version."""
+        """The number of ids that went to republished weights since the first version."""
         self._wanted = None if versions is None else versions * self.size
         self._places = GroupPlaces()
 
     @property
     def in_flight(self) -> int:
-        """Groups that are being generated or scored."""
+        """The number of groups that are being generated or scored."""
         return self._places.in_flight
 
     @property
     def ready(self) -> int:
-        """Complete groups that no batch has taken."""
+        """The number of complete groups that no batch has taken."""
         return len(self._places.ready)
 
     @property
     def occupied(self) -> int:
-        """Slots in use."""
+        """The number of slots in use."""
         return self._places.occupied
 
     @property
@@ -89,27 +93,28 @@ class Window:
         return self.version_of(self.batches)
 
     def version_of(self, batch: int) -> int:
-        """The version that this batch, counted from 0, trains."""
+        """Return the version that this batch, counted from 0, trains."""
         return admission.version_of_batch(batch, self.first_version, self.publish_every) + self._shift
 
     def count(self, version: int) -> int:
-        """How many versions were trained since the first one, at this version."""
+        """Return the number of versions between the first version and this one, without republished ids."""
         return self._own(version) - self._own(self.first_version)
 
     def republish(self, batches: int) -> int:
-        """The next free id, for the version that so many batches made: its weights are published again.
+        """Return the next free id for the version that the first `batches` batches made.
 
-        Nothing newer may have been published.
+        The weights of that version are published again. Nothing newer may have been published.
         """
         self._shift += 1
         self.republished.append(self.version_of(batches))
         return self.republished[-1]
 
     def restore(self, groups: Iterable[tuple[int, int]], trained: Iterable[int]) -> list[int]:
-        """Take up (id, version at its admission) of groups that a previous process admitted, oldest first.
+        """Give slots to groups that a previous process admitted, as (group id, version at admission), oldest first.
 
-        `trained` are younger ones than the oldest of them that it has trained. Returns the ids that have no place,
-        which happens only where the configuration gives fewer slots than it did.
+        `trained` holds the groups that the previous process has trained and that are younger than the oldest of
+        `groups`. Return the ids of the groups that got no slot. This happens only if the configuration now gives fewer
+        slots than before.
         """
         refused = []
         for group_id, version in groups:
@@ -122,10 +127,11 @@ class Window:
 
     @property
     def free(self) -> int:
-        """Slots that may be charged now.
+        """The number of groups that may be admitted now.
 
-        At most W - 1 groups overtake the oldest unconsumed one: a batch that leaves it behind finds more than `groups`
-        unconsumed, so the last admission before it was not one into a full window, and at most W groups stood in it.
+        At most W - 1 groups overtake the oldest unconsumed group. Proof: a batch that leaves the oldest group behind
+        finds more than `groups` unconsumed groups. So the last admission before that batch did not use the exception
+        for a full window (see `admission.admissible`), and at most W groups stood in the window then.
         """
         unconsumed = len(self._places.unconsumed)
         return admission.admissible(
@@ -142,15 +148,15 @@ class Window:
 
     @property
     def filtered_rate(self) -> float:
-        """The share of the latest groups that was filtered."""
+        """The share of filtered groups among the latest groups."""
         return self._filter_rate.value
 
     def may_admit(self) -> bool:
-        """Whether one more group may start."""
+        """Return whether one more group may start."""
         return self.free > 0
 
     def admit(self, group_id: int, version: int) -> None:
-        """Charge a slot for a group whose tokens will be of `version`, proved on its engine, or newer."""
+        """Charge a slot for a group. All its tokens will be of `version`, which its engine has proved, or newer."""
         if not self.may_admit():
             raise HeadraceError(f"group {group_id} was admitted without a free slot: {self.explain()}")
         if not self.proved <= version <= self.trained_version:
@@ -161,33 +167,34 @@ class Window:
         self._places.enter(group_id, self.proved, "admitted")
 
     def complete(self, group: Group) -> None:
-        """All rollouts of this group have ended and are scored."""
+        """Mark a group as ready: all its rollouts have ended and are scored."""
         if group.policy != self.policy:
             raise HeadraceError(f"group {group.id} trains {group.policy!r}, and this is the window of {self.policy!r}")
         self._places.complete(group)
 
     def drop(self, group_id: int) -> None:
-        """This group will not be trained, by our decision: its slot is free."""
+        """Remove a group that Headrace decided not to train, and free its slot."""
         self._places.leave(group_id, "dropped")
 
     def fail(self, group_id: int) -> None:
-        """This group cannot be trained: its slot is free."""
+        """Remove a group that cannot be trained, and free its slot."""
         self._places.leave(group_id, "failed")
 
     def filter(self, group_id: int) -> None:
-        """This group is of no use for training, and another one may take its place."""
+        """Remove a group that is of no use for training. Another group may take its slot."""
         self._places.leave(group_id, "filtered")
         self._filter_rate.filtered(group_id)
 
     def late(self, version: int) -> bool:
-        """Whether a group with a trained token of this version can no longer make `max_lag`."""
+        """Return whether a trained token of this version would be over `max_lag` in the next batch."""
         return admission.late(self._own(version), self._own(self.trained_version), self.max_lag)
 
     def stale(self) -> list[Group]:
-        """Ready groups that hold a token over `max_lag`; drop them before the next `take`.
+        """Return the ready groups that hold a token over `max_lag`. The caller drops them before the next `take`.
 
-        Under `on_stale = "salvage"` such tokens are masked, and only groups without any other are given here. Waiting
-        prevents all of it for every group that this window admitted with tokens no older than its admission.
+        With `on_stale = "salvage"`, this method masks the tokens that are too old, and returns only the groups that
+        have no other trained tokens. With `on_stale = "wait"`, a group that this window admitted never becomes stale,
+        provided that its tokens are no older than its admission.
         """
         found = []
         for group in self.ready_groups():
@@ -203,7 +210,10 @@ class Window:
         return found
 
     def surplus(self) -> list[int]:
-        """Groups without a seat that can get none any more, because nobody older can leave: drop or cancel them."""
+        """Return the groups without a seat that can no longer get one. The caller drops or cancels these groups.
+
+        Such a group gets no seat because all older groups with a seat are complete, so none of them can leave.
+        """
         found: list[int] = []
         if self.spares:
             for group_id, has_seat in self._seats():
@@ -214,15 +224,18 @@ class Window:
         return found
 
     def batch_ready(self) -> bool:
-        """Whether `take` would give a batch now."""
+        """Return whether `take` would return a batch now."""
         return self._next_batch() is not None
 
     def ready_groups(self) -> list[Group]:
-        """Complete groups that no batch has taken, oldest first."""
+        """Return the complete groups that no batch has taken, oldest first."""
         return [group for _, group in sorted(self._places.ready.items())]
 
     def take(self) -> list[Group] | None:
-        """The next batch, oldest ready groups first, or None if it has to wait. Checks the lag of every token."""
+        """Take the next batch, oldest ready groups first. Return None if the batch has to wait.
+
+        The lag of every token is checked here.
+        """
         ids = self._next_batch()
         if ids is None:
             return None
@@ -235,7 +248,7 @@ class Window:
         return self._places.consume(ids, version)
 
     def release(self, version: int) -> None:
-        """The engines have proved `version`: free the slots of all groups that it was trained on."""
+        """Record that the engines have proved `version`, and free the slots of all groups that it was trained on."""
         if not self.proved <= version <= self.trained_version:
             raise HeadraceError(
                 f"version {version} was proved after {self.proved}, while {self.trained_version} is in training"
@@ -248,10 +261,10 @@ class Window:
         return None if self._hindrance(ids) else ids
 
     def _hindrance(self, ids: list[int]) -> str:
-        """Why the oldest groups that may be trained are not the next batch; empty if they are."""
+        """Return why the oldest trainable groups may not be the next batch; empty if they may."""
         if len(ids) < self.groups:
             return "they are too few"
-        # Synchronous runs are reproducible: which groups share a batch must not depend on who finished first.
+        # Synchronous runs are reproducible: which groups share a batch must not depend on which group finished first.
         if self.depth == 0 and ids != list(self._places.unconsumed)[: self.groups]:
             return "depth 0 trains in order"
         if self._would_be_late(ids):
@@ -259,12 +272,15 @@ class Window:
         return "it is overtaken too far already" if self._would_overtake_too_far(ids) else ""
 
     def _eligible(self) -> list[int]:
-        """Ready groups that may be trained, oldest first: none that is younger than one without a seat."""
+        """Return the ready groups that may be trained, oldest first, up to the first group without a seat."""
         end = next((group_id for group_id, has_seat in self._seats() if not has_seat), None)
         return [group_id for group_id in sorted(self._places.ready) if end is None or group_id < end]
 
     def _seats(self) -> Iterator[tuple[int, bool]]:
-        """Unconsumed groups, oldest first, and whether they have a seat once those before them without one are gone."""
+        """Yield the unconsumed groups, oldest first, and whether each has a seat.
+
+        Older groups without a seat do not count: they will be gone.
+        """
         if not self.spares:
             yield from ((group_id, True) for group_id in self._places.unconsumed)
             return
@@ -277,7 +293,10 @@ class Window:
             yield group_id, has_seat
 
     def _would_overtake_too_far(self, ids: list[int]) -> bool:
-        """With spares more than W groups may stand from the oldest on; only the first W of them may leave it behind."""
+        """Return whether this batch would let a group overtake the oldest one from beyond the first W groups.
+
+        With spares, more than W groups may stand in the window; only the first W may leave the oldest group behind.
+        """
         unconsumed, overtakers = self._places.unconsumed, self._places.overtakers
         if not self.spares or not self._anchored or next(iter(unconsumed)) == ids[0]:
             return False
@@ -298,17 +317,17 @@ class Window:
         return int(without_republished(version, self.republished))
 
     def _needed(self) -> int | None:
-        """How many groups more than the unconsumed ones are of any use."""
+        """Return how many groups are needed in addition to the unconsumed ones; None without a limit."""
         if self._wanted is None:
             return None
         return self._wanted - self.batches * self.groups - len(self._places.unconsumed)
 
     def explain(self) -> str:
-        """One line: what the next admission and the next batch wait for."""
+        """Say in one line what the next admission and the next batch wait for."""
         return f"{self.explain_admission()}; {self.explain_batch()}"
 
     def explain_admission(self) -> str:
-        """What the next admission waits for."""
+        """Say what the next admission waits for."""
         places = self._places
         if free := self.free:
             return f"{free} of {self.capacity} slots may be charged"
@@ -327,7 +346,7 @@ class Window:
         )
 
     def explain_batch(self) -> str:
-        """What the next batch waits for."""
+        """Say what the next batch waits for."""
         if self._next_batch() is not None:
             return f"a batch for version {self.trained_version} is ready"
         oldest = self._places.oldest_unfinished()

@@ -1,21 +1,22 @@
-"""The controller: it closes the loop, and does nothing that takes time itself.
+"""The controller runs the loops that connect generation, training and delivery. It does no slow work itself.
 
     source ─▶ ADMIT ─▶ groups ─▶ engines ─▶ scoring ─▶ window ─▶ TRAIN ─▶ trainer
                  ▲                  ▲                               │
                  └── slots freed ── DELIVER ◀── published version ──┘
 
     loop      waits for                                   is woken by
-    SERVE     an event                                    workers, group tasks, supervision; see `events`
-    ADMIT     a free slot of the window                   DELIVER (a version is proved), a group that failed
-    (group)   its episodes: tokens, scores                engines and scorers; one task per group
-    TRAIN     a batch in the window, a free place at the  a group that completes, a step that ends
-              trainer (it holds at most two batches)
+    SERVE     an event                                    workers, group tasks, supervision (see `events`)
+    ADMIT     a free slot in the window                   DELIVER (a version is proved), a group that failed
+    (group)   tokens and scores of its episodes           engines and scorers; there is one task per group
+    TRAIN     a batch in the window, and room at the      a group that completes, a step that ends
+              trainer, which holds at most two batches
     DELIVER   a published version; engines that prove it  `Published`, `VersionProved`; a loop per engine (`deliveries`)
-    SAVE      a fifth of a second                         time: new tokens are journalled (`partials`)
-    EVALUATE  (a task now and then) held-out answers      DELIVER, every `[evaluate] every` versions (`evaluations`)
+    SAVE      0.2 seconds                                 the clock; new tokens are journalled (`partials`)
+    EVALUATE  answers to held-out prompts                 DELIVER, every `[evaluate] every` versions (`evaluations`);
+                                                          a task, not a loop
 
-Every wait is in the book of `waits`; when nothing moves for `[pipeline] stall_seconds`, the watch loop ends the run
-with a line that says who waits for whom. What happens when a process dies is told in `recovery`.
+Every wait is registered in `waits`. If nothing makes progress for `[pipeline] stall_seconds`, the watch loop ends the
+run with a line that says who waits for whom. `recovery` describes what happens when a process dies.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ from headrace.training.messages import Published, Saved
 from headrace.types import NO_VERSION, Group
 
 BATCHES_AT_TRAINER = 2
-"""One in training and one at hand, so that the trainer never waits for a message."""
+"""One batch in training and one queued, so that the trainer never waits for a message."""
 
 
 class Controller:
-    """Drives one run from its first version to its last."""
+    """The controller of one run, which drives it from its first version to its last."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -61,7 +62,7 @@ class Controller:
         self.events = parts.events
         self.versions = Versions()
         self.watch = EngineWatch()
-        """When each engine last sent something."""
+        """Knows when each engine last sent something."""
         self.episodes = Episodes(parts)
         self.attempts = Attempts(parts.source, parts.window, parts.recorder, parts.config.buffer.filter)
         self.partials = Partials(self.attempts, parts.recorder)
@@ -90,12 +91,12 @@ class Controller:
 
     @property
     def proved(self) -> int:
-        """The version under which groups begin."""
+        """The newest version that was declared proved. New groups begin under this version."""
         return self.versions.proved
 
     @property
     def stopping(self) -> bool:
-        """Set by Ctrl-C: nothing new begins, what is in training is finished."""
+        """Whether Ctrl-C was pressed: nothing new begins, and batches in training are finished."""
         return self.parts.stopping.is_set()
 
     @property
@@ -106,9 +107,9 @@ class Controller:
     # ---- the phases of a run
 
     async def begin(self) -> None:
-        """Warm start (unless a checkpoint is ahead of it), publish the first version, evaluate it.
+        """Make the warm start (if there is no checkpoint), then publish and evaluate the first version.
 
-        In a run that goes on, what was trained after the checkpoint is trained again first, from the journal.
+        A resumed run first trains again, from the journal, the steps that were trained after its checkpoint.
         """
         if not self.parts.checkpoint.found:
             await warm_start(self.parts, self.steps)
@@ -122,7 +123,7 @@ class Controller:
         await self.evaluations.evaluate("before", self.proved)
 
     async def train(self) -> None:
-        """Run the loops until the last version is proved, or until `stop` was called."""
+        """Run the loops until the last version is proved, or until `stop` is called."""
         if self.stopping:
             return
         self.recorder.phase = "training"
@@ -149,7 +150,7 @@ class Controller:
             self.waits.moved()
 
     def stop(self) -> None:
-        """Begin no more groups; end the run in good order after what is in training."""
+        """Stop admitting groups, and end the run in order after the batches in training."""
         self.parts.stopping.set()
         self.attempts.close(INTERRUPTED)
         self.waits.ring()
@@ -157,7 +158,10 @@ class Controller:
     # ---- SERVE
 
     async def serve(self) -> None:
-        """Take events in their order, and bring versions to engines, until cancelled. The other loops need it."""
+        """Handle events in their order and deliver versions to engines, until cancelled.
+
+        All other loops depend on this loop.
+        """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.deliveries.run(), name="deliver to engines")
             while True:
@@ -202,7 +206,7 @@ class Controller:
     # ---- ADMIT
 
     async def admit_loop(self, tasks: asyncio.TaskGroup) -> None:
-        """Go on with the groups of a previous process, then start groups while the window has slots for them."""
+        """Continue the groups of a previous process, then start new groups while the window has free slots."""
         await self._start(self.recovery.resume_groups(self.attempts, self.episodes, self.partials), tasks)
         while not self._admitted_all():
             await self.waits.until("admit", self._explain_admission, self._may_admit)
@@ -212,7 +216,7 @@ class Controller:
 
     async def _start(self, groups: list[tuple[Group, list[AnyEpisode]]], tasks: asyncio.TaskGroup) -> None:
         if self.synchronous:
-            # All first requests leave in one message: the engine's schedule follows from it alone.
+            # All first requests leave in one message, so that the engine's schedule depends on that message alone.
             for _, episodes in groups:
                 await prepare_group(episodes)
         for group, episodes in groups:
@@ -253,7 +257,7 @@ class Controller:
     # ---- TRAIN
 
     async def train_loop(self, tasks: asyncio.TaskGroup) -> None:
-        """Hand batches to the trainer, in order, as soon as both are there."""
+        """Send batches to the trainer, in order, as soon as a batch is ready and the trainer has room."""
         while self.window.batches < self.total_batches and not self.stopping:
             await self.waits.until("train", self._explain_training, self._may_train)
             groups = None if self.stopping else self.window.take()
@@ -261,7 +265,7 @@ class Controller:
                 continue
             self._at_trainer += 1
             tasks.create_task(self._train_batch(groups, self.window.batches), name="step")
-        # With oversampling there may be groups that no batch needs any more.
+        # With oversampling, some groups may be left that no batch needs.
         self.attempts.close(SURPLUS)
         self.attempts.drop_ready()
         await self.attempts.cancel_running()
@@ -287,7 +291,7 @@ class Controller:
         self.waits.moved()
 
     def _order(self, groups: list[Group], batches: int) -> StepRequest:
-        """What the trainer is asked for, made in the step's turn: the ids of versions are known only then."""
+        """Make the request for a step. This happens when the step's turn comes: version ids are known only then."""
         step, version = self.parts.first_step + batches, self.window.version_of(batches - 1)
         batch = make_batch(self.config, groups, step=step, version=version, republished=tuple(self.window.republished))
         made = version + 1 if batches % self.config.delivery.publish_every == 0 else None
@@ -296,7 +300,7 @@ class Controller:
     # ---- DELIVER
 
     async def deliver_loop(self, tasks: asyncio.TaskGroup) -> None:
-        """Bring every published version to the engines, and free the slots of what it was trained on."""
+        """Deliver every published version to the engines, then free the slots of the groups that it was trained on."""
         while self.proved < self.last_version and not self._delivered_all():
             if not await self._deliver_next():
                 return

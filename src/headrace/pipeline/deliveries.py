@@ -1,14 +1,16 @@
-"""Versions on their way to engines: each engine has a loop of its own and always takes the newest version.
+"""Delivers versions to engines. Each engine has its own loop, which always takes the newest version.
 
-An engine that is slow, away, in quarantine or refuses a version again and again holds nobody up. A version is declared,
-and groups begin under it, once all engines that are present have proved it, or once one has and the others had
-`patience` seconds. A version that is superseded is skipped. An engine that does not answer, or answers with an error
-instead of a proof, is ended: supervision starts it again without weights. A version's bytes are acknowledged when no
-engine fetches it any more, or when a newer one is declared: an engine that still fetches it then is refused, and takes
-the newer one.
+A slow, absent or quarantined engine, or one that keeps refusing a version, does not hold up the others. A version is
+declared, and groups begin under it, when all present engines have proved it, or when one engine has proved it and the
+others have had `patience` seconds. A superseded version is skipped. An engine that does not answer, or answers with an
+error instead of a proof, is killed; supervision restarts it without weights.
 
-    deliver(manifest) ─▶ newest ─▶ a loop per engine: load ─▶ Proved, an event ─▶ pool ─▶ declared
-                                     ▲ refused: all weights again                    └▶ acknowledged
+The trainer may free the bytes of a version when the version is acknowledged. That happens when no engine fetches the
+version any more, or when a newer version is declared. An engine that still fetches the old version then is refused and
+takes the newer one.
+
+    deliver(manifest) ─▶ newest ─▶ a loop per engine: load ─▶ VersionProved event ─▶ pool ─▶ declared
+                                     ▲ refused: send all weights again                    └▶ acknowledged
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from headrace.pipeline.waits import Waits
 from headrace.training.base import TrainerHandle
 
 ATTEMPTS = 3
-"""How often a version is brought to an engine that refuses it, before it is left to wait for the next."""
+"""How often a version is sent to an engine that refuses it. After that the engine waits for the next version."""
 
 
 class Notes(Protocol):
-    """Where lines for people go."""
+    """A place that shows lines to people."""
 
     def note(self, line: str) -> None:
         """Show a line."""
@@ -41,7 +43,7 @@ class Notes(Protocol):
 
 
 class Deliveries:
-    """Brings versions to the engines of a pool. `run` must run while versions are offered."""
+    """Delivers versions to the engines of a pool. `run` must be running while versions are published."""
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class Deliveries:
         together: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With `together`, a version is declared only when all engines that are present have proved it."""
+        """With `together`, a version is declared only when all present engines have proved it, without a time limit."""
         self._pool = pool
         self._trainer = trainer
         self._versions = versions
@@ -71,18 +73,21 @@ class Deliveries:
         self._clock = clock
         self._turn = asyncio.Semaphore(1 if rolling else len(pool.engines))
         self._first_proof: dict[int, float] = {}
-        """Version -> when the first engine proved it."""
+        """Maps a version to the time at which the first engine proved it."""
         self._answered: dict[str, Proof] = {}
-        """Engine -> the last proof of it that was taken note of."""
+        """Maps an engine to the last of its proofs that the controller has handled."""
 
     async def run(self) -> None:
-        """The loops of all engines, until cancelled."""
+        """Run the loops of all engines until cancelled."""
         async with asyncio.TaskGroup() as loops:
             for engine in self._pool.engines:
                 loops.create_task(self._engine_loop(engine), name=f"deliver to {engine.name}")
 
     async def deliver(self, manifest: Manifest) -> bool:
-        """Wait until this version, which was sent, is declared; False if it became void before."""
+        """Wait until enough engines have proved this version, then declare it. The version must have been sent before.
+
+        Return False if the version became void first.
+        """
         self._waits.ring()
         await self._waits.until(
             "deliver",
@@ -98,7 +103,10 @@ class Deliveries:
         return True
 
     def proved(self, proof: Proof) -> None:
-        """An engine has answered a delivery; called by the owner of events."""
+        """Record an engine's answer to a delivery.
+
+        Only the handler of events, `Controller.serve`, calls this method.
+        """
         self._pool.loaded(proof)
         if proof.accepted:
             self._first_proof.setdefault(proof.version, self._clock())
@@ -143,7 +151,7 @@ class Deliveries:
         self._give_up(engine, manifest.version, proof.reason)
 
     async def _load(self, engine: Engine, manifest: Manifest) -> Proof:
-        """The engine's answer, once the owner of events has taken note of it."""
+        """Load the version on the engine. Return the engine's answer after the controller has handled it."""
         proof = await engine.load(manifest)
         self._events.put(VersionProved(proof))
         await self._waits.until(
@@ -153,12 +161,12 @@ class Deliveries:
 
     async def _resend(self, manifest: Manifest) -> Manifest:
         if self._versions.orphaned(manifest.version):
-            # A trainer that has come back meanwhile never had this version, whatever it would answer.
+            # A trainer that restarted meanwhile never had this version, so its answer would be wrong.
             raise PeerDied(self._trainer.name, "it went after it had published this version")
         return await self._trainer.resend(manifest)
 
     def _lose(self, engine: Engine, error: ChannelError) -> None:
-        # Supervision knows how a process ended, and says so; until then the engine is given nothing.
+        # Supervision will report how the process ended. Until then the engine gets no request and no version.
         if self._pool.away(engine.name):
             return
         self._pool.lose(engine.name, str(error))
@@ -167,7 +175,10 @@ class Deliveries:
             self._processes.kill(engine.name)
 
     def _give_up(self, engine: Engine, version: int, reason: str) -> None:
-        """This engine waits for the next version; where no engine takes this one, there will be none."""
+        """Leave this engine to wait for the next version.
+
+        Raise `DeliveryError` if no present engine accepts this version.
+        """
         self._pool.refuse(engine.name, version)
         if all(self._pool.refused(other.name) == version for other in self._pool.present):
             raise DeliveryError(f"version {version} was refused {ATTEMPTS} times ({engine.name}: {reason})")
@@ -189,6 +200,6 @@ class Deliveries:
         return "; ".join(parts + [f"{', '.join(away)} to come back"] * bool(away)) or f"version {version}"
 
     async def _acknowledge(self) -> None:
-        """Tell the trainer which bytes nobody fetches any more."""
+        """Tell the trainer which versions no engine fetches any more, so that it can free their bytes."""
         for version in self._versions.release(self._pool.floor, still_wanted=self._still_wanted()):
             await self._trainer.acknowledge(version)

@@ -1,11 +1,12 @@
-"""The life of every version of one policy. Only this object knows where a version stands.
+"""The state of every version of one policy. Only this module knows the state of a version.
 
     published ──▶ sent ──▶ proved         groups begin under it
-        │          ├─────▶ stranded       refused, and the trainer that could send it again is gone
-        └──────────┴─────▶ void           its trainer came back without it: nobody can fetch it any more
+        │          ├─────▶ stranded       an engine refused it, and the trainer that could send it again is gone
+        └──────────┴─────▶ void           its trainer restarted without it: no engine can fetch it any more
 
-A version whose trainer has died is orphaned: engines may fetch its bytes while they last, but nobody can send it again.
-A trainer that comes back publishes the same weights under the next free id (`Window.republish`), never the old one.
+A version is orphaned when its trainer has died. Engines may fetch its bytes while these last, but nothing can send the
+version again. A restarted trainer publishes the same weights under the next free id (`Window.republish`), never under
+the old id.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from headrace.types import NO_VERSION
 
 
 class Versions:
-    """Where each version stands. No I/O and no waiting: others ask, and tell what happened."""
+    """The states of all versions. This class does no I/O and never waits.
+
+    Callers report what happened and ask for states.
+    """
 
     def __init__(self) -> None:
         self.asked = False
@@ -27,7 +31,7 @@ class Versions:
         self.announced = NO_VERSION
         """The newest version that a trainer has published."""
         self.newest: Manifest | None = None
-        """The newest version that was sent: the one that engines are brought."""
+        """The newest version that was sent. Deliveries bring this version to the engines."""
         self.proved = NO_VERSION
         """The newest version that was declared: engines hold it, and groups begin under it."""
         self._published: deque[Manifest] = deque()
@@ -35,14 +39,14 @@ class Versions:
         self._void = NO_VERSION
         self._stranded = NO_VERSION
         self._fetching: dict[str, int] = {}
-        """Engine -> the version that it is fetching."""
+        """Maps an engine to the version that it is fetching."""
         self._held: set[int] = set()
-        """Versions whose bytes the trainer keeps, until they are acknowledged."""
+        """The versions whose bytes the trainer keeps until they are acknowledged."""
 
     # ---- published
 
     def published(self, manifest: Manifest) -> None:
-        """The trainer offers a version."""
+        """Record that the trainer has published a version."""
         self.announced = max(self.announced, manifest.version)
         self._published.append(manifest)
 
@@ -54,22 +58,22 @@ class Versions:
     # ---- sent
 
     def next(self) -> Manifest:
-        """The oldest published version: it is sent from now on."""
+        """Take the oldest published version that was not sent, and mark it as sent."""
         return self.send(self._published.popleft())
 
     def send(self, manifest: Manifest) -> Manifest:
-        """Bring this version to every engine that is behind it."""
+        """Mark this version as sent, so that every engine with an older version fetches it."""
         self.newest = manifest
         self._held.add(manifest.version)
         return manifest
 
     def sent_again(self, manifest: Manifest) -> None:
-        """The trainer has made all bytes of a version ready once more."""
+        """Record that the trainer has made all bytes of a version available once more."""
         self._held.add(manifest.version)
 
     @contextmanager
     def fetched_by(self, engine: str, version: int) -> Iterator[None]:
-        """While an engine fetches a version, its bytes are kept."""
+        """Keep the bytes of this version while the engine fetches it."""
         self._fetching[engine] = version
         try:
             yield
@@ -77,24 +81,24 @@ class Versions:
             del self._fetching[engine]
 
     def superseded(self, version: int) -> bool:
-        """Whether a newer version is sent."""
+        """Return whether a newer version was sent."""
         return self.newest is not None and self.newest.version > version
 
     # ---- proved
 
     def declare(self, version: int) -> None:
-        """Enough engines have proved this version."""
+        """Record that enough engines have proved this version."""
         self.proved = version
 
     def release(self, declared: int, *, still_wanted: bool) -> list[int]:
-        """The versions whose bytes nobody fetches any more, oldest first; the trainer may use their place again.
+        """Return the versions whose bytes no engine needs any more, oldest first. The trainer may reuse their memory.
 
-        `still_wanted` says whether an engine that is present has yet to fetch the newest version.
+        `still_wanted` says whether a present engine has yet to fetch the newest version.
         """
         if self.newest is None:
             return []
         wanted = {version for version in self._fetching.values() if version >= declared}
-        # A version that is not declared is kept for engines that are away too: they may be all there are.
+        # An undeclared version is also kept for engines that are away: there may be no others.
         if self.newest.version > declared or still_wanted:
             wanted.add(self.newest.version)
         done, self._held = self._held - wanted, self._held & wanted
@@ -103,29 +107,29 @@ class Versions:
     # ---- orphaned, stranded, void
 
     def orphan(self) -> None:
-        """The trainer is gone: nobody can send again what was published so far."""
+        """Record that the trainer is gone: nothing can send the versions published so far again."""
         self._orphaned = self.announced
 
     def orphaned(self, version: int) -> bool:
-        """Whether the trainer that published this version is gone."""
+        """Return whether the trainer that published this version is gone."""
         return version <= self._orphaned
 
     def strand(self, version: int) -> None:
-        """An engine refused this version, and nobody can send it again: engines wait for the next one."""
+        """Record that an engine refused this version and nothing can send it again: engines wait for the next one."""
         self._stranded = version
 
     def void_before(self, version: int) -> None:
-        """Nobody can fetch what is older than this version: its bytes went with the trainer that published it."""
+        """Mark all versions older than this one as void: their bytes went with the trainer that published them."""
         self._void = version
         self._published = deque(one for one in self._published if one.version >= version)
         self._held = {one for one in self._held if one >= version}
 
     def void(self, version: int) -> bool:
-        """Whether nobody can fetch this version any more."""
+        """Return whether no engine can fetch this version any more."""
         return version < self._void
 
     def fetchable(self) -> int:
-        """The version that engines are to fetch now; `NO_VERSION` if there is none."""
+        """Return the version that engines should fetch now; `NO_VERSION` if there is none."""
         if self.newest is None or self.newest.version <= self._stranded or self.void(self.newest.version):
             return NO_VERSION
         return self.newest.version
