@@ -1,4 +1,5 @@
-"""New weights reach the engines, with proof: `base` (nouns), `plan`, `digest`, `publisher`, `receiver`, `transports`.
+"""Delivery brings new weights from the trainer to the engines and proves that they arrived.
 
-Nothing is imported here: the controller reads manifests and sweeps segments without loading torch.
+Start with `base` (the nouns), then `publisher` (the trainer's end), `receiver` (an engine's end) and `transports`.
+This package imports nothing here, because the controller reads manifests and sweeps segments without loading torch.
 """

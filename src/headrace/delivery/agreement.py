@@ -1,6 +1,6 @@
-"""Whether a manifest is for this engine: its names, shapes and dtypes, what it builds on, what a cast would lose.
+"""Checks that a manifest fits this engine: names, shapes and dtypes, the base weights, and casts without loss.
 
-Nothing here touches a weight: what does not fit is refused with a `DeliveryError` that says what.
+These functions never change a weight. If something does not fit, they raise a `DeliveryError` that names it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from headrace.errors import DeliveryError, WrongBase
 
 
 def agreed_plan(manifest: Manifest, live: Mapping[str, torch.Tensor], known: PackingPlan | None) -> PackingPlan:
-    """The plan that follows from the live names and shapes, if it is the manifest's too; `known` is the last one."""
+    """Return the plan that follows from the live names and shapes; raise `DeliveryError` unless the manifest has it.
+
+    `known` is the plan of the previous version. It is returned at once if the manifest still has the same plan.
+    """
     if known and known.digest == manifest.plan_digest and known.entries == tuple(manifest.entries):
         return known
     entries = {entry.name: entry for entry in manifest.entries}
@@ -36,9 +39,10 @@ def agreed_plan(manifest: Manifest, live: Mapping[str, torch.Tensor], known: Pac
 
 
 def check_base(manifest: Manifest, *, proved: int, quarantined: bool, base_digest: int | None) -> None:
-    """What does not carry all weights must be for those that are here.
+    """Raise unless a delta or an adapter was made for the weights that this engine has.
 
-    `base_digest` is that of the weights under an adapter, on an engine that takes adapters.
+    `base_digest` is the digest of the weights under the adapter, on an engine that takes adapters, and None on others.
+    A delta for another version raises `WrongBase`; everything else raises a plain `DeliveryError`.
     """
     version = manifest.version
     if (manifest.kind == "adapter") != (base_digest is not None):
@@ -55,12 +59,12 @@ def check_base(manifest: Manifest, *, proved: int, quarantined: bool, base_diges
 
 
 def check_casts(weights: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> None:
-    """Live tensors of another dtype are fine only where the cast loses nothing."""
+    """Raise `DeliveryError` if the cast of a published tensor to the live tensor's dtype would lose precision."""
     for name, tensor in weights.items():
         target = live[name].dtype
         if target != tensor.dtype:
             back = tensor.to(target).to(tensor.dtype)
-            # As bytes: a NaN is equal to itself, and the two zeros differ.
+            # Compared as bytes, so that a NaN equals itself and the two zeros differ.
             if not torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
                 raise DeliveryError(
                     f"{name} is published as {dtype_name(tensor.dtype)} and loses precision as the engine's"

@@ -1,7 +1,7 @@
-"""What travels with weights: a manifest that says exactly what was published, and a proof that it arrived.
+"""The messages of delivery: a manifest says exactly what was published, and a proof says whether it arrived.
 
 Delivery knows neither trainers nor engines: it takes `(canonical name, tensor)` pairs on one side and gives them back
-on the other. No torch here: the controller passes manifests on and never sees a weight.
+on the other. This module does not import torch: the controller passes manifests on and never sees a weight.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import msgspec
 from headrace.types import NO_VERSION, POLICY, Float32Array, Int32Array
 
 Kind = Literal["full", "delta", "adapter"]
-"""All weights; only what changed since another version; the tensors of a LoRA adapter, whose base is never sent."""
+"""What a version carries. `full`: all weights. `delta`: only the words that changed since another version. `adapter`:
+the tensors of a LoRA adapter; the base weights are never sent."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,15 +34,15 @@ class Canary(msgspec.Struct, kw_only=True):
     token_ids: Int32Array
     logprobs: Float32Array
     tolerance: float | None = None
-    """Largest difference that is no mistake; None: each engine finds its own, see `delivery.canary`."""
+    """The largest accepted error; None: each engine calibrates its own tolerance, see `delivery.canary`."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank of a sharded trainer published: a region of some tensors."""
+    """The part of a version that one rank of a sharded trainer published: one region of each of some tensors."""
 
     location: str
     entries: list[Entry]
-    """Their shapes are those of the regions."""
+    """The regions as tensors: each entry has the shape of its region, not of the whole tensor."""
     starts: list[tuple[int, ...]]
     """Where each region begins in its whole tensor."""
 
@@ -51,7 +52,7 @@ class Manifest(msgspec.Struct, kw_only=True):
 
     version: int
     policy: str = POLICY
-    """Whose weights these are; `version`, `parent` and `base` are its versions."""
+    """The policy that has these weights; `version`, `parent` and `base` are versions of this policy."""
     parent: int
     """The version these weights were trained from; -1 for the first."""
     step: int
@@ -59,21 +60,21 @@ class Manifest(msgspec.Struct, kw_only=True):
     location: str
     """Where the transport finds the bytes (for `shm`: the segment's path)."""
     entries: list[Entry]
-    """The weights as they are once they have arrived, whatever the kind."""
+    """The tensors that an engine has after the version has arrived, for every kind of manifest."""
     plan_digest: int
-    """Of the entries: both sides must have the same plan."""
+    """The digest of the entries. The trainer and the engine must have the same plan."""
     digest: int
-    """Of the weights, keyed by (canonical name, flat index); see `delivery.digest`."""
+    """The digest of the weights, keyed by (canonical name, flat index); see `delivery.digest`."""
     canary: Canary
     kind: Kind = "full"
     base: int = NO_VERSION
-    """delta: the version that it changes."""
+    """For a delta: the version that the delta changes."""
     base_digest: int = 0
-    """adapter: of the weights that it was trained on."""
+    """For an adapter: the digest of the base weights that the adapter was trained on."""
     payload: list[Entry] | None = None
-    """What lies at the location, where that is not the entries themselves."""
+    """The tensors at the location, if they differ from `entries`; None if they are the entries."""
     parts: list[Part] = []
-    """The places of a version that several ranks published; then `location` is empty and `entries` are the whole."""
+    """The parts of a version that several ranks published. Then `location` is empty and `entries` are whole tensors."""
 
 
 class Proof(msgspec.Struct, kw_only=True):
@@ -82,14 +83,15 @@ class Proof(msgspec.Struct, kw_only=True):
     engine: str
     version: int
     accepted: bool
-    """False: nothing was swapped (rejected while staged) or the live weights are wrong (`quarantined`)."""
+    """False if the version was rejected while staged, so nothing was swapped, or if the live weights are wrong
+    (`quarantined`)."""
     quarantined: bool = False
-    """The live weights do not match: the engine serves nothing until a later version is proved."""
+    """Whether the live weights do not match. The engine then serves nothing until a later version is proved."""
     reason: str = ""
     staged_digest: int = 0
     live_digest: int = 0
     canary_error: float = 0.0
-    """Largest absolute difference of the canary's log-probabilities."""
+    """The mean absolute difference of the canary's log-probabilities from the trainer's."""
     stage_seconds: float = 0.0
     swap_seconds: float = 0.0
-    """How long decoding stood still: the copy, the live digest and the canary; on a GPU the copy alone."""
+    """How long decoding was stopped: for the copy, the live digest and the canary; on a GPU only for the copy."""

@@ -1,6 +1,6 @@
-"""Work on host memory that the cores share: a trainer's next step waits for it, or an engine's next token.
+"""Short work on host memory is split into pieces that several threads share, because a trainer or an engine waits.
 
-Every piece is taken by exactly one thread, and all are done on return. No torch here.
+Exactly one thread takes each piece, and all pieces are done on return. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 MOST_THREADS = 4
-"""A few read and write as fast as the memory of most hosts allows; more would only take cores from others."""
+"""The most threads to use. A few threads reach the memory bandwidth of most hosts; more only take cores from others."""
 
 _Piece = TypeVar("_Piece")
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_here() -> int:
-    """How many threads share a moment of work in this process."""
+    """Return the number of threads that share a short piece of work in this process."""
     return min(MOST_THREADS, cores())
 
 
 def share(work: Callable[[Iterator[_Piece]], None], pieces: Sequence[_Piece], threads: int, name: str) -> None:
-    """Let so many threads, the caller's among them, work on the pieces; what one raises is raised here."""
-    # One iterator for all: a thread whose core is busy with other work takes fewer.
+    """Run `work` on the pieces in `threads` threads, one of them the caller's; an exception in any is raised here."""
+    # All threads share one iterator, so that a thread whose core is busy takes fewer pieces.
     shared = iter(pieces)
     if threads <= 1 or len(pieces) <= 1:
         work(shared)

@@ -1,8 +1,8 @@
-"""The trainer's end of delivery: a version is copied while the trainer waits, and proved ready while it goes on.
+"""The trainer's end of delivery: the trainer waits only while its weights are copied; the rest runs in the background.
 
-The manifest's digest is taken from the bytes that the engines will hold, not from the trainer's tensors, and it exists
-before anybody hears of the version. A version's place is not written again before `acknowledged`, and the newest
-version can be fetched until there is a newer one: by an engine that comes late too.
+The publisher takes the manifest's digest from the copy that the engines will fetch, not from the trainer's tensors, and
+takes it before the version is announced. The place of a version is not overwritten before the version is
+`acknowledged`. The newest version can be fetched until there is a newer one, so a late engine can fetch it too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from headrace.delivery.kernels.digest import DeviceDigest
 
 PAYLOAD = "delta"
-"""The name of the one tensor that a delta travels as."""
+"""A delta travels as one tensor of bytes; this is its name."""
 
 
 class Publisher:
@@ -51,32 +51,34 @@ class Publisher:
         deadline: float = 120.0,
         policy: str = POLICY,
     ) -> None:
-        """`send` is what travels: a delta becomes full where it would not be smaller. `base_digest` is an adapter's.
+        """Create a publisher of the weights of `policy`.
 
-        The weights are those of `policy`.
+        `send` is the kind of manifest. With `"delta"`, a version whose delta would not be smaller is sent in full.
+        `base_digest` is the digest of the weights under an adapter. No single wait is longer than `deadline` seconds.
         """
         self._sender = sender
         self._policy = policy
         self._dtype = dtype
         self._tolerance = tolerance
         self.canary_token_ids = np.asarray(canary_token_ids, np.int32)
-        """What is scored for every version."""
+        """The token ids that are scored for every version."""
         self._send: Kind = send
         self._base_digest = base_digest
         self._deadline = deadline
         self._publishing = threading.Lock()
         self._newest = NO_VERSION
-        # Snapshots of our own are there for latecomers as well: then no place need be.
+        # With deltas, late engines are served from our own snapshots, so no place is kept for them.
         self._places = HeldPlaces(sender, keep_newest=send != "delta")
         self._snapshots = Snapshots() if send == "delta" else None
         self._finishing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
-        # Apart: a delta waits until the version before it is acknowledged, which a version sent again may lead to.
+        # Resending needs its own thread. A delta waits in `_finishing` until the previous version is acknowledged,
+        # and an engine may acknowledge that version only after it was resent.
         self._resending = ThreadPoolExecutor(max_workers=1, thread_name_prefix="resend")
         self._stream: torch.cuda.Stream | None = None
         self._plan: tuple[Any, PackingPlan] | None = None
         self._on_gpu: dict[str, tuple[int, DeviceDigest]] = {}
         self.last_snapshot_seconds = 0.0
-        """How long the last cast and copy took, without the wait for a free place and the canary."""
+        """How long the last cast and copy took, not counting the wait for a free place and the canary."""
 
     def publish(
         self,
@@ -88,8 +90,9 @@ class Publisher:
     ) -> Future[Manifest]:
         """Snapshot the weights and score the canary now; the future resolves once the version can be fetched.
 
-        The caller may change its weights on return. `canary` gives the log-probabilities of tokens 1..n. Raises
-        `DeliveryError` when no place comes free before the deadline, and for what cannot be served.
+        The caller may change its weights after this returns. `canary` gives the log-probabilities of tokens 1..n.
+        Raises `DeliveryError` if no place becomes free before the deadline, or if the version cannot be published, for
+        example because it is not newer than the last one or its canary is not finite.
         """
         with self._publishing:
             if version <= self._newest:
@@ -127,20 +130,23 @@ class Publisher:
         return self._finishing.submit(self._finish, manifest, plan, on_gpu, digesting)
 
     def resend(self, manifest: Manifest) -> Future[Manifest]:
-        """The same version with all its weights, where they can be fetched now: a delta helps only who has its base.
+        """Offer the same version again with all its weights, for an engine that does not hold the delta's base.
 
-        It is acknowledged like any other.
+        The future resolves to a manifest that can be fetched. The version is acknowledged like any other.
         """
         return self._resending.submit(self._whole if self._snapshots else lambda same: same, manifest)
 
     def acknowledged(self, version: int) -> None:
-        """No engine reads this version any more: its place is free once there is a newer one. Idempotent."""
+        """Record that no engine reads this version any more. Idempotent.
+
+        The place of the version becomes free once there is a newer version.
+        """
         self._places.acknowledged(version)
         if self._snapshots:
             self._snapshots.acknowledged(version)
 
     def close(self) -> None:
-        """End what goes on and remove what the sender holds. Idempotent."""
+        """Finish or cancel the background work and close the sender. Idempotent."""
         if self._snapshots:
             self._snapshots.close()
         for pool in (self._finishing, self._resending):
@@ -157,8 +163,8 @@ class Publisher:
         return manifest
 
     def _planned(self, weights: Mapping[str, torch.Tensor]) -> PackingPlan:
-        """The plan of these weights, which are those of the version before, with other values."""
-        # As lists: tuples of them take three times as long to make and to compare, for hundreds of tensors.
+        """Return the plan of these weights; it is made again only if names, dtypes or shapes changed."""
+        # Lists, because tuples take three times as long to make and to compare for hundreds of tensors.
         tensors = weights.values()
         layout = list(weights), [tensor.dtype for tensor in tensors], [tensor.shape for tensor in tensors]
         if self._plan is None or self._plan[0] != layout:
@@ -166,9 +172,9 @@ class Publisher:
         return self._plan[1]
 
     def _digest_at_once(self, location: str, plan: PackingPlan, gpu: torch.device | None) -> torch.Tensor | None:
-        """Enqueue the digest right behind the copy, where it is prepared and the sender's copy is enqueued too.
+        """Enqueue the digest directly after the copy, if a digest is prepared and the sender enqueues its copy.
 
-        A GPU that is shared would else turn to another process between the two.
+        Otherwise a GPU that several processes share could switch to another process between the copy and the digest.
         """
         known = self._on_gpu.get(location)
         if not isinstance(self._sender, Enqueuing) or known is None or known[0] != plan.digest:
@@ -181,7 +187,7 @@ class Publisher:
         written = self._sender.snapshot(location, plan)
         if not all(tensor.is_cuda for tensor in written.values()):
             return digest(written.items())
-        # Late: only where there is a GPU is there a need for Triton. Prepared once for each of the few places.
+        # Imported here, because Triton is needed only with a GPU. One digest is prepared for each of the few places.
         from headrace.delivery.kernels.digest import DeviceDigest
 
         if digesting is None:
@@ -195,7 +201,7 @@ class Publisher:
         assert self._snapshots is not None
         new = self._packed(manifest.version)
         manifest.digest = digest(unpack(new, plan.entries).items())
-        # Engines go from version to version: this one changes what they hold when they have all taken the one before.
+        # Engines load one version after the other, so the delta must start from the version that all of them hold.
         base = self._snapshots.settled_before(manifest.version, self._deadline)
         held = self._snapshots.bytes_of(base) if base != NO_VERSION else None
         changes = encode(held, new, word_bytes_of(plan.entries)) if held is not None else None
@@ -224,11 +230,11 @@ class Publisher:
         return packed
 
     def _beside(self, gpu: torch.device | None) -> AbstractContextManager[Any]:
-        """A stream of our own: on the trainer's, a digest would stand behind the steps that are already enqueued."""
+        """Run on a separate stream: on the trainer's stream a digest would wait for training steps already enqueued."""
         if gpu is None:
             return nullcontext()
         if self._stream is None:
-            # Before the trainer's next kernels: engines hear of the version when this is done.
+            # High priority, ahead of the trainer's next kernels: the version is announced only after the digest.
             self._stream = torch.cuda.Stream(gpu, priority=-1)  # type: ignore[no-untyped-call]
         return torch.cuda.stream(self._stream)
 

@@ -1,9 +1,9 @@
-"""An engine's end of delivery: weights are proved before they touch the live ones, and again after.
+"""An engine's end of delivery: new weights are checked before they replace the live weights, and proved afterwards.
 
-`stage` works on memory of its own and leaves the live weights alone, whatever it finds. From the first byte that
-`install` writes until `prove` succeeds the receiver is in quarantine: no exception makes unproved weights a version.
+`stage` fetches into separate memory and never changes the live weights, even if it fails. The receiver is in quarantine
+from the first byte that `install` writes until `prove` succeeds, so no exception can make unproved weights a version.
 
-On a GPU only the copy stands in the way of decoding: `stage` has a stream of its own, and so has the live digest.
+On a GPU only the copy interrupts decoding: `stage` and the live digest run on their own streams.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from headrace.types import NO_VERSION, Float32Array
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """Weights that arrived whole and wait in the receiver's buffer for the next `install`."""
+    """Weights that arrived complete, have the right digest, and wait for `install`."""
 
     manifest: Manifest
     weights: Mapping[str, torch.Tensor]
     digest: int
     seconds: float
     fetch_seconds: float = 0.0
-    """Of these, until the bytes were here: the rest is their proof."""
+    """The part of `seconds` until all bytes had arrived; the rest was spent on checking them."""
     shared: bool = False
-    """They lie where the trainer wrote them, not in memory of the receiver's own."""
+    """Whether the weights are still in the trainer's memory, where it wrote them, and not in the receiver's own."""
 
 
 @dataclass(frozen=True, eq=False)
 class Installed:
-    """Weights that were copied over the live ones and wait for `prove`."""
+    """Weights that were copied over the live weights and wait for `prove`."""
 
     staged: Staged
     live: HostCheck | DeviceCheck
-    """What a digest finds in the live weights now."""
+    """The digest of the live weights after the copy."""
 
     def ready(self) -> bool:
-        """Whether `prove` need not wait for the live digest."""
+        """Return whether the live digest is done, so that `prove` does not wait for it."""
         return self.live.ready()
 
 
 class Receiver:
-    """Keeps the live tensors of one engine up to date; they keep their addresses.
+    """Updates the live tensors of one engine in place; the tensors keep their addresses.
 
-    `stage` may run in a thread of its own while the engine uses the live weights. `install`, `prove` and `swap` belong
-    to the thread that runs passes, between two of them; on a GPU they work on its current stream.
+    `stage` may run in a separate thread while the engine uses the live weights. `install`, `prove` and `swap` must be
+    called by the thread that runs forward passes, between two passes; on a GPU they use that thread's current stream.
     """
 
     def __init__(
@@ -70,11 +70,12 @@ class Receiver:
         installed: Callable[[], None] | None = None,
         base_digest: int | None = None,
     ) -> None:
-        """`keys` is the file with the keys of the run, for transports that encrypt.
+        """Create a receiver that updates `weights`, the live tensors of `engine`.
 
-        `installed` is called as soon as new weights are in place, on the same stream, before they are digested and
-        scored: there an engine brings up to date what it derives from them. `base_digest` is that of the weights under
-        an adapter, where `weights` are an adapter's: then nothing but an adapter to the same weights is taken.
+        `keys` is the file with the keys of the run, for transports that encrypt. `installed` is called as soon as new
+        weights are in place, on the same stream, before they are digested and scored; there an engine updates the
+        values that it derives from its weights. If `weights` are an adapter's, `base_digest` is the digest of the
+        weights under the adapter, and the receiver accepts only adapters to the same weights.
         """
         self._live = weights
         self._engine = engine
@@ -93,19 +94,19 @@ class Receiver:
 
     @property
     def version(self) -> int:
-        """The version that the live weights are proved to be; `NO_VERSION` before the first and in quarantine."""
+        """The version that the live weights were proved to be; `NO_VERSION` before the first and in quarantine."""
         return NO_VERSION if self._quarantined else self._proved
 
     @property
     def quarantined(self) -> bool:
-        """The live weights are not those of any proved version."""
+        """Whether new weights were installed and are not proved, so that the engine must not serve."""
         return self._quarantined
 
     def stage(self, manifest: Manifest, on_arrival: Callable[[], None] = lambda: None) -> Staged:
-        """Fetch and prove a version beside the live one. A version staged earlier and not swapped is gone then.
+        """Fetch a version beside the live weights and check its digest. A version staged earlier is discarded.
 
-        `on_arrival` is called when all of it is here, and only its digest is still to be taken. Raises `DeliveryError`
-        with the reason; the live weights and `version` are as before.
+        `on_arrival` is called when all bytes have arrived and only the digest is left to compute. Raises
+        `DeliveryError` with the reason if the version cannot be staged; the live weights and `version` do not change.
         """
         beside = self._gpu.staging() if self._gpu else nullcontext()
         with self._alone("stage", manifest.version), torch.no_grad(), beside:
@@ -128,9 +129,9 @@ class Receiver:
             return self._staged
 
     def install(self, staged: Staged) -> Installed:
-        """Copy the staged version over the live one, which no version vouches for until it is proved.
+        """Copy the staged version over the live weights. The receiver is in quarantine until `prove` succeeds.
 
-        On a GPU this returns before the copy ends: it is ordered on the current stream like any other work there.
+        On a GPU this method returns before the copy ends; the copy is enqueued on the current stream.
         """
         with self._alone("install", staged.manifest.version), torch.no_grad():
             return self._install(staged)
@@ -138,8 +139,8 @@ class Receiver:
     def prove(self, installed: Installed, logprobs: Float32Array) -> Proof:
         """Compare the live digest, and the canary's log-probabilities under the live weights, with the manifest's.
 
-        A proof that is not accepted leaves the receiver in quarantine until a version is proved, and so does a digest
-        that does not come in time, which raises `DeliveryError`.
+        If the proof is not accepted, the receiver stays in quarantine until a version is proved. The same holds if the
+        digest is not ready in time; then this raises `DeliveryError`.
         """
         staged = installed.staged
         version = staged.manifest.version
@@ -167,20 +168,20 @@ class Receiver:
         )
 
     def swap(self, staged: Staged, score: Score) -> Proof:
-        """Make the staged version the live one and prove it: `install` and `prove`, and no other delivery between.
+        """Make the staged version the live one and prove it: `install`, then `prove`, with no other delivery between.
 
-        `score` gives the log-probabilities of tokens 1..n under the live weights. A proof that is not accepted, and an
-        exception of `score`, leave the receiver in quarantine until a version is proved.
+        `score` gives the log-probabilities of tokens 1..n under the live weights. If the proof is not accepted or
+        `score` raises, the receiver stays in quarantine until a version is proved.
         """
         with self._alone("swap", staged.manifest.version), torch.no_grad():
             installed = self._install(staged)
-            # A copy: what came over a channel is read-only, which torch does not take without a warning.
+            # Copied, because arrays from a channel are read-only and torch warns about read-only arrays.
             return self.prove(installed, score(staged.manifest.canary.token_ids.copy()))
 
     def load(self, manifest: Manifest, score: Score) -> Proof:
-        """Stage, swap and prove a version at once, for an engine that makes no pass meanwhile.
+        """Stage, swap and prove a version in one call, for an engine that runs no forward pass meanwhile.
 
-        A version that cannot be staged is a proof that is not accepted; the live weights are as before then.
+        If the version cannot be staged, return a proof that is not accepted; the live weights do not change.
         """
         try:
             return self.swap(self.stage(manifest), score)
@@ -195,7 +196,7 @@ class Receiver:
         )
 
     def close(self) -> None:
-        """Let go of the transports and the buffer. Idempotent."""
+        """Close the transports and release the buffer. Idempotent."""
         self._staging.close()
         self._staged = self._installed = None
         if self._gpu:
@@ -211,7 +212,7 @@ class Receiver:
     def _install(self, staged: Staged) -> Installed:
         if staged is not self._staged:
             raise DeliveryError(f"version {staged.manifest.version} is no longer staged")
-        # Again: a newer version may have been proved since this one was staged, or its place used again.
+        # Checked again, because since staging a newer version may have been proved or the place overwritten.
         self._check_order(staged.manifest.version)
         if staged.shared:
             self._staging.verify(staged.manifest)
@@ -245,7 +246,7 @@ def _mismatch(staged: Staged, found: int, error: float, tolerance: float) -> str
 
 
 class _Exclusive:
-    """Holds a lock or refuses at once: a delivery never waits for another."""
+    """Holds a lock, or raises at once if the lock is taken: a delivery never waits for another delivery."""
 
     def __init__(self, lock: threading.Lock, refusal: str) -> None:
         self._lock = lock

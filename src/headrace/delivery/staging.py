@@ -1,7 +1,7 @@
-"""Where an engine's new weights come to lie before they are live: fetched, put together, and their digest compared.
+"""Staging fetches a version beside an engine's live weights, assembles it, and checks its digest.
 
-The live weights are read here, by a version that is a change to them, and never written. What was handed on by another
-engine and is wrong is fetched once more, from the trainer.
+Staging never writes to the live weights. It reads them only to apply a delta to a copy of them. If another engine
+relayed wrong bytes, the version is fetched once more from the trainer.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from headrace.errors import DeliveryError
 
 @dataclass(frozen=True, eq=False)
 class Arrived:
-    """Weights with the digest of their manifest."""
+    """Weights that arrived and whose digest is the manifest's."""
 
     weights: Mapping[str, torch.Tensor]
     shared: bool
-    """They lie where the trainer wrote them, not in memory of the receiver's own."""
+    """Whether the weights are still in the trainer's memory, where it wrote them, and not in the receiver's own."""
     fetched: float
-    """When all of them were here, by the monotonic clock."""
+    """When all bytes had arrived, by the monotonic clock."""
 
 
 class Staging:
-    """A receiver's sources, and the memory of its own that they fill. Used by one thread at a time."""
+    """The sources of one receiver, and the buffer that they fill. Used by one thread at a time."""
 
     def __init__(
         self, live: Mapping[str, torch.Tensor], device: torch.device, gpu: DeviceSide | None, keys: Path | None
@@ -51,31 +51,31 @@ class Staging:
         self._sources: dict[str, Source] = {}
         self._unpacked: tuple[int, dict[str, torch.Tensor]] | None = None
         self.buffer: torch.Tensor | None = None
-        """Where weights are that did not arrive on our device; made when it is first needed."""
+        """The receiver's own memory for weights that cannot stay where they arrived; allocated when first needed."""
 
     def fetch(self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]) -> Arrived:
-        """The weights of this version; `on_arrival` is called when only their digest is still to be taken."""
+        """Fetch this version and check its digest; `on_arrival` is called when only the digest is left to compute."""
         try:
             return self._digested(manifest, plan, on_arrival)
         except DeliveryError:
             opened = self._source(manifest.transport)
             if not isinstance(opened, Relaying) or not opened.relayed:
                 raise
-        # Another engine handed it on, and wrong: now it comes from the trainer.
+        # Another engine relayed the version and something was wrong, so this time it comes from the trainer.
         return self._digested(manifest, plan, on_arrival)
 
     def share(self, manifest: Manifest) -> None:
-        """Hand what arrived on to other engines, where the transport does."""
+        """Offer the version that arrived to other engines, if the transport relays."""
         opened = self._source(manifest.transport)
         if isinstance(opened, Relaying) and not manifest.parts:
             opened.share(manifest.location, manifest.version)
 
     def verify(self, manifest: Manifest) -> None:
-        """Raise unless what the trainer wrote for this version is still there."""
+        """Raise `DeliveryError` unless the location still holds this version."""
         self._source(manifest.transport).verify(manifest.location, manifest.version)
 
     def close(self) -> None:
-        """Let go of the transports and the buffer. Idempotent."""
+        """Close the transports and release the buffer. Idempotent."""
         for opened in self._sources.values():
             opened.close()
         self._sources.clear()
@@ -92,7 +92,7 @@ class Staging:
             on_arrival()
             take_digest = self._begin_digest(plan, weights, growing)
             if self._gpu:
-                # Meanwhile: the GPU takes the digest.
+                # Meanwhile the GPU computes the digest.
                 self._gpu.prepare_install(plan, self._live, weights)
             found = take_digest()
         if found != manifest.digest:
@@ -104,7 +104,7 @@ class Staging:
     def _begin_digest(
         self, plan: PackingPlan, weights: Mapping[str, torch.Tensor], growing: GrowingDigest
     ) -> Callable[[], int]:
-        """The digest of what has arrived, by whoever takes it soonest."""
+        """Start the digest of the weights in the fastest way available; the returned call waits for its value."""
         if self._gpu:
             return self._gpu.begin_digest(plan, weights)
         return growing.value if growing.begun else lambda: digest(weights.items())
@@ -125,11 +125,11 @@ class Staging:
     def _fetched(
         self, manifest: Manifest, plan: PackingPlan, growing: GrowingDigest
     ) -> tuple[dict[str, torch.Tensor], bool]:
-        """The weights where they can be copied from in one go, and whether that is the trainer's memory."""
+        """Return weights that can be copied from directly, and whether they are in the trainer's memory."""
         if manifest.parts:
             return self._composed(manifest, plan), False
         opened, published = self._opened(manifest, plan.entries, growing)
-        # A place is not written again before its version is acknowledged: what is on our device already stays there.
+        # A place is not overwritten before its version is acknowledged, so weights on our device need no copy.
         here = all_on(self._device, published)
         if here and self._gpu and isinstance(opened, PredictsPlaces):
             for place in opened.upcoming(plan.entries):
@@ -139,7 +139,7 @@ class Staging:
         return weights, here and not opened.private
 
     def _composed(self, manifest: Manifest, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """The weights put together from what the ranks of a trainer published."""
+        """Assemble the weights from the parts that the ranks of a trainer published."""
         weights = self._own(plan)
         wanted = {entry.name: whole(entry.shape) for entry in plan.entries}
         fetch_parts(self._source(manifest.transport), manifest, weights, wanted)
@@ -147,7 +147,7 @@ class Staging:
         return weights
 
     def _patched(self, manifest: Manifest, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """The live weights with what has changed in them."""
+        """Apply a delta to a copy of the live weights."""
         if not manifest.payload or len(manifest.payload) != 1:
             raise DeliveryError(f"version {manifest.version} is a change without its one payload")
         opened, published = self._opened(manifest, manifest.payload)
@@ -169,7 +169,7 @@ class Staging:
             self._gpu.finish_staging()
 
     def _own(self, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Memory of our own for all weights of this plan."""
+        """Return views of the receiver's own buffer for all weights of this plan."""
         buffer = self._room(plan)
         if self._unpacked is None or self._unpacked[0] != plan.digest:
             self._unpacked = plan.digest, unpack(buffer, plan.entries)

@@ -1,7 +1,7 @@
-"""How packed weights travel: `base` is the protocol, one file per transport.
+"""Transports carry packed weights: `base` is the protocol, and every transport has its own file.
 
-A name stands for the class `Transport` of the module of that name; a reference is the user's own class. No torch is
-loaded until a transport is made.
+A name means the class `Transport` in the module of that name. A reference (`module:attribute`) means a user's own
+class. Torch is not loaded until a transport is made.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ End = TypeVar("End")
 
 NAMES = ("shm", "file", "tcp", "cuda_ipc", "nccl")
 WITHOUT_GPU = ("shm", "file", "tcp", "nccl")
-"""Those that run on a host without a GPU; `nccl` broadcasts with gloo there."""
+"""The transports that run on a host without a GPU; there `nccl` broadcasts with gloo."""
 
 
 def find(name: str) -> Transport:
-    """The transport of this name or reference."""
+    """Make the transport of this name or reference."""
     if name not in NAMES and ":" not in name:
         raise DeliveryError(f"there is no transport {name!r}: one of {', '.join(NAMES)}")
     make = import_function(f"{__name__}.{name}:Transport" if name in NAMES else name)
@@ -34,7 +34,7 @@ def find(name: str) -> Transport:
 
 
 def _opened(name: str, open_end: Callable[[Transport], End]) -> End:
-    """An end of the transport of this name; what a transport of the user's raises meanwhile is one line."""
+    """Open one end of the transport of this name; an error in a user's own transport is reported in one line."""
     if name in NAMES:
         return open_end(find(name))
     made: End = call_factory(f"[delivery] transport: {name}", lambda: open_end(find(name)))
@@ -55,7 +55,7 @@ def sender(
     relays: bool = True,
     per_parameter: bool = False,
 ) -> Sender:
-    """The trainer's end of the transport of this name or reference; `SenderSettings` has the meaning of the rest."""
+    """Make the trainer's end of the transport of this name or reference; `SenderSettings` explains the arguments."""
     settings = SenderSettings(
         run_id=run_id,
         directory=directory,
@@ -74,6 +74,6 @@ def sender(
 
 
 def source(name: str, *, keys: Path | None = None, device: str = "cpu") -> Source:
-    """An engine's end of the transport of this name or reference; `SourceSettings` has the meaning of the rest."""
+    """Make an engine's end of the transport of this name or reference; `SourceSettings` explains the arguments."""
     settings = SourceSettings(keys=keys, device=device)
     return _opened(name, lambda transport: transport.source(settings))

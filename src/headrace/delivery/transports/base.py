@@ -1,8 +1,9 @@
 """The transport protocol: the trainer writes a version once, every engine reads it, nobody reads two versions mixed.
 
-A transport makes a `Sender` in the trainer and a `Source` in every engine. `tests/contract/test_transport.py` holds
-what every implementation must keep. `[delivery] transport = "mine.py:Mine"` names one of the user's own, the smallest
-of which is:
+A transport makes a `Sender` in the trainer and a `Source` in every engine. A *place* holds the bytes of one version at
+a time (a shared-memory segment, a file, a GPU buffer); its *location* is the string by which engines find the place.
+`tests/contract/test_transport.py` tests what every implementation must guarantee. A user's own transport is named by
+`[delivery] transport = "mine.py:Mine"`; the smallest one is:
 
     class Mine(Stored):
         def write(self, version, plan, weights):
@@ -14,8 +15,8 @@ of which is:
         def release(self, location):
             ...  # Nobody needs them any more.
 
-What others must know about a transport stands in its class as literals, because the controller reads them without
-importing the file: `headrace.config.declared.TransportFacts` says which.
+The class declares its properties (does it need a GPU, does it cross hosts) as literals, because the controller reads
+them without importing the file. `headrace.config.declared.TransportFacts` lists them.
 """
 
 from __future__ import annotations
@@ -37,49 +38,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SenderSettings:
-    """What a trainer's end may be told; a transport takes what concerns it."""
+    """The settings of the trainer's end. A transport uses only the settings that it needs."""
 
     run_id: str
-    """Marks what the transport leaves on the machine."""
+    """A name that marks everything the transport creates on the host."""
     directory: Path | str | None = None
-    """A folder of the run's own for files: a path, or a URL for fsspec. Every rank of a trainer has another one."""
+    """A folder for the files of this run: a path, or a URL for fsspec. Every rank of a trainer has its own folder."""
     keep: int = 2
-    """How many of the newest versions' files stay."""
+    """The number of newest versions whose files are kept."""
     owner: str = ""
-    """The run, as other hosts know it."""
+    """A name of the run that is unique across hosts."""
     bind: str = "127.0.0.1"
     """The address to listen on."""
     keys: Path | None = None
-    """The file with the keys of the run, which is there if the transport `uses_keys` and `bind` is not loopback."""
+    """The file with the keys of the run. It exists if the transport `uses_keys` and `bind` is not loopback."""
     device: str = "cpu"
-    """Where the trainer's weights are."""
+    """The device of the trainer's weights."""
     receivers: int = 1
-    """How many engines there are."""
+    """The number of engines."""
     relays: bool = True
-    """Whether engines may hand a version on to each other."""
+    """Whether engines may relay a version to each other."""
     per_parameter: bool = False
-    """Send tensor by tensor, not the packed bytes."""
+    """Whether to send tensor by tensor instead of the packed bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSettings:
-    """What an engine's end may be told."""
+    """The settings of an engine's end."""
 
     keys: Path | None = None
     """The file with the keys of the run."""
     device: str = "cpu"
-    """Where the engine's weights are."""
+    """The device of the engine's weights."""
 
 
 class Transport(Protocol):
     """A way for weights to travel. The class is called without arguments, in every process that sends or receives."""
 
     def sender(self, settings: SenderSettings, /) -> Sender:
-        """The trainer's end."""
+        """Make the trainer's end."""
         ...
 
     def source(self, settings: SourceSettings, /) -> Source:
-        """An engine's end."""
+        """Make an engine's end."""
         ...
 
 
@@ -87,52 +88,53 @@ class Sender(Protocol):
     """The trainer's end. It holds at most two versions at a time. All methods may be called from any thread."""
 
     name: str
-    """The transport's name or reference, by which a manifest tells engines what to open; set by whoever makes it."""
+    """The transport's name or reference. A manifest carries it, so that engines open the same transport. The code that
+    makes the sender sets this attribute."""
 
     def wait(self, version: int, timeout: float) -> None:
-        """Wait until there is a place to write this version.
+        """Wait until there is a free place for this version.
 
-        Raises `DeliveryError`, naming the versions that hold the places, after `timeout` seconds.
+        After `timeout` seconds, raise `DeliveryError` that names the versions holding the places.
         """
         ...
 
     def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
-        """Copy the weights, cast to the plan's dtypes, and return their location; the caller may change its own then.
+        """Copy the weights, cast to the plan's dtypes, and return the location of the copy.
 
-        On a GPU the copy is enqueued on the current stream, and what the caller does there comes after it.
-        Raises `DeliveryError` when there is no place.
+        The caller may change its weights after this returns. On a GPU the copy is enqueued on the current stream, and
+        later work of the caller on this stream runs after the copy. Raises `DeliveryError` if there is no free place.
         """
         ...
 
     def finish(self, location: str) -> None:
-        """Make what was written readable; nobody opens the location before.
+        """Make the written version readable; nobody opens the location before this returns.
 
-        Called by a thread of the publisher's while the trainer goes on. Raises `DeliveryError` when it cannot be done.
+        A thread of the publisher calls this while the trainer continues. Raises `DeliveryError` on failure.
         """
         ...
 
     def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """What was really written there, as views; valid after `finish` and until `release`.
+        """Return views of the bytes that were really written; they are valid after `finish` and until `release`.
 
-        On a GPU they are there for what comes next on the current stream.
+        On a GPU the views are valid for work that is enqueued on the current stream from now on.
         """
         ...
 
     def release(self, location: str) -> None:
-        """Nobody reads this location any more: its place may be used again. Idempotent."""
+        """Allow the place to be used again, because nobody reads this location any more. Idempotent."""
         ...
 
     def close(self) -> None:
-        """Leave nothing behind. Idempotent."""
+        """Remove everything that this sender created. Idempotent."""
         ...
 
 
 @runtime_checkable
 class Enqueuing(Protocol):
-    """A sender on whose `write` other work of the same GPU can follow at once, before `finish`."""
+    """A sender that only enqueues its copy, so that other work of the same GPU can follow `write` before `finish`."""
 
     def follow(self, location: str) -> None:
-        """What comes next on the current stream comes after what was written there."""
+        """Make later work on the current stream wait until the place is written."""
         ...
 
 
@@ -140,38 +142,40 @@ class Source(Protocol):
     """An engine's end. Used by one thread at a time."""
 
     private: bool
-    """Whether `open` gives memory of this source's own, which nothing changes before the next `open`. Otherwise it is
-    the trainer's, and whoever reads it checks with `verify` that it was not written again."""
+    """Whether `open` returns memory of this source, which does not change before the next `open`. If False, the memory
+    is the trainer's, and the reader must call `verify` after reading to check that it was not overwritten."""
 
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-        """Views of a version's tensors, not to be written to; on a GPU for what comes next on the current stream.
+        """Return views of a version's tensors, which must not be written to.
 
-        Raises `DeliveryError` when the location is gone, too small, or does not hold all of exactly this version.
+        On a GPU the views are valid for work that is enqueued on the current stream from now on. Raises
+        `DeliveryError` if the location is gone, too small, or does not hold exactly this version, complete.
         """
         ...
 
     def verify(self, location: str, version: int) -> None:
-        """Raise `DeliveryError` unless the location still holds this version: what was copied since `open` is whole.
+        """Raise `DeliveryError` unless the location still holds this version.
 
-        A copy on a GPU must be done, not only enqueued.
+        If this returns, everything that was copied since `open` is from this version. Copies on a GPU must have
+        finished before the call, not only been enqueued.
         """
         ...
 
     def close(self) -> None:
-        """Let go of every location. Idempotent."""
+        """Close every opened location. Idempotent."""
         ...
 
 
 class Stored(ABC):
-    """The base of a transport that stores every version under a location of its own, and has room for any number.
+    """The base class of a transport that stores every version under a new location and has room for any number.
 
-    An instance is the transport, and both of its ends: the trainer's process has one, and every engine's.
+    An instance is the transport and also its end: the trainer's process has one instance, and so has every engine's.
     """
 
     private = True
     name = ""
     settings = SenderSettings(run_id="")
-    """Of the trainer's end."""
+    """The settings of the trainer's end."""
 
     def sender(self, settings: SenderSettings, /) -> Sender:
         """See `Transport.sender`."""
@@ -188,7 +192,7 @@ class Stored(ABC):
 
     @abstractmethod
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-        """See `Source.open`; the trainer opens what it has written too, with `NO_VERSION`."""
+        """See `Source.open`. The trainer also calls this to read its own copy, with `NO_VERSION` as the version."""
 
     @abstractmethod
     def release(self, location: str) -> None:
@@ -199,13 +203,13 @@ class Stored(ABC):
         return self.open(location, NO_VERSION, plan.entries)
 
     def wait(self, version: int, timeout: float) -> None:  # noqa: B027
-        """See `Sender.wait`: there is always a place."""
+        """Return at once: there is always a free place. See `Sender.wait`."""
 
     def finish(self, location: str) -> None:  # noqa: B027
         """See `Sender.finish`."""
 
     def verify(self, location: str, version: int) -> None:  # noqa: B027
-        """See `Source.verify`: what was opened is memory of this process."""
+        """Return at once: `open` gave memory of this process. See `Source.verify`."""
 
     def close(self) -> None:  # noqa: B027
         """See `Sender.close`."""
@@ -213,33 +217,36 @@ class Stored(ABC):
 
 @runtime_checkable
 class PredictsPlaces(Protocol):
-    """A source that knows where later versions will lie."""
+    """A source that knows the places of later versions."""
 
     def upcoming(self, entries: Sequence[Entry]) -> list[dict[str, torch.Tensor]]:
-        """Views of the places that became known since this was last asked, other than the one that was opened.
+        """Return views of the places that became known since the last call, other than the opened place.
 
-        What is in them is nothing yet: they are there to be prepared for.
+        The contents of these views have no meaning yet. The caller only prepares for versions that arrive there.
         """
         ...
 
 
 @runtime_checkable
 class Relaying(Protocol):
-    """A source through which engines may have a version from each other, none of which is trusted."""
+    """A source that can fetch a version from another engine and relay it to others. No relay is trusted."""
 
     @property
     def relayed(self) -> bool:
-        """Whether what `open` gave last came from another engine and is unproved: `open` again asks the trainer."""
+        """Whether the version that was opened last came from another engine and is not proved yet.
+
+        If so, opening it again fetches it from the trainer.
+        """
         ...
 
     def share(self, location: str, version: int) -> None:
-        """What `open` gave last was proved: others may have it from here until the next `open`."""
+        """Offer the version that was opened last, and is proved now, to other engines until the next `open`."""
         ...
 
 
 @runtime_checkable
 class Growing(Protocol):
-    """A source in whose own memory a version fills up from its first packed byte."""
+    """A source with its own memory, which a version fills from the first packed byte to the last."""
 
     def open_growing(
         self,
@@ -248,8 +255,9 @@ class Growing(Protocol):
         entries: Sequence[Entry],
         grown: Callable[[Mapping[str, torch.Tensor], int], None],
     ) -> dict[str, torch.Tensor]:
-        """`open`, which tells meanwhile how many bytes from the beginning are in place and are not written again.
+        """Do what `open` does, and report progress through `grown` while bytes arrive.
 
-        `grown` gets the views that are returned in the end, and is called by this thread, in the end for all bytes.
+        `grown` gets the views that are returned at the end, and the number of bytes from the beginning that are final.
+        It is called in the calling thread, the last time with all bytes.
         """
         ...
