@@ -1,1 +1,1 @@
-"""Prompts to tokens: `base` is the protocol, the others implement it."""
+"""Engines turn prompts into tokens. `base` is the protocol; the other modules implement and serve it."""

@@ -1,9 +1,10 @@
 """The engine protocol: prompts in, tokens out, with the version and log-probability of every token.
 
-An engine never lets a forward pass see two versions of the weights, and never answers with tokens of a version that
-it has not proved. `tests/contract/test_engine.py` holds what every implementation must keep.
+A forward pass of an engine sees exactly one version of the weights. An engine returns only tokens of versions that it
+has proved. `tests/contract/test_engine.py` checks these rules on every implementation.
 
-A small engine, which `[engine] kind = "my_engine.py:MyEngine"` serves (`PlainEngine` takes the weights, and scores):
+This is a small engine for `[engine] kind = "my_engine.py:MyEngine"`. Its base class `PlainEngine` loads new weights and
+scores sequences:
 
     import asyncio
 
@@ -20,7 +21,7 @@ A small engine, which `[engine] kind = "my_engine.py:MyEngine"` serves (`PlainEn
             last = len(ids) + sampling.max_tokens
             self.running.add(request.id)
             while finish is None and request.id in self.running:
-                await asyncio.sleep(0.001)  # Others have their turn, and new weights.
+                await asyncio.sleep(0.001)  # Other requests and new weights get their turn.
                 if self.version >= 0:
                     logprobs = self.logprobs(ids, sampling.temperature or 1e-3)[-1]
                     noise = torch.Generator().manual_seed(hash((sampling.seed, len(ids))))
@@ -48,45 +49,56 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.types import Float32Array, Int16Array, Int32Array, Kept
 
 Interrupt = Literal["never", "abort", "drain", "block"]
-"""What new weights do to requests: nothing, they go on under them; those that have begun end, to be resumed by prefix;
-those that have begun end first, and no other begins; all that were asked for before end first."""
+"""What happens to running requests when new weights arrive.
+
+`never`: they continue under the new weights. `abort`: requests that have begun return what they have and are resumed
+from that prefix. `drain`: requests that have begun finish before the swap, and no other request begins meanwhile.
+`block`: all requests that were submitted earlier finish before the swap, and later requests wait for it.
+"""
 
 FinishReason = Literal["stop", "length", "aborted", "failed"]
-"""An end token; the length limit; `abort` (a partial completion is a normal answer); an error (see `Delta.error`)."""
+"""Why a request ended.
+
+`stop`: a stop token or a stop sequence. `length`: the length limit. `aborted`: by `abort`; the partial completion is a
+normal answer. `failed`: by an error, which is in `Delta.error`.
+"""
 
 
 KEPT_LIMIT = 1024
-"""With `Sampling.record_kept` no more than this many of the best tokens are left to draw from."""
+"""With `Sampling.record_kept`, a token is drawn from at most this many of the best tokens."""
 
 
 FORBIDDEN_LIMIT = 32
-"""How many tokens a request may forbid."""
+"""The largest number of tokens that a request may forbid."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How to draw tokens. The noise of a token is a function of (seed, position) alone, never of its neighbours."""
+    """How tokens are drawn.
+
+    The noise of a token depends only on (seed, position), never on other sequences in the decode batch.
+    """
 
     max_tokens: int
     temperature: float = 1.0
-    """0 is greedy; its log-probabilities are those of the untempered distribution."""
+    """0 means greedy decoding; log-probabilities are then those of the untempered distribution."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps all."""
+    """0 keeps all tokens."""
     min_p: float = 0.0
-    """Tokens less likely than this share of the likeliest one are left out; 0 keeps all."""
+    """Tokens less likely than this fraction of the most likely token are left out; 0 keeps all tokens."""
     forbidden: tuple[int, ...] = ()
-    """Tokens that are never drawn (at most `FORBIDDEN_LIMIT`); the others share their probability."""
+    """Tokens that are never drawn, at most `FORBIDDEN_LIMIT`. Their probability is shared among the other tokens."""
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
-    """A sampled token of these ends the sequence, and is part of it."""
+    """When one of these tokens is sampled, the sequence ends; the token is part of the sequence."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
-    """Sampled tokens that end with one of these end the sequence; they are part of it."""
+    """When the sampled tokens end with one of these, the sequence ends; the stop sequence is part of it."""
     record_kept: bool = False
-    """Answer with the tokens that truncation kept, for every sampled token (at most `KEPT_LIMIT`, the best)."""
+    """Record, for every sampled token, which tokens truncation kept: at most the best `KEPT_LIMIT`."""
 
 
 def sampling_refusal(sampling: Sampling, vocabulary: int) -> str:
-    """Why nothing can be drawn like this, or nothing."""
+    """Return why these settings cannot be used, or an empty string if they can."""
     positive = sampling.max_tokens >= 1 and sampling.temperature >= 0 and sampling.top_k >= 0
     if not (positive and 0 < sampling.top_p <= 1):
         return "sampling needs max_tokens >= 1, temperature >= 0, top_k >= 0 and 0 < top_p <= 1"
@@ -100,37 +112,46 @@ def sampling_refusal(sampling: Sampling, vocabulary: int) -> str:
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """One sequence to continue. A partial completion is resumed by a request whose prompt holds its tokens."""
+    """One sequence to continue.
+
+    A partial completion is resumed by a new request. The prompt of the new request includes the tokens sampled so far.
+    """
 
     id: str
     token_ids: Int32Array
     sampling: Sampling
     group: str = ""
-    """Requests of one group that share a prompt compute it once."""
+    """Requests with the same group and the same prompt compute the prompt once."""
     priority: int = 0
-    """Lower goes first; equal priorities in the order of submission."""
+    """A lower number is served first. Equal priorities are served in the order of submission."""
     parent: str = ""
-    """A request that is running: what of its keys and values fits this prompt is shared, whatever their versions."""
+    """The id of a running request whose keys and values are shared, as far as its tokens agree with this prompt.
+
+    They are shared whatever version they were computed under.
+    """
 
 
 class Delta(msgspec.Struct, kw_only=True):
-    """The next tokens of a request. Deltas of a running request are at most a quarter of a second apart."""
+    """The next tokens of a request. The deltas of a running request are at most a quarter of a second apart."""
 
     id: str
     token_ids: Int32Array
     logprobs: Float32Array
     versions: Int32Array
     finish: FinishReason | None = None
-    """Set on the last delta of a request, which may hold no token."""
+    """Why the request ended. Only the last delta has this field set, and that delta may hold no token."""
     error: str = ""
     kept: Kept | None = None
-    """With `Sampling.record_kept`."""
+    """The tokens that truncation kept; set with `Sampling.record_kept`."""
     routing: Int16Array | None = None
-    """[tokens, layers, k]: the experts chosen by the pass that each token was drawn from (mixtures of experts)."""
+    """[tokens, layers, k]: the experts that were chosen in the pass that drew each token (mixtures of experts only)."""
 
 
 class Sampler(Protocol):
-    """Whatever answers requests: one engine, or a pool of them. Methods may be called at once, from one event loop."""
+    """An object that answers requests: one engine or a pool of engines.
+
+    Its methods may be called concurrently, but only from one event loop.
+    """
 
     name: str
 
@@ -139,23 +160,24 @@ class Sampler(Protocol):
         ...
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """End these requests (all, if None) now; each yields a last delta with `finish = "aborted"`."""
+        """End these requests now (all requests if None). Each yields a last delta with `finish = "aborted"`."""
         ...
 
     async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
-        """Return `n` requests that continue a running request from its first `at` tokens (prompt included).
+        """Return `n` requests that continue a running request after its first `at` tokens (prompt included).
 
-        The caller passes them to `generate`, where they share the running request's keys and values. The running
-        request goes on. Raises a `HeadraceError` of one line if the request is not running, or has no `at` tokens yet.
+        The caller passes the new requests to `generate`, where they share the running request's keys and values. The
+        running request itself continues. Raises a `HeadraceError` of one line if the request is not running, or has
+        fewer than `at` tokens.
         """
         ...
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
-        """Log-probabilities of tokens 1..n given their prefix under the live weights, untempered ([n - 1])."""
+        """Return untempered log-probabilities of tokens 1..n given their prefix, under the live weights ([n - 1])."""
         ...
 
     async def close(self) -> None:
-        """End everything that runs and free what is held. Idempotent."""
+        """End all running requests and free all resources. Idempotent."""
         ...
 
 
@@ -176,10 +198,14 @@ class EngineProcess(Protocol):
 
 
 class Engine(Sampler, Protocol):
-    """One model that is served, and takes new weights. An engine that has proved no version samples nothing."""
+    """One served model that takes new weights. An engine samples nothing until it has proved a version."""
 
     async def load(self, manifest: Manifest) -> Proof:
-        """Stage these weights, prove them, swap between two steps, prove them live. A rejected load changes nothing."""
+        """Stage and check these weights, swap them in between two steps, and prove the live weights.
+
+        Weights that are rejected before the swap change nothing. If the live weights turn out wrong, the engine is in
+        quarantine until a later version is proved.
+        """
         ...
 
 
@@ -190,7 +216,7 @@ def token_delta(
     version: int,
     finish: FinishReason | None = None,
 ) -> Delta:
-    """A delta whose tokens are all of one version."""
+    """Make a delta whose tokens all have the same version."""
     return Delta(
         id=request_id,
         token_ids=np.array(token_ids, np.int32),
@@ -201,7 +227,7 @@ def token_delta(
 
 
 def failed_delta(request_id: str, reason: str) -> Delta:
-    """The last delta of a request that ends in an error, without tokens."""
+    """Make the last delta of a request that ends with an error. The delta has no tokens."""
     return Delta(
         id=request_id,
         token_ids=np.empty(0, np.int32),
@@ -214,7 +240,7 @@ def failed_delta(request_id: str, reason: str) -> Delta:
 
 @asynccontextmanager
 async def closing_deltas(deltas: AsyncIterator[Delta]) -> AsyncIterator[AsyncIterator[Delta]]:
-    """Close the iterator on the way out: that is what frees a request whose reader leaves early."""
+    """Close the iterator when the block ends. This frees the request when its reader stops early."""
     try:
         yield deltas
     finally:

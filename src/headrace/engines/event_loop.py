@@ -1,10 +1,11 @@
-"""Any asyncio `Engine` as an `EngineServer`: an event loop in the main thread, a task for each request and question.
+"""Serves any asyncio `Engine` as an `EngineServer`: an event loop in the main thread, with one task for each call.
 
     submit ─▶ a task per request: engine.generate ─▶ outbox ─(10 ms)─▶ emit
     fork, load, score ─▶ a task each ─▶ its future
 
-vLLM servers and engines of users are served like this. If what the engine depends on is lost, `run` raises `PeerDied`
-after it has emitted the tokens that were drawn. Open requests and futures get no other word: they go on elsewhere.
+vLLM servers and engines of users are served in this way. If the engine loses something that it depends on, `run` raises
+`PeerDied` after it has emitted the tokens that were drawn. Open requests and futures then get no further answer,
+because the requests are resumed on other engines.
 """
 
 from __future__ import annotations
@@ -28,43 +29,46 @@ from headrace.types import Float32Array, Int32Array
 T = TypeVar("T")
 
 FLUSH_SECONDS = 0.01
-"""Deltas that come within this time leave as one message."""
+"""Deltas that arrive within this time are emitted together."""
 CLOSE_SECONDS = 10.0
-"""How long requests and questions may take to end once their engine was closed."""
+"""How long open requests and calls may take to end after the engine was closed; then they are cancelled."""
 
 
 class Health(Protocol):
-    """Tells whether what an engine depends on is still there."""
+    """A check of the thing that an engine depends on, such as a server process."""
 
     async def check(self) -> None:
-        """Raise `PeerDied` if it is lost."""
+        """Raise `PeerDied` if the engine's dependency is lost."""
         ...
 
     async def watch(self) -> None:
-        """Check again and again, until it is lost."""
+        """Check repeatedly, and raise `PeerDied` when the engine's dependency is lost."""
         ...
 
 
 @dataclass(frozen=True)
 class Opened:
-    """An engine that serves; with `health`, failures are answered only while what it depends on is there."""
+    """An engine that is ready to serve.
+
+    With `health`, a failure is reported to the caller only while the engine's dependency is healthy.
+    """
 
     engine: Engine
     health: Health | None = None
 
 
 class EventLoopServer:
-    """Implements `EngineServer`."""
+    """An `EngineServer` that runs an asyncio `Engine`."""
 
     def __init__(self, name: str, open_engine: Callable[[], AbstractAsyncContextManager[Opened]], emit: Emit) -> None:
-        """`open_engine` is entered inside the event loop, and left after the engine was closed."""
+        """Prepare a server. `open_engine` is entered inside the event loop, and left after the engine was closed."""
         self._name = name
         self._open = open_engine
         self._emit = emit
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._early: list[Callable[[], None]] = []
-        """What was asked for before there was an engine."""
+        """Commands that were posted before the engine was open."""
         self._ended = False
         self._gone = f"engine {name} has stopped"
         self._lost = False
@@ -96,7 +100,7 @@ class EventLoopServer:
         return self._ask(lambda engine: engine.score(token_ids))
 
     def run(self) -> None:
-        """See `EngineServer.run`. An error that is not a `HeadraceError` ends it too, and is raised."""
+        """See `EngineServer.run`. An error of a task that is not a `HeadraceError` also ends `run`, and is raised."""
         asyncio.run(self._serve())
 
     def stop(self) -> None:
@@ -124,7 +128,7 @@ class EventLoopServer:
                 await self._end()
 
     async def _until_stopped(self) -> None:
-        """Return when told to stop; raise what a task raised, and `PeerDied` as soon as the engine is lost."""
+        """Return when told to stop. Raise the error of a task, and `PeerDied` as soon as the engine is lost."""
         ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._stopping.wait()), self._failure]
         if self._health is not None:
             ends.append(asyncio.ensure_future(self._health.watch()))
@@ -139,7 +143,7 @@ class EventLoopServer:
     async def _end(self) -> None:
         with self._lock:
             self._ended = True
-        await asyncio.sleep(0)  # What was posted before is obeyed.
+        await asyncio.sleep(0)  # Commands that were posted before are run first.
         await self._engine.close()
         if self._tasks:
             _, late = await asyncio.wait(set(self._tasks), timeout=CLOSE_SECONDS)
@@ -152,7 +156,7 @@ class EventLoopServer:
                 future.set_exception(HeadraceError(self._gone))
 
     def _post(self, command: Callable[[], None]) -> bool:
-        """Have the event loop obey a command; False if it has ended."""
+        """Run a command in the event loop. Return False if the event loop has ended."""
         with self._lock:
             if self._ended:
                 return False
@@ -180,7 +184,7 @@ class EventLoopServer:
             self._failure.set_exception(error)
 
     async def _answer(self, future: Future[T], question: Callable[[Engine], Awaitable[T]]) -> None:
-        """Settle the future, unless the engine is lost: then the end of this process is the answer."""
+        """Settle the future. If the engine is lost, leave the future open: this process ends instead."""
         self._futures.add(future)
         failure: HeadraceError | None = None
         try:
@@ -204,7 +208,7 @@ class EventLoopServer:
             self._spawn(self._read(request))
 
     async def _read(self, request: Request) -> None:
-        """Hand out a request's deltas; exactly one of them is its last."""
+        """Hand out the deltas of a request. Exactly one of them is the last delta."""
         last = failed_delta(request.id, f"engine {self._name} gave request {request.id} no last delta")
         try:
             async with closing_deltas(self._engine.generate(request)) as deltas:
@@ -222,7 +226,7 @@ class EventLoopServer:
         self._hand_out(last)
 
     async def _check(self) -> None:
-        """Raise `PeerDied` if the engine is lost: what failed may have failed for that."""
+        """Raise `PeerDied` if the engine is lost, because a failure may have that cause."""
         if self._health is not None and not self._ended:
             await self._health.check()
 

@@ -1,7 +1,7 @@
-"""An engine without a model: deterministic, scripted, and as strict as a real one. No torch.
+"""A deterministic engine without a model and without torch, which keeps the protocol as strictly as a real engine.
 
-Its tokens come from a `FakePolicy`, so each is a pure function of (seed, position, version) whatever runs beside it;
-lengths, latencies and failures follow a script.
+Its tokens come from a `FakePolicy`. So each token is a pure function of (seed, position, version), whatever else runs.
+Lengths, latencies and failures follow a script.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from headrace.errors import DeliveryError, PeerDied, UserError
 from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept
 
 Lengths = Callable[[Request], int] | Sequence[int]
-"""Tokens of a completion with its end token: by request, or in the order of submission, over and over."""
+"""The length of a completion in tokens, including the stop token: a function of the request, or a list that is used in
+the order of submission and repeated."""
 
 
 def lognormal_lengths(median: float, sigma: float = 0.6, seed: int = 0) -> Callable[[Request], int]:
-    """Completion lengths with a long tail, each a function of the request's own seed."""
+    """Return a function that draws completion lengths with a long tail, each from the request's own seed."""
 
     def length(request: Request) -> int:
         rng = np.random.default_rng(stable_hash("length", seed, request.sampling.seed))
@@ -37,11 +38,12 @@ def lognormal_lengths(median: float, sigma: float = 0.6, seed: int = 0) -> Calla
 
 
 class FakeEngine:
-    """Implements `Engine`. Every step gives each running sequence one token and takes `token_seconds` of `sleep`.
+    """An `Engine` without a model. Each step sleeps `token_seconds` and gives every running sequence one token.
 
-    Without `lengths` a completion ends where a stop happens to be drawn, as with a real model. With `lengths` it ends
-    exactly there, if it may draw a stop token: none is drawn before (a stop sequence still ends it), and the last token
-    is the first of them. A token that the script puts in has its untempered log-probability and counts as kept.
+    Without `lengths`, a completion ends when a stop token happens to be drawn, as with a real model. With `lengths`, a
+    completion that may draw a stop token ends at exactly that length: no stop token is drawn earlier, and the last
+    token is the first of its allowed stop tokens. A stop sequence can still end the completion earlier. A token that
+    the script inserts has its untempered log-probability and counts as kept.
     """
 
     def __init__(
@@ -60,10 +62,10 @@ class FakeEngine:
         die_after: int | None = None,
         loads: Mapping[int, Literal["reject", "quarantine"]] | None = None,
     ) -> None:
-        """`version` is proved from the start (-1: the first `load` opens the engine).
+        """Make an engine that has proved `version` (-1: it serves after the first `load`).
 
-        `fail_requests` maps a request's id to the tokens it gives before it fails; `die_after` is the number of tokens
-        after which the engine dies; `loads` says how the load of a version goes wrong.
+        `fail_requests` maps the id of a request to the number of tokens that it gives before it fails. `die_after` is
+        the number of tokens after which the engine dies. `loads` maps a version to the way in which its load fails.
         """
         self.name = name
         self.policy = policy or FakePolicy()
@@ -78,7 +80,7 @@ class FakeEngine:
         self._die_after = die_after
         self._loads = dict(loads or {})
         self.gate = asyncio.Event()
-        """No step is made while this is clear. It is set from the start."""
+        """The engine makes no step while this event is clear. The event is set at the start."""
         self.gate.set()
 
         self._sequences: dict[str, _Sequence] = {}
@@ -88,14 +90,14 @@ class FakeEngine:
         self._ended = asyncio.Event()
         """Set whenever a sequence ends."""
         self._held: int | None = None
-        """While weights wait for others to end: requests of this order and later do not begin."""
+        """Set while new weights wait for requests to end: requests with this order number or higher do not begin."""
         self._rest: dict[tuple[int, int], int] = {}
-        """Scripted tokens that an aborted sequence still had to give, by (seed, position)."""
+        """The number of scripted tokens that an aborted sequence still had to give, by (seed, position)."""
         self._generated = 0
         self._prefilled = 0
         self._quarantined = False
         self._over: str | None = None
-        """Why it serves no more: it died, or was closed."""
+        """Why the engine no longer serves: it died, or it was closed."""
         self._driver: asyncio.Task[None] | None = None
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
@@ -108,7 +110,7 @@ class FakeEngine:
         finished = False
         try:
             while not finished:
-                # The caller owns this wait: an engine without proved weights gives no token.
+                # The caller sets the deadline of this wait: an engine without proved weights gives no token.
                 delta = await sequence.deltas.get()
                 finished = delta.finish is not None
                 yield delta
@@ -117,7 +119,7 @@ class FakeEngine:
                 self._end(sequence, "aborted")
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`. Ids that are not there are ignored: they may just have ended."""
+        """See `Engine.abort`. Unknown ids are ignored, because their requests may just have ended."""
         for id in list(self._sequences) if ids is None else ids:
             if id in self._sequences:
                 self._end(self._sequences[id], "aborted")
@@ -132,7 +134,7 @@ class FakeEngine:
         return fork_requests(sequence.request, tokens, at, n)
 
     async def load(self, manifest: Manifest) -> Proof:
-        """See `Engine.load`. The swap is atomic: steps and swaps both happen between two yields to the event loop."""
+        """See `Engine.load`. The swap is atomic: a step and a swap each run without yielding to the event loop."""
         self._check_alive()
         await self._sleep(self._load_seconds)
         await self._come_to_rest()
@@ -152,12 +154,12 @@ class FakeEngine:
         return self._proof(manifest, accepted=True)
 
     async def _come_to_rest(self) -> None:
-        """Under `drain` and `block`: until what the new weights must not interrupt has ended."""
+        """With `drain` and `block`, wait until the requests that new weights must not interrupt have ended."""
         if self._interrupt not in ("drain", "block"):
             return
         before = list(self._sequences.values())
         self._held = self._submitted if self._interrupt == "block" else 0
-        # The caller owns this wait, as that for a token.
+        # The caller sets the deadline of this wait too.
         while self._serving and any(
             self._sequences.get(s.id) is s and (self._interrupt == "block" or s in self._running or s.sampled)
             for s in before
@@ -174,7 +176,7 @@ class FakeEngine:
         return self.policy.score(token_ids, self.version)
 
     def counters(self) -> Counters:
-        """What happened so far. A block is a slot."""
+        """Return the counters so far. A block stands for a slot."""
         return Counters(
             version=NO_VERSION if self._quarantined else self.version,
             running=len(self._running),
@@ -237,7 +239,7 @@ class FakeEngine:
             self._driver = asyncio.create_task(self._drive(), name=f"{self.name} steps")
 
     async def _drive(self) -> None:
-        """Step while there is something to step; `_wake` starts it again."""
+        """Make steps while there is work. `_wake` starts this task again."""
         while self._runnable:
             await self._sleep(self._token_seconds)
             await self.gate.wait()
@@ -263,7 +265,7 @@ class FakeEngine:
             self._advance(sequence)
 
     def _advance(self, sequence: _Sequence) -> None:
-        """One token: its delta carries the finish, if it is the last."""
+        """Give the sequence one token. If that token is the last, its delta carries the finish reason."""
         sampling = sequence.request.sampling
         drawn = self._draw(sequence)
         sequence.tokens.append(drawn.token)
@@ -289,7 +291,11 @@ class FakeEngine:
         return FakeDraw(token, logprob, kept)
 
     def _scripted(self, sequence: _Sequence, drawn: int) -> int:
-        """The stop token where the script ends; before that the drawn token, or the next that does not stop."""
+        """Return the token that follows the script.
+
+        At the end of the script this is a stop token. Before, it is the drawn token or, instead of a stop token, the
+        next token that does not stop.
+        """
         sampling, size = sequence.request.sampling, self.policy.vocabulary
         assert sequence.length is not None
         if sequence.sampled + 1 >= sequence.length:
@@ -357,7 +363,7 @@ class FakeEngine:
 
 
 class _Sequence:
-    """A request in the engine."""
+    """A request in the engine, with the tokens that were sampled for it."""
 
     def __init__(self, request: Request, order: int, length: int | None) -> None:
         self.request = request
@@ -365,26 +371,26 @@ class _Sequence:
         self.rank = (request.priority, order)
         self.length = length
         self.tokens: list[int] = []
-        """Those that were sampled."""
+        """The sampled tokens, without the prompt."""
         self.deltas: asyncio.Queue[Delta] = asyncio.Queue()
 
     @property
     def sampled(self) -> int:
-        """How many tokens were sampled so far."""
+        """The number of tokens sampled so far."""
         return len(self.tokens)
 
     @property
     def position(self) -> int:
-        """The index of its next token."""
+        """The index of the next token in the sequence."""
         return len(self.request.token_ids) + self.sampled
 
     def ends_with_any(self, stops: Sequence[tuple[int, ...]]) -> bool:
-        """Whether its sampled tokens end with one of these."""
+        """Return whether the sampled tokens end with one of these stop sequences."""
         return any(tuple(self.tokens[-len(stop) :]) == stop for stop in stops)
 
 
 def _ends(request: Request) -> list[int]:
-    """The stop tokens that may be drawn."""
+    """Return the stop tokens that the request may draw."""
     return [token for token in request.sampling.stop_token_ids if token not in request.sampling.forbidden]
 
 

@@ -1,8 +1,8 @@
 """The policy of the fake engine: real distributions without a model, the same on every machine.
 
-The logits of a position are hashed from (position, version) and the noise from (seed, position), so log-probabilities,
-scores and canaries agree with each other, and a token is a pure function of (seed, position, version). Noise and
-truncation are those of the embedded engine's sampler: from the same logits both draw the same token.
+Logits are hashed from (position, version), and noise is hashed from (seed, position). So log-probabilities, scores and
+canaries agree with each other, and a token is a pure function of (seed, position, version). Noise and truncation follow
+the same rules as in the embedded engine's sampler: from the same logits both draw the same token.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ _MASK = (1 << 64) - 1
 
 
 class FakeDraw(NamedTuple):
-    """A drawn token."""
+    """A drawn token with its records."""
 
     token: int
     logprob: float
     kept: Int32Array
-    """What truncation left to draw from, ascending; empty if greedy."""
+    """The ids of the tokens that truncation kept, ascending; empty if greedy."""
 
 
 class FakePolicy:
-    """The distributions that stand in for a model's."""
+    """A deterministic substitute for a model: a distribution for every position and version."""
 
     def __init__(self, vocabulary: int = 64) -> None:
         self.vocabulary = vocabulary
         self._logits = lru_cache(maxsize=1 << 14)(self._compute_logits)
 
     def sample(self, sampling: Sampling, position: int, version: int) -> tuple[int, float]:
-        """The token that is drawn at this position, and its log-probability."""
+        """Return the token that is drawn at this position, and its log-probability."""
         drawn = self.draw(sampling, position, version)
         return drawn.token, drawn.logprob
 
     def draw(self, sampling: Sampling, position: int, version: int) -> FakeDraw:
-        """What is drawn at this position, by the inverse of the cumulative distribution in order of ids."""
+        """Draw a token at this position, by inverting the cumulative distribution in the order of token ids."""
         logits = _without(self._logits(position, version), sampling.forbidden)
         if sampling.temperature == 0:
             token = int(logits.argmax())
@@ -58,16 +58,16 @@ class FakePolicy:
         return FakeDraw(int(kept[at]), float(logprob), kept.astype(np.int32))
 
     def logprob(self, token: int, position: int, version: int) -> float:
-        """The untempered log-probability of a token."""
+        """Return the untempered log-probability of a token."""
         return float(_log_softmax(self._logits(position, version))[token])
 
     def score(self, token_ids: Int32Array, version: int) -> Float32Array:
-        """The untempered log-probabilities of tokens 1..n."""
+        """Return the untempered log-probabilities of tokens 1..n."""
         scores = [self.logprob(int(token), i + 1, version) for i, token in enumerate(token_ids[1:])]
         return np.array(scores, np.float32)
 
     def manifest(self, version: int, *, parent: int = NO_VERSION, step: int = 0) -> Manifest:
-        """What a trainer would publish for this version."""
+        """Return the manifest that a trainer would publish for this version."""
         return Manifest(
             version=version,
             parent=parent,
@@ -85,7 +85,7 @@ class FakePolicy:
 
 
 def noise(seed: int, position: int) -> float:
-    """A number in [0, 1) for each (seed, position)."""
+    """Return the number in [0, 1) that belongs to (seed, position)."""
     return (_mix(_mix(seed & _MASK) ^ position) >> 12) * 2.0**-52
 
 
@@ -98,7 +98,7 @@ def _mix(x: int) -> int:
 
 
 def stable_hash(*parts: int | str) -> int:
-    """64 bits of these parts, the same in every process."""
+    """Hash these parts to 64 bits. The result is the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")
 
 
@@ -122,7 +122,10 @@ def _without(logits: npt.NDArray[np.float64], forbidden: tuple[int, ...]) -> npt
 
 
 def _kept(logits: npt.NDArray[np.float64], sampling: Sampling) -> npt.NDArray[np.int64]:
-    """The ids, ascending, that top-k, then top-p, then min-p leave of logits whose best is 0; ties to the lowest."""
+    """Return the ids that top-k, then top-p, then min-p keep, ascending.
+
+    The best of the logits must be 0. Among equal logits the lowest ids are kept.
+    """
     order = np.argsort(-logits, kind="stable")
     order = order[: np.count_nonzero(logits > -np.inf)]
     top_k = min(sampling.top_k or KEPT_LIMIT, KEPT_LIMIT) if sampling.record_kept else sampling.top_k
@@ -130,7 +133,7 @@ def _kept(logits: npt.NDArray[np.float64], sampling: Sampling) -> npt.NDArray[np
         order = order[:top_k]
     if sampling.top_p < 1:
         mass = np.exp(logits[order])
-        # The smallest set that reaches top_p: a token stays while the mass before it has not.
+        # Keep the smallest set that reaches top_p: a token stays if the mass before it has not reached top_p.
         order = order[np.cumsum(mass) - mass < sampling.top_p * mass.sum()]
     if sampling.min_p:
         order = order[np.exp(logits[order]) >= sampling.min_p]

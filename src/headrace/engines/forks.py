@@ -1,6 +1,7 @@
-"""Alternatives to a running request, from a token of it on: ordinary requests that name it as their parent.
+"""Forks of a running request: ordinary requests that continue it from one of its tokens and name it as their parent.
 
-A fork is a function of the request, the tokens and the place alone, so the same fork asked for twice is the same.
+A fork depends only on the request, its tokens and the position. So asking twice for the same fork gives the same
+requests.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ _MASK = (1 << 64) - 1
 
 
 def fork_requests(request: Request, tokens: Sequence[int], at: int, n: int) -> list[Request]:
-    """`n` requests that go on after the first `at` of the request's `tokens` (its prompt and what was sampled).
+    """Return `n` requests that continue after the first `at` of `tokens`, the request's prompt and sampled tokens.
 
-    Their ids are `<id>/fork<at>.0` and so on, their seeds differ, and tokens that were sampled before `at` count
-    against `max_tokens`. They are a group: what cannot be taken over from the parent is computed once for all of them.
+    The ids of the new requests are `<id>/fork<at>.0`, `<id>/fork<at>.1` and so on. Their seeds differ. Tokens that were
+    sampled before `at` count against `max_tokens`. The new requests form a group, so a prefix that cannot be taken over
+    from the parent is computed once for all of them.
     """
     left = request.sampling.max_tokens - max(0, at - len(request.token_ids))
     if n < 1:
@@ -47,6 +49,6 @@ def fork_requests(request: Request, tokens: Sequence[int], at: int, n: int) -> l
 
 
 def _derived_seed(seed: int, k: int) -> int:
-    """A seed of 63 bits: it fits into a signed word on any device."""
+    """Return a seed of 63 bits, which fits into a signed 64-bit integer on any device."""
     words = (seed & _MASK).to_bytes(8, "little") + k.to_bytes(8, "little")
     return int.from_bytes(blake2b(words, digest_size=8, person=b"fork").digest(), "little") >> 1

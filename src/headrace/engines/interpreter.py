@@ -1,4 +1,4 @@
-"""Python in a process that serves an engine: its collector and its other threads out of the way of decoding."""
+"""Interpreter settings of an engine process, so that garbage collection and other threads do not delay decoding."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import gc
 import sys
 
 NEW_OBJECTS = 100_000
-"""That may be alive before the collector looks at them; a turn of the host makes ten for each row, and frees them."""
+"""The number of new objects that triggers a garbage collection. One turn of the host makes about ten objects for each
+row, and frees them."""
 SWITCH_SECONDS = 5e-4
-"""For so long at most a thread that stages weights keeps the interpreter from the one that decodes."""
+"""The longest time that a thread which stages weights may keep the interpreter from the thread that decodes."""
 
 
 def give_way_to_decoding() -> None:
-    """What is loaded by now is not looked through again, what comes is looked at rarely; threads take short turns."""
+    """Make garbage collection rare and thread switches quick.
+
+    Objects that exist now are frozen, so the collector never visits them again. Call this after the model is loaded.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(NEW_OBJECTS)

@@ -1,4 +1,4 @@
-"""What the controller and an engine process say to each other."""
+"""The messages between the controller and an engine process."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class Submit(Message):
 
 
 class Deltas(Message):
-    """New tokens, of any number of requests."""
+    """New tokens of any number of requests."""
 
     deltas: list[Delta]
 
 
 class Abort(Message):
-    """End these requests; all, if None."""
+    """End these requests, or all requests if `ids` is None."""
 
     ids: list[str] | None
 
 
 class Fork(Message):
-    """Continue a running request in several ways; answered by `Forked`."""
+    """Make `n` requests that continue a running request after its first `at` tokens. The answer is `Forked`."""
 
     request_id: str
     at: int
@@ -35,30 +35,30 @@ class Fork(Message):
 
 
 class Forked(Message):
-    """The requests to submit."""
+    """The new requests, which the controller may submit."""
 
     requests: list[Request]
 
 
 class Load(Message):
-    """Fetch, prove and swap in these weights; answered by `LoadProved`."""
+    """Fetch, swap in and prove these weights. The answer is `LoadProved`."""
 
     manifest: Manifest
 
 
 class LoadProved(Message):
-    """The outcome of a `Load`, also where it was rejected."""
+    """The outcome of a `Load`, accepted or rejected."""
 
     proof: Proof
 
 
 class ScoreTokens(Message):
-    """Score a sequence under the live weights; answered by `TokensScored`."""
+    """Score a sequence under the live weights. The answer is `TokensScored`."""
 
     token_ids: Int32Array
 
 
 class TokensScored(Message):
-    """Log-probabilities of tokens 1..n."""
+    """The log-probabilities of tokens 1..n of a sequence."""
 
     logprobs: Float32Array

@@ -1,7 +1,7 @@
-"""A base for engines of users that compute with a Hugging Face model, in the event loop: its weights and its scores.
+"""A base class for users' engines that run a Hugging Face model: it loads new weights and scores sequences.
 
-Everything happens between two turns of the event loop, so that a pass never sees two versions of the weights. What is
-left to a subclass is `generate` and `abort`.
+A pass and a load each run within one turn of the event loop, so a pass never sees two versions of the weights.
+A subclass implements `generate` and `abort`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.types import Float32Array, Int32Array
 
 
 class PlainEngine:
-    """`Engine` without `generate` and `abort`."""
+    """An `Engine` without `generate` and `abort`."""
 
     def __init__(self, context: EngineContext) -> None:
         self.name = context.name
@@ -25,11 +25,11 @@ class PlainEngine:
 
     @property
     def version(self) -> int:
-        """The version that the weights are proved to be; -1 before the first: then nothing may be sampled."""
+        """The version that the live weights are proved to be. While it is -1, nothing may be sampled."""
         return self._receiver.version
 
     def logprobs(self, token_ids: Int32Array | list[int], temperature: float = 1.0) -> torch.Tensor:
-        """Log-probabilities of every token that may follow each of these ([n, vocabulary])."""
+        """Return the log-probabilities of all possible next tokens after each of these tokens ([n, vocabulary])."""
         with torch.no_grad():
             logits = self.model(torch.tensor(token_ids, dtype=torch.long)[None]).logits[0].float()
         logprobs: torch.Tensor = (logits / temperature).log_softmax(-1)
@@ -44,7 +44,7 @@ class PlainEngine:
         return self._score(token_ids)
 
     async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
-        """Refuse: nothing is shared between requests here."""
+        """Raise `UserError`, because requests share nothing in this engine."""
         raise UserError(f"{type(self).__name__} cannot fork a running request: ask for a new one with its tokens")
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Several engines as one: requests go where they are served soonest.
+"""The engine pool: it makes several engines look like one and sends each request to the least loaded engine.
 
-A group stays on one engine, where its prompt is computed once, and a fork goes where its parent runs. An engine that
-is away, quarantined, or behind the version that the pool has declared gets no new request. What an engine that is lost
-was generating ends as aborted, to be resumed by prefix on another one.
+A group stays on one engine, so that its prompt is computed once, and a fork goes to the engine of its parent. An engine
+gets no new requests while it is away, in quarantine, or behind the version that the pool has declared. When an engine
+is lost, its requests end as aborted, so that they can be resumed from their prefix on another engine.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 
 class EnginePool:
-    """Implements `Sampler` over its members. Whoever delivers weights brings them to each member by itself."""
+    """A `Sampler` over several engines. The pool does not deliver weights: each engine gets them separately."""
 
     def __init__(self, engines: Sequence[Engine], *, patience: float = 300.0) -> None:
-        """`patience`: seconds that a request waits for an engine that serves."""
+        """Make a pool of these engines. A request waits at most `patience` seconds for an engine that serves."""
         self.name = "pool"
         self.engines = list(engines)
         self.floor = NO_VERSION
-        """The version that is declared: only engines that have proved it, or a newer one, get new requests."""
+        """The declared version. Only engines that have proved this version or a newer one get new requests."""
         self._patience = patience
         self._proved = {engine.name: NO_VERSION for engine in engines}
         self._refused: dict[str, int] = {}
         self._away: dict[str, str] = {}
         self._lives: Counter[str] = Counter()
-        """How often each engine was lost: what it was asked before that has ended."""
+        """The number of times each engine was lost. All requests that it got before the last loss have ended."""
         self._open: dict[str, Engine] = {}
         self._unplaced: set[str] = set()
-        """Requests that wait for an engine that serves."""
+        """The ids of requests that wait for an engine that serves."""
         self._running: Counter[str] = Counter()
         self._home: dict[str, str] = {}
         self._members: Counter[str] = Counter()
@@ -44,23 +44,23 @@ class EnginePool:
 
     @property
     def version(self) -> int:
-        """The newest version that every serving engine has proved; -1 when none serves."""
+        """The newest version that every serving engine has proved; -1 if no engine serves."""
         return min((self._proved[engine.name] for engine in self._serving()), default=NO_VERSION)
 
     def proved(self, name: str) -> int:
-        """The version that this engine has proved; -1 before the first, in quarantine, and while it is away."""
+        """Return the version that this engine has proved: -1 before the first, in quarantine, and while it is away."""
         return self._proved[name]
 
     def refused(self, name: str) -> int:
-        """The version that this engine was not brought to take; -1 if there is none."""
+        """Return the version that this engine finally refused to load; -1 if there is none."""
         return self._refused.get(name, NO_VERSION)
 
     def refuse(self, name: str, version: int) -> None:
-        """This version is not brought to this engine again, unless it is lost and comes back."""
+        """Record that this engine refused this version and is not sent it again. `lose` clears the record."""
         self._refused[name] = version
 
     def away(self, name: str) -> bool:
-        """Whether this engine is lost and has not come back."""
+        """Return whether this engine was lost and has not come back."""
         return name in self._away
 
     @property
@@ -70,16 +70,19 @@ class EnginePool:
 
     @property
     def running(self) -> dict[str, int]:
-        """How many requests each engine that is here has."""
+        """The number of running requests of each engine that is not away."""
         return {engine.name: self._running[engine.name] for engine in self.present}
 
     @property
     def waiting(self) -> int:
-        """How many requests wait for an engine that serves."""
+        """The number of requests that wait for an engine that serves."""
         return len(self._unplaced)
 
     def lose(self, name: str, reason: str) -> None:
-        """An engine is gone: its requests end, and it gets no other before it is back and has proved its weights."""
+        """Mark an engine as lost.
+
+        Its requests end as aborted. It gets no new requests until it is back and has proved its weights.
+        """
         self._away[name] = reason
         self._lives[name] += 1
         self._proved[name] = NO_VERSION
@@ -87,11 +90,11 @@ class EnginePool:
         self._home = {group: home for group, home in self._home.items() if home != name}
 
     def take_back(self, name: str) -> None:
-        """An engine is back, without weights."""
+        """Mark a lost engine as back. It has no proved weights yet."""
         self._away.pop(name, None)
 
     def loaded(self, proof: Proof) -> None:
-        """What an engine has proved decides whether it serves."""
+        """Record the result of a load, which decides whether the engine serves."""
         if proof.accepted:
             self._proved[proof.engine] = proof.version
         elif proof.quarantined:
@@ -112,7 +115,7 @@ class EnginePool:
         self._running[engine.name] += 1
         self._members[request.group] += 1
         try:
-            # Closing this iterator early must close the engine's too: that is what aborts the request there.
+            # Closing this iterator early must also close the engine's iterator, because that aborts the request there.
             async with closing_deltas(engine.generate(request)) as deltas:
                 async for delta in deltas:
                     if delta.finish == "failed" and life != self._lives[engine.name]:
@@ -127,7 +130,7 @@ class EnginePool:
                 self._home.pop(request.group, None)
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """End these requests wherever they run."""
+        """End these requests on whichever engine they run, and also those that wait for an engine."""
         self._unplaced = set() if ids is None else self._unplaced - set(ids)
         self._ring()
         await asyncio.gather(*(engine.abort(ids) for engine in self.present))
@@ -144,13 +147,13 @@ class EnginePool:
         return await self._least_loaded().score(token_ids)
 
     async def close(self) -> None:
-        """Close all engines; requests that wait for one end as aborted."""
+        """Close all engines. Requests that wait for an engine end as aborted."""
         self._unplaced = set()
         self._ring()
         await asyncio.gather(*(engine.close() for engine in self.engines))
 
     async def _placeable(self, request_id: str) -> bool:
-        """Wait until an engine serves; False if the request is aborted before."""
+        """Wait until an engine serves. Return False if the request is aborted before that."""
         self._unplaced.add(request_id)
         try:
             async with asyncio.timeout(self._patience):

@@ -1,7 +1,7 @@
-"""An engine in another process, as the controller sees it.
+"""The controller's handle of an engine that runs in another process.
 
-Requests made in one turn of the event loop travel as one message: at depth 0 the engine's whole schedule follows from
-that one message.
+Requests that are made in one turn of the event loop are sent as one message. At depth 0, the engine's whole schedule
+therefore follows from that one message.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=Message)
 
 
 class RemoteEngine:
-    """Implements `Engine` and `EngineProcess` over a hub."""
+    """An `Engine` and `EngineProcess` that is reached through a hub."""
 
     def __init__(self, hub: Hub, name: str, *, load_deadline: float, token_deadline: float) -> None:
         self.name = name
@@ -53,7 +53,7 @@ class RemoteEngine:
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         """See `Engine.abort`."""
         await self._submitted()
-        with contextlib.suppress(PeerDied):  # Nothing runs there.
+        with contextlib.suppress(PeerDied):  # A dead process runs no requests.
             await self._hub.send(self.name, Abort(ids=None if ids is None else list(ids)))
 
     async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
@@ -71,7 +71,7 @@ class RemoteEngine:
         return (await self._ask(ScoreTokens(token_ids=token_ids), TokensScored, self._token_deadline)).logprobs
 
     async def close(self) -> None:
-        """Let go of open requests; the process itself belongs to its launcher."""
+        """End open requests as failed. The process itself is not touched: it belongs to its launcher."""
         self.lost("the engine was closed")
         await asyncio.gather(*self._sending, return_exceptions=True)
 
@@ -79,7 +79,7 @@ class RemoteEngine:
         return await self._hub.request(self.name, message, reply, timeout=deadline)
 
     async def _submitted(self) -> None:
-        """What was submitted before must be there before: an abort that overtakes its request does nothing."""
+        """Wait until earlier requests are sent. An abort that arrived before its request would do nothing."""
         self._streams.flush()
         await asyncio.gather(*self._sending)
 
@@ -95,7 +95,7 @@ class RemoteEngine:
         task.add_done_callback(self._sending.discard)
 
     async def _sent(self, sending: Coroutine[Any, Any, None]) -> None:
-        # `lost` is the news of a death, and comes when others know of it too: what fails before that could not be
-        # resumed elsewhere.
+        # A failed send does not end the request here. `lost` does, and it is called when the pool knows of the death
+        # too. A request that failed before that could not be resumed on another engine.
         with contextlib.suppress(PeerDied):
             await sending

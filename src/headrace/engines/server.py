@@ -1,4 +1,4 @@
-"""An engine as its worker process drives it, whatever its kind."""
+"""The protocol through which a worker process drives its engine. It is the same for every kind of engine."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from headrace.engines.base import Delta, Request
 from headrace.types import Float32Array, Int32Array
 
 Emit = Callable[[list[Delta]], None]
-"""Takes new deltas of any number of requests, from the thread that calls `EngineServer.run`."""
+"""Takes new deltas of any number of requests. It is called from the thread that calls `EngineServer.run`."""
 
 
 class EngineServer(Protocol):
-    """Serves one engine in the thread that calls `run`. All other methods may be called from any thread.
+    """A server of one engine. It runs in the thread that calls `run`; other methods may be called from any thread.
 
-    None of them waits. A future fails with the reason if what was asked for cannot be done. If the engine is lost with
-    something that it depends on, `run` raises `PeerDied`, and open requests and futures get no answer: whoever watches
-    over the process starts it again, and its requests go on elsewhere.
+    The other methods do not block. A future fails with the reason if the call cannot be carried out. If the engine
+    depends on something outside of this process and that is lost, `run` raises `PeerDied`, and open requests and
+    futures get no answer. The supervisor then restarts the process, and the requests are resumed on other engines.
     """
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests; all of one call enter the engine together, in this order."""
+        """Queue requests. All requests of one call enter the engine together, in this order."""
         ...
 
     def abort(self, ids: Sequence[str] | None = None) -> object:
-        """End these requests (all, if None)."""
+        """End these requests (all requests if None)."""
         ...
 
     def fork(self, request_id: str, at: int, n: int) -> Future[list[Request]]:
@@ -45,13 +45,14 @@ class EngineServer(Protocol):
         ...
 
     def run(self) -> None:
-        """Serve until stopped. When this returns, every open request has got its last delta."""
+        """Serve until stopped. When `run` returns, every open request has received its last delta."""
         ...
 
     def stop(self) -> None:
-        """End `run` soon. Idempotent."""
+        """Make `run` return soon. Idempotent."""
         ...
 
 
 Build = Callable[[WorkerLink, Config, Emit], EngineServer]
-"""Builds the engine of a worker process. It reports its phases to the link, and calls `ready` there when it serves."""
+"""Builds the engine of a worker process. The builder reports its phases to the link, and calls `WorkerLink.ready` when
+the engine can serve."""

@@ -1,7 +1,7 @@
-"""The engine role of a worker process: the controller's messages on one side, an `EngineServer` on the other.
+"""The engine role of a worker process: it passes messages between the controller and an `EngineServer`.
 
-The engine has the main thread; this module's thread only passes messages, so a swap or an abort never waits for the
-controller and a slow controller never holds a step.
+The engine runs in the main thread, and a second thread only passes messages. So a swap or an abort never waits for the
+controller, and a slow controller never delays a decode step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def serve(link: WorkerLink, config: Config, build: Build) -> None:
-    """Make the engine, and serve it until told to stop."""
+    """Build the engine and serve it until the controller sends `Stop`."""
 
     def emit(deltas: list[Delta]) -> None:
         link.count_generated(sum(len(delta.token_ids) for delta in deltas))
@@ -38,7 +38,7 @@ def serve(link: WorkerLink, config: Config, build: Build) -> None:
 
 
 def pass_messages(link: WorkerLink, server: EngineServer) -> None:
-    """Give the engine what the controller sends, until that is `Stop`."""
+    """Pass the controller's messages to the engine, until the message is `Stop`."""
     while True:
         incoming = link.next_message()
         if incoming is None:

@@ -1,10 +1,10 @@
-"""The open requests of an engine that runs elsewhere (a thread, a process), as the event loop sees them.
+"""The open requests of an engine that runs in another thread or process, as streams of deltas in this event loop.
 
     generate ──outbox──▶ submit        deliver ──a queue per request──▶ generate
 
-Requests made in one turn of the event loop leave together: what the engine sees between two of its steps does not
-depend on how fast the caller is. An id is open at most once, its iterator ends with exactly one last delta or an error,
-and an engine that is lost is sent nothing more.
+Requests that are made in one turn of the event loop are submitted together, so the batch that enters the engine does
+not depend on the speed of the caller. A request id is open at most once. Its iterator ends with exactly one last delta
+or with an error. Nothing is sent to an engine that is lost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from headrace.errors import DeadlineError
 
 
 class DeltaStreams:
-    """Used from one event loop only. The engine's side calls `deliver`, and `lost` when it is gone."""
+    """The open requests of one engine, each with a queue of deltas. It is used from one event loop only.
+
+    The owner calls `deliver` with the engine's deltas, and `lost` when the engine is gone.
+    """
 
     def __init__(
         self,
@@ -27,7 +30,11 @@ class DeltaStreams:
         *,
         deadline: float | None = None,
     ) -> None:
-        """`withdraw` aborts one request; `deadline`: seconds between two deltas (None: until `lost` is called)."""
+        """Make the streams of the engine `name`.
+
+        `submit` sends requests to the engine, and `withdraw` aborts one of them. `deadline` is the longest time between
+        two deltas of a request in seconds; None waits until `lost` is called.
+        """
         self._name = name
         self._submit = submit
         self._withdraw = withdraw
@@ -55,24 +62,27 @@ class DeltaStreams:
                 self._give_up(request.id)
 
     def deliver(self, deltas: Iterable[Delta]) -> None:
-        """Hand deltas to whoever waits for them; those of requests given up are dropped."""
+        """Hand deltas to the requests that wait for them. Deltas of requests that were given up are dropped."""
         for delta in deltas:
             if stream := self._open.get(delta.id):
                 stream.put_nowait(delta)
 
     def lost(self, reason: str) -> None:
-        """The engine is gone: open requests end as failed, after what was delivered to them, and later ones at once."""
+        """Mark the engine as lost.
+
+        Open requests end as failed after the deltas that were already delivered. New requests fail at once.
+        """
         self._death = reason
         self._outbox.clear()
         for request_id, stream in self._open.items():
             stream.put_nowait(failed_delta(request_id, reason))
 
     def revive(self) -> None:
-        """The engine is back: it takes requests again."""
+        """Accept requests again, because the engine is back."""
         self._death = None
 
     def flush(self) -> None:
-        """Submit what waits for the end of this turn now."""
+        """Submit the waiting requests now, not at the end of this turn of the event loop."""
         requests, self._outbox = self._outbox, []
         if requests:
             self._submit(requests)

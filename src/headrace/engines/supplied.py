@@ -1,7 +1,7 @@
-"""An engine of the user's, named in the TOML as `[engine] kind = "module:attribute"` or `"file.py:attribute"`.
+"""Serves an engine that the user supplies: `[engine] kind = "module:attribute"` or `"file.py:attribute"` in the TOML.
 
-The name is that of a factory: it is called in the event loop of the engine's process, with an `EngineContext`, and
-returns an object with the methods of `Engine`.
+The attribute is a factory. Headrace calls it with an `EngineContext`, in the event loop of the engine's process. The
+factory returns an object with the methods of `Engine`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ METHODS = ("generate", "abort", "fork", "load", "score", "close")
 
 
 class EngineContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What the factory of an engine gets."""
+    """The argument of a user's engine factory."""
 
     name: str
-    """The engine's name in the run, such as `engine-0`; `Engine.name` and `Proof.engine` must be this."""
+    """The engine's name in the run, such as `engine-0`. `Engine.name` and `Proof.engine` must be this name."""
     config: Config
     model_path: Path
     max_length: int
-    """The longest sequence that the engine will be asked for, prompt included."""
+    """The length of the longest sequence that the engine must serve, in tokens, prompt included."""
     keys: Path
     """The file with the keys of the run, for transports that encrypt."""
 
     def load_model(self, device: str = "cpu") -> Any:
-        """The model of the run: a Hugging Face causal LM in eval mode, with an attention of transformers' own."""
+        """Load the model of the run: a Hugging Face causal LM in eval mode, with transformers' own sdpa attention."""
         from headrace.models.loading import load_model
 
         given = self.config.model
@@ -53,7 +53,7 @@ class EngineContext(msgspec.Struct, frozen=True, kw_only=True):
         return model
 
     def receiver(self, model: Any) -> Receiver:
-        """The receiving end of delivery for this model: `Receiver.load` fetches, proves and swaps its weights."""
+        """Return a receiver for this model. `Receiver.load` fetches new weights, swaps them in and proves them."""
         from headrace.delivery.receiver import Receiver
         from headrace.models.loading import named_weights
 
@@ -61,7 +61,7 @@ class EngineContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def builder(reference: str) -> Build:
-    """How a worker process makes the engine that this reference names."""
+    """Return the function with which a worker process builds the engine that `reference` names."""
 
     def build(link: WorkerLink, config: Config, emit: Emit) -> EventLoopServer:
         factory = import_function(reference)
