@@ -1,4 +1,7 @@
-"""The trainer as the pipeline sees it: batches in, reports and versions out. No torch here."""
+"""This module declares the trainer as the pipeline sees it: batches go in, reports and versions come out.
+
+It does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -14,44 +17,53 @@ from headrace.types import NO_VERSION, Batch
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a trainer process starts from: the newest checkpoint that it found, or the model's own weights."""
+    """The point that a trainer process starts from: the newest checkpoint that it found, or the model's own weights."""
 
     step: int = 0
-    """Optimizer steps of the policy behind the checkpoint."""
+    """The number of policy steps behind the checkpoint."""
     version: int = NO_VERSION
-    """The version that was published of these weights."""
+    """The version under which these weights were published."""
     found: bool = False
-    """Whether there was a checkpoint: without one even the warm start has to be made."""
+    """Whether there was a checkpoint. Without a checkpoint, the warm start must run too."""
 
     @classmethod
     def of(cls, facts: Mapping[str, int | float | str]) -> Checkpoint:
-        """What a trainer said when it became ready (`training.serving`)."""
+        """Read the facts that a trainer sent when it became ready (see `training.serving`)."""
         return cls(step=int(facts["policy_steps"]), version=int(facts["version"]), found=bool(facts["resumed_from"]))
 
 
 class TrainerHandle(Protocol):
-    """Trains batches in the order they come. A published version is announced by `Published`, not answered."""
+    """A trainer that trains batches in the order they come.
+
+    A published version is not part of an answer: the trainer announces it with a `Published` event.
+    """
 
     name: str
 
     async def train(
         self, batch: Batch, *, publish: int | None = None, parent: int = -1, save: bool = False
     ) -> StepReport:
-        """One optimizer step; afterwards publish the weights under a version, and save them, where that is asked."""
+        """Make one optimizer step.
+
+        Then publish the weights as version `publish` if given, and save them if `save` is set.
+        """
         ...
 
     async def publish(self, version: int, parent: int) -> None:
-        """Publish the present weights."""
+        """Publish the current weights."""
         ...
 
     async def resend(self, manifest: Manifest) -> Manifest:
-        """The same version with all its weights; to be acknowledged again."""
+        """Make all weights of an already published version available again, and return the new manifest.
+
+        The version must be acknowledged again afterwards.
+        """
         ...
 
     async def acknowledge(self, version: int) -> None:
-        """The engines no longer need this version's bytes."""
+        """Tell the trainer that the engines no longer need the bytes of this version."""
         ...
 
     async def save(self, version: int) -> Path:
-        """Write a checkpoint of the present weights; returns where it is."""
+        """Write a checkpoint of the current weights and return its path."""
         ...

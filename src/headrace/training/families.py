@@ -1,6 +1,6 @@
-"""Sequences of a batch, and families of those that begin alike: what can be computed once, and what it takes.
+"""Sequences of a batch, and families of sequences that begin with the same tokens and so can share computation.
 
-Costs are in tokens: what a token's way through the matrices takes. No torch here.
+Costs are counted in tokens: the unit is what one token costs in the model's matrix products. No torch is imported here.
 """
 
 from __future__ import annotations
@@ -16,49 +16,55 @@ from headrace.types import Int16Array, Int32Array
 Index = npt.NDArray[np.int64]
 
 PAIRS_PER_TOKEN = 6144
-"""Pairs of query and key that cost as much as a token's way through the matrices: six times a hidden size of 1024."""
+"""The number of query-key pairs that cost as much as one token in the matrix products: six times a hidden size of
+1024."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A sequence of the batch up to its last trained token, which is a target and needs no computing itself."""
+    """A sequence of the batch up to its last trained token.
+
+    The last trained token is only a target and is not computed.
+    """
 
     offset: int
     token_ids: Int32Array
     trained: Index
-    """Places of the trained tokens within the sequence."""
+    """The positions of the trained tokens within the sequence."""
     targets: Int32Array
     routing: Int16Array | None = None
-    """Of the pass over each token: what was recorded with the token after it."""
+    """The experts of the pass over each token. They were recorded with the token after it."""
 
     @property
     def context(self) -> int:
-        """How many tokens come before the first trained one."""
+        """The number of tokens before the first trained token."""
         return int(self.trained[0])
 
 
 @dataclass(frozen=True)
 class Family:
-    """Sequences that begin with the same `prefix` tokens; zero where nothing is shared."""
+    """Sequences that begin with the same `prefix` tokens. `prefix` is zero where nothing is shared."""
 
     members: tuple[Member, ...]
     prefix: int
 
     @property
     def tokens(self) -> int:
-        """Of all members, the prefix once."""
+        """The number of tokens of all members, with the prefix counted once."""
         return self.prefix + sum(len(member.token_ids) - self.prefix for member in self.members)
 
 
 def family_of(members: Sequence[Member]) -> Family:
-    """These members with all that they have in common."""
+    """Return these members as a family, with the longest prefix that they have in common."""
     return Family(tuple(members), _common_prefix(members))
 
 
 def _common_prefix(members: Sequence[Member]) -> int:
-    """How many leading tokens, none of them trained, all members have in common; none for a member alone.
+    """Return how many leading tokens all members have in common.
 
-    What is computed once has one set of experts: tokens whose records differ are not in common.
+    Trained tokens never count, and a single member has none.
+
+    A token that is computed once has one set of experts, so tokens with different recorded experts are not in common.
     """
     if len(members) < 2:
         return 0
@@ -73,7 +79,7 @@ def _common_prefix(members: Sequence[Member]) -> int:
 
 
 def families_of(members: Sequence[Member], join_cost: float) -> list[Family]:
-    """These members as one family, or each alone."""
+    """Return these members as one family if sharing the prefix pays, else each member as its own family."""
     together = family_of(members)
     joined = together.tokens - together.prefix
     if pays(together.prefix, len(members), joined, join_cost):
@@ -82,19 +88,21 @@ def families_of(members: Sequence[Member], join_cost: float) -> list[Family]:
 
 
 def pays(prefix: int, members: int, own: int, join_cost: float) -> bool:
-    """Whether a prefix computed once saves what it takes to join the `own` tokens that continue it to it."""
+    """Return whether computing a prefix once saves more than joining the attention of the `own` tokens after it."""
     return prefix * (members - 1) >= max(1, join_cost * own)
 
 
 def cost_of(length: int, before: int) -> float:
-    """What tokens take that come behind `before` others, in tokens: their own, and their attention."""
+    """Return the cost of `length` tokens that follow `before` others: computing the tokens, and their attention."""
     return length + length * (length / 2 + before) / PAIRS_PER_TOKEN
 
 
 def first_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Which sizes go together, longest first: close to the fewest rows; the sort is stable, so equal sizes keep order.
+    """Divide sizes into rows, largest first, and return the indices of each row.
 
-    What is larger than the budget is alone.
+    The result is close to the fewest rows.
+
+    The sort is stable, so equal sizes keep their order. A size that is larger than the budget gets a row of its own.
     """
     rows: list[list[int]] = []
     room: list[int] = []

@@ -1,6 +1,6 @@
-"""The vocabulary projection and what is read from it as one operation, for models whose head is a plain matrix.
+"""The vocabulary projection and the reading of log-probabilities, as one operation, for heads that are a plain matrix.
 
-Logits exist for one chunk at a time, in float32, and again in the backward pass, which turns them into gradients by
+Logits exist for one chunk at a time, in float32. The backward pass computes them again and turns them into gradients by
 the formula of the softmax. The gradient of the matrix is added up in float32 over all chunks of a row.
 """
 
@@ -19,19 +19,19 @@ from headrace.training.wide_head import wide_product
 
 
 class Reading(NamedTuple):
-    """What is read from the logits of n positions: U pairs of position and token, by ascending position."""
+    """The plan for reading the logits of n positions: U pairs of position and token, sorted by position."""
 
-    rows: torch.Tensor  # [U], which of the n positions
+    rows: torch.Tensor  # [U], the index of the pair's position among the n positions
     tokens: torch.Tensor  # [U]
-    owners: torch.Tensor  # [M], the pair that each of the row's targets is
+    owners: torch.Tensor  # [M], for each target of the row, the index of its pair
     chunks: tuple[tuple[int, int, int, int], ...]
-    """Positions from and to, pairs from and to."""
+    """The chunks, each as (first position, end position, first pair, end pair)."""
 
     @classmethod
     def of(cls, row: MicroBatch, inverse: Index, size: int, device: torch.device) -> Reading:
-        """The targets of a row, which are at these of its positions, in chunks of `size` positions."""
-        # Answers that begin with the same token after one prompt are one pair. As single numbers they sort ten times
-        # faster, and a device that has nothing else to do yet waits for this.
+        """Plan the reading of a row's targets in chunks of `size` positions. `inverse` has each target's position."""
+        # Answers to one prompt that begin with the same token are one pair. Position and token are packed into one
+        # number, because single numbers sort ten times faster, and an idle device has to wait for this.
         width = int(row.targets.max()) + 1
         numbers, owners = np.unique(inverse * width + row.targets, return_inverse=True)
         unique = np.stack(np.divmod(numbers, width))
@@ -45,7 +45,7 @@ class Reading(NamedTuple):
 
 
 class Arithmetic(NamedTuple):
-    """What is done to a chunk of logits; compiled, each is one pass over them."""
+    """The two functions that are applied to a chunk of logits. When compiled, each is one pass over the logits."""
 
     normalisers: Callable[[torch.Tensor, float], torch.Tensor]
     slopes: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, torch.dtype], torch.Tensor]
@@ -65,7 +65,7 @@ PLAIN = Arithmetic(_normalisers, _slopes)
 
 
 def compiled_arithmetic() -> Arithmetic:
-    """The same, compiled when first used: for a full chunk, and once more for any other."""
+    """Return the functions of `PLAIN`, compiled at first use: once for a full chunk, once more for any other size."""
     return Arithmetic(torch.compile(_normalisers), torch.compile(_slopes))
 
 
@@ -76,7 +76,10 @@ def read_head(
     temperature: float,
     arithmetic: Arithmetic = PLAIN,
 ) -> torch.Tensor:
-    """The log-probability of every target, [M], differentiable, from hidden states [n, d] and a matrix [V, d]."""
+    """Return the log-probability of every target, [M], differentiable.
+
+    `hidden` are the hidden states, [n, d], and `weight` is the matrix of the head, [V, d].
+    """
     found: torch.Tensor = _Head.apply(  # type: ignore[no-untyped-call]
         hidden, weight, reading, temperature, arithmetic
     )
@@ -84,7 +87,7 @@ def read_head(
 
 
 class _Head(torch.autograd.Function):
-    """The log-probabilities of the U pairs."""
+    """The operation that computes the log-probabilities of the U pairs."""
 
     @staticmethod
     def forward(
@@ -111,7 +114,7 @@ class _Head(torch.autograd.Function):
         hidden, weight, normalisers, logprobs = ctx.saved_tensors
         reading, temperature, arithmetic = ctx.arguments
         shares = torch.zeros_like(normalisers).index_add_(0, reading.rows, gradient)
-        # Where a token was chosen, its own gradient is added to that of the softmax.
+        # At the entry of a chosen token, the token's own gradient is added to the gradient of the softmax.
         there = (gradient - logprobs.exp() * shares[reading.rows]) / temperature
         of_hidden = torch.empty_like(hidden)
         of_weight: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""What the controller and the trainer process say to each other."""
+"""The messages between the controller and the trainer process."""
 
 from __future__ import annotations
 
@@ -8,67 +8,68 @@ from headrace.training.report import StepReport
 from headrace.types import Batch
 
 RENDEZVOUS = "ranks.store"
-"""In the run directory: where the trainer's ranks find each other. The controller removes it before it starts them."""
+"""The file in the run directory where the trainer's ranks find each other. The controller removes it before it starts
+the ranks."""
 
 
 class Train(Message):
-    """One optimizer step; answered by `Trained`. Batches are trained in the order they are sent."""
+    """Make one optimizer step. The answer is `Trained`. Batches are trained in the order in which they are sent."""
 
     batch: Batch
     publish: int | None = None
-    """Publish the weights after this step under this version."""
+    """The version under which the weights are published after this step. None publishes nothing."""
     parent: int = -1
     save: bool = False
-    """Write a checkpoint of what was published; announced by `Saved` as an event."""
+    """Write a checkpoint of the published weights. The trainer announces it with a `Saved` event."""
 
 
 class Trained(Message):
-    """The step's report."""
+    """The answer to `Train`: the report of the step."""
 
     report: StepReport
 
 
 class Publish(Message):
-    """Publish the present weights under this version; answered by `Published` as an event."""
+    """Publish the current weights under this version. The trainer announces it with a `Published` event."""
 
     version: int
     parent: int
 
 
 class Published(Message):
-    """A version is ready to be fetched by engines. Sent as an event, while the trainer goes on."""
+    """An event: a version is ready to be fetched by engines. The trainer continues to train meanwhile."""
 
     manifest: Manifest
     snapshot_seconds: float
-    """What publishing took from the trainer."""
+    """The time for which publishing stopped the trainer."""
 
 
 class Resend(Message):
-    """Make this version ready with all its weights, for an engine that cannot use what was sent; see `Resent`."""
+    """Make all weights of a version available, for an engine that cannot use what was sent. The answer is `Resent`."""
 
     manifest: Manifest
 
 
 class Resent(Message):
-    """Where all weights of the version are now."""
+    """The answer to `Resend`: the manifest says where all weights of the version are now."""
 
     manifest: Manifest
 
 
 class Acknowledged(Message):
-    """The engines are done with this version's bytes."""
+    """The engines no longer need the bytes of this version."""
 
     version: int
 
 
 class Save(Message):
-    """Write a checkpoint; answered by `Saved`."""
+    """Write a checkpoint. The answer is `Saved`."""
 
     version: int
 
 
 class Saved(Message):
-    """Where the checkpoint of a version is."""
+    """The path of the checkpoint of a version."""
 
     version: int
     path: str

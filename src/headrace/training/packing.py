@@ -1,9 +1,10 @@
 """The plan of a step's forward passes: which tokens are computed together, and where log-probabilities are read.
 
-Every trained token of a batch is predicted exactly once, from the tokens before it in its own sequence, each computed
-by the experts that were recorded for it. A row holds at most the budget, unless a single sequence is longer. Rows for
-several ranks are alike in cost, and as many for each; for that, sequences that share a prefix are computed apart where
-this takes less time than computing the prefix once. Pure arithmetic: equal batches give equal plans; no torch.
+Every trained token of a batch is predicted exactly once, from the tokens before it in its own sequence. Each token is
+computed by the experts that were recorded for it. A row holds at most the token budget, unless a single sequence is
+longer. With several ranks, all rows cost about the same and every rank gets the same number of rows; sequences that
+share a prefix are computed separately where that takes less time than computing the prefix once. The plan is pure
+arithmetic without torch: equal batches give equal plans.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ from headrace.training.rank_rows import rows_for_ranks
 from headrace.types import Batch, Int16Array, Int32Array
 
 JOIN_COST = 0.25
-"""What joining a token's attention to a shared prefix with that to its own segment takes on a GPU: passes over queries,
-outputs and gradients in every layer, as a share of computing the token."""
+"""The cost, on a GPU, of joining a token's attention to a shared prefix with its attention to its own segment. Joining
+takes passes over queries, outputs and gradients in every layer. The cost is a fraction of computing the token."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens of a row: a sequence, a prefix that several share, or what one of those has of its own."""
+    """Consecutive tokens of a row: a whole sequence, a shared prefix, or the rest of a sequence after that prefix."""
 
     start: int
     length: int
     prefix: int | None = None
-    """The index of the segment that comes before this one in its sequence; None where a sequence begins."""
+    """The index of the segment that precedes this one in its sequence. None where a sequence begins."""
 
     @property
     def end(self) -> int:
-        """One past the last token."""
+        """The position after the last token."""
         return self.start + self.length
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One row of N packed tokens, and M trained tokens to be read from it: all those of its sequences.
+    """One row of N packed tokens, and the M trained tokens of its sequences, which are read from the row.
 
     A sequence is never cut, and a shared prefix holds no trained token, so a loss may look at whole sequences.
     """
@@ -47,20 +48,20 @@ class MicroBatch:
     token_ids: Index  # [N]
     position_ids: Index  # [N], counted within each sequence
     segments: tuple[Segment, ...]
-    predictors: Index  # [M], where in the row the logits of a trained token are; several may share one
+    predictors: Index  # [M], where in the row the logits of a trained token are; several tokens may share one place
     targets: Index  # [M], the trained token's id
     sources: Index  # [M], the trained token's place in the batch
     sequences: Index  # [M], the trained token's sequence, numbered within the row
     routing: Int16Array | None = None  # [N, layers, k], the experts of the pass over each token; see `Trace.routing`
     join_cost: float = 0.0
-    """What a token takes more where it continues a shared prefix, as a share of computing it."""
+    """The extra cost of a token that continues a shared prefix, as a fraction of computing the token."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def cost(self) -> float:
-        """What a pass over the row takes, in tokens: its own, the attention between them, and joining that."""
+        """The cost of a pass over the row, in tokens: computing the tokens, their attention, and joining attention."""
         own = sum(cost_of(s.length, 0 if s.prefix is None else self.segments[s.prefix].length) for s in self.segments)
         return own + self.join_cost * sum(s.length for s in self.segments if s.prefix is not None)
 
@@ -68,9 +69,10 @@ class MicroBatch:
 def plan(
     batch: Batch, *, micro_batch_tokens: int, share_prefixes: bool, ranks: int = 1, join_cost: float = 0.0
 ) -> list[MicroBatch]:
-    """The rows of a step, in the order in which they are computed; `passes` hands them out to several ranks.
+    """Return the rows of a step, in the order in which they are computed. `passes` distributes them over several ranks.
 
-    Prefixes are shared where that saves more tokens than `join_cost` times those that continue them.
+    A prefix is shared where that saves more tokens than `join_cost` times the number of tokens that continue the
+    prefix.
     """
     groups: dict[int, list[Member]] = {}
     for number, (group, sequence) in enumerate(_sequences(batch)):
@@ -79,29 +81,30 @@ def plan(
     if ranks > 1:
         rows = rows_for_ranks(families, micro_batch_tokens, ranks, join_cost)
     else:
-        # A rank that waits for no other takes the sum of its rows, however uneven: the fewest are the fastest.
+        # A single rank waits for no other, so its time is the sum of its rows, however uneven. Fewest rows are fastest.
         pieces = [piece for family in families for piece in _pieces(family, micro_batch_tokens)]
         rows = [[pieces[i] for i in row] for row in first_fit([p.tokens for p in pieces], micro_batch_tokens)]
     return [_row(families_of_row, join_cost) for families_of_row in rows]
 
 
 def passes(rows: Sequence[MicroBatch], rank: int, ranks: int) -> list[tuple[MicroBatch, bool]]:
-    """The passes of one rank, as many as any other rank's, and whether each counts.
+    """Return the passes of one rank, and for each pass whether its result counts.
 
-    Ranks wait for each other in every pass, so rows of like cost go together. Where rows run out, a rank computes the
-    cheapest one again, for nothing: the others' weights and gradients pass through it.
+    Every rank gets the same number of passes. Ranks wait for each other in every pass, so rows of similar cost are
+    computed at the same time. When rows run out, a rank computes the cheapest row again and the result does not count:
+    the other ranks need this rank to take part in gathering weights and reducing gradients.
     """
     ordered = sorted(rows, key=lambda row: -row.cost)
     mine = []
     for number, start in enumerate(range(0, len(ordered), ranks)):
-        # Back and forth, so that no rank always has the costliest.
+        # The direction alternates, so that no rank always gets the most expensive row.
         place = start + (rank if number % 2 == 0 else ranks - 1 - rank)
         mine.append((ordered[place], True) if place < len(ordered) else (ordered[-1], False))
     return mine
 
 
 def plan_scoring(token_ids: Int32Array) -> MicroBatch:
-    """A row of one sequence in which every token but the first is read."""
+    """Return a row of one sequence in which every token but the first is read."""
     whole = Member(0, token_ids[:-1], np.arange(1, len(token_ids)), token_ids[1:])
     return _row([Family((whole,), 0)], join_cost=0.0)
 
@@ -120,7 +123,7 @@ def _sequences(batch: Batch) -> Iterator[tuple[int, Member]]:
 
 
 def _pieces(family: Family, budget: int) -> Iterator[Family]:
-    """A family, cut where it is larger than the budget; every piece repeats the prefix."""
+    """Cut a family that is larger than the budget into pieces. Every piece repeats the prefix."""
     taken: list[Member] = []
     size = family.prefix
     for member in family.members:
@@ -162,7 +165,8 @@ def _row(families: Sequence[Family], join_cost: float) -> MicroBatch:
         for member in family.members:
             own_start = filled
             add(member, slice(family.prefix, None), prefix)
-            # The token at place t is predicted at t - 1, which for the first one may lie in the shared prefix.
+            # The token at place t is predicted at t - 1. For the first trained token, that place may be in the shared
+            # prefix.
             places = member.trained - 1
             own = places - family.prefix + own_start
             predictors.append(

@@ -1,7 +1,8 @@
-"""Rows for several ranks: alike in cost, as many for each, and families cut as far as that makes the ranks faster.
+"""The rows of a step for several ranks: they cost about the same, and every rank gets the same number of rows.
 
-Ranks wait for each other in every pass, so the costliest row of each pass is what counts. Pure arithmetic, which every
-rank does alone and comes to the same; no torch.
+Ranks wait for each other in every pass, so the most expensive row of each pass decides the time. Families are cut as
+finely as makes the ranks faster. The plan is pure arithmetic without torch: every rank computes it alone and gets the
+same result.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from dataclasses import dataclass
 from headrace.training.families import Family, Member, cost_of, family_of, first_fit, pays
 
 PARTS_OF_A_ROW = (1, 2, 4)
-"""How finely families are cut, between whole families and single sequences: parts for a row."""
+"""How finely families are cut, between whole families and single sequences: the number of parts that fill a row."""
 
 
 def rows_for_ranks(families: Sequence[Family], budget: int, ranks: int, join_cost: float) -> list[list[Family]]:
-    """The rows that take the least time on ranks that wait for each other in every pass."""
+    """Return the rows that take the least time on ranks that wait for each other in every pass."""
     loads = _fastest(families, budget, ranks, join_cost)
     return [[family for part in load.parts.values() for family in part.families] for load in loads]
 
 
 def _fastest(families: Sequence[Family], budget: int, ranks: int, join_cost: float) -> list[_Load]:
-    """The first of the fastest rows, of families that are whole, cut ever finer, and that share nothing.
+    """Return the fastest rows among several plans: families whole, cut finer and finer, and sharing nothing.
 
-    Whole families may leave ranks with nothing to do, and every cut repeats a prefix.
+    If plans are equally fast, the coarsest one is taken. Whole families may leave ranks without work, but every cut
+    repeats a prefix.
     """
     alone = [_singles(Family((member,), 0), join_cost)[0] for family in families for member in family.members]
     if not any(family.prefix for family in families):
@@ -39,7 +41,7 @@ def _fastest(families: Sequence[Family], budget: int, ranks: int, join_cost: flo
     cuts = [whole, *(_parts(blocks, row_cost / parts) for parts in PARTS_OF_A_ROW), list(itertools.chain(*blocks))]
     found += [_even(cut, budget, ranks) for coarser, cut in itertools.pairwise(cuts) if len(cut) > len(coarser)]
     fastest = min(found, key=lambda rows: _wall(rows, ranks))
-    # What ranks take at least that share nothing, however even.
+    # The right side is a lower bound on the time without sharing: it assumes perfectly even rows.
     if _wall(fastest, ranks) <= sum(part.cost for part in alone) / ranks:
         return fastest
     return min(fastest, _even(alone, budget, ranks), key=lambda rows: _wall(rows, ranks))
@@ -47,14 +49,20 @@ def _fastest(families: Sequence[Family], budget: int, ranks: int, join_cost: flo
 
 @dataclass(frozen=True, eq=False)
 class _Siblings:
-    """What the members of one family have in common; no two families have the same, even if it is alike."""
+    """The common prefix of one family.
+
+    Objects are compared by identity, so two families with equal values stay separate.
+    """
 
     prefix: int
     prefix_cost: float
     join_cost: float
 
     def takes(self, members: int, own: int, own_cost: float) -> tuple[int, float]:
-        """The tokens and the cost of members in one row: with the prefix once if that pays, or else for each."""
+        """Return the tokens and the cost of members in one row.
+
+        The prefix is computed once if that pays, else per member.
+        """
         if pays(self.prefix, members, own, self.join_cost):
             return self.prefix + own, self.prefix_cost + own_cost + self.join_cost * own
         return members * self.prefix + own, members * self.prefix_cost + own_cost
@@ -62,14 +70,14 @@ class _Siblings:
 
 @dataclass(slots=True)
 class _Part:
-    """Some members of a family, to be computed in one row."""
+    """Some members of a family that are computed in one row."""
 
     siblings: _Siblings
     members: tuple[Member, ...]
     own: int
-    """Tokens behind the prefix."""
+    """The number of tokens after the prefix, of all members."""
     own_cost: float
-    """What those take, without joining their attention to the prefix's."""
+    """The cost of the tokens after the prefix, without joining their attention to the attention of the prefix."""
     tokens: int
     cost: float
 
@@ -79,12 +87,15 @@ class _Part:
 
     @property
     def families(self) -> list[Family]:
-        """These members as `_row` computes them; what they have in common may be more than the whole family has."""
+        """The members as families for `packing._row`.
+
+        Some members may have a longer common prefix than the whole family.
+        """
         return [family_of(self.members)] if self.shares else [family_of([member]) for member in self.members]
 
 
 class _Load:
-    """A row that is being filled; parts of one family are one."""
+    """A row that is being filled. Parts of the same family are merged into one part."""
 
     def __init__(self) -> None:
         self.parts: dict[_Siblings, _Part] = {}
@@ -92,7 +103,10 @@ class _Load:
         self.cost = 0.0
 
     def cost_with(self, part: _Part, budget: int) -> float:
-        """What the row takes with a part, which is less if some of its family are here; infinite if it has no room."""
+        """Return the cost of the row after adding a part, or infinity if the part does not fit.
+
+        A part costs less if members of its family are in the row already.
+        """
         tokens, cost = part.tokens, part.cost
         here = self.parts.get(part.siblings)
         if here is not None:
@@ -110,12 +124,12 @@ class _Load:
 
 
 def _wall(rows: Sequence[_Load], ranks: int) -> float:
-    """How long ranks take that wait for each other in every pass; see `passes`."""
+    """Return the time that the ranks take, given that they wait for each other in every pass (see `passes`)."""
     return sum(sorted((row.cost for row in rows), reverse=True)[::ranks])
 
 
 def _singles(family: Family, join_cost: float) -> list[_Part]:
-    """A part for every member."""
+    """Return one part for every member."""
     siblings = _Siblings(family.prefix, cost_of(family.prefix, 0), join_cost)
     parts = []
     for member in family.members:
@@ -126,20 +140,23 @@ def _singles(family: Family, join_cost: float) -> list[_Part]:
 
 
 def _together(parts: Sequence[_Part]) -> _Part:
-    """Parts of one family as one."""
+    """Merge parts of one family into one part."""
     siblings, members = parts[0].siblings, tuple(member for part in parts for member in part.members)
     own, own_cost = sum(part.own for part in parts), sum(part.own_cost for part in parts)
     return _Part(siblings, members, own, own_cost, *siblings.takes(len(members), own, own_cost))
 
 
 def _blocks(singles: Sequence[_Part], budget: int) -> list[list[_Part]]:
-    """Members of a family, those together that hold the budget with one prefix."""
+    """Divide the members of a family into blocks that each fit the budget, together with one copy of the prefix."""
     rows = first_fit([single.own for single in singles], budget - singles[0].siblings.prefix)
     return [[singles[i] for i in row] for row in rows]
 
 
 def _parts(blocks: Sequence[Sequence[_Part]], most: float) -> list[_Part]:
-    """A part of each block, or several if it costs more than `most` without its prefix; members if none is shared."""
+    """Return one part per block, or several if a block costs more than `most` without its prefix.
+
+    If a part does not share its prefix, its members become parts of their own.
+    """
     parts: list[_Part] = []
     for block in blocks:
         cost = sum(single.own_cost for single in block)
@@ -150,7 +167,7 @@ def _parts(blocks: Sequence[Sequence[_Part]], most: float) -> list[_Part]:
 
 
 def _cut(singles: Sequence[_Part], count: int) -> list[Sequence[_Part]]:
-    """At most `count` lists of like cost."""
+    """Divide the parts into at most `count` lists of similar cost."""
     lists: list[list[_Part]] = [[] for _ in range(min(count, len(singles)))]
     costs = [0.0] * len(lists)
     for single in sorted(singles, key=lambda single: -single.own_cost):
@@ -161,7 +178,7 @@ def _cut(singles: Sequence[_Part], count: int) -> list[Sequence[_Part]]:
 
 
 def _even(parts: Sequence[_Part], budget: int, ranks: int) -> list[_Load]:
-    """Rows of like cost, for about the fewest passes of all ranks that hold the parts; rows that stay empty go."""
+    """Fill rows of similar cost, in about the fewest passes that hold all parts. Empty rows are left out."""
     ordered = sorted(parts, key=lambda part: -part.cost)
     fewest = -(-len(first_fit([part.tokens for part in parts], budget)) // ranks)
     filled = (_fill(ordered, budget, times * ranks) for times in itertools.count(fewest))
@@ -169,7 +186,10 @@ def _even(parts: Sequence[_Part], budget: int, ranks: int) -> list[_Load]:
 
 
 def _fill(parts: Sequence[_Part], budget: int, count: int) -> list[_Load] | None:
-    """Every part in the cheapest row with room, or the cheapest of its family if that takes less then; None if full."""
+    """Put every part into the cheapest row that has room. Return None if a part fits nowhere.
+
+    If the cheapest row with members of the same family would then cost less, the part goes into that row instead.
+    """
     rows = [_Load() for _ in range(count)]
     by_cost = [(0.0, i) for i in range(count)]
     homes: dict[_Siblings, set[int]] = {}

@@ -1,4 +1,4 @@
-"""What the trainer says about a step. No torch here: the controller reads it."""
+"""The report of the trainer about one step. It does not import torch, because the controller reads it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ import msgspec
 
 
 class StepReport(msgspec.Struct, kw_only=True):
-    """One optimizer step."""
+    """The report of one optimizer step."""
 
     step: int
-    """The batch's step."""
+    """The step number of the batch."""
     version: int
-    """The version that was trained."""
+    """The version that was being trained."""
     objective: str
     loss: float
     grad_norm: float
-    """Before clipping."""
+    """The norm of the gradient before clipping."""
     learning_rate: float
     tokens: int
-    """Tokens that the forward passes really computed: shared prefixes once, nothing after the last trained token."""
+    """The number of tokens that the forward passes computed. A shared prefix counts once, and tokens after the last
+    trained token of a sequence are not computed."""
     sequence_tokens: int
-    """Tokens of all sequences, as a trainer that shares nothing would count them."""
+    """The number of tokens of all sequences. A trainer that shares no prefixes would compute about this many."""
     trained_tokens: int
     micro_batches: int
     seconds: float
     skipped: bool = False
-    """The weights did not change: the gradient was not finite, or the batch held no trained token."""
+    """Whether the weights stayed the same, because the gradient was not finite or the batch held no trained token."""
     skipped_steps: int = 0
-    """Skipped steps since the trainer's first, this one included."""
+    """The number of skipped steps since the trainer's first step, this step included."""
     metrics: dict[str, float] = {}
-    """Means over the step's trained tokens."""
+    """The mean of each metric over the trained tokens of the step."""

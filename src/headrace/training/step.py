@@ -1,7 +1,7 @@
 """Forward and backward over a whole batch: afterwards the gradients are those of `sum(weights * token_loss)`.
 
-How the batch is cut into rows, and over how many ranks, changes memory and speed, never the gradient. Nothing here
-waits for the device: what a step has to tell is read from it once, at the end.
+How the batch is cut into rows, and over how many ranks, changes memory and speed but never the gradient. Nothing here
+waits for the device: loss and metrics stay on the device and are read once, at the end of the step.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from headrace.types import Batch
 
 LOSS = "loss"
 REROUTED = "rerouted"
-"""The metric of choices that the record changed: a share of the layers, for a trained token."""
+"""The metric for forced routing: the share of layers, per trained token, in which the record changed the router's
+choice."""
 
 
 @dataclass
 class Gradients:
-    """What accumulating left to tell, beside the gradients on the parameters. Its figures wait for the device."""
+    """The results of `accumulate` beside the gradients on the parameters. Reading `figures` waits for the device."""
 
     sums: dict[str, torch.Tensor]
-    """Of the batch, in float64: its loss, under `LOSS`, and the metrics' sums over trained tokens."""
+    """Sums over the batch in float64: the loss under `LOSS`, and each metric summed over trained tokens."""
     trained_tokens: int
     tokens: int
     micro_batches: int
@@ -46,7 +47,7 @@ class Gradients:
 
     @cached_property
     def figures(self) -> dict[str, float]:
-        """The sums, of all ranks; they are read together."""
+        """The sums over all ranks, read from the device in one transfer."""
         if not self.sums:
             return {LOSS: 0.0}
         values = torch.stack(list(self.sums.values())).tolist()
@@ -56,12 +57,12 @@ class Gradients:
 
     @property
     def loss(self) -> float:
-        """The batch's loss."""
+        """The loss of the batch."""
         return self.figures[LOSS]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Means over the batch's trained tokens."""
+        """The mean of each metric over the trained tokens of the batch."""
         count = max(self.trained_tokens, 1)
         return {name: value / count for name, value in self.figures.items() if name != LOSS}
 
@@ -81,12 +82,14 @@ def accumulate(
     chunk_elements: int | None = None,
     spans: SpanRecorder | None = None,
 ) -> Gradients:
-    """Add the batch's gradients to the model's parameters; what is told is of all ranks, and the same on all.
+    """Add the batch's gradients to the model's parameters.
 
-    `policies` are those that the loss wants to see the tokens scored by, by their names in `TokenInputs`: all of them
-    before the first gradient. `half` are the model's weights, where the passes have a narrower copy of them: its
-    masters get the gradients. `dropout` is in force while gradients are computed, and not for scores. `chunk_elements`
-    is how many logits are held at once.
+    The returned figures cover all ranks and are equal on all ranks.
+
+    `policies` are the frozen policies that the loss needs, by their names in `TokenInputs`. They score all rows before
+    the first gradient is computed. `half` holds the master weights, where the passes use a narrower copy: the masters
+    then get the gradients. `dropout` is active while gradients are computed, and not while policies score.
+    `chunk_elements` limits how many logits exist at once.
     """
     rank, shares = (ranks.data, ranks.data_ranks) if ranks else (0, 1)
     on_host = input_device(model).type == "cpu"
@@ -110,7 +113,7 @@ def accumulate(
                 with following(model, row) as forced:
                     found = _backward(model, batch, row, loss, others, entropy, chunk_elements, share=float(counts))
                 if forced is not None:
-                    # Where several answers begin, once for each of them.
+                    # A position that predicts the first token of several answers counts once for each answer.
                     found[REROUTED] = forced.changed(upload(row.predictors, input_device(model))) / forced.layers
             if half is not None:
                 half.collect()
@@ -137,7 +140,7 @@ def _backward(
     *,
     share: float,
 ) -> dict[str, torch.Tensor]:
-    """Of a row, the loss and its metrics' sums."""
+    """Run one row forward and backward, and return its loss and the sums of its metrics."""
     kept = None if batch.kept is None else batch.kept.at(row.sources)
     attention = PackedAttention(row)
     readings = read_row(
@@ -166,19 +169,22 @@ def _backward(
     result = loss(inputs)
     total = (gathered(batch.weights) * result.values).sum()
     (total * share).backward()  # type: ignore[no-untyped-call]
-    # Until here: what was compiled looks for it in its backward pass.
+    # The attention context must live until here, because compiled layers look it up in their backward pass.
     del attention
     return {LOSS: total, **result.sums}
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Equal inputs give equal bits: accumulation into shared places is ordered, whatever the number of threads."""
+    """Make equal inputs give equal bits inside this context, whatever the number of threads.
+
+    Accumulation into shared memory is then done in a fixed order.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Filling fresh memory finds bugs and costs time; it changes no result that is read.
+    # Filling new memory finds bugs but costs time. It changes no result that is read.
     memory.fill_uninitialized_memory = False
     try:
         yield

@@ -1,7 +1,7 @@
-"""The trainer: one model, one optimizer, one step at a time. It knows batches, and no algorithm's name.
+"""The trainer: it holds one model and one optimizer, and makes one step at a time.
 
-What it does is a function of its weights, its optimizer and the batch alone: continuing from a checkpoint gives the
-same bits as never having stopped.
+The trainer knows batches, but no algorithm's name. A step depends only on the weights, the optimizer and the batch, so
+continuing from a checkpoint gives the same bits as never having stopped.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from headrace.types import NO_VERSION, Batch, Float32Array, Int32Array
 
 
 class Trainer:
-    """Trains the model that it is given, in place. The model stays in eval mode: no dropout, in training either.
+    """The trainer of one model, which it changes in place.
 
-    With an adapter, which must be of this model, only that is trained, published and saved; its own dropout is on
-    while gradients are computed, and at no other time.
+    The model stays in eval mode, also in training, so there is no dropout. If an adapter is given, it must belong to
+    this model. Then only the adapter is trained, published and saved, and the adapter's own dropout is active only
+    while gradients are computed.
     """
 
     def __init__(
@@ -62,14 +63,17 @@ class Trainer:
         chunk_elements: int | None = None,
         correct_above: int | None = None,
     ) -> None:
-        """`chunk_elements` is how many logits are held at once, where that is not left to the trainer."""
+        """Build the trainer.
+
+        `chunk_elements` limits how many logits exist at once; by default the trainer chooses the limit.
+        """
         self.model = model.eval()
         self._chunk_elements = chunk_elements
         if adapter is not None:
-            # After sharding, and before copies in 16 bits are in the places of the masters.
+            # The adapter must find its tensors after sharding, and before 16-bit copies replace the master weights.
             adapter.find_weights()
         half = compute_dtype(training, input_device(model)) == "bfloat16"
-        # Several ranks hold 16-bit weights only while they gather them: their sharding sees to it.
+        # With several ranks there is no second copy: sharding makes 16-bit weights only while it gathers them.
         self._half = HalfWeights(model) if half and ranks is None else None
         self._warm = compiled_layers(model) is None
         self._adapter = adapter
@@ -89,16 +93,19 @@ class Trainer:
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps behind the weights, of both objectives, skipped ones included."""
+        """The number of optimizer steps behind the weights, of both objectives, skipped steps included."""
         return self._state.steps_done
 
     @property
     def policy_steps(self) -> int:
-        """Steps of the policy objective: those that the schedule counts."""
+        """The number of steps of the policy objective. The learning rate schedule counts these steps."""
         return self._state.policy_steps
 
     def step(self, batch: Batch) -> StepReport:
-        """One optimizer step. The first batch of another objective than the last one's starts a fresh optimizer."""
+        """Make one optimizer step.
+
+        If the objective differs from the objective of the previous batch, the step starts with a new optimizer.
+        """
         self.warm_up()
         started = time.monotonic()
         policy = batch.objective == "policy"
@@ -123,7 +130,7 @@ class Trainer:
             pending = self._optimizer.begin(rate)
             if self._half is not None:
                 self._half.refresh()
-            # The one wait for the device in a step.
+            # This is the only place in a step where the host waits for the device.
             applied = pending.read()
         changed = applied.changed
         self._state = TrainerState(
@@ -152,7 +159,7 @@ class Trainer:
         )
 
     def warm_up(self) -> None:
-        """Compile what is to be compiled, by two passes whose gradients are dropped. Idempotent."""
+        """Compile the layers, if they are to be compiled, by two passes whose gradients are dropped. Idempotent."""
         layers = compiled_layers(self.model)
         if self._warm or layers is None:
             return
@@ -175,7 +182,7 @@ class Trainer:
             self.model.zero_grad(set_to_none=True)
 
     def score(self, token_ids: Int32Array) -> Float32Array:
-        """Log-probabilities of tokens 1..n given their prefix, untempered ([n - 1])."""
+        """Return the log-probabilities of tokens 1..n given their prefix, [n - 1], at temperature 1."""
         if len(token_ids) < 2:
             return np.zeros(0, np.float32)
         with torch.no_grad(), uncompiled(self.model):
@@ -184,30 +191,40 @@ class Trainer:
         return logprobs
 
     def reference_score(self, token_ids: Int32Array) -> Float32Array:
-        """The same under the base model, with the adapter switched off; there must be one."""
+        """Return the same as `score` under the base model, with the adapter switched off.
+
+        Raises if there is no adapter.
+        """
         if self._adapter is None:
             raise UserError("reference log-probabilities need [lora]: without an adapter the base model is not kept")
         with self._adapter.disabled():
             return self.score(token_ids)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What is trained, by canonical name, all weights or the adapter's: not copies, the next step changes them."""
+        """Return the trained weights by canonical name: all weights, or the adapter's weights.
+
+        The tensors are not copies: the next step changes them.
+        """
         return trained_weights(self.model, self._half, self._adapter)
 
     def save(self, directory: str | Path, *, version: int = NO_VERSION, source: str | Path | None = None) -> Path:
-        """Write a checkpoint `step-XXXXXXXX` below this directory; its path, once it is whole.
+        """Write a checkpoint `step-XXXXXXXX` below this directory, and return its path once the checkpoint is complete.
 
-        `version` is the id under which these weights were published, `source` the model directory whose tokenizer and
-        other companions belong to it (by default the one that the model was loaded from).
+        `version` is the id under which these weights were published. `source` is the model directory whose tokenizer
+        and other companion files are copied into the checkpoint. By default it is the directory that the model was
+        loaded from.
         """
         return self.begin_save(directory, version=version, source=source).result()
 
     def begin_save(
         self, directory: str | Path, *, version: int = NO_VERSION, source: str | Path | None = None
     ) -> Future[Path]:
-        """As `save`, but this returns when everything is copied: training goes on while it is written.
+        """Start a checkpoint like `save`, but return as soon as everything is copied.
 
-        A second call waits until the first is written, and raises what made that fail.
+        Training continues while it is written.
+
+        A second call waits until the first checkpoint is written. If that write failed, the second call raises its
+        error.
         """
         companions = Path(source if source is not None else self.model.name_or_path)
         optimizer = self._training.optimizer if self._state.objective else ""
@@ -215,9 +232,10 @@ class Trainer:
         return self._saver.begin(Path(directory), state, self._optimizer, companions)
 
     def load(self, checkpoint: str | Path) -> None:
-        """Go on from a checkpoint, of any number of ranks: weights, optimizer and counts are those that were saved.
+        """Continue from a checkpoint, which may have been written by any number of ranks.
 
-        Call it on a trainer that has not made a step: its weights are the reference, unless the checkpoint has one.
+        Weights, optimizer and counters become those of the checkpoint. Call this method on a trainer that has not made
+        a step: its current weights become the reference, unless the checkpoint holds a reference.
         """
         checkpoint = Path(checkpoint)
         state = read_state(checkpoint)
@@ -231,7 +249,7 @@ class Trainer:
         self._state = state
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written; on one rank, what made it fail is raised."""
+        """Wait until a checkpoint in progress is written. On a single rank, raise the error if writing it failed."""
         self._saver.close()
 
     def _new_optimizer(self) -> Optimizer:
