@@ -1,4 +1,4 @@
-"""Batches become new weights: packing, one optimizer step, checkpoints.
+"""Training turns batches into new weights: packing, one optimizer step, checkpoints.
 
-Nothing is imported here: `report`, `packing` and `checkpoint` are used without torch.
+Nothing is imported here, so that `report`, `packing` and `checkpoint` can be used without torch.
 """

@@ -1,16 +1,17 @@
-"""Checkpoints on disk: a directory is there whole, or it is not there.
+"""Checkpoints on disk. A checkpoint directory is either complete or not there.
 
-A checkpoint is written into a hidden sibling, synced to the disk, and renamed. `trainer/state.json` is written last
-and lists every file with its size; a directory that does not match its own list is not taken for a checkpoint.
+A checkpoint is written into a hidden directory beside its final place, synced to the disk, and renamed.
+`trainer/state.json` is written last and lists every file with its size. A directory that does not match its own list
+does not count as a checkpoint.
 
     step-00000042/
-      config.json, *.safetensors, tokenizer.json, ...   a complete model directory; of a run with an adapter instead
-      adapter_config.json, adapter_model.safetensors    that, as peft writes it
+      config.json, *.safetensors, tokenizer.json, ...   a complete model directory, or with [lora] instead
+      adapter_config.json, adapter_model.safetensors    the adapter, as peft writes it
       trainer/optimizer.safetensors
-      trainer/reference.safetensors                     where a loss holds to weights that no model directory has
+      trainer/reference.safetensors                     if the loss needs a reference that no model directory holds
       trainer/state.json
 
-No torch here: the controller looks for checkpoints too.
+No torch is imported here, because the controller looks for checkpoints too.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ _LARGEST_COPY = 256 << 20
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the trainer stood."""
+    """The counters of a trainer at a checkpoint."""
 
     steps_done: int = 0
-    """Optimizer steps of both objectives."""
+    """The number of optimizer steps of both objectives."""
     policy_steps: int = 0
-    """Steps of the policy objective: the schedule counts these."""
+    """The number of steps of the policy objective. The learning rate schedule counts these steps."""
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    """Of these, the last ones, whose gradients were not finite."""
+    """The number of latest steps in a row that were skipped because their gradients were not finite."""
     version: int = NO_VERSION
-    """The version that the weights were published as."""
+    """The version under which the weights were published."""
     objective: str = ""
-    """Whose optimizer state is kept; empty before the first step."""
+    """The objective that the optimizer state belongs to. Empty before the first step."""
     optimizer: str = ""
-    """The `[training] optimizer` that it is of; empty where none is kept, or it was not written down."""
+    """The `[training] optimizer` that the state belongs to. Empty if no state is kept, or if it was not recorded."""
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,19 +61,19 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_checkpoint(directory: Path, state: TrainerState, write: Callable[[Path], None]) -> Path:
-    """Write a checkpoint below `directory`, with `write` filling it; its path, once it is whole and on the disk."""
+    """Write a checkpoint below `directory`, filled by `write`. Return its path once it is complete and on the disk."""
     partial = begin_checkpoint(directory, state)
     write(partial)
     return finish_checkpoint(partial, state)
 
 
 def partial_path(directory: Path, state: TrainerState) -> Path:
-    """Where a checkpoint is until it is whole."""
+    """Return the path of a checkpoint until it is complete."""
     return directory / f"{_PARTIAL}step-{state.steps_done:08d}"
 
 
 def begin_checkpoint(directory: Path, state: TrainerState) -> Path:
-    """A hidden directory to be filled; what crashed writes left is gone."""
+    """Create a hidden directory for a checkpoint, and remove what crashed writes left."""
     directory.mkdir(parents=True, exist_ok=True)
     clean(directory)
     partial = partial_path(directory, state)
@@ -81,7 +82,7 @@ def begin_checkpoint(directory: Path, state: TrainerState) -> Path:
 
 
 def finish_checkpoint(partial: Path, state: TrainerState) -> Path:
-    """Make what fills the hidden directory a checkpoint; its path, once it is on the disk."""
+    """Turn the filled hidden directory into a checkpoint. Return its path once it is on the disk."""
     directory = partial.parent
     final = directory / partial.name.removeprefix(_PARTIAL)
     files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
@@ -90,7 +91,8 @@ def finish_checkpoint(partial: Path, state: TrainerState) -> Path:
     for path in [*partial.rglob("*"), partial]:
         _sync(path)
     if final.exists():
-        # A run that went back to an older checkpoint came here again: what stood here is of the abandoned branch.
+        # The run went back to an older checkpoint and reached this step again. The existing directory is from the
+        # abandoned branch.
         final.rename(directory / f"{_PARTIAL}replaced-{final.name}")
     partial.rename(final)
     _sync(directory)
@@ -99,7 +101,7 @@ def finish_checkpoint(partial: Path, state: TrainerState) -> Path:
 
 
 def read_state(checkpoint: Path) -> TrainerState:
-    """The trainer's state in a checkpoint; a `UserError` unless the checkpoint is whole."""
+    """Return the trainer's state in a checkpoint. Raises a `UserError` if the checkpoint is not complete."""
     record = _record(checkpoint)
     if record is None:
         raise UserError(f"{checkpoint} is not a complete checkpoint")
@@ -107,17 +109,20 @@ def read_state(checkpoint: Path) -> TrainerState:
 
 
 def is_sharded(checkpoint: Path) -> bool:
-    """Whether the checkpoint's tensors are the shards of several ranks."""
+    """Return whether the checkpoint's tensors are the shards of several ranks."""
     return (checkpoint / SHARDS).is_dir()
 
 
 def latest(directory: Path) -> Path | None:
-    """The complete checkpoint with the most steps."""
+    """Return the complete checkpoint with the most steps."""
     return max(_complete(directory), key=_steps, default=None)
 
 
 def torn(directory: Path) -> list[str]:
-    """Names of checkpoints that are not complete: something else than a run has damaged them."""
+    """Return the names of checkpoints that are not complete.
+
+    A run never leaves one: something else has damaged them.
+    """
     if not directory.is_dir():
         return []
     named = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
@@ -125,9 +130,10 @@ def torn(directory: Path) -> list[str]:
 
 
 def set_aside(directory: Path, last_step: int) -> list[str]:
-    """Delete checkpoints with more policy steps than these; their names. Only the one writer may call this.
+    """Delete checkpoints with more than `last_step` policy steps, and return their names.
 
-    A run that was killed may not have written down its last steps: nobody knows what such a checkpoint was trained on.
+    Only the one writer of the directory may call this. A run that was killed may not have recorded its last steps, so
+    nobody knows what such a checkpoint was trained on.
     """
     ahead = [path for path in _complete(directory) if read_state(path).policy_steps > last_step]
     for checkpoint in ahead:
@@ -138,24 +144,30 @@ def set_aside(directory: Path, last_step: int) -> list[str]:
 
 
 def by_name(directory: Path) -> dict[str, Path]:
-    """The complete checkpoints by name, oldest first; by their number of steps too (`step-42` for `step-00000042`)."""
+    """Return the complete checkpoints by name, oldest first.
+
+    The short name works too (`step-42` for `step-00000042`).
+    """
     paths = sorted(_complete(directory), key=_steps)
     return {name: path for path in paths for name in (f"step-{_steps(path)}", path.name)}
 
 
 def by_version(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints by the version that their weights were published as; unpublished ones are not there."""
+    """Return the complete checkpoints by the version under which their weights were published.
+
+    Unpublished ones are left out.
+    """
     paths = sorted(_complete(directory), key=_steps)
     found = {record.state.version: path for path in paths if (record := _record(path)) is not None}
     return {version: path for version, path in found.items() if version != NO_VERSION}
 
 
 def prune(directory: Path, keep: int) -> list[Path]:
-    """Delete all but the newest `keep` checkpoints and what crashed writes left behind; the checkpoints deleted."""
+    """Delete all but the newest `keep` checkpoints, and what crashed writes left. Return the deleted checkpoints."""
     clean(directory)
     old = sorted(_complete(directory), key=_steps)[:-keep]
     for checkpoint in old:
-        # Renamed first: a crash half-way through the deletion must not leave half a checkpoint under its name.
+        # Rename before deleting: a crash during the deletion must not leave half a checkpoint under its name.
         doomed = directory / f"{_PARTIAL}pruned-{checkpoint.name}"
         checkpoint.rename(doomed)
         shutil.rmtree(doomed)
@@ -163,13 +175,13 @@ def prune(directory: Path, keep: int) -> list[Path]:
 
 
 def clean(directory: Path) -> None:
-    """Remove what crashed writes left behind. Only the one writer of the directory may call this."""
+    """Remove what crashed writes left. Only the one writer of the directory may call this."""
     for leftover in directory.glob(f"{_PARTIAL}*"):
         shutil.rmtree(leftover)
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy what makes a model directory complete beside config and weights: tokenizer, chat template, and so on."""
+    """Copy what a model directory needs beside config and weights: tokenizer, chat template, and so on."""
     for file in sorted(source.iterdir()):
         companion = file.is_file() and file.name not in _NOT_COPIED and file.suffix not in _WEIGHTS
         if companion and not file.name.endswith(".index.json") and file.stat().st_size <= _LARGEST_COPY:

@@ -1,6 +1,7 @@
-"""A checkpoint becomes what others load: a whole model for Hugging Face, or an adapter for peft.
+"""Export of a checkpoint for other programs: as a whole model for Hugging Face, or as an adapter for peft.
 
-Its weights are those of the checkpoint, nothing else of Headrace is left in it, and it is there whole or not at all.
+The exported weights are those of the checkpoint, and no file of Headrace is left in the export. The directory is either
+there as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ Format = Literal["hf", "peft"]
 
 
 def export_checkpoint(checkpoint: Path, out: Path, to: Format) -> Path:
-    """Write a checkpoint as `hf` or as `peft`; the directory, which must be new.
+    """Write a checkpoint as `hf` or as `peft` into a new directory, and return the directory.
 
-    For `hf` an adapter is merged, in float32, and the shards of several ranks are put together, in host memory.
+    For `hf`, an adapter is merged in float32, and the shards of several ranks are put together in host memory.
     """
     read_state(checkpoint)
     adapter = (checkpoint / ADAPTER_FILE).is_file()
@@ -52,7 +53,7 @@ def export_checkpoint(checkpoint: Path, out: Path, to: Format) -> Path:
 def _copy_model(checkpoint: Path, out: Path) -> None:
     if is_sharded(checkpoint) and not any(checkpoint.glob("*.safetensors")):
         write_whole(checkpoint, out)
-    # The checkpoint's own files last: its generation config is that of the model that was trained.
+    # The checkpoint's own files are copied last, because its generation config is that of the trained model.
     shutil.copytree(checkpoint, out, ignore=shutil.ignore_patterns("trainer", ".*"), dirs_exist_ok=True)
 
 
@@ -71,7 +72,7 @@ def _merge(checkpoint: Path, out: Path) -> None:
 
     base = base_of(checkpoint)
     try:
-        # In float32, as it was trained: a merge in 16 bits would round the adapter's changes away.
+        # The merge is done in float32, as the adapter was trained: 16 bits would round the adapter's changes away.
         model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         merged = PeftModel.from_pretrained(model, str(checkpoint)).merge_and_unload()
     except (ValueError, KeyError, OSError) as error:

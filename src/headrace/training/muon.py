@@ -1,8 +1,9 @@
-"""Muon: momentum whose matrices are orthogonalised, so that a step moves every direction of a matrix alike.
+"""Muon: momentum whose matrices are orthogonalised, so that a step moves every direction of a matrix equally.
 
-The size of an update is that of AdamW's, whatever the shape, so one learning rate serves both. The iteration runs in
-bfloat16 on a GPU and in float32 on a CPU, or in the float64 of the weights; stacks of matrices (experts) are
-orthogonalised one by one. Of sharded matrices momentum is kept by shard, and what is orthogonalised is gathered.
+Updates have the size of AdamW's updates, whatever the shape, so one learning rate serves both. The iteration runs in
+bfloat16 on a GPU and in float32 on a CPU, or in float64 if the weights are float64. In a stack of matrices (experts),
+each matrix is orthogonalised separately. For sharded matrices, each rank keeps its shard of the momentum, and the
+matrices are gathered to be orthogonalised.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from headrace.training.sharding import on_whole_matrices
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic iteration: steep at zero, so that five steps bring all singular values near 1."""
+"""The coefficients of the quintic iteration. It is steep at zero, so that five steps bring all singular values near
+1."""
 ITERATIONS = 5
 RMS_OF_ADAMW = 0.2
 
@@ -33,13 +35,13 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         wholes: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        """`wholes` has the sharded parameter for each one that is a rank's part of it."""
+        """Build the optimizer. `wholes` maps a rank's part of a parameter to the sharded parameter itself."""
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self._wholes = wholes or {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Move every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             rate, beta = group["lr"], group["momentum"]
@@ -58,7 +60,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrices: torch.Tensor) -> torch.Tensor:
-    """U S V^T becomes about U V^T, for each matrix of a stack [..., m, n], by Newton-Schulz iteration."""
+    """Turn U S V^T into about U V^T, for each matrix of a stack [..., m, n], by Newton-Schulz iteration."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x: torch.Tensor = matrices.mT if tall else matrices

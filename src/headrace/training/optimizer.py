@@ -1,7 +1,8 @@
-"""A step of the optimizer, the schedule, and the rule that a gradient which is not finite changes nothing.
+"""The optimizer step, the learning rate schedule, and the rule that a gradient that is not finite changes nothing.
 
-The learning rate is a pure function of the step and every state is kept in checkpoints, so that a resumed run goes on
-exactly where it stood. Fused AdamW on a GPU decides there whether a gradient is finite: the host does not wait for it.
+The learning rate is a pure function of the step, and all optimizer state is kept in checkpoints, so a resumed run
+continues exactly where it stopped. On a GPU, fused AdamW decides on the device whether a gradient is finite, so the
+host does not wait.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from headrace.training.sharding import copies, global_norm, local_part, local_te
 from headrace.training.update_ratio import UpdateRatio
 
 CLIP_EPSILON = 1e-6
-"""As torch has it where it clips."""
+"""The same value that torch uses when it clips gradients."""
 
 Schedule = Literal["constant", "cosine", "linear"]
 
 
 def learning_rate(step: int, *, peak: float, warmup_steps: int, schedule: Schedule, total_steps: int) -> float:
-    """The learning rate of a step, counted from 1.
+    """Return the learning rate of a step, counted from 1.
 
-    It rises linearly and reaches the peak with step `warmup_steps`; then it falls (unless constant) such that the step
-    after `total_steps` would have zero.
+    The rate rises linearly and reaches the peak at step `warmup_steps`. Then, unless the schedule is constant, the rate
+    falls so that the step after `total_steps` would have a rate of zero.
     """
     if step <= warmup_steps:
         return peak * step / warmup_steps
@@ -41,26 +42,26 @@ def learning_rate(step: int, *, peak: float, warmup_steps: int, schedule: Schedu
 
 
 class Applied(NamedTuple):
-    """What a step has done."""
+    """The result of a step."""
 
     norm: float
-    """Of the gradient, before clipping."""
+    """The norm of the gradient, before clipping."""
     finite: bool
     changed: bool
-    """Whether the weights did: not without a gradient, nor with one that is not finite."""
+    """Whether the weights changed. They do not change without a gradient, nor if the gradient is not finite."""
     update_ratio: float
-    """|change of the weights| / |weights|, see `update_ratio`."""
+    """|change of the weights| / |weights|, see the module `update_ratio`."""
 
 
 class Pending(NamedTuple):
-    """A step that the device may still be doing."""
+    """A step that the device may not have finished."""
 
     norm: torch.Tensor
     ratio: torch.Tensor | None
-    """None where no step was made."""
+    """The update ratio. None if no step was made."""
 
     def read(self) -> Applied:
-        """What it has done, once it is done."""
+        """Wait for the device and return the result of the step."""
         norm = float(self.norm)
         finite = math.isfinite(norm)
         changed = finite and self.ratio is not None
@@ -68,9 +69,10 @@ class Pending(NamedTuple):
 
 
 class Optimizer:
-    """The optimizers of a model's trainable parameters as one, stepped with a given learning rate.
+    """All optimizers of a model's trainable parameters, used as one and stepped with a given learning rate.
 
-    Of a sharded model it steps this rank's part, by this rank's part of the moments; Muon gathers matrices for it.
+    For a sharded model the optimizer steps this rank's part, with this rank's part of the moments. Muon gathers whole
+    matrices for that.
     """
 
     def __init__(
@@ -80,7 +82,10 @@ class Optimizer:
         ranks: Ranks | None = None,
         masters: Mapping[str, torch.nn.Parameter] | None = None,
     ) -> None:
-        """`masters` are the trainable parameters, where the model has only copies of them."""
+        """Build the optimizers.
+
+        `masters` are the trainable parameters, where the model itself holds only copies of them.
+        """
         self._ranks = ranks
         self._parameters = (
             dict(masters)
@@ -95,14 +100,14 @@ class Optimizer:
         }
 
     def apply(self, rate: float) -> Applied:
-        """Clip the gradients by their global norm, step and drop them.
+        """Clip the gradients by their global norm, make a step, and drop the gradients.
 
-        A norm that is not finite leaves weights and moments as they are.
+        If the norm is not finite, weights and moments stay as they are.
         """
         return self.begin(rate).read()
 
     def begin(self, rate: float) -> Pending:
-        """As `apply`; on a GPU it is only enqueued."""
+        """Start a step like `apply`. On a GPU the step is only enqueued."""
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         norm = global_norm(gradients, self._ranks)
         self._take_gradients()
@@ -124,7 +129,7 @@ class Optimizer:
 
     @property
     def _on_device(self) -> bool:
-        """Whether the optimizers can leave a step out by themselves."""
+        """Whether the optimizers can skip a step on the device, without the host."""
         return self._ranks is None and all(
             isinstance(part.optimizer, torch.optim.AdamW)
             and all(p.device.type == "cuda" for group in part.optimizer.param_groups for p in group["params"])
@@ -132,7 +137,8 @@ class Optimizer:
         )
 
     def _step_on_device(self, optimizer: Any, norm: torch.Tensor) -> None:
-        # What fused AdamW has for loss scaling: gradients are divided by the one, and the other leaves the step out.
+        # Fused AdamW has these two fields for loss scaling: it divides gradients by `grad_scale`, and skips the step if
+        # `found_inf` is set.
         optimizer.grad_scale = ((norm + CLIP_EPSILON) / self._clip_norm).clamp(min=1.0).float()
         optimizer.found_inf = (~torch.isfinite(norm)).float()
         try:
@@ -158,9 +164,9 @@ class Optimizer:
                 part.grad = None if whole.grad is None else local_tensor(whole.grad)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The optimizers' states, flat by `kind/parameter name`: what a checkpoint keeps.
+        """Return the states of the optimizers for a checkpoint, as a flat dict by `kind/parameter name`.
 
-        A state that is several tensors in one (8-bit codes and their scales) is kept as `kind.part/parameter name`.
+        A state that consists of several tensors (8-bit codes and their scales) is kept as `kind.part/parameter name`.
         """
         found: dict[str, torch.Tensor] = {}
         for name, p in self._named.items():
@@ -172,7 +178,7 @@ class Optimizer:
         return found
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what `tensors` gave."""
+        """Restore the states that `tensors` returned."""
         states: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
@@ -190,7 +196,7 @@ class Optimizer:
                 part.optimizer.state[p][kind] = _restored(part, kind, pieces, part.optimizer.state[p].get(kind), p)
 
     def _prime(self, names: Iterable[str]) -> None:
-        """Let the optimizers make their states: a step of size zero, which leaves weights as they are."""
+        """Make the optimizers create their states, by a step of size zero that leaves the weights unchanged."""
         for name in names:
             self._named[name].grad = torch.zeros_like(self._named[name])
         for part in self._parts:
@@ -200,7 +206,7 @@ class Optimizer:
 
 
 def _pieces(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors that a state is made of: itself, or those inside of it."""
+    """Yield the plain tensors of a state: the state itself, or the tensors inside it."""
     if not hasattr(value, "__tensor_flatten__"):
         yield "", value
         return
@@ -209,7 +215,7 @@ def _pieces(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _check_form(what: str, pieces: Mapping[str, torch.Tensor], present: Any) -> None:
-    """A state that is not made yet is one tensor."""
+    """Raise unless the checkpoint's state has the same parts. A state that does not exist yet counts as one tensor."""
     kept = {""} if present is None else {piece.removeprefix(".") for piece, _ in _pieces(present)}
     if pieces.keys() != kept:
         raise UserError(
@@ -219,11 +225,14 @@ def _check_form(what: str, pieces: Mapping[str, torch.Tensor], present: Any) -> 
 
 
 def _restored(part: OptimizerPart, kind: str, pieces: Mapping[str, torch.Tensor], present: Any, p: torch.Tensor) -> Any:
-    """A state from the tensors that `_pieces` gave; `present` is what the optimizer has made itself, if it has."""
+    """Return a state built from the tensors of `_pieces`.
+
+    `present` is the state that the optimizer already has, if any.
+    """
     if kind in part.numbers:
         return pieces[""].item()
     if "" in pieces:
-        # Where a state lives is the optimizer's business: on the host, if it has put it there; else with the parameter.
+        # The optimizer decides where a state lives: on the host, if it put the state there; else with the parameter.
         device = p.device if present is None else present.device
         return pieces[""].to(device, copy=True)
     for name, tensor in pieces.items():

@@ -1,7 +1,7 @@
-"""Which optimizer moves which parameter: every trainable parameter belongs to one group of one optimizer.
+"""The assignment of parameters to optimizers: every trainable parameter belongs to one group of one optimizer.
 
-Matrices decay; vectors (norms, biases) do not, nor do those of experts that are stacked. `[training] learning_rates`
-multiplies a group's rate.
+Weight decay applies to matrices. It does not apply to vectors (norms, biases), nor to the stacked vectors of experts.
+`[training] learning_rates` multiplies the rate of a group.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _BLOCKWISE_STATE = frozenset({"state1", "state2", "qmap1", "qmap2", "absmax1", "
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """One optimizer, and what its state is made of."""
+    """One optimizer, with a description of its state."""
 
     optimizer: torch.optim.Optimizer
     kinds: frozenset[str]
-    """The names of the states that it keeps for a parameter."""
+    """The names of the states that the optimizer keeps for a parameter."""
     numbers: frozenset[str] = frozenset()
-    """Those of them that are plain numbers, not tensors."""
+    """The names of the states that are plain numbers, not tensors."""
     packs: bool = False
-    """Whether it may keep a state as several tensors in one."""
+    """Whether the optimizer may keep a state as several tensors in one."""
 
     def set_rate(self, rate: float) -> None:
-        """Step with this learning rate, times the factor of each group."""
+        """Set the learning rate of every group to `rate` times the factor of the group."""
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(rate * group["factor"])
@@ -48,7 +48,7 @@ def make_parts(
     config: TrainingConfig,
     wholes: Mapping[str, torch.nn.Parameter],
 ) -> list[OptimizerPart]:
-    """The optimizers of a model's trainable parameters, or of this rank's parts of them, as the configuration says.
+    """Build the configured optimizers for a model's trainable parameters, or for this rank's parts of the parameters.
 
     `wholes` are the parameters themselves, by the same names.
     """
@@ -67,7 +67,7 @@ def make_parts(
 
 
 def hidden_matrices(model: torch.nn.Module) -> set[str]:
-    """The trainable matrices, or stacks of them, that are neither an embedding nor the vocabulary projection."""
+    """Return the names of trainable matrices, or stacks of them, except the embedding and the vocabulary projection."""
     outer = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is not None:
@@ -80,7 +80,7 @@ def hidden_matrices(model: torch.nn.Module) -> set[str]:
 
 
 def is_matrix(name: str, p: torch.Tensor) -> bool:
-    """Whether a parameter is a matrix, or a stack of them; a stack of biases is not."""
+    """Return whether a parameter is a matrix or a stack of matrices. A stack of biases is not."""
     return p.ndim >= 2 and not name.endswith("bias")
 
 

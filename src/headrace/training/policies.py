@@ -1,8 +1,8 @@
-"""The policies beside the one in training: reference, proximal, teacher. They score the same rows, without gradient.
+"""The policies beside the policy in training: reference, proximal, teacher. They score the same rows, without gradient.
 
-None of them is changed by training: the reference is what the first policy step began with, also after a restart, or
-the base of an adapter; the proximal one what the version in training began with. A model whose weights are exchanged
-for a while has them back, to the bit, whatever happens meanwhile.
+Training changes none of them. The reference is the policy before the first policy step, also after a restart, or the
+base model of an adapter. The proximal policy has the weights with which the version in training began. When the weights
+of a model are exchanged for a while, the model gets its own weights back to the bit, also after an error.
 """
 
 from __future__ import annotations
@@ -23,30 +23,35 @@ from headrace.types import Batch
 
 
 class StoredWeights:
-    """A copy of a model's weights, wherever those are, that can take their place for a while.
+    """A copy of a model's trained weights, on the same device, that can take their place for a while.
 
-    Of a sharded model it is this rank's part: all ranks exchange theirs at the same point between passes.
+    For a sharded model the copy holds this rank's part. All ranks exchange their parts at the same point between
+    passes.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         bring_to_rest(model)
-        # What is not trained does not change.
+        # Weights that are not trained do not change, so they need no copy.
         self._live = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
         self._copies = {name: tensor.clone() for name, tensor in self._live.items()}
 
     def take(self) -> None:
-        """Copy the weights as they are now."""
+        """Copy the current weights."""
         for name, copy in self._copies.items():
             copy.copy_(self._live[name])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The copies by name: what is written to them is held."""
+        """Return the copies by name. Writing into them changes the stored weights."""
         return self._copies
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, the model has the stored weights. Nothing is reallocated, so sharded weights may be exchanged too."""
+        """Give the model the stored weights inside this context.
+
+        The weights are exchanged in place, without new allocations, so the weights of a sharded model can be exchanged
+        too.
+        """
         self._exchange()
         try:
             yield
@@ -63,19 +68,22 @@ class StoredWeights:
 
 
 class FrozenPolicy:
-    """Scores rows with a model, in a context that makes it the wanted policy."""
+    """A policy that scores rows with a model, inside a context that turns the model into that policy."""
 
     def __init__(
         self, model: Any, context: Callable[[], AbstractContextManager[Any]] = nullcontext, *, follows: bool = True
     ) -> None:
-        """`follows`: it has the experts of the policy in training, and takes those that were recorded."""
+        """Set up the policy.
+
+        `follows`: the model has the same experts as the policy in training and uses the recorded ones.
+        """
         self._model = model
         self._context = context
         self._follows = follows
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[MicroBatch], batch: Batch) -> list[torch.Tensor]:
-        """For each row the log-probabilities of its targets, [M], as the loss takes the policy's own."""
+        """Return the log-probabilities of each row's targets, [M], computed as those of the trained policy."""
         with self._context():
             return [self._row(row, batch) for row in rows]
 
@@ -86,9 +94,9 @@ class FrozenPolicy:
 
 
 class Policies:
-    """The policies that a loss asks for, kept beside the model that it trains.
+    """The policies that a loss needs, kept beside the model that it trains.
 
-    A model with an adapter has its reference in itself: the adapter switched off.
+    A model with an adapter contains its own reference: the model with the adapter switched off.
     """
 
     def __init__(
@@ -99,7 +107,10 @@ class Policies:
         teacher: Any = None,
         switched_off: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
-        """`switched_off` is a context in which a model with an adapter is its base."""
+        """Set up the policies.
+
+        `switched_off` is a context in which a model with an adapter computes as its base model.
+        """
         self._model = model
         self._switched_off = switched_off
         self._needs = needs
@@ -112,16 +123,19 @@ class Policies:
 
     @property
     def reference(self) -> Mapping[str, torch.Tensor] | None:
-        """The reference's weights, once there are any of its own; a checkpoint's are written to them."""
+        """The stored weights of the reference, or None if there are none.
+
+        A checkpoint is loaded by writing into them.
+        """
         return None if self._reference is None else self._reference.tensors()
 
     def hold_reference(self) -> None:
-        """The present weights are the reference."""
+        """Store the current weights as the reference, if the loss needs a reference and no adapter provides it."""
         if self._needs.reference and self._switched_off is None:
             self._reference = StoredWeights(self._model)
 
     def of(self, batch: Batch) -> dict[str, FrozenPolicy]:
-        """Those that score this batch before it is trained, by their names in `TokenInputs`."""
+        """Return the policies that must score this batch before it is trained, by their names in `TokenInputs`."""
         found = {}
         if self._needs.reference:
             if self._reference is None:
@@ -136,7 +150,7 @@ class Policies:
         return found
 
     def _begun(self, version: int) -> StoredWeights:
-        """The weights that this version began with: those of its first batch, before it is trained."""
+        """Return the weights with which this version began: those before its first batch was trained."""
         if self._proximal is None:
             self._proximal = StoredWeights(self._model)
         elif version != self._version:

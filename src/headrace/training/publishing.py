@@ -1,4 +1,4 @@
-"""The trainer's end of delivery, as a configuration has it: what travels, in which dtype, through which sender."""
+"""The publisher of a trainer rank, built from the configuration: what is sent, in which dtype, through which sender."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.training.ranks import Ranks
 def make_publisher(
     link: WorkerLink, config: Config, ranks: Ranks | None, vocabulary: int, base_digest: int, *, device: str = "cpu"
 ) -> Publisher | ShardedPublisher:
-    """The end of delivery that is this process's: of the whole model, or of this rank's part."""
+    """Return the publisher of this process: for the whole model, or for this rank's part of the model."""
     canary = canary_sequence(vocabulary, config.delivery.canary_tokens)
     tolerance, deadline = config.delivery.canary_tolerance, config.delivery.deadline
     rank = ranks.rank if ranks else 0
@@ -27,7 +27,7 @@ def make_publisher(
         trainer=device if ranks is None else str(ranks.device),
         engines=engine_device(config),
         receivers=config.engine.count,
-        relays=ranks is None,  # an engine keeps the whole, not the parts that it came in
+        relays=ranks is None,  # an engine can relay the whole model, but not the parts in which it arrived
     )
     send: Kind = "adapter" if config.lora is not None else config.delivery.send
     if ranks:
@@ -56,7 +56,10 @@ def make_publisher(
 
 
 def published_dtype(config: Config) -> str:
-    """What weights travel in. A merged adapter is kept apart in float32 and rounded once it is merged."""
+    """Return the dtype in which weights are sent.
+
+    An adapter that engines merge is sent in float32 and is rounded only after it is merged.
+    """
     if config.lora is not None and config.lora.serve == "merged":
         return "float32"
     return config.delivery.dtype or config.model.dtype

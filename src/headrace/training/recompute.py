@@ -1,8 +1,8 @@
 """Activation checkpointing by decoder layer: the backward pass computes a layer again, in the context of its forward.
 
-The attention context of a row is in force only while the row is computed; a layer that runs again later brings back
-the one that it first ran under, or its tokens would see others than they did. So it does with what it draws: where
-something is dropped out, the same is dropped again.
+The attention context of a row is active only while the row is computed. A layer that is computed again must restore the
+context of its first run, or its tokens would attend to other tokens than before. The same holds for random numbers:
+dropout must drop the same elements again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headrace.models.attention import attending, current_context
 
 
 def recompute_layers(layers: Iterable[torch.nn.Module]) -> None:
-    """Keep only the inputs of these layers for the backward pass."""
+    """Make these layers keep only their inputs for the backward pass."""
     for layer in layers:
         layer.forward = _recomputed(layer, layer.forward)
 

@@ -1,4 +1,4 @@
-"""The trainer in another process, as the controller sees it. No torch here."""
+"""The trainer in another process, as the controller uses it. No torch is imported here."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ M = TypeVar("M", bound=Message)
 
 
 class RemoteTrainer:
-    """Implements `TrainerHandle` over a hub.
+    """The implementation of `TrainerHandle` over a hub.
 
-    All ranks of the trainer are sent everything, in one order; the first one answers for them.
+    All ranks of the trainer are sent the same messages in the same order, except `Resend`. The first rank answers for
+    all.
     """
 
     def __init__(self, hub: Hub, name: str, *, deadline: float, others: Sequence[str] = ()) -> None:
-        """`name` is the first rank, `others` are the rest."""
+        """Set up the handle. `name` is the first rank, and `others` are the other ranks."""
         self.name = name
         self._others = others
         self._order = asyncio.Lock()
@@ -51,7 +52,7 @@ class RemoteTrainer:
 
     async def acknowledge(self, version: int) -> None:
         """See `TrainerHandle.acknowledge`."""
-        # The places of a trainer that died went with it.
+        # A trainer that died no longer holds any bytes, so there is nothing to acknowledge.
         with suppress(PeerDied):
             await self._tell(Acknowledged(version=version))
 
@@ -69,6 +70,6 @@ class RemoteTrainer:
             for name in self._others:
                 await self._hub.send(name, message)
             answer = asyncio.create_task(self._hub.request(self.name, message, reply, timeout=self._deadline))
-            # It leaves before the lock does: no other message comes between, on any rank.
+            # The request is sent before the lock is released, so no other message can come in between on any rank.
             await asyncio.sleep(0)
         return await answer

@@ -1,8 +1,8 @@
-"""Mixtures of experts: the passes over a row go through the experts that its tokens were drawn with.
+"""Mixtures of experts: the passes over a row use the experts that were recorded when its tokens were sampled.
 
-Where engine and trainer round differently, or weights are a few steps apart, routers may choose other experts for the
-same token, and its log-probability jumps. With the recorded choice, the policy that is trained is the one that sampled,
-up to rounding.
+If engine and trainer round differently, or their weights are a few steps apart, routers may choose other experts for
+the same token, and its log-probability jumps. With the recorded choice, the trained policy is the policy that sampled
+the token, up to rounding.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _shapes: WeakKeyDictionary[Any, RoutingShape | None] = WeakKeyDictionary()
 
 @contextmanager
 def following(model: Any, row: MicroBatch) -> Iterator[Forced | None]:
-    """Inside, passes over this row, backward too, take the recorded experts; nothing is forced where there are none.
+    """Make passes over this row, backward passes included, use the recorded experts inside this context.
 
-    Layers run as they are: what is forced is not the same from row to row, so there is nothing to compile once.
+    If the row has no record, nothing is forced. Layers run uncompiled inside, because the forced experts differ from
+    row to row.
     """
     if row.routing is None:
         yield None

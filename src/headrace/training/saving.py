@@ -1,7 +1,7 @@
-"""What a trainer's checkpoint holds, written and read: weights, optimizer, and the reference where nothing else has it.
+"""Saving and loading of a trainer: weights, optimizer, and the reference if no model directory holds it.
 
-One rank writes a whole model directory, several write their shards, and all of them train meanwhile. Any number of
-ranks reads either, and what was read is bit for bit what was saved.
+A single rank writes a whole model directory. Several ranks write their shards. Training continues meanwhile. Any number
+of ranks can read either form, and the loaded tensors are bit for bit those that were saved.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ REFERENCE_FILE = Path("trainer") / "reference.safetensors"
 
 
 def trained_weights(model: Any, half: HalfWeights | None, adapter: TrainedAdapter | None) -> dict[str, torch.Tensor]:
-    """What is trained, by canonical name, all weights or the adapter's: not copies, the next step changes them."""
+    """Return the trained weights by canonical name: all weights, or the adapter's weights.
+
+    The tensors are not copies: the next step changes them.
+    """
     if adapter is not None:
         return adapter.weights()
     masters = {} if half is None else {name: p.detach() for name, p in half.masters.items()}
@@ -51,7 +54,7 @@ def trained_weights(model: Any, half: HalfWeights | None, adapter: TrainedAdapte
 
 
 class Saver:
-    """Saves one trainer, and brings another like it to where that stood."""
+    """The saver writes checkpoints of one trainer, and loads a checkpoint into a new trainer."""
 
     def __init__(
         self,
@@ -73,10 +76,12 @@ class Saver:
     def begin(
         self, directory: Path, state: TrainerState, optimizer: Optimizer | None, companions: Path
     ) -> Future[Path]:
-        """Write a checkpoint below this directory, with the companions of that model directory; its path, once whole.
+        """Start writing a checkpoint below this directory. The future gives its path, once the checkpoint is complete.
 
-        This returns when all tensors are copied; they are written while the trainer goes on. One that is still being
-        written is waited for, and what made it fail is raised. An adapter is small: the first rank writes all of it.
+        `companions` is the model directory whose tokenizer and similar files are copied. This method returns when all
+        tensors are copied; they are written while the trainer continues. If an earlier checkpoint is still being
+        written, this method waits for it, and raises its error if it failed. An adapter is small, so the first rank
+        writes all of it.
         """
         if self._shards is not None and self._adapter is None:
 
@@ -87,14 +92,14 @@ class Saver:
             moments = optimizer.tensors() if optimizer else {}
             return self._shards.save(directory, state, self._sharded(moments, self._own_reference(state)), fill)
         if self._ranks is not None and self._ranks.rank:
-            self._snapshot(state, optimizer, companions)  # with the first rank, which gathers it
+            self._snapshot(state, optimizer, companions)  # all ranks take part: the first rank gathers the tensors
             written: Future[Path] = Future()
             written.set_result(directory)
             return written
         return self._writer.save(directory, state, lambda: self._snapshot(state, optimizer, companions))
 
     def _snapshot(self, state: TrainerState, optimizer: Optimizer | None, companions: Path) -> Callable[[Path], None]:
-        """Copy all that a checkpoint holds; what writes it."""
+        """Copy everything that a checkpoint holds, and return the function that writes the copy."""
         with self._whole():
             write_weights = self._adapter.snapshot() if self._adapter else ModelSnapshot(self._model).write
         moments = on_host(self._gathered(optimizer.tensors() if optimizer else {}))
@@ -102,7 +107,7 @@ class Saver:
 
         def write(path: Path) -> None:
             write_weights(path)
-            # What the source has beside config and weights; the model's own generation config gives way to it.
+            # The source's companion files are copied after the weights: its generation config replaces the model's own.
             copy_companions(companions, path)
             save_file(moments, path / OPTIMIZER_FILE)
             if reference:
@@ -111,7 +116,7 @@ class Saver:
         return write
 
     def load(self, checkpoint: Path, state: TrainerState, optimizer: Optimizer | None) -> None:
-        """Fill weights and optimizer, which must be fresh, from a checkpoint of this state."""
+        """Load a checkpoint with this state into the weights and the optimizer. The optimizer must be new."""
         if state.policy_steps:
             self._policies.hold_reference()
             self._load_reference(checkpoint, state)
@@ -127,7 +132,7 @@ class Saver:
             self._half.refresh()
 
     def close(self) -> None:
-        """Wait for a checkpoint that is being written; on one rank, what made it fail is raised."""
+        """Wait until a checkpoint in progress is written. On a single rank, raise the error if writing it failed."""
         self._writer.close()
         if self._shards is not None:
             self._shards.close()
@@ -136,14 +141,18 @@ class Saver:
         return self._half.whole() if self._half else nullcontext()
 
     def _own_reference(self, state: TrainerState) -> Mapping[str, torch.Tensor]:
-        """The reference's weights after a warm start: without one they are those of the model directory."""
+        """Return the reference's weights if a warm start made them.
+
+        Without a warm start the model directory holds them.
+        """
         reference = self._policies.reference
         return reference if reference is not None and state.steps_done > state.policy_steps else {}
 
     def _load_reference(self, checkpoint: Path, state: TrainerState) -> None:
-        """Fill the reference, where there is one, from a checkpoint that has its weights.
+        """Load the reference, if there is one, from a checkpoint that holds its weights.
 
-        One that the checkpoint does not hold is the model directory's, unless a warm start made another.
+        If the checkpoint does not hold them, the reference is the model directory's, which is already in place. If a
+        warm start made the reference, a missing one raises a `UserError`.
         """
         reference = self._policies.reference
         if reference is None:
@@ -175,24 +184,24 @@ class Saver:
     def _sharded(
         self, moments: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """This rank's shards of everything, by the names that they have in a checkpoint."""
+        """Return this rank's shards of everything, by their names in a checkpoint."""
         return (
             _under(WEIGHTS, self._weights()) | _under(REFERENCE, reference) | _under(OPTIMIZER, self._placed(moments))
         )
 
     def _placed(self, moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What this rank's optimizer keeps, by `kind/parameter name`, as shards of the whole."""
+        """Return the states of this rank's optimizer, by `kind/parameter name`, as shards of whole tensors."""
         parameters = dict(self._model.named_parameters())
         return {key: placed_like(tensor, parameters[key.partition("/")[2]]) for key, tensor in moments.items()}
 
     def _gathered(self, moments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same of all ranks."""
+        """Return the states of the optimizers of all ranks as whole tensors."""
         if self._ranks is None:
             return dict(moments)
         return {key: whole_tensor(tensor) for key, tensor in self._placed(moments).items()}
 
     def _own_part(self, moments: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of whole tensors by `kind/parameter name`, what this rank's optimizer steps."""
+        """Cut whole tensors, by `kind/parameter name`, to the part that this rank's optimizer steps."""
         if self._ranks is None:
             return moments
         regions = {name: held_region(tensor) for name, tensor in self._model.named_parameters()}

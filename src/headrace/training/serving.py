@@ -1,9 +1,10 @@
-"""The trainer role of a worker process: batches in, reports and published versions out.
+"""The trainer role of a worker process: batches come in, reports and published versions go out.
 
-The main thread trains; a second one passes messages, so that an acknowledgement frees a segment while a step runs. A
-publish takes a snapshot from the main thread; digesting and announcing it do not.
+The main thread trains. A second thread passes messages, so that an acknowledgement can free a segment while a step
+runs. Publishing stops the main thread only for a snapshot: the snapshot is digested and announced in the background.
 
-Every rank of a trainer is such a process and is sent the same messages in the same order; the first one answers.
+Every rank of a trainer is such a process. All ranks are sent the same messages in the same order; the first rank
+answers.
 """
 
 from __future__ import annotations
@@ -53,16 +54,19 @@ from headrace.types import NO_VERSION, Float32Array, Int32Array
 T = TypeVar("T")
 FIRST_RANK = "trainer-0"
 UNWRITABLE = (OSError, SafetensorError)
-"""What writing a checkpoint raises where the disk will not have it."""
+"""The exceptions that writing a checkpoint raises if the disk refuses."""
 
 
 def serve(link: WorkerLink, config: Config, last_step: int | None = None) -> None:
-    """Load the model or the newest checkpoint, up to `last_step` if that is given, and train until told to stop."""
+    """Load the model or the newest checkpoint, and train until told to stop.
+
+    If `last_step` is given, checkpoints with more policy steps than that are deleted first.
+    """
     TrainerRole(link, config, last_step).run()
 
 
 class TrainerRole:
-    """A trainer, its publisher, and the queue of what the controller asks."""
+    """A trainer with its publisher and the queue of requests from the controller."""
 
     def __init__(self, link: WorkerLink, config: Config, last_step: int | None = None) -> None:
         link.phase = "loading"
@@ -70,10 +74,10 @@ class TrainerRole:
         self.config = config
         self.checkpoints = link.run_dir / "checkpoints"
         self.first = link.name == FIRST_RANK
-        """Whether this rank speaks for the trainer."""
+        """Whether this rank answers for the trainer."""
         with link.spans.span("load"):
             if last_step is not None and self.first:
-                # Before the ranks meet: all of them then find the same newest checkpoint.
+                # This comes before the ranks meet, so that all of them find the same newest checkpoint.
                 set_aside(self.checkpoints, last_step)
             built = build_trainer(config, self.checkpoints, link.spans, lambda device: join_ranks(link, config, device))
             self.trainer, self.ranks, self.base_digest = built.trainer, built.ranks, built.base_digest
@@ -97,16 +101,17 @@ class TrainerRole:
         with link.spans.span("compile"):
             self.trainer.warm_up()
         self.failure: BaseException | None = None
-        """Why a version was not announced: none is after it."""
+        """The reason why a version was not announced. No later version is announced either."""
         self.saving: Future[Path] | None = None
-        """The newest checkpoint, which may still be being written."""
+        """The newest checkpoint, which may still be in the process of being written."""
         self.work: queue.Queue[Incoming | BaseException] = queue.Queue()
 
     def run(self) -> None:
-        """Do what is asked, in order."""
+        """Handle requests in order until `Stop` arrives."""
         threading.Thread(target=self._pass_messages, name="messages", daemon=True).start()
         if self.first:
-            # What a trainer that died left: engines that still wanted it had all the time until now.
+            # Remove the segments that a previous process left. Engines that still needed them have had until now to
+            # fetch them.
             sweep()
         self.link.ready(
             policy_steps=self.trainer.policy_steps,
@@ -127,7 +132,8 @@ class TrainerRole:
             self._close_trainer()
             if self.turns is not None:
                 self.turns.close()
-        # In good order only: a rank that failed must not wait for others before it says why.
+        # Ranks leave together only after a normal end: a rank that failed must report its error without waiting for
+        # others.
         if self.ranks is not None:
             self.ranks.leave()
 
@@ -171,7 +177,8 @@ class TrainerRole:
                 if self.first:
                     self.link.spoke.reply(incoming, Trained(report=report))
                 if publish is not None:
-                    # Not in the trainer's turn: it may wait for engines, which prove a version by steps of their own.
+                    # The publish is outside the trainer's turn: it may wait for engines, which need steps of their own
+                    # to prove a version.
                     self._publish(publish, parent, canary)
                 if save and publish is not None:
                     self._save(publish, self.link.spoke.send)
@@ -184,7 +191,7 @@ class TrainerRole:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """On a GPU that engines share, until the trainer has done its step."""
+        """Hold the GPU, if engines share it, until the trainer has finished its step."""
         if self.turns is None:
             yield
             return
@@ -220,7 +227,7 @@ class TrainerRole:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: BaseException) -> BaseException:
-        """A disk that is full, or not ours, is the user's to know; anything else is as it is."""
+        """Turn an error of writing, such as a full disk, into a `UserError`. Other errors stay as they are."""
         if not isinstance(error, UNWRITABLE):
             return error
         return UserError(f"{self.checkpoints} cannot be written: {error}; older checkpoints are whole")
@@ -231,7 +238,7 @@ class TrainerRole:
         announce: Callable[[T], None],
         explain: Callable[[BaseException], BaseException] = lambda error: error,
     ) -> None:
-        """Announce what a background thread made; the first rank's to do."""
+        """Call `announce` when a background thread has finished, on the first rank only. A failure ends the trainer."""
 
         def done(future: Future[T]) -> None:
             error = future.exception()
@@ -243,7 +250,7 @@ class TrainerRole:
         future.add_done_callback(done)
 
     def _fail(self, error: BaseException) -> None:
-        # In a callback an exception would be lost, and everybody would wait for what never comes.
+        # An exception in a callback would be lost, and the other processes would wait forever.
         self.failure = self.failure or error
         self.work.put(error)
 
@@ -257,13 +264,16 @@ class TrainerRole:
         self.publisher.resend(manifest).add_done_callback(answer)
 
     def _score_canary(self, token_ids: Int32Array) -> Float32Array:
-        """As the engines will, from the weights that they are sent."""
+        """Score the canary as the engines will, with weights rounded to the dtype in which they are served."""
         served = dtype_of(self.config.delivery.dtype or self.config.model.dtype)
         with rounded(self.trainer.model, served):
             return self.trainer.score(token_ids)
 
     def _scored_already(self) -> Score:
-        """The canary, scored in our turn: its many small kernels would each wait for a GPU that engines fill."""
+        """Score the canary during the trainer's turn.
+
+        The canary takes many small kernels, and each kernel would wait for a GPU that is busy with engines.
+        """
         scored = self._score_canary(self.publisher.canary_token_ids)
         return lambda _: scored
 
@@ -285,13 +295,13 @@ class TrainerRole:
 
 
 def join_ranks(link: WorkerLink, config: Config, device: str = "cpu") -> Ranks | None:
-    """This process's place among the trainer's ranks; None where it is the only one."""
+    """Join the trainer's ranks and return this process's place among them, or None if there is only one rank."""
     training, pipeline = config.training, config.pipeline
     if training.ranks == 1 and not training.offload:
         return None
     link.phase = "meeting the other ranks"
     if training.ranks == 1:
-        (link.run_dir / RENDEZVOUS).unlink(missing_ok=True)  # That of a previous process.
+        (link.run_dir / RENDEZVOUS).unlink(missing_ok=True)  # The file of a previous process.
     return join(
         link.run_dir / RENDEZVOUS,
         int(link.name.removeprefix("trainer-")),

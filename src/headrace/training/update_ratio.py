@@ -1,7 +1,8 @@
-"""How far a step moves the weights: |change| / |weights|, from evenly spaced slices of every parameter.
+"""The update ratio says how far a step moves the weights: |change| / |weights|, from a sample of every parameter.
 
-A copy of all weights would be needed to have it exactly; up to `SAMPLE` elements of a parameter it is exact. Which
-elements are looked at follows from the whole parameter, so the ratio is the same however it is cut into shards.
+An exact ratio would need a copy of all weights, so only evenly spaced elements of each parameter are compared. For
+parameters of up to `SAMPLE` elements the ratio is exact. The choice of elements depends on the whole parameter, so the
+ratio is the same however a parameter is cut into shards.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SAMPLE = 1 << 14
 
 
 class UpdateRatio:
-    """Looks at weights before a step, and again after it."""
+    """The comparison of weights before a step with the same weights after it."""
 
     @torch.no_grad()
     def __init__(
@@ -29,9 +30,10 @@ class UpdateRatio:
         copies: Callable[[torch.Tensor], int] = lambda parameter: 1,
         summed: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
     ) -> None:
-        """`starts` tells where this rank's part of a parameter begins, `copies` how many ranks hold that same part.
+        """Remember the weights before a step.
 
-        `summed` adds up numbers of all ranks.
+        `starts` returns where this rank's part of a parameter begins, and `copies` returns how many ranks hold the same
+        part. `summed` adds up numbers over all ranks.
         """
         self._summed = summed
         self._views, self._scales = [], []
@@ -47,7 +49,7 @@ class UpdateRatio:
 
     @torch.no_grad()
     def after(self) -> torch.Tensor:
-        """The ratio of what the step has changed, where the weights are."""
+        """Return the ratio for what the step changed, as a tensor on the device of the weights."""
         if not self._views:
             return torch.zeros(())
         changes = [view - before for view, before in zip(self._views, self._before, strict=True)]
@@ -60,7 +62,10 @@ class UpdateRatio:
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Steps along each dimension that leave about `SAMPLE` elements, from the first dimension on."""
+    """Return the stride along each dimension that leaves about `SAMPLE` elements.
+
+    The first dimensions are thinned first.
+    """
     strides, left = [], math.prod(shape) // SAMPLE
     for size in shape:
         strides.append(max(1, min(size, left)))
@@ -69,6 +74,6 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def _local(parameter: Any) -> torch.Tensor:
-    """What of a parameter is here: all of it, or this rank's shard."""
+    """Return the part of a parameter that this process holds: all of it, or this rank's shard."""
     found: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return found.detach()

@@ -1,7 +1,7 @@
-"""Batches that mean nothing: what a trainer compiles itself on, before anybody waits for it.
+"""Meaningless batches on which a trainer compiles its layers before the first real step.
 
-They are as large as the rows of real steps: a compiler that sees short rows first cuts its sums for those, and they
-stay slow in long ones.
+They are as large as the rows of real steps. If the compiler sees short rows first, it optimizes its reductions for
+short rows, and these stay slow for long rows.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 from headrace.types import Batch, Int32Array
 
 LONGEST = 256
-"""Tokens of a sequence, at most."""
+"""The largest number of tokens in a sequence."""
 SHARES = (1.0, 0.75)
-"""Of a full row, that each batch has: the compiler sees that lengths vary."""
+"""The size of each batch as a fraction of a full row. Two sizes show the compiler that lengths vary."""
 
 
 def warm_up_batches(vocabulary: int, row_tokens: int) -> Iterator[Batch]:
-    """Batches of one row in which all but the first tokens of each sequence are trained."""
+    """Yield batches of one row, in which every token except the first of each sequence is trained."""
     for share in SHARES:
         tokens = max(4, int(share * row_tokens))
         count = -(-tokens // LONGEST)
