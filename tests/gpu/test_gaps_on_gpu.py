@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headrace.config.schema import EngineConfig
 from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.core import EngineCore
+from headrace.engines.embedded.setup import make_device_runner
 from headrace.models.attention import ATTENTION
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -24,7 +25,8 @@ def test_a_wait_for_weights_is_a_gap_and_one_for_requests_is_none() -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     model = LlamaForCausalLM._from_config(LlamaConfig(**shape, **heads), attn_implementation=ATTENTION).eval().cuda()
     config = EngineConfig(device="cuda", slots=4, compile=False)
-    core = EngineCore(model, config, name="e", max_length=512, version=1)
+    runner, pool = make_device_runner(model, config, 512)
+    core = EngineCore(model, config, name="e", max_length=512, version=1, make_runner=lambda *_: (runner, pool))
 
     def submit(name: str) -> None:
         sampling = Sampling(max_tokens=400, seed=1)
@@ -33,12 +35,12 @@ def test_a_wait_for_weights_is_a_gap_and_one_for_requests_is_none() -> None:
     submit("a")
     for _ in range(8):
         core.step()
-    core._runner.hurry("now")
-    while core._runner.busy:
+    runner.hurry("now")
+    while runner.busy:
         core.step()
     core.timings.reset()
     time.sleep(SECONDS)
-    core._runner.hurry("none")
+    runner.hurry("none")
     for _ in range(8):
         core.step()
     assert SECONDS < core.timings.longest_gap_seconds < 2 * SECONDS

@@ -17,11 +17,13 @@ from headrace.delivery.base import Canary, Manifest
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports.shm import ShmSender
 from headrace.engines.base import Delta, Request, Sampling
+from headrace.engines.embedded.base import Runner
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.device import prompts, runner
 from headrace.engines.embedded.device.pace import Pace
 from headrace.engines.embedded.device.transfer import StreamMark
-from headrace.engines.embedded.setup import make_device_runner, make_host_runner
+from headrace.engines.embedded.kv_cache import BlockPool
+from headrace.engines.embedded.setup import MakeRunner, make_device_runner, make_host_runner
 from headrace.models.attention import ATTENTION
 from headrace.models.loading import named_weights
 
@@ -71,12 +73,24 @@ def model() -> Any:
     return LlamaForCausalLM._from_config(LlamaConfig(**SHAPE), attn_implementation=ATTENTION).eval().to(DEVICE)
 
 
-def cores(model: Any, max_length: int = 64, **engine: Any) -> tuple[EngineCore, EngineCore]:
+def cores(
+    model: Any, max_length: int = 64, make_device_runner: MakeRunner = make_device_runner, **engine: Any
+) -> tuple[EngineCore, EngineCore]:
     """The same engine on the host's runner, and on the device's."""
     config = EngineConfig(slots=4, block_size=4, prefill_chunk=16, compile=False, **engine)
     host = EngineCore(model, config, name="host", max_length=max_length, version=1, make_runner=make_host_runner)
     device = EngineCore(model, config, name="device", max_length=max_length, version=1, make_runner=make_device_runner)
     return host, device
+
+
+class Making:
+    """Makes the device's runner, and knows which one it made."""
+
+    runner: Runner
+
+    def __call__(self, model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
+        self.runner, pool = make_device_runner(model, config, max_length)
+        return self.runner, pool
 
 
 def ask(id: str, prompt: list[int], parent: str = "", group: str = "", **sampling: Any) -> Request:
@@ -162,7 +176,7 @@ def test_a_batch_that_fills_up_does_not_step_in_between(model: Any) -> None:
     for passes in (1, 2, 3):
         collect(joined, core.step())
         assert core.counters().prefilled_tokens == 8 * passes
-        assert not any(launch.decodes for launch in core._runner._launches) and core.timings.steps <= passes
+        assert all(s.sampled + s.in_flight <= 1 for s in core.scheduler.running) and core.timings.steps <= passes
     collect(joined, core.step())
     assert core.counters().prefilled_tokens == 32 and not core.counters().waiting
     assert all(len(answer.tokens) == 8 for answer in finish(core, joined).values())
@@ -197,7 +211,7 @@ def test_no_step_is_launched_without_room_for_its_tokens(model: Any, cache_token
     joined: dict[str, Joined] = {}
     while core.has_work:
         collect(joined, core.step())
-        for sequence in core._scheduler.running:
+        for sequence in core.scheduler.running:
             # The last token of all is only stored by the step after it, and none beyond the limit ever.
             wanted = min(len(sequence.tokens) + sequence.in_flight, sequence.limit)
             assert wanted <= 4 * len(sequence.blocks) + 1
@@ -316,44 +330,46 @@ class Clock:
         return self.now
 
 
-def test_no_step_is_begun_before_weights_that_are_nearly_proved(model: Any) -> None:
-    host, device = cores(model)
+def test_no_step_is_begun_before_weights_that_are_nearly_proved(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, making = Clock(), Making()
+    pace = Pace(clock)
+    monkeypatch.setattr(runner, "Pace", lambda: pace)
+    host, device = cores(model, make_device_runner=making)
     requests = [ask(str(i), [i, i + 3], max_tokens=20, seed=i) for i in range(2)]
     device.submit(requests)
     joined: dict[str, Joined] = {}
     for _ in range(3):
         collect(joined, device.step())
-    clock = Clock()
-    pace = device._runner._pace = Pace(clock)  # type: ignore[attr-defined]
     pace.stepped(5e-3)
     pace.hurry("soon")
     clock.now += 2e-3
     for haste in ("now", "none", "soon"):
         pace.hurry(haste)
-    while device._runner.busy:
+    while making.runner.busy:
         collect(joined, device.step())
     known = device.counters().generated_tokens
     assert [device.step() for _ in range(5)] == [[]] * 5
-    assert not device._runner.busy and device.counters().generated_tokens == known
+    assert not making.runner.busy and device.counters().generated_tokens == known
     clock.now += 6e-3
     collect(joined, device.step())
-    assert device._runner.busy or device.counters().generated_tokens > known, "a step is the most that is waited"
+    assert making.runner.busy or device.counters().generated_tokens > known, "a step is the most that is waited"
     pace.hurry("none")
     assert_same(run(host, requests), finish(device, joined))
 
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_the_canary_is_scored_behind_the_first_token(model: Any, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, device = cores(model)
+    making = Making()
+    _, device = cores(model, make_device_runner=making)
     trainer = Trainer(model)
     scored: list[int] = []
-    real = device._runner.score
+    real = making.runner.score
 
     def score(ids: Any, *, again: bool = False) -> Any:
         scored.append(device.drawn_version)
         return real(ids, again=again)
 
-    monkeypatch.setattr(device._runner, "score", score)
+    monkeypatch.setattr(making.runner, "score", score)
     try:
         device.submit([ask("0", [1, 4], max_tokens=20)] * runs)
         device.step()

@@ -23,9 +23,12 @@ from headrace.delivery.base import Manifest
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
 from headrace.engines.base import Delta
+from headrace.engines.embedded.base import Runner
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.engine import EmbeddedEngine
+from headrace.engines.embedded.kv_cache import BlockPool
 from headrace.engines.embedded.loop import EngineLoop
+from headrace.engines.embedded.setup import make_runner
 from headrace.errors import DeliveryError, HeadraceError
 from headrace.models.loading import named_weights
 from headrace.observe.spans import SpanRecorder
@@ -76,9 +79,19 @@ def trainer() -> Iterator[Trainer]:
     made.close()
 
 
-def new_core(version: int = -1, **changes: Any) -> EngineCore:
+def new_core(
+    version: int = -1, model: Any = None, watch: Callable[[Runner], None] = lambda runner: None, **changes: Any
+) -> EngineCore:
+    """An engine of this model, or of version 0; `watch` gets its runner, and may change it."""
+
+    def make_watched(*arguments: Any) -> tuple[Runner, BlockPool]:
+        runner, pool = make_runner(*arguments)
+        watch(runner)
+        return runner, pool
+
     config = EngineConfig(**{"slots": 4, "block_size": 4, "prefill_chunk": 16, **changes})
-    return EngineCore(make_model("llama", seed=max(version, 0)), config, name="e", max_length=64, version=version)
+    model = model or make_model("llama", seed=max(version, 0))
+    return EngineCore(model, config, name="e", max_length=64, version=version, make_runner=make_watched)
 
 
 def steps(core: EngineCore, count: int) -> list[Delta]:
@@ -129,10 +142,13 @@ def test_the_tag_changes_exactly_at_the_swap(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("interrupt", "hurries"), [("never", True), ("abort", True), ("drain", False), ("block", False)]
 )
-def test_little_is_under_way_while_weights_wait_only_for_that(trainer: Trainer, interrupt: str, hurries: bool) -> None:
-    core = new_core(version=0, interrupt=interrupt)
+def test_little_is_under_way_while_weights_wait_only_for_that(
+    trainer: Trainer, interrupt: str, hurries: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
-    core._runner.hurry = said.append  # type: ignore[method-assign]
+    core = new_core(
+        version=0, interrupt=interrupt, watch=lambda runner: monkeypatch.setattr(runner, "hurry", said.append)
+    )
     staged = core.stage(trainer.publish(1))
     assert said == ["soon", "now"] * hurries
     assert core.swap(staged).accepted
@@ -238,8 +254,8 @@ OPERATIONS = st.lists(
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=OPERATIONS, kv=st.sampled_from(["keep", "recompute"]), slots=st.integers(1, 4))
 def test_no_schedule_leaks_blocks_or_mixes_versions(operations: list[Any], kv: str, slots: int) -> None:
-    core = new_core(version=0, kv=kv, slots=slots, cache_tokens=40, prefill_chunk=5)
-    model = core._runner._model
+    model = make_model("llama")
+    core = new_core(version=0, model=model, kv=kv, slots=slots, cache_tokens=40, prefill_chunk=5)
     weights = {v: {k: w.clone() for k, w in named_weights(make_model("llama", seed=v)).items()} for v in (0, 1)}
     given_prompts: dict[str, np.ndarray] = {}
     deltas: list[Delta] = []
@@ -255,8 +271,7 @@ def test_no_schedule_leaks_blocks_or_mixes_versions(operations: list[Any], kv: s
         else:
             for name, live in named_weights(model).items():
                 live.copy_(weights[(core.version + 1) % 2][name])
-            core._go_live(core.version + 1)
-            core.version += 1
+            core.adopt(core.version + 1)
     for _ in range(1000):
         if not core.has_work:
             break
@@ -358,13 +373,11 @@ def test_an_aborting_swap_returns_every_started_sequence() -> None:
     assert run_out(core).keys() == {"r2"}
 
 
-def test_an_error_in_a_step_is_raised_after_everybody_was_told(trainer: Trainer) -> None:
-    core = new_core(version=0)
-
+def test_an_error_in_a_step_is_raised_after_everybody_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("the kernel is on fire")
 
-    core._runner.run = broken  # type: ignore[method-assign]
+    core = new_core(version=0, watch=lambda runner: monkeypatch.setattr(runner, "run", broken))
     running = Running(core)
     running.loop.submit([request("r", prompts([4])[0], 5)])
     done = running.wait(lambda done: "r" in done)
@@ -453,8 +466,8 @@ async def test_leaving_a_stream_early_aborts_its_request() -> None:
 
 
 def test_a_copy_of_the_model_is_not_needed_to_swap() -> None:
-    core = new_core(version=0)
-    model = core._runner._model
+    model = make_model("llama")
+    core = new_core(version=0, model=model)
     addresses = {name: w.data_ptr() for name, w in named_weights(model).items()}
     trainer = Trainer()
     assert core.swap(core.stage(trainer.publish(1))).accepted

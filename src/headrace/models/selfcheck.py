@@ -35,11 +35,15 @@ class ReferenceContext:
         self._distance = position[:, None] - position[None]
         self._visible = (sequence[:, None] == sequence[None]) & (self._distance >= 0)
 
+    def visible(self, window: int | None) -> torch.Tensor:
+        """Which token (row) attends to which (column), [T, T]: those of its sequence up to itself, in its window."""
+        return self._visible if window is None else self._visible & (self._distance < window)
+
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The attention output of one layer, [1, T, H, Dv]."""
         self.layers.append(call.layer)
         self.windows[call.layer] = call.window
-        visible = self._visible if call.window is None else self._visible & (self._distance < call.window)
+        visible = self.visible(call.window)
         repeat = call.query.shape[1] // call.key.shape[1]
         key, value = (x.repeat_interleave(repeat, dim=1) for x in (call.key, call.value))
         scores = (call.query @ key.transpose(-1, -2)).float() * call.scaling

@@ -48,6 +48,8 @@ class Served:
 
     def __init__(self, make: Callable[[], Any], pulse: ServerHealth | None = None) -> None:
         self.deltas: list[Delta] = []
+        self.batches: list[int] = []
+        """How many deltas came at a time."""
         self.news = threading.Condition()
         self.error: BaseException | None = None
         self.closed = False
@@ -80,6 +82,7 @@ class Served:
     def _emit(self, deltas: list[Delta]) -> None:
         with self.news:
             self.deltas += deltas
+            self.batches.append(len(deltas))
             self.news.notify_all()
 
     def tokens(self, name: str) -> list[int]:
@@ -115,13 +118,10 @@ def test_what_was_asked_before_there_is_an_engine_is_answered() -> None:
 
 
 def test_deltas_that_come_together_leave_together() -> None:
-    batches: list[int] = []
     with Served(lambda: FakeEngine(version=0, token_seconds=0.0)) as served:
-        emit = served.server._emit
-        served.server._emit = lambda deltas: (batches.append(len(deltas)), emit(deltas))[1]
         served.server.submit([ask(f"{i}", 40) for i in range(8)])
         served.until(lambda: len(served.finishes()) == 8)
-    assert sum(batches) == 8 * 40 and len(batches) < 8 * 40 / 4
+    assert sum(served.batches) == 8 * 40 and len(served.batches) < 8 * 40 / 4
 
 
 def test_an_abort_reaches_what_was_submitted_just_before() -> None:

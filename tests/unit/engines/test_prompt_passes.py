@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.device.graphs import Record
-from headrace.engines.embedded.device.prompts import HOST_BOUND, PassShape, PromptPasses, _split, describe
+from headrace.engines.embedded.device.prompts import HOST_BOUND, PassShape, PromptPasses, describe, split_table
 from headrace.engines.embedded.kernels.cache import find_places
 from headrace.engines.embedded.kernels.prefill import choose_queries, tiles_of
 from headrace.engines.embedded.kernels.rows import IDLE
@@ -33,8 +33,8 @@ def told(shape: PassShape, chunks: list[Chunk]) -> dict[str, list[int]]:
     counts = np.array([c.count for c in chunks], np.int32)
     table = describe(shape, chunks, counts, SPARE)
     assert table.dtype == np.int32
-    assert all(part.ctypes.data % 16 == table.ctypes.data % 16 for part in _split(shape, table).values())
-    return {name: part.tolist() for name, part in _split(shape, table).items()}
+    assert all(part.ctypes.data % 16 == table.ctypes.data % 16 for part in split_table(shape, table).values())
+    return {name: part.tolist() for name, part in split_table(shape, table).items()}
 
 
 def test_a_pass_is_told_in_one_piece_and_filled_up() -> None:

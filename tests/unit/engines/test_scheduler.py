@@ -128,7 +128,7 @@ class Harness:
         for chunk in plan.chunks:
             assert chunk.start == chunk.sequence.computed and chunk.count > 0
         held = Counter(block for s in self.scheduler.running for block in s.blocks)
-        held.update(block for kept in self.scheduler._sharing._kept.values() for block in kept.blocks)
+        held.update(self.scheduler.kept_blocks())
         assert all(self.pool.references(block) == held[block] for block in range(self.pool.total))
         assert self.pool.free == self.pool.total - len(held)
 
@@ -285,12 +285,17 @@ def test_new_weights_make_all_that_is_cached_unreachable() -> None:
     h = Harness(chunk=64)
     h.submit("a", 9, 1)
     h.finish()
-    assert len(h.scheduler._sharing._cache) == 2
-    h.scheduler.forget_prefixes()
-    assert len(h.scheduler._sharing._cache) == 0
     h.submit("b", 9, 1)
+    h.step()
+    assert h.log[-1] == [("b", 8, 1)], "two blocks are found"
+    h.scheduler.forget_prefixes()
+    h.submit("c", 9, 1)
+    h.step()
+    assert h.log[-1] == [("c", 0, 9)], "nothing is found, even under the same version"
+    h.scheduler.forget_prefixes()
+    h.submit("d", 9, 1)
     h.step(1)
-    assert h.log[-1] == [("b", 0, 9)]
+    assert h.log[-1] == [("d", 0, 9)]
 
 
 def test_what_is_wrong_is_not_found() -> None:

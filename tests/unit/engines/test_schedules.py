@@ -202,7 +202,7 @@ class Schedule:
     def abort(self) -> None:
         if self.open():
             watched = self.random.choice(self.open())
-            served = watched.request.id in self.core._sequences
+            served = watched.request.id in self.core.sequences
             self.take(self.core.abort([watched.request.id]))
             assert (watched.ended is not None) == served, "only what was refused at once has its end yet to come"
 
@@ -214,8 +214,7 @@ class Schedule:
             for name, weight in self.weights[version - 1].items()
         }
         self.models.install(self.weights[version])
-        self.core._go_live(version)
-        self.core.version = version
+        self.core.adopt(version)
         self.happened["swapped"] += 1
 
     def drain(self) -> None:
@@ -237,7 +236,7 @@ class Schedule:
         self.core.submit(requests)
         for request in requests:
             # A prompt without room under the longest length is refused at once.
-            sequence = self.core._sequences.get(request.id) or Sequence(request, 0)
+            sequence = self.core.sequences.get(request.id) or Sequence(request, 0)
             self.watched[request.id] = Watched(request, sequence, self.core.version)
 
     def take(self, deltas: list[Delta]) -> None:
@@ -251,15 +250,15 @@ class Schedule:
 
     def check(self) -> None:
         """Every block is free or counted by exactly those who hold it."""
-        pool, scheduler = self.core._pool, self.core._scheduler
+        scheduler, pool = self.core.scheduler, self.core.scheduler.pool
         held = Counter(block for sequence in scheduler.running for block in sequence.blocks)
-        held.update(block for kept in scheduler._sharing._kept.values() for block in kept.blocks)
+        held.update(scheduler.kept_blocks())
         assert all(pool.references(block) == held[block] for block in range(pool.total))
         assert pool.free + len(held) == pool.total
-        assert sorted([*pool._free, *pool._idle, *held]) == list(range(pool.total)), "a block is lost or twice free"
+        assert sorted([*pool.free_blocks(), *held]) == list(range(pool.total)), "a block is lost or twice free"
         open_ids = {w.request.id for w in self.open()}
         queued = [s.id for s in [*scheduler.running, *scheduler.waiting]]
-        assert sorted(queued) == sorted(self.core._sequences) and set(queued) <= open_ids
+        assert sorted(queued) == sorted(self.core.sequences) and set(queued) <= open_ids
         assert all(not sequence.blocks for sequence in scheduler.waiting)
 
     def check_answers(self) -> None:
@@ -285,7 +284,7 @@ class Schedule:
         full = len(tokens) == sampling.max_tokens or length == MAX_LENGTH
         stopped = bool(tokens) and tokens[-1] in sampling.stop_token_ids
         if finish == "failed":
-            capacity = self.core._pool.total * self.config.block_size
+            capacity = self.core.counters().total_blocks * self.config.block_size
             assert length > capacity or len(watched.request.token_ids) >= MAX_LENGTH
         elif finish != "aborted":
             assert finish == ("stop" if stopped else "length") and (stopped or full)

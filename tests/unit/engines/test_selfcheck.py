@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from headrace.errors import ModelError
-from headrace.models import attention
 from headrace.models.attention import ATTENTION, AttentionCall
 from headrace.models.loading import load_model
 from headrace.models.selfcheck import ReferenceContext, check_model
@@ -106,9 +106,15 @@ def test_longrope_is_refused_only_beyond_its_original_length() -> None:
 class Faulty(ReferenceContext):
     fault = ""
 
-    def attend(self, call: AttentionCall) -> torch.Tensor:
+    def visible(self, window: int | None) -> torch.Tensor:
+        seen = super().visible(window)
         if self.fault == "leak":
-            self._visible = self._distance > -100
+            return torch.ones_like(seen)
+        if self.fault == "blind to the token before":
+            return seen & ~torch.ones_like(seen).tril(-1).triu(-1)
+        return seen
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         if self.fault == "scale":
             call = AttentionCall(**{**call.__dict__, "scaling": call.scaling * 1.5})
         if self.fault == "softcap":
@@ -141,10 +147,11 @@ def test_the_check_notices_a_difference(
         check_model(model)
 
 
-def test_an_unknown_argument_of_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_IGNORED", set())
-    with pytest.raises(ModelError, match="cannot be served"):
-        check_model(build("llama"))
+def test_an_unknown_argument_of_attention_is_refused() -> None:
+    model = build("llama")
+    model.forward = functools.partial(model.forward, temperature=2.0)
+    with pytest.raises(ModelError, match=r"cannot be served: .*temperature"):
+        check_model(model)
 
 
 def test_in_16_bits_rounding_passes_and_a_wrong_mask_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,12 +159,7 @@ def test_in_16_bits_rounding_passes_and_a_wrong_mask_does_not(monkeypatch: pytes
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION).eval()
     check_model(model)
-    attend = ReferenceContext.attend
-
-    def blind_to_the_token_before(context: ReferenceContext, call: AttentionCall) -> torch.Tensor:
-        context._visible &= context._distance != 1
-        return attend(context, call)
-
-    monkeypatch.setattr(ReferenceContext, "attend", blind_to_the_token_before)
+    monkeypatch.setattr(Faulty, "fault", "blind to the token before")
+    monkeypatch.setattr("headrace.models.selfcheck.ReferenceContext", Faulty)
     with pytest.raises(ModelError, match="differ from the model's own attention"):
         check_model(model)

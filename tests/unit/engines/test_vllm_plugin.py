@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -159,7 +160,10 @@ def test_an_adapter_is_added_to_the_weights_of_the_directory_as_peft_does(tmp_pa
             taken = staging.take(version)
         staging.begin(order_of(manifest, scaling=lora.scaling, base_digest=base ^ 1))
         assert f"to weights with digest {base ^ 1:016x}, but this server's model has {base:016x}" in wait(staging).error
-        merged = adapter._peft.merge_and_unload()
+        (tmp_path / "adapter").mkdir()
+        adapter.snapshot()(tmp_path / "adapter")
+        base_model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+        merged = PeftModel.from_pretrained(base_model, tmp_path / "adapter").merge_and_unload()
         expected = named_weights(merged)
         assert taken.keys() == expected.keys()
         for name, tensor in expected.items():

@@ -11,7 +11,7 @@ from vllm_stub import FACTS
 
 from headrace.engines.base import Request, Sampling
 from headrace.engines.vllm.client import AnswerPiece, VersionSpan
-from headrace.engines.vllm.core import _wrong_version
+from headrace.engines.vllm.core import wrong_version
 from headrace.engines.vllm.sampling import first_stop, refusal, sampling_params
 from headrace.engines.vllm.sequence import VllmSequence
 
@@ -137,6 +137,6 @@ def test_tokens_of_another_version_are_noticed() -> None:
         spans = [VersionSpan(version, i, i + 1) for i, version in enumerate(versions)]
         return AnswerPiece(token_ids=[], logprobs=[], finish="length", spans=spans)
 
-    assert _wrong_version(piece("4"), 4) == "" == _wrong_version(piece(), 4)
-    assert "under version 3, 4 what was asked of version 4" in _wrong_version(piece("3", "4"), 4)
-    assert "under version default" in _wrong_version(piece("default"), 4)
+    assert wrong_version(piece("4"), 4) == "" == wrong_version(piece(), 4)
+    assert "under version 3, 4 what was asked of version 4" in wrong_version(piece("3", "4"), 4)
+    assert "under version default" in wrong_version(piece("default"), 4)

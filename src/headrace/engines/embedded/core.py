@@ -7,10 +7,11 @@ under the new weights while these are being proved; their tokens leave the engin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from headrace.config.schema import EngineConfig
@@ -106,8 +107,7 @@ class EngineCore:
         """When it came to know that."""
         self._live = NO_VERSION
         if version != NO_VERSION:
-            self._go_live(version)
-            self.version = version
+            self.adopt(version)
 
     @property
     def has_work(self) -> bool:
@@ -121,6 +121,24 @@ class EngineCore:
     def timings(self) -> Timings:
         """Where the time of steps went."""
         return self._runner.timings
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler, which knows the running and the waiting sequences. Nothing outside of the core changes it."""
+        return self._scheduler
+
+    @property
+    def sequences(self) -> Mapping[str, Sequence]:
+        """The requests that were accepted and have not ended, by their ids."""
+        return MappingProxyType(self._sequences)
+
+    def adopt(self, version: int) -> None:
+        """Serve the weights that the model holds now as this version, without a proof.
+
+        It is for weights that were not delivered: those that the model was loaded with, or that the caller wrote there.
+        """
+        self._go_live(version)
+        self.version = version
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queue requests. One that cannot be served ends as failed in the next step; an id in use is our error."""

@@ -36,6 +36,10 @@ class BlockPool:
         """Blocks that nobody refers to, remembered or not."""
         return len(self._free) + len(self._idle)
 
+    def free_blocks(self) -> list[int]:
+        """The blocks that nobody refers to, remembered or not, each once."""
+        return [*self._free, *self._idle]
+
     def blocks_for(self, tokens: int) -> int:
         """How many blocks hold this many tokens."""
         return -(-tokens // self.block_size)

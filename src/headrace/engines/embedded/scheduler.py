@@ -166,6 +166,10 @@ class Scheduler:
         """What these blocks hold is wrong: no future sequence is to find it."""
         self._sharing.forget_blocks(blocks)
 
+    def kept_blocks(self) -> list[int]:
+        """The blocks of prompts that are kept for waiting members of a group, one entry for each reference."""
+        return self._sharing.kept_blocks()
+
     def _lacking(self, ahead: int) -> list[tuple[Sequence, int]]:
         """Decoding sequences without room for their next tokens, and how many blocks they lack."""
         size, more = self.pool.block_size, ahead - 1

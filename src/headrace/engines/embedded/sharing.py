@@ -128,8 +128,12 @@ class Sharing:
 
     def evictable(self) -> int:
         """Blocks that would be free if no prompt were kept."""
-        held = Counter(block for kept in self._kept.values() for block in kept.blocks)
+        held = Counter(self.kept_blocks())
         return sum(self._pool.references(block) == count for block, count in held.items())
+
+    def kept_blocks(self) -> list[int]:
+        """The blocks of prompts that are kept for waiting members of a group, one entry for each reference."""
+        return [block for kept in self._kept.values() for block in kept.blocks]
 
     def forget(self) -> None:
         """Nothing that was computed so far is to be shared, except by forks."""

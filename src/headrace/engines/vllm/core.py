@@ -233,7 +233,7 @@ class VllmCore:
         stream = self._client.generate(sequence.server_id, tokens, params, salt=f"{self._salt}-{version}")
         try:
             async for piece in stream:
-                if wrong := _wrong_version(piece, version):
+                if wrong := wrong_version(piece, version):
                     self._hand_out(sequence.ended("failed", f"request {sequence.request.id}: {wrong}"))
                     return True
                 delta = sequence.take(piece, version)
@@ -310,7 +310,7 @@ class VllmCore:
         self.emit([delta])
 
 
-def _wrong_version(piece: AnswerPiece, version: int) -> str:
+def wrong_version(piece: AnswerPiece, version: int) -> str:
     """What is wrong with the server's own account of the tokens' versions, or nothing."""
     found = sorted({span.version for span in piece.spans or []})
     if found in ([], [str(version)]):

@@ -137,7 +137,7 @@ class PromptPasses:
     def _compute(
         self, shape: PassShape, told: torch.Tensor, recorder: RoutingRecorder | None, variant: Variant
     ) -> None:
-        state, part = self._state, _split(shape, told)
+        state, part = self._state, split_table(shape, told)
         ids, positions = part["ids"].long(), torch.empty(shape.tokens, dtype=torch.int64, device=told.device)
         slots = torch.empty_like(part["ids"])
         rows, starts, offsets = part["rows"], part["starts"], part["offsets"]
@@ -188,7 +188,7 @@ class PromptPasses:
 def describe(shape: PassShape, chunks: Seq[Chunk], counts: npt.NDArray[np.int32], spare: int) -> npt.NDArray[np.int32]:
     """All that the device is told of a pass, in one piece; whoever samples nothing draws for the spare row."""
     table = np.empty(_size(shape), np.int32)
-    part = _split(shape, table)
+    part = split_table(shape, table)
     for name, (_, nothing) in shape.fields.items():
         part[name].fill(nothing)
     part["entries"].fill(spare)
@@ -212,8 +212,11 @@ def describe(shape: PassShape, chunks: Seq[Chunk], counts: npt.NDArray[np.int32]
     return table
 
 
-def _split(shape: PassShape, whole: Any) -> dict[str, Any]:
-    """The fields of a description, each from a multiple of 16 bytes on: kernels are compiled anew where it is none."""
+def split_table(shape: PassShape, whole: Any) -> dict[str, Any]:
+    """The fields of what `describe` made.
+
+    Each begins at a multiple of 16 bytes: kernels are compiled anew where it is none.
+    """
     parts, begin = {}, 0
     for name, (length, _) in shape.fields.items():
         parts[name] = whole[begin : begin + length]
