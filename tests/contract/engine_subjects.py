@@ -226,7 +226,7 @@ class TinyTrainer:
     def __init__(self, model_dir: Path, *, change: float = 0.05) -> None:
         """`change`: how far one version is from the next."""
         self._change = change
-        self._model: Any = LlamaForCausalLM.from_pretrained(model_dir, attn_implementation="eager").eval()
+        self.model: Any = LlamaForCausalLM.from_pretrained(model_dir, attn_implementation="eager").eval()
         self._sender = ShmSender(f"contract-{id(self):x}")
         self._publisher = Publisher(self._sender, "float32", 1e-3, np.arange(1, 13, dtype=np.int32))
         self._versions: dict[int, dict[str, torch.Tensor]] = {}
@@ -234,9 +234,9 @@ class TinyTrainer:
     async def publish(self, version: int) -> Manifest:
         noise = torch.Generator().manual_seed(version)
         with torch.no_grad():
-            for weight in named_weights(self._model).values():
+            for weight in named_weights(self.model).values():
                 weight.add_(self._change * torch.randn(weight.shape, generator=noise))
-        weights = {name: weight.clone() for name, weight in named_weights(self._model).items()}
+        weights = {name: weight.clone() for name, weight in named_weights(self.model).items()}
         for older in self._versions:
             self._publisher.acknowledged(older)
         self._versions[version] = weights
@@ -245,7 +245,7 @@ class TinyTrainer:
 
     def reference(self, version: int, token_ids: Int32Array) -> Float32Array:
         with torch.no_grad():
-            for name, weight in named_weights(self._model).items():
+            for name, weight in named_weights(self.model).items():
                 weight.copy_(self._versions[version][name])
         return self._score(token_ids)
 
@@ -255,7 +255,7 @@ class TinyTrainer:
     def _score(self, token_ids: Int32Array) -> Float32Array:
         ids = torch.from_numpy(np.asarray(token_ids, np.int64))[None]
         with torch.no_grad():
-            logprobs = self._model(ids).logits.float().log_softmax(-1)[0, :-1]
+            logprobs = self.model(ids).logits.float().log_softmax(-1)[0, :-1]
         return np.asarray(logprobs.gather(1, ids[0, 1:, None])[:, 0].numpy(), np.float32)
 
 

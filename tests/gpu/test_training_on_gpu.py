@@ -19,8 +19,10 @@ from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, 
 from headrace.models.attention import AttentionCall
 from headrace.models.four_bits import FourBitLinear, round_weights
 from headrace.models.loading import load_model
+from headrace.training import trainer as trainer_module
 from headrace.training.attention import PackedAttention
 from headrace.training.compiled import compiled_layers
+from headrace.training.flash import Kernels
 from headrace.training.head import PLAIN, Reading, compiled_arithmetic, read_head
 from headrace.training.logprobs import read_row
 from headrace.training.lora import TrainedAdapter
@@ -146,7 +148,7 @@ def test_kernels_with_shared_prefixes_are_exact():
         q, k, v = tensors
         call = AttentionCall(layer=0, query=q, key=k, value=v, scaling=0.125, window=None, softcap=None, sinks=None)
         context = PackedAttention(row)
-        assert (context._kernel_ranges(call) is not None) == (dtype == torch.bfloat16)
+        assert Kernels().take(q, v) == (dtype == torch.bfloat16)
         output = context.attend(call)
         torch.manual_seed(1)
         gradient = torch.randn(output.shape, device="cuda").to(torch.bfloat16).to(dtype)
@@ -200,7 +202,11 @@ def all_kept(batch):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 @pytest.mark.parametrize("reading", ["plain", "entropy", "kept", "chunks"])
-def test_a_step_does_not_wait_for_the_device(tmp_path, family, reading):
+def test_a_step_does_not_wait_for_the_device(tmp_path, family, reading, monkeypatch):
+    halves, optimizers = [], []
+    for name, made in (("HalfWeights", halves), ("Optimizer", optimizers)):
+        real = getattr(trainer_module, name)
+        monkeypatch.setattr(trainer_module, name, lambda *a, real=real, made=made: made.append(real(*a)) or made[-1])
     trainer = trainer_of(model_dir(tmp_path / "model", family), "cuda")
     batch = random_batch(1, groups=6, size=4)
     if reading == "kept":
@@ -213,11 +219,11 @@ def test_a_step_does_not_wait_for_the_device(tmp_path, family, reading):
             imitation,
             micro_batch_tokens=256,
             share_prefixes=True,
-            half=trainer._half,
+            half=halves[0] if halves else None,
             entropy="none" if reading == "plain" else "gradient",
             chunk_elements=7 * 61 if reading == "chunks" else None,
         )
-        return trainer._optimizer.begin(1e-3)
+        return optimizers[-1].begin(1e-3)
 
     for _ in range(2):
         step()

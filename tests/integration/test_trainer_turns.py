@@ -40,7 +40,7 @@ def test_the_canary_is_scored_while_no_engine_computes(tmp_path: Path, monkeypat
     try:
         before = score(role.publisher.canary_token_ids)
         batch = next(warm_up_batches(role.trainer.model.config.vocab_size, 64))
-        role._handle(Incoming(0, Train(batch=batch, publish=1, parent=0)))
+        role.handle(Incoming(0, Train(batch=batch, publish=1, parent=0)))
         assert taken == [False]
         assert engine.take(), "the turn ends with the step and the canary"
         deadline = time.monotonic() + 30
@@ -72,7 +72,7 @@ def test_a_wait_for_the_turn_is_no_part_of_the_step(tmp_path: Path, monkeypatch:
     timer.start()
     began = time.monotonic()
     try:
-        role._handle(Incoming(0, Train(batch=batch)))
+        role.handle(Incoming(0, Train(batch=batch)))
         assert replies[0].report.seconds <= time.monotonic() - began - wait
     finally:
         timer.join()

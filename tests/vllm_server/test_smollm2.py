@@ -59,7 +59,7 @@ def assert_recomputed(trainer: TinyTrainer, answers: list[tuple[Request, Complet
             last = prompt + int(np.flatnonzero(mine).max(initial=-1)) + 1
             ids = torch.from_numpy(np.array([*request.token_ids, *completion.token_ids][:last], np.int64))[None]
             with torch.no_grad():
-                logits = trainer._model(ids).logits.float()[0, prompt - 1 : -1]
+                logits = trainer.model(ids).logits.float()[0, prompt - 1 : -1]
             logprobs = (logits / request.sampling.temperature).log_softmax(-1).gather(1, ids[0, prompt:, None])[:, 0]
             np.testing.assert_allclose(
                 np.array(completion.logprobs)[mine], logprobs.numpy()[mine[: last - prompt]], atol=1e-3

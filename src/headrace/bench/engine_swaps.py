@@ -10,6 +10,7 @@ import queue
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -81,11 +82,21 @@ class SwapStream:
     `install` and the beginning of the next staging: a swap that is late moves all that follow.
     """
 
-    def __init__(self, core: EngineCore, twin: Any, sets: tuple[Weights, Weights], *, every: float, dtype: str) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        twin: Any,
+        sets: tuple[Weights, Weights],
+        *,
+        every: float,
+        dtype: str,
+        start: Callable[[Any, tuple[Weights, Weights], str], PublisherProcess] | None = None,
+    ) -> None:
+        """`start` makes the process that publishes; without it, that is a process that scores with `twin`."""
         self.swaps: list[Swap] = []
         self._core = core
         self._every = every
-        self._publisher = _start_publisher(twin, sets, dtype)
+        self._publisher = (start or _start_publisher)(twin, sets, dtype)
         self._orders = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self._ready: queue.Queue[Staged | BaseException] = queue.Queue()
         self._swapped = threading.Event()

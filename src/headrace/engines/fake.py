@@ -194,6 +194,10 @@ class FakeEngine:
             self._driver.cancel()
             await asyncio.wait([self._driver])
 
+    def die(self, reason: str) -> None:
+        """Die now: every request fails for this reason, and so does whatever is asked later."""
+        self._stop(reason)
+
     @property
     def _serving(self) -> bool:
         return self.version != NO_VERSION and not self._quarantined

@@ -125,7 +125,7 @@ class TrainerRole:
         )
         try:
             while not isinstance((incoming := self._next()).message, Stop):
-                self._handle(incoming)
+                self.handle(incoming)
         finally:
             self.link.phase = "stopping"
             self.publisher.close()
@@ -165,7 +165,8 @@ class TrainerRole:
                     raise work
                 return work
 
-    def _handle(self, incoming: Incoming) -> None:
+    def handle(self, incoming: Incoming) -> None:
+        """Do what one message of the controller asks for, and answer it."""
         match incoming.message:
             case Train(batch=batch, publish=publish, parent=parent, save=save):
                 canary: Score = self._score_canary

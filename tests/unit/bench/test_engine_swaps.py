@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.bench import engine_swaps
 from headrace.bench.engine_swaps import SwapStream
 from headrace.errors import DeliveryError
 
@@ -87,13 +86,11 @@ class Core:
         pytest.param(0.0, 0.5, 0.8, id="the first is proved late"),
     ],
 )
-def test_no_two_swaps_are_nearer_than_asked_for(
-    monkeypatch: pytest.MonkeyPatch, publish: float, stage: float, proof: float
-) -> None:
+def test_no_two_swaps_are_nearer_than_asked_for(publish: float, stage: float, proof: float) -> None:
     """How late the first is, in intervals: those after it do not make up for that."""
-    monkeypatch.setattr(engine_swaps, "_start_publisher", lambda *_: Publisher(publish * EVERY))
     core: Any = Core(stage * EVERY, proof * EVERY)
-    stream = SwapStream(core, None, ({}, {}), every=EVERY, dtype="float32")
+    publisher: Any = Publisher(publish * EVERY)
+    stream = SwapStream(core, None, ({}, {}), every=EVERY, dtype="float32", start=lambda *_: publisher)
     deadline = time.perf_counter() + 30
     began = time.perf_counter()
     with stream:
@@ -106,14 +103,13 @@ def test_no_two_swaps_are_nearer_than_asked_for(
     assert np.diff([swap.at for swap in stream.swaps]).min() >= EVERY - EARLY
 
 
-def test_a_first_version_that_is_not_accepted_ends_the_publisher(monkeypatch: pytest.MonkeyPatch) -> None:
-    publisher = Publisher(0.0)
-    monkeypatch.setattr(engine_swaps, "_start_publisher", lambda *_: publisher)
+def test_a_first_version_that_is_not_accepted_ends_the_publisher() -> None:
+    publisher: Any = Publisher(0.0)
     core: Any = Core(0.0, 0.0)
     core.swap = lambda staged: SimpleNamespace(accepted=False, version=1, reason="another digest")
     with (
         pytest.raises(DeliveryError, match="version 1 was not accepted: another digest"),
-        SwapStream(core, None, ({}, {}), every=EVERY, dtype="float32"),
+        SwapStream(core, None, ({}, {}), every=EVERY, dtype="float32", start=lambda *_: publisher),
     ):
         pytest.fail("entered")
     assert publisher.closed

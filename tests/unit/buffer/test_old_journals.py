@@ -94,9 +94,10 @@ def test_a_run_goes_on_from_the_tokens_that_are_in_it(old: Path) -> None:
     assert saved.items() >= {row["rollout"]: [row["n"]] for row in rows}.items()
 
 
-def test_a_migration_that_fails_leaves_the_old_file(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_migration_that_fails_leaves_the_old_file(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = content(old)
-    monkeypatch.setattr(database, "_ddl", lambda: "CREATE TABLE versions (id INTEGER)")
+    (tmp_path / "schema.sql").write_text("CREATE TABLE versions (id INTEGER)")
+    monkeypatch.setattr(database.resources, "files", lambda package: tmp_path)
     with pytest.raises(UserError, match="cannot be opened as a journal"):
         Journal(old)
     monkeypatch.undo()

@@ -1,13 +1,15 @@
 """Which deaths of a worker are worth another start, and how many in a row; processes are played by the test."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from headrace.channel.events import Died, Events
-from headrace.channel.heartbeats import Ready
+from headrace.channel.heartbeats import Heartbeat, Ready
+from headrace.channel.spoke import Spoke
 from headrace.cluster import supervision
 from headrace.cluster.exit_codes import EXIT_LOST, EXIT_USER_ERROR
 from headrace.cluster.launchers.base import Exit, WorkerSpec
@@ -27,6 +29,14 @@ class Played:
 
     async def start(self, spec: WorkerSpec) -> None:
         self.starts += 1
+        self.address = spec.address
+
+    def becomes_ready(self) -> None:
+        """What the process of the newest start says over the wire."""
+        beat = Heartbeat(phase="ready", time=time.monotonic())
+        self.spoke = Spoke(self.address, ENGINE, beat=lambda: beat, on_lost=lambda: None)
+        self.spoke.start()
+        self.spoke.send(Ready(facts={"start": self.starts}))
 
     async def next_exit(self) -> Exit:
         return await asyncio.wait_for(self.exits.get(), SECONDS)
@@ -35,9 +45,10 @@ class Played:
         raise AssertionError("nobody is killed here")
 
     async def stop(self, grace: float) -> None:
-        pass
+        self.spoke.close()
 
     def ends(self, code: int, last_line: str) -> None:
+        self.spoke.close()
         self.exits.put_nowait(Exit(name=ENGINE, code=code, last_lines=f"earlier\n{last_line}"))
 
 
@@ -56,7 +67,7 @@ async def supervised(tmp_path: Path, play: Callable[[Fleet, Played], Awaitable[N
             watching = tasks.create_task(fleet.watch())
             starting = tasks.create_task(fleet.start(SECONDS))
             await until(lambda: launcher.starts == 1)
-            fleet._dispatch(ENGINE, Ready(facts={}))
+            launcher.becomes_ready()
             await starting
             await play(fleet, launcher)
             watching.cancel()
@@ -75,7 +86,8 @@ async def test_what_lost_what_it_depends_on_is_started_again_and_says_what(tmp_p
         launcher.ends(EXIT_LOST, "vLLM died: it cannot be reached")
         await until(lambda: launcher.starts == 2)
         assert fleet.restarting == {ENGINE}
-        fleet._dispatch(ENGINE, Ready(facts={}))
+        launcher.becomes_ready()
+        await until(lambda: fleet.known_facts(ENGINE) == {"start": 2})
         fleet.rejoined(ENGINE)
         assert not fleet.restarting
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
+from headrace.channel.codec import Message
 from headrace.channel.events import Events, Returned
 from headrace.channel.heartbeats import Heartbeat, Ready, Stop
+from headrace.channel.hub import Hub
 from headrace.channel.spoke import Spoke
 from headrace.cluster import supervision
 from headrace.cluster.launchers.base import Exit, WorkerSpec
@@ -93,19 +95,29 @@ async def test_what_is_sent_to_a_process_that_is_being_started_fails_and_does_no
         await until(lambda: isinstance(launcher.spokes["trainer-0"].inbox.get(timeout=5).message, Stop))
 
 
+class Doubted(Hub):
+    """A hub that says when it is told to that a peer cannot be reached."""
+
+    def __init__(
+        self, address: str, on_message: Callable[[str, Message], None], on_silence: Callable[[PeerDied], None]
+    ) -> None:
+        super().__init__(address, on_message, on_silence)
+        self.doubt = on_silence
+
+
 async def test_a_process_that_is_heard_again_is_left_alone_and_one_that_is_not_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervision, "EXIT_NEWS_SECONDS", 0.1)
     monkeypatch.setattr(supervision, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(supervision, "Hub", Doubted)
     launcher = Threads()
     async with fleet_of(launcher, tmp_path) as fleet:
-        fleet._silent(PeerDied("trainer-0", "unreachable (Host unreachable)"))
+        assert isinstance(fleet.hub, Doubted)
+        fleet.hub.doubt(PeerDied("trainer-0", "unreachable (Host unreachable)"))
         await asyncio.sleep(0.3)
         assert launcher.killed == [], "its beats come"
-        death = PeerDied("trainer-0", "silent for 20 s")
-        fleet.hub.mark_dead(death)
-        fleet._silent(death)
+        launcher.spokes["trainer-0"].close()
         await until(lambda: launcher.killed == ["trainer-0"])
         await until(lambda: launcher.started == 2 and "trainer-0" in fleet.hub.peers)
 

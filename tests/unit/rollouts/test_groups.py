@@ -8,6 +8,7 @@ from rollout_parts import Script, done, episode, until
 
 from headrace.engines.fake import FakeEngine, lognormal_lengths
 from headrace.rollouts import cancel_group, derive_seed, discard_group, prepare_group, run_group
+from headrace.rollouts.turns import Episode
 from headrace.scoring.stage import Stage
 from headrace.types import Group, Prompt
 
@@ -100,17 +101,15 @@ async def test_the_engine_sees_requests_in_the_order_of_the_calls_however_long_e
 ) -> None:
     engine = FakeEngine(version=1, lengths=lognormal_lengths(10), slots=1)
     prompt = Prompt(id="p", text="q")
-    groups = [
-        [
-            episode(Script(done(), opening=delays[2 * g + i]), engine, id=f"{g}/{i}", index=i, prompt=prompt)
-            for i in range(2)
-        ]
-        for g in range(2)
-    ]
-    await asyncio.wait_for(asyncio.gather(*(prepare_group(episodes) for episodes in groups)), 20)
     ended: list[str] = []
-    for one in [one for episodes in groups for one in episodes]:
-        one._environment.close = functools.partial(_note, ended, one.id)  # type: ignore[method-assign]
+
+    def member(g: int, i: int) -> Episode:
+        environment = Script(done(), opening=delays[2 * g + i])
+        environment.close = functools.partial(_note, ended, f"{g}/{i}")  # type: ignore[method-assign]
+        return episode(environment, engine, id=f"{g}/{i}", index=i, prompt=prompt)
+
+    groups = [[member(g, i) for i in range(2)] for g in range(2)]
+    await asyncio.wait_for(asyncio.gather(*(prepare_group(episodes) for episodes in groups)), 20)
     tasks = [asyncio.create_task(run_group(group(), episodes, Stage())) for episodes in groups]
     await asyncio.wait_for(asyncio.gather(*tasks), 20)
     assert ended == ["0/0", "0/1", "1/0", "1/1"], "one slot serves them in the order in which they came"

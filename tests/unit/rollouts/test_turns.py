@@ -105,7 +105,8 @@ async def test_an_episode_cut_before_its_environment_is_done(
 async def test_weights_that_interrupt_are_bridged_by_the_prefix() -> None:
     policy = FakePolicy()
     engine = FakeEngine(policy=policy, version=1, lengths=[300], interrupt="abort")
-    one = episode(Script(done()), engine, max_tokens=400)
+    sampling = Sampling(max_tokens=400, seed=11)
+    one = episode(Script(done()), engine, max_tokens=400, seed=11)
     await one.prepare()
     running = asyncio.create_task(one.run())
     for version in (2, 3):
@@ -120,7 +121,7 @@ async def test_weights_that_interrupt_are_bridged_by_the_prefix() -> None:
     assert versions == sorted(versions) and set(versions) == {1, 2, 3}
     # What each token would have been under its version, with the episode's seed: no position was drawn twice.
     for position in range(6, 305):
-        token, logprob = policy.sample(one._sampling, position, int(trace.versions[position]))
+        token, logprob = policy.sample(sampling, position, int(trace.versions[position]))
         if token != END:
             assert (int(trace.token_ids[position]), trace.logprobs[position]) == (token, pytest.approx(logprob))
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.models.loading import load_model
 from headrace.training import saving
+from headrace.training import trainer as trainer_module
 from headrace.training.checkpoint import copy_companions, latest
 from headrace.training.lora import TrainedAdapter
 from headrace.training.saving import OPTIMIZER_FILE, REFERENCE_FILE
@@ -90,9 +91,22 @@ def test_a_checkpoint_is_of_the_moment_of_the_call(tmp_path, held, kind):
     assert again.step(random_batch(3, step=3)).loss == still.step(random_batch(3, step=3)).loss
 
 
+def made_by(monkeypatch, name):
+    """The parts of this class that trainers make from now on."""
+    made, real = [], getattr(trainer_module, name)
+
+    def make(*arguments, **options):
+        made.append(real(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(trainer_module, name, make)
+    return made
+
+
 @pytest.mark.parametrize("kind", ["all weights", "experts"])
-def test_the_files_are_those_of_save_pretrained(tmp_path, kind):
+def test_the_files_are_those_of_save_pretrained(tmp_path, kind, monkeypatch):
     path = model_for(kind, tmp_path / "model")
+    optimizers, policies = made_by(monkeypatch, "Optimizer"), made_by(monkeypatch, "Policies")
     trainer = trainer_of(path, kind)
     work(trainer)
     saved = trainer.save(tmp_path / "checkpoints", source=path)
@@ -100,9 +114,9 @@ def test_the_files_are_those_of_save_pretrained(tmp_path, kind):
     for name in ("model.safetensors", "config.json"):
         assert (saved / name).read_bytes() == (tmp_path / "plain" / name).read_bytes(), name
     moments = load_file(saved / OPTIMIZER_FILE)
-    assert all(torch.equal(moments[name], tensor) for name, tensor in trainer._optimizer.tensors().items())
+    assert all(torch.equal(moments[name], tensor) for name, tensor in optimizers[-1].tensors().items())
     reference = load_file(saved / REFERENCE_FILE)
-    assert all(torch.equal(reference[name], tensor) for name, tensor in trainer._policies.reference.items())
+    assert all(torch.equal(reference[name], tensor) for name, tensor in policies[-1].reference.items())
 
 
 def test_masters_are_written_with_their_own_dtype(tmp_path):

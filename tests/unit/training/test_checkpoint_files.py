@@ -45,7 +45,7 @@ def test_a_crash_while_writing_leaves_the_old_one(tmp_path, monkeypatch, failing
         if failing == "write":
             checkpoint.write_checkpoint(tmp_path, TrainerState(steps_done=2), crash)
         elif failing == "sync":
-            broken.setattr(checkpoint, "_sync", crash)
+            broken.setattr("os.fsync", crash)
             write(tmp_path, 2)
         else:
             broken.setattr(type(tmp_path), "rename", crash)
