@@ -1,6 +1,6 @@
-"""Messages as frames: one small header, one msgpack body, and each array as a frame of its own, not copied.
+"""This module encodes a message as frames: one msgpack body, then each array as a frame of its own, without a copy.
 
-A message is a subclass of `Message`; its class name is its tag on the wire, and only declared classes can be decoded.
+A message is a subclass of `Message`. Its class name is its tag on the wire, and only declared classes can be decoded.
 Nothing is ever pickled.
 """
 
@@ -19,7 +19,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """The base of everything that travels on a channel. Fields may be arrays and structs that hold arrays."""
+    """The base class of every message on a channel. Fields may be arrays, and structs that hold arrays."""
 
     registry: ClassVar[dict[str, type[Message]]] = {}
 
@@ -29,7 +29,7 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 def encode(message: msgspec.Struct) -> list[Frame]:
-    """The frames of a message: its body, then its arrays in the order they were met."""
+    """Return the frames of a message: its body, then its arrays in the order in which the encoder met them."""
     arrays: list[Frame] = []
 
     def hook(value: Any) -> Any:
@@ -46,7 +46,7 @@ def encode(message: msgspec.Struct) -> list[Frame]:
 
 
 def decode(kind: type[T], frames: Sequence[Frame]) -> T:
-    """The message of this class in these frames; its arrays are views of the frames, read-only."""
+    """Return the message of this class. Its arrays are read-only views of the frames. Raises `ChannelError`."""
 
     def hook(expected: type, value: Any) -> Any:
         dtype, shape, index = value

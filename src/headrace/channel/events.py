@@ -1,6 +1,7 @@
-"""One queue of events: whoever learns something puts it here, and one owner takes events out in their order.
+"""The queue of events: any part of a run adds events, and one owner takes them out in order.
 
-No part of a run is called back by another: a hub and a launcher only put, and the controller matches on what it takes.
+No part of a run calls another back. A hub and a launcher only put events, and the controller matches on the events that
+it takes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from headrace.channel.codec import Message
 from headrace.errors import PeerDied
 
 LOOK_SECONDS = 1.0
-"""`Events.take` returns after this time even if nothing came."""
+"""`Events.take` returns after this many seconds even if no event came."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Died(Event):
 
     death: PeerDied
     restarts: bool
-    """Whether it is started again; `Returned` follows when it is ready."""
+    """Whether the worker is started again. If so, `Returned` follows when the new process is ready."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +45,31 @@ class Returned(Event):
 
     peer: str
     facts: dict[str, int | float | str] = field(default_factory=dict)
-    """What the new process says about itself (see `beats.Ready`)."""
+    """What the new process reports about itself (see `heartbeats.Ready`)."""
 
 
 class Events:
-    """The queue. Used from one event loop: any number of producers, one consumer."""
+    """The queue of events. It is used from one event loop, by any number of producers and one consumer."""
 
     def __init__(self) -> None:
         self._waiting: deque[Event] = deque()
         self._bell = asyncio.Event()
 
     def put(self, event: Event) -> None:
-        """Add an event; returns at once."""
+        """Add an event. Returns at once."""
         self._waiting.append(event)
         self._bell.set()
 
     def clear(self) -> None:
-        """Forget what came so far: there was nobody yet whom it concerned."""
+        """Discard all events so far, because they came before anybody was there to handle them."""
         self._waiting.clear()
         self._bell.clear()
 
     async def take(self) -> list[Event]:
-        """All events so far, oldest first: as soon as there is one, or an empty list after `LOOK_SECONDS`."""
+        """Return all events so far, oldest first.
+
+        Waits for one event, for at most `LOOK_SECONDS`; the list may be empty.
+        """
         if not self._waiting:
             try:
                 async with asyncio.timeout(LOOK_SECONDS):

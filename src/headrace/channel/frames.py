@@ -1,7 +1,7 @@
-"""Frames between a process and a worker of its own, over two pipes: an id, a length, and a body of JSON.
+"""Frames between a process and its own worker, over two pipes. A frame is an id, a length, and a JSON body.
 
-An answer carries the id of its question. JSON and not msgpack, whose whole numbers end at 64 bits: what a line of a
-dataset can hold, a frame can hold.
+An answer carries the id of its question. The body is JSON and not msgpack, because msgpack integers end at 64 bits: a
+frame can hold every value that a line of a JSON dataset can hold.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import BinaryIO, TypeVar
 import msgspec
 
 HEADER = struct.Struct("<QI")
-"""The id of the question, and the length of the body."""
+"""The header of a frame: the id of the question, and the length of the body."""
 GREETING = 0
-"""The id of a worker's first frame and of the `WorkerReady` that answers it. Questions count from 1."""
+"""The id of the first frame to a worker, and of the `WorkerReady` that answers it. Questions count from 1."""
 
 T = TypeVar("T")
 
@@ -27,22 +27,22 @@ class WorkerReady(msgspec.Struct, kw_only=True):
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """A message as the body of a frame. Raises `TypeError` or `ValueError` if the message holds what JSON cannot."""
+    """Encode a message as the body of a frame. Raises `TypeError` or `ValueError` if JSON cannot hold the message."""
     return msgspec.json.encode(message)
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """The message in a frame's body."""
+    """Decode the message in a frame's body."""
     return msgspec.json.decode(body, type=kind)
 
 
 def pack(id: int, body: bytes) -> bytes:
-    """A frame. An empty body, in place of a question, says that nobody waits for that question's answer any more."""
+    """Make a frame. A frame with an empty body cancels its question: nobody waits for that answer any more."""
     return HEADER.pack(id, len(body)) + body
 
 
 def read(stream: BinaryIO) -> tuple[int, bytes] | None:
-    """The id and body of the next frame of a blocking stream; None at the stream's end."""
+    """Read the next frame of a blocking stream: its id and body, or None at the end of the stream."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
@@ -52,7 +52,7 @@ def read(stream: BinaryIO) -> tuple[int, bytes] | None:
 
 
 async def receive(stream: asyncio.StreamReader) -> tuple[int, bytes] | None:
-    """The id and body of the next frame; None at the stream's end. The caller owns this wait."""
+    """Wait for the next frame: its id and body, or None at the end of the stream. The caller owns this wait."""
     try:
         id, length = HEADER.unpack(await stream.readexactly(HEADER.size))
         return id, await stream.readexactly(length)

@@ -1,4 +1,4 @@
-"""Heartbeats: a process says that it lives, what it is doing, and what it did since the last beat."""
+"""Heartbeats: a process says that it is alive, what it is doing, and what it did since its last heartbeat."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from headrace.observe.spans import TimeSpan
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 20.0
-"""A peer not heard for this long is taken for dead. (A local process's exit is noticed at once, by its launcher.)"""
+"""A peer that sends nothing for this many seconds is declared dead. The launcher notices the exit of a local process at
+once, without this timeout."""
 
 
 class Hello(Message):
@@ -17,28 +18,28 @@ class Hello(Message):
 
 
 class Heartbeat(Message):
-    """Sent by a thread of its own, so that a long step or a compile does not look like death."""
+    """A worker's heartbeat. A separate thread sends it, so that a long step or a compile does not look like death."""
 
     phase: str
-    """loading, ready, stepping, ..."""
+    """What the worker is doing: loading, ready, stepping, ..."""
     time: float
     """The sender's `time.monotonic()`."""
     spans: list[TimeSpan] = []
     generated_tokens: int = 0
-    """Since the last beat (engines)."""
+    """The number of tokens generated since the last heartbeat (engines only)."""
     peak_memory_bytes: int = 0
-    """The most of a GPU's memory that the sender has held so far."""
+    """The peak GPU memory that the sender has held so far, in bytes."""
 
 
 class Alive(Message):
-    """The controller's beat: a worker that does not hear it ends itself, so no orphan stays."""
+    """The controller's heartbeat. A worker that no longer receives it exits, so no orphan process remains."""
 
 
 class Ready(Message):
-    """A worker has loaded what it needs and serves from now on."""
+    """A worker has loaded everything that it needs and serves from now on."""
 
     facts: dict[str, int | float | str] = {}
 
 
 class Stop(Message):
-    """The controller asks a worker to end in good order."""
+    """The controller asks a worker to shut down cleanly."""

@@ -1,6 +1,6 @@
-"""The controller's end: one ROUTER socket to all workers, on the event loop.
+"""The controller's end of the channel: one ROUTER socket to all workers, on the event loop.
 
-Every request has a deadline and fails at once when its peer dies. Events and beats are handed to one callback, in the
+Every request has a deadline and fails at once when its peer dies. Events and heartbeats go to one callback, in the
 order in which each peer sent them.
 """
 
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=Message)
 
 
 class Hub:
-    """Talks to workers by name."""
+    """The controller's connection to all workers, which are addressed by name."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class Hub:
         on_message: Callable[[str, Message], None],
         on_silence: Callable[[PeerDied], None] = lambda death: None,
     ) -> None:
-        """`on_silence` is called for a peer that is no longer heard of, or cannot be reached; perhaps repeatedly."""
+        """Bind the socket. `on_silence` is called, perhaps repeatedly, for a peer that is silent or unreachable."""
         self.address = address
         self._on_message = on_message
         self._on_silence = on_silence
@@ -51,7 +51,7 @@ class Hub:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to receive and to beat."""
+        """Start to receive messages and to send heartbeats."""
         self._tasks = [
             asyncio.create_task(self._receive_loop(), name="hub receive"),
             asyncio.create_task(self._beat_loop(), name="hub beat"),
@@ -59,19 +59,23 @@ class Hub:
 
     @property
     def peers(self) -> list[str]:
-        """Workers that have said hello and are not known to be dead."""
+        """The workers that have said hello and are not known to be dead."""
         return [peer for peer in self._heard if peer not in self._dead]
 
     def silent_for(self, peer: str) -> float:
-        """Seconds since this peer was last heard."""
+        """Return the seconds since this peer was last heard."""
         return time.monotonic() - self._heard.get(peer, time.monotonic())
 
     async def send(self, peer: str, message: Message) -> None:
-        """One way, in order."""
+        """Send a message without waiting for an answer. Messages to one peer stay in order."""
         await self._send(peer, "event", 0, message)
 
     async def request(self, peer: str, message: Message, reply: type[M], *, timeout: float) -> M:
-        """Send and wait for the answer; raises `DeadlineError`, `PeerDied`, or `ChannelError` with the peer's line."""
+        """Send a request and wait for its answer.
+
+        Raises `DeadlineError` after `timeout` seconds, `PeerDied` if the peer dies, and `ChannelError` if the answer is
+        an error or not a `reply`.
+        """
         request_id = next(self._ids)
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = (peer, future)
@@ -88,22 +92,22 @@ class Hub:
         return answer
 
     def mark_dead(self, death: PeerDied) -> None:
-        """Fail everything that waits for this peer, now and later."""
+        """Fail every request to this peer, those that wait now and those that come later."""
         self._dead[death.peer] = death
         for peer, future in self._waiting.values():
             if peer == death.peer and not future.done():
                 future.set_exception(death)
 
     def lost(self, peer: str) -> bool:
-        """Whether this peer is dead, or was heard before and not of late."""
+        """Return whether this peer is dead, or was heard once but not recently."""
         return peer in self._dead or self.silent_for(peer) > 3 * BEAT_SECONDS
 
     def forget(self, peer: str) -> None:
-        """A new process has taken a dead peer's name. What is sent to that name before then fails, as it should."""
+        """Accept a new process under a dead peer's name. Until this call, everything sent to that name fails."""
         self._dead.pop(peer, None)
 
     async def close(self) -> None:
-        """Stop, and let go of the socket. Idempotent."""
+        """Stop both loops and close the socket. Idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -117,7 +121,8 @@ class Hub:
         try:
             await self._socket.send_multipart([peer.encode(), *pack(kind, request_id, message)], copy=False)
         except zmq.ZMQError as error:
-            # How it ended is known to whoever watches over it; that news, not this one, should end what waits for it.
+            # The supervisor knows how the process ended. Its report, not this error, should fail the requests that
+            # wait.
             self._on_silence(PeerDied(peer, f"unreachable ({error})"))
 
     async def _receive_loop(self) -> None:
@@ -134,7 +139,7 @@ class Hub:
     def _settle(self, peer: str, request_id: int, message: Message) -> None:
         _, future = self._waiting.get(request_id, (peer, None))
         if future is None or future.done():
-            return  # The one who asked has given up; the deadline has already been reported.
+            return  # The caller has given up; its deadline has already been reported.
         if isinstance(message, Failure):
             future.set_exception(ChannelError(f"{peer}: {message.text}"))
         else:

@@ -1,6 +1,6 @@
-"""Processes for foreign code, spoken to over two pipes: one leads a group, which is killed as a whole.
+"""Processes that run foreign code and talk over two pipes. Each leads a process group, which is killed as a whole.
 
-What such a process prints goes to a log, never into its answers, and no wait for its end is longer than a deadline.
+What such a process prints goes to a log, never into its answers. Every wait for its end has a deadline.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ CLOSE_SECONDS = 5.0
 
 
 async def spawn(module: str, directory: Path, log: Path | None) -> Process:
-    """Start a module in this directory; what it prints as errors goes to `log`, or where ours go."""
+    """Start a module in this directory. Its standard error goes to `log`, or to this process's standard error."""
     with contextlib.ExitStack() as stack:
         errors = None if log is None else stack.enter_context(log.open("ab"))
         return await asyncio.create_subprocess_exec(
-            # -P: files beside the user's own must not hide the modules that the worker needs.
+            # -P: files in the user's directory must not hide the modules that the worker needs.
             *(sys.executable, "-P", "-m", module),
             stdin=PIPE,
             stdout=PIPE,
@@ -32,20 +32,21 @@ async def spawn(module: str, directory: Path, log: Path | None) -> Process:
 
 
 def close_pipe(process: Process) -> None:
-    """End what it reads, which ends a process that behaves. Idempotent."""
+    """Close the process's standard input, which ends a well-behaved process. Idempotent."""
     if process.stdin is not None:
         process.stdin.close()
 
 
 def kill_group(process: Process) -> None:
-    """Kill it with all that it started."""
-    # Its group outlives it if it left processes behind, and keeps its number from being given to others.
+    """Kill the process and everything that it started."""
+    # The group outlives its leader if the leader left processes behind. The kernel does not reuse the id of such a
+    # group.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 async def ended(process: Process, seconds: float = CLOSE_SECONDS) -> bool:
-    """Wait for its end; whether it came in time."""
+    """Wait until the process ends. Returns whether it ended within `seconds`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await process.wait()
@@ -54,7 +55,7 @@ async def ended(process: Process, seconds: float = CLOSE_SECONDS) -> bool:
 
 
 async def how_it_ended(process: Process) -> str:
-    """In words, of a process that answers no more."""
+    """Describe in words how a process that no longer answers has ended."""
     if not await ended(process) or process.returncode is None:
         return "its pipe closed"
     code = process.returncode

@@ -1,6 +1,6 @@
-"""A worker's end: one DEALER socket in a thread of its own, queues towards the threads that compute.
+"""A worker's end of the channel: one DEALER socket in a thread of its own, with queues to the threads that compute.
 
-The thread beats while the computing threads are busy, and calls `on_lost` when the controller falls silent.
+The thread sends heartbeats while the computing threads are busy, and calls `on_lost` when the controller falls silent.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from headrace.channel.wire import Failure, pack, unpack
 
 
 class Incoming(msgspec.Struct, frozen=True):
-    """A message of the controller's; `request_id` is 0 when no answer is expected."""
+    """A message from the controller. `request_id` is 0 when no answer is expected."""
 
     request_id: int
     message: Message
 
 
 class Spoke:
-    """Talks to the controller. `send`, `reply` and `fail` may be called from any thread."""
+    """A worker's connection to the controller. `send`, `reply` and `fail` may be called from any thread."""
 
     def __init__(self, address: str, name: str, *, beat: Callable[[], Heartbeat], on_lost: Callable[[], None]) -> None:
         self.name = name
@@ -44,12 +44,12 @@ class Spoke:
         self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
 
     def start(self) -> None:
-        """Connect, say hello, begin to beat."""
+        """Connect, say hello, and start to send heartbeats."""
         self.send(Hello(pid=os.getpid()))
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        """One way, in order."""
+        """Send a message without waiting for an answer. Messages stay in order."""
         self._enqueue(pack("event", 0, message))
 
     def reply(self, incoming: Incoming, message: Message) -> None:
@@ -57,11 +57,11 @@ class Spoke:
         self._enqueue(pack("reply", incoming.request_id, message))
 
     def fail(self, incoming: Incoming, text: str) -> None:
-        """Answer a request with an error, in one line."""
+        """Answer a request with an error of one line."""
         self._enqueue(pack("error", incoming.request_id, Failure(text=text)))
 
     def close(self, timeout: float = 5.0) -> None:
-        """Send what is queued, then stop the thread. Idempotent."""
+        """Send all queued messages, then stop the thread. Idempotent."""
         if not self._stopping.is_set():
             self._stopping.set()
             self._wake()

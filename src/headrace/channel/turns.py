@@ -1,8 +1,8 @@
-"""Whose turn it is on a GPU that a trainer and engines share: the trainer's for a whole step, else the engines'.
+"""Turns on a GPU that a trainer and engines share: the trainer has the GPU for a whole step, the engines otherwise.
 
-Two processes that fill one GPU do not overlap: the driver gives each a slice of the time, and both wait for half of it.
-Taking turns costs no time and lets each finish what it began. The turn is a lock on a file, which a process that dies
-gives back; a byte in the file says that the trainer waits, so that engines need not try the lock to find out.
+Two processes that fill one GPU do not overlap: the driver slices its time, and each process waits half of the time.
+Taking turns costs nothing and lets each process finish what it began. The turn is a lock on a file, so a process that
+dies releases it. A byte in the file says that the trainer waits, so that engines need not try the lock to find out.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 from headrace.errors import DeadlineError
 
 FILE = "gpu-turn"
-"""In the run directory."""
+"""The name of the lock file in the run directory."""
 _POLL_SECONDS = 2e-4
 
 
 class _Turns:
-    """The file and its byte."""
+    """The lock file and its byte. Base class of the trainer's and the engines' ends."""
 
     def __init__(self, path: Path) -> None:
-        # Opened by every process for itself: a lock belongs to the opened file.
+        # Every process opens the file for itself, because a lock belongs to the open file.
         with path.open("ab") as file:
             if file.tell() == 0:
                 file.write(b"\0")
@@ -42,13 +42,13 @@ class _Turns:
         return True
 
     def give(self) -> None:
-        """Let others have it. Idempotent."""
+        """Release the lock, so that others can take it. Idempotent."""
         if self._held:
             fcntl.flock(self._file, fcntl.LOCK_UN)
             self._held = False
 
     def close(self) -> None:
-        """Give it back for ever. Idempotent."""
+        """Release the lock and close the file. Idempotent."""
         if not self._file.closed:
             self.give()
             self._wanted.close()
@@ -56,16 +56,19 @@ class _Turns:
 
 
 class TrainerTurns(_Turns):
-    """The trainer's end; there is one."""
+    """The trainer's end. There is only one per file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        # A trainer before this one may have died while it waited.
+        # The previous trainer process may have died while it waited.
         self._wanted[0] = 0
 
     @contextmanager
     def held(self, deadline: float) -> Iterator[float]:
-        """Inside, no engine computes; gives the seconds that it took to get there."""
+        """Hold the GPU: inside this context no engine computes. Yields the seconds spent waiting.
+
+        Raises `DeadlineError` if the engines do not release the GPU within `deadline` seconds.
+        """
         started = time.monotonic()
         self._wanted[0] = 1
         try:
@@ -82,16 +85,16 @@ class TrainerTurns(_Turns):
 
 
 class EngineTurns(_Turns):
-    """An engine's end; several engines may compute at the same time."""
+    """An engine's end. Several engines may compute at the same time."""
 
     @property
     def wanted(self) -> bool:
-        """Whether the trainer waits: finish what is under way, and `give`."""
+        """Whether the trainer waits. The engine should then finish its running work and call `give`."""
         return self._wanted[0] != 0
 
     def take(self) -> bool:
-        """Whether the engine may compute now; what it has, it keeps until it gives it."""
+        """Return whether the engine may compute now. A turn that was taken lasts until `give`."""
         if self._held:
             return True
-        # Who asks again at once would often be faster than a trainer that has waited longer.
+        # An engine that asks again at once would often be faster than a trainer that has waited longer.
         return not self.wanted and self._try(fcntl.LOCK_SH)

@@ -1,4 +1,4 @@
-"""The envelope: what kind of message this is, which request it belongs to, and the class that decodes it."""
+"""The envelope of a message: its kind, the request that it belongs to, and the class that decodes it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
     kind: Kind
     id: int
-    """Of the request that this is, or answers; 0 for an event."""
+    """The id of the request that this message is, or answers; 0 for an event."""
     tag: str
-    """The message's class; for an error, empty."""
+    """The name of the message's class."""
 
 
 class Failure(Message):
-    """The body of an error reply: one line."""
+    """The body of an error reply: one line of text."""
 
     text: str
 
 
 def pack(kind: Kind, request_id: int, message: Message) -> list[Frame]:
-    """A message as frames."""
+    """Encode a message as frames."""
     return [msgspec.msgpack.encode(Header(kind, request_id, type(message).__name__)), *encode(message)]
 
 
 def unpack(frames: Sequence[zmq.Frame]) -> tuple[Header, Message]:
-    """The header and message in these frames; arrays are views of the received memory."""
+    """Decode the header and the message. Arrays are views of the received memory. Raises `ChannelError`."""
     buffers = [frame.buffer for frame in frames]
     try:
         header = msgspec.msgpack.decode(bytes(buffers[0]), type=Header)

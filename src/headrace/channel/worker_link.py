@@ -1,4 +1,4 @@
-"""A worker process's link: its name, its line to the controller, the phase it is in and the record of what it does."""
+"""A worker process's link to its controller: its name, its connection, its phase, and the spans of its work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.observe.spans import SpanRecorder
 
 
 class WorkerLink:
-    """What every role of a worker needs, made from (name, address, run directory) alone."""
+    """The link that every role of a worker uses. It is made from (name, address, run directory) alone."""
 
     def __init__(self, name: str, address: str, run_dir: Path) -> None:
         self.name = name
@@ -23,7 +23,7 @@ class WorkerLink:
         self.spans = SpanRecorder()
         self.phase = "starting"
         self.peak_memory: Callable[[], int] = int
-        """The most bytes of a GPU that this process has held; asked at every beat, by a thread of its own."""
+        """Returns the peak GPU memory of this process in bytes. The heartbeat thread calls it at every heartbeat."""
         self._generated = 0
         self._lock = threading.Lock()
         self.spoke = Spoke(address, name, beat=self._beat, on_lost=_end_orphan)
@@ -34,12 +34,12 @@ class WorkerLink:
         self.spoke.send(Ready(facts=facts))
 
     def count_generated(self, tokens: int) -> None:
-        """Add to the tokens that the next beat reports."""
+        """Add to the number of tokens that the next heartbeat reports. May be called from any thread."""
         with self._lock:
             self._generated += tokens
 
     def next_message(self, timeout: float = 0.5) -> Incoming | None:
-        """The controller's next message, or None after a while: the controller's silence is watched by the spoke."""
+        """Return the controller's next message, or None after `timeout`. The spoke notices a silent controller."""
         try:
             return self.spoke.inbox.get(timeout=timeout)
         except queue.Empty:
@@ -58,5 +58,5 @@ class WorkerLink:
 
 
 def _end_orphan() -> None:
-    # The controller is gone without a word: nothing that this process computes can reach anyone any more.
+    # The controller is gone without a message, so nothing that this process computes can reach anyone.
     os._exit(3)

@@ -1,9 +1,9 @@
-"""Worker processes for foreign code: code that hangs, raises or dies costs its own questions, never the run.
+"""A pool of worker processes for foreign code. Code that hangs, raises or dies fails its own questions, never the run.
 
-A worker is started with one frame that says what it serves, greets, and answers questions: one at a time, or several.
-A worker whose question was given up, by its deadline or by whoever asked, gets no new ones: when its other questions
-have ended it is killed with all that it started. Workers that are killed or die are replaced when they are needed.
-(`worker_side` is the other end.)
+A worker receives one frame that says what it serves, greets, and then answers questions: one at a time, or several.
+When a question is given up, by its deadline or by its caller, its worker gets no new questions. Once the worker's other
+questions have ended, it is killed together with everything that it started. Workers that were killed or died are
+replaced when they are needed. The other end is `worker_side`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ T = TypeVar("T")
 
 
 class WorkerDied(Exception):
-    """A worker's process ended during a question; the text completes "the worker ..."."""
+    """The worker's process ended during a question. The text completes the sentence "the worker ..."."""
 
 
 class PoolClosed(Exception):
-    """The pool was closed before the question had its answer."""
+    """The pool was closed before the question was answered."""
 
 
 class WorkerPool:
-    """`workers` processes of one kind, each with up to `concurrency` open questions."""
+    """A pool of `workers` processes of one kind, each with up to `concurrency` open questions."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class WorkerPool:
         name: str = "worker",
         log: Path | None = None,
     ) -> None:
-        """`module` is the workers' program and `setup` their first frame; `name` is for messages.
+        """Make a pool without starting workers. `module` is their program, `setup` their first frame.
 
-        A worker that is not needed any more has `grace` seconds to end by itself. What foreign code prints goes to
-        `log`, or to this process's standard error.
+        `name` appears in error messages. A worker that is no longer needed has `grace` seconds to end by itself. What
+        foreign code prints goes to `log`, or to this process's standard error.
         """
         self.places = asyncio.Semaphore(workers * concurrency)
-        """Whoever asks holds one of these places, in turn."""
+        """A caller must hold one of these places while it asks. Places are granted in order."""
         self._module = module
         self._setup = encode(setup)
         self._start_timeout = start_timeout
@@ -68,7 +68,7 @@ class WorkerPool:
         self._closed = False
 
     async def start(self) -> None:
-        """Start every worker; raises `ConfigError`, in one line, if one cannot be started. Then none is left."""
+        """Start every worker. If one cannot be started, end them all and raise `ConfigError` with one line."""
         results = await asyncio.gather(*map(self._fill, self._slots), return_exceptions=True)
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
@@ -76,10 +76,11 @@ class WorkerPool:
             raise errors[0]
 
     async def ask(self, question: bytes, kind: type[T], timeout: float | None = None) -> T:
-        """The answer to an encoded question, asked in one of the `places`. Cancelling this gives the question up.
+        """Return the answer to an encoded question. Cancelling this call gives the question up.
 
-        `timeout` counts from when the question is sent, and raises `TimeoutError`; without it the caller owns the
-        wait. Raises `WorkerDied`, `PoolClosed`, and `ConfigError` if a worker cannot be started.
+        The caller must hold one of the `places`. `timeout` counts from the moment the question is sent, and raises
+        `TimeoutError`; without `timeout` the caller owns the wait. Raises `WorkerDied`, `PoolClosed`, and `ConfigError`
+        if a worker cannot be started.
         """
         slot = min(self._slots, key=lambda slot: (slot.questions, not slot.filled))
         slot.questions += 1
@@ -89,7 +90,7 @@ class WorkerPool:
             slot.questions -= 1
 
     async def close(self) -> None:
-        """End all workers; open questions fail. Idempotent."""
+        """End all workers. Open questions fail. Idempotent."""
         self._closed = True
         for worker in list(self._running):
             self._dismiss(worker, pipes.CLOSE_SECONDS)
@@ -113,7 +114,7 @@ class WorkerPool:
                 self._dismiss(worker, self._grace)
 
     async def _fill(self, slot: _Slot) -> _Worker:
-        """The slot's worker, started if the slot has none that takes questions."""
+        """Return the slot's worker. Start one if the slot has no worker that takes questions."""
         async with slot.turn:
             if self._closed:
                 raise PoolClosed
@@ -145,7 +146,7 @@ class WorkerPool:
         return worker
 
     def _dismiss(self, worker: _Worker, grace: float) -> None:
-        """Begin to end a worker; `close` waits for the end. Idempotent."""
+        """Start to end a worker. `close` waits until the worker has ended. Idempotent."""
         if worker in self._running:
             self._running.remove(worker)
             ending = asyncio.create_task(worker.end(grace), name=f"end of a {self._name}")
@@ -154,17 +155,17 @@ class WorkerPool:
 
 
 class _Slot:
-    """Room for one worker that takes questions."""
+    """A place for one worker that takes questions."""
 
     def __init__(self) -> None:
         self.worker: _Worker | None = None
         self.questions = 0
-        """Those that are asked in this slot, of its worker or of one that takes no new questions."""
+        """The number of open questions in this slot, including those of an old worker that takes no new questions."""
         self.turn = asyncio.Lock()
 
     @property
     def filled(self) -> bool:
-        """Whether its worker takes questions."""
+        """Whether the slot's worker takes questions."""
         return self.worker is not None and self.worker.able
 
 
@@ -176,7 +177,7 @@ class _Worker:
         """Whether this worker takes questions."""
         self._process = process
         self._open: dict[int, asyncio.Future[bytes | None]] = {}
-        """The answers to come; None is the answer of a worker that is gone."""
+        """Question id -> its future answer. None as an answer means that the worker is gone."""
         self._listener = asyncio.create_task(self._listen(), name="answers of a worker")
 
     @property
@@ -185,7 +186,7 @@ class _Worker:
         return bool(self._open)
 
     async def ask(self, id: int, question: bytes) -> bytes:
-        """The answer; raises `WorkerDied`. The caller owns this wait."""
+        """Send a question and return its answer. Raises `WorkerDied`. The caller owns this wait."""
         assert self._process.stdin is not None
         answer: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         self._open[id] = answer
@@ -202,14 +203,14 @@ class _Worker:
         return body
 
     def give_up(self, id: int) -> None:
-        """Nobody waits for this answer any more: the worker takes no new questions."""
+        """Tell the worker that nobody waits for this answer any more. The worker then takes no new questions."""
         assert self._process.stdin is not None
         self.able = False
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(pack(id, b""))
 
     async def end(self, grace: float) -> None:
-        """Close its pipe, which ends a worker that behaves; kill it then with all that it started."""
+        """Close the worker's pipe, which ends a well-behaved worker, then kill it and everything that it started."""
         self.able = False
         pipes.close_pipe(self._process)
         if grace:
@@ -220,7 +221,7 @@ class _Worker:
         await asyncio.wait([self._listener], timeout=pipes.CLOSE_SECONDS)
 
     async def _listen(self) -> None:
-        """Pass answers on. Those that nobody waits for, such as a second one of code that forked, are left out."""
+        """Pass answers on. Answers that nobody waits for, such as a second one from code that forked, are ignored."""
         assert self._process.stdout is not None
         while (frame := await receive(self._process.stdout)) is not None:
             id, body = frame

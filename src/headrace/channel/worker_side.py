@@ -1,7 +1,7 @@
 """The worker's side of a `WorkerPool`: a process that runs foreign code and answers its owner over private pipes.
 
-The worker starts from its first frame alone. It ends when its owner does, even in the middle of a question. Whatever
-foreign code prints stays out of the pipes, and whatever it starts ends with the worker.
+The worker starts from its first frame alone. It ends when its owner ends, even in the middle of a question. What
+foreign code prints never reaches the pipes, and every process that it starts ends with the worker.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from headrace.channel.frames import GREETING, WorkerReady, decode, encode, pack,
 from headrace.errors import ConfigError
 
 GRACE_SECONDS = 2.0
-"""How long a worker whose owner has closed the pipe, or is gone, may take to end by itself."""
+"""Seconds that a worker has to end by itself after its owner closed the pipe or died."""
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
 class Owner:
-    """The owner of this process: asks questions, and gets their answers, from any thread."""
+    """The owner of this process. It asks questions; answers may be sent to it from any thread."""
 
     def __init__(self) -> None:
-        """Take the two pipes away from descriptors 0 and 1, so that `print` and `input` cannot touch them."""
+        """Move the two pipes away from descriptors 0 and 1, so that `print` and `input` cannot touch them."""
         self._asking, self._answering = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -43,7 +43,10 @@ class Owner:
         self._turn = threading.Lock()
 
     def greet(self, setup: type[S], make: Callable[[S], T]) -> T | None:
-        """Make what the first frame describes, and say hello. None if that cannot be made: the worker is to end."""
+        """Make the object that the first frame describes, and greet the owner.
+
+        Returns None if the object cannot be made, or the owner is gone: the worker should then end.
+        """
         first = read(self._asking)
         if first is None:
             return None
@@ -56,7 +59,10 @@ class Owner:
         return made
 
     def questions(self, kind: type[T]) -> Iterator[tuple[int, T | None]]:
-        """Questions and their ids, until the owner closes the pipe. None: nobody waits for this answer any more."""
+        """Yield questions with their ids until the owner closes the pipe.
+
+        None stands for a question that is given up.
+        """
         asked: SimpleQueue[tuple[int, bytes] | None] = SimpleQueue()
         threading.Thread(target=self._listen, args=(asked,), daemon=True).start()
         while (frame := asked.get()) is not None:
@@ -65,13 +71,13 @@ class Owner:
 
     def answer(self, id: int, message: msgspec.Struct) -> None:
         """Answer a question."""
-        # The owner may be gone already; the end of the other pipe then ends this worker.
+        # The owner may be gone already. The end of the other pipe then ends this worker.
         with self._turn, contextlib.suppress(BrokenPipeError):
             self._answering.write(pack(id, encode(message)))
             self._answering.flush()
 
     def _listen(self, asked: SimpleQueue[tuple[int, bytes] | None]) -> None:
-        """Pass questions on; at the end of the pipe, ask the worker to end, and make it end if it does not."""
+        """Pass questions on. At the end of the pipe, ask the worker to end, and kill it if it does not."""
         while (frame := read(self._asking)) is not None:
             asked.put(frame)
         asked.put(None)
@@ -80,13 +86,16 @@ class Owner:
 
 
 def die_with_owner() -> None:
-    """Ask Linux to kill this process with its owner: a function that holds the interpreter's lock stops `_listen`."""
+    """Ask Linux to kill this process when its owner dies.
+
+    `_listen` does the same everywhere, but a function that holds the interpreter's lock stops `_listen`.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def end_descendants() -> None:
-    """End what foreign code started and left behind: those processes share this worker's process group."""
+    """End processes that foreign code started and left behind. They share this worker's process group."""
     if os.getpgrp() == os.getpid():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(os.getpgrp(), signal.SIGTERM)

@@ -1,1 +1,1 @@
-"""Who runs where: launchers start worker processes and end them, supervision watches over them."""
+"""Which process runs where: launchers start and end worker processes, supervision watches over them."""

@@ -1,4 +1,4 @@
-"""What the controller may ask of whoever watches over the worker processes of its run."""
+"""The interface through which the controller acts on the worker processes of its run."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Protocol
 
 
 class Processes(Protocol):
-    """The worker processes of a run (`supervision.Fleet`). Their deaths and returns come as events."""
+    """The worker processes of a run (`supervision.Fleet`). Deaths and returns of workers arrive as events."""
 
     def kill(self, name: str) -> None:
-        """End a worker that is of no use; it is then started again like one that died."""
+        """End a worker that no longer works. It is then started again, like a worker that died."""
         ...
 
     def rejoined(self, name: str) -> None:
-        """A worker that was started again does its work: its return is over."""
+        """Report that a restarted worker does its work again, which completes its return."""
         ...
 
 
 class NoProcesses:
-    """For runs whose engines and trainer live in the controller's own process: there is nothing to end."""
+    """The `Processes` of a run whose engines and trainer live in the controller's own process: nothing can be ended."""
 
     def kill(self, name: str) -> None:
         """See `Processes.kill`."""

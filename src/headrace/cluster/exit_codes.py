@@ -1,8 +1,8 @@
-"""What a worker process says with its exit code to whoever watches over it."""
+"""The exit codes by which a worker process tells its supervisor why it ended."""
 
 from __future__ import annotations
 
 EXIT_USER_ERROR = 2
-"""The user made a mistake, and the last line that the worker wrote says which: another start would not help."""
+"""The user made a mistake, and the last line of the worker's log names it. A restart would not help."""
 EXIT_LOST = 4
-"""What the worker depends on is gone: nobody's mistake, and worth another start."""
+"""Something that the worker depends on is gone. It is nobody's mistake, and a restart may help."""

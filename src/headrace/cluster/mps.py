@@ -1,7 +1,7 @@
-"""NVIDIA's Multi-Process Service for one run: a daemon and a directory of its own, which end with the run.
+"""NVIDIA's Multi-Process Service (MPS) for one run: a daemon with its own directory, both of which end with the run.
 
-A daemon lives on when its controller is killed: the next run on this host ends it, by the lock on its directory.
-Where no daemon can be started, trainer and engines take turns on their GPU instead.
+A daemon survives when its controller is killed. The next run on this host finds it by the free lock on its directory
+and ends it. Where no daemon can be started, trainer and engines take turns on their GPU instead.
 """
 
 from __future__ import annotations
@@ -23,43 +23,46 @@ CONTROL = "nvidia-cuda-mps-control"
 SECONDS = 20.0
 PREFIX = "headrace-mps-"
 TURNS_INSTEAD = "HEADRACE_TURNS_INSTEAD_OF_MPS"
-"""Set in the environment of workers that were to share their GPU through a daemon, and have none."""
+"""This variable is set for workers that should share their GPU through a daemon when no daemon could be started."""
 
 
 class NoMps(HeadraceError):
-    """Why there is no daemon, in one line."""
+    """No daemon could be started. The message is one line that says why."""
 
 
 class Mps:
-    """A running daemon. Processes started with `environment` share the GPU through it."""
+    """A running MPS daemon. Processes started with `environment` share the GPU through it."""
 
     def __init__(self) -> None:
-        """Start it; `NoMps` where that cannot be done."""
+        """Start the daemon. Raises `NoMps` if that fails."""
         control = shutil.which(CONTROL)
         if control is None:
             raise NoMps(f"{CONTROL} is not installed here")
         self._control = control
-        # Short: the daemon's socket lies in it, and a socket's path is at most about a hundred characters long.
+        # The path must be short: it holds the daemon's socket, whose path may have at most about a hundred characters.
         self._directory = SocketDir(PREFIX)
         self.environment = _environment(self._directory.path)
         try:
             _call(control, self._directory.path, "-d")
         except (OSError, subprocess.SubprocessError) as error:
-            # It may have started and not said so.
+            # The daemon may have started without saying so.
             self.stop()
             raise NoMps(f"its daemon does not start: {_first_line(error)}") from error
 
     def stop(self) -> None:
         """End the daemon. Idempotent."""
         if self._directory.path.is_dir():
-            # Where it is gone already, there is nothing to end.
+            # If the daemon is gone already, there is nothing to end.
             with suppress(OSError, subprocess.SubprocessError):
                 _call(self._control, self._directory.path, text="quit\n")
             self._directory.remove()
 
 
 def start_mps(config: Config) -> tuple[Mps | None, str]:
-    """The daemon, where the configuration asks for one; why there is none, where it asks in vain."""
+    """Start the daemon if the configuration asks for one.
+
+    Returns the daemon, or None and, if the daemon was asked for and could not be started, the reason.
+    """
     if config.pipeline.one_gpu != "mps":
         return None, ""
     try:
@@ -69,21 +72,21 @@ def start_mps(config: Config) -> tuple[Mps | None, str]:
 
 
 def environment_of_workers(mps: Mps | None, no_mps: str) -> dict[str, str]:
-    """What tells workers how they share their GPU, after `start_mps`."""
+    """Return the environment variables that tell workers how they share their GPU, after `start_mps`."""
     if mps is not None:
         return mps.environment
     return {TURNS_INSTEAD: no_mps} if no_mps else {}
 
 
 def without_mps(config: Config, environment: Mapping[str, str]) -> Config:
-    """The configuration as it is in force for a worker with this environment."""
+    """Return the configuration that applies to a worker with this environment: turns, if there is no daemon."""
     if TURNS_INSTEAD not in environment:
         return config
     return msgspec.structs.replace(config, pipeline=msgspec.structs.replace(config.pipeline, one_gpu="turns"))
 
 
 def sweep_daemons() -> list[str]:
-    """End this user's daemons whose controller is dead; the names of their directories."""
+    """End this user's daemons whose controller is dead. Returns the names of their directories."""
     return sweep_socket_dirs(PREFIX, _end_daemon)
 
 
@@ -96,7 +99,7 @@ def _end_daemon(directory: Path) -> None:
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"{CONTROL} does not answer") from error
     except subprocess.CalledProcessError:
-        pass  # It is gone already.
+        pass  # The daemon is gone already.
 
 
 def _environment(directory: Path) -> dict[str, str]:

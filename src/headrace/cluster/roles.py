@@ -1,4 +1,7 @@
-"""The assembly of the workers: which engine or trainer a process serves. Only here are concrete classes chosen."""
+"""The assembly of the workers: it decides which engine or trainer a process serves.
+
+Concrete classes are chosen only here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from headrace.engines.server import Build
 
 
 def serve(role: str, link: WorkerLink, config: Config) -> None:
-    """Serve this role until told to stop."""
+    """Serve this role until the controller asks to stop."""
     if role == "engine":
         _serve_engine(link, config)
     else:
@@ -25,7 +28,7 @@ def serve(role: str, link: WorkerLink, config: Config) -> None:
 
 def _serve_engine(link: WorkerLink, config: Config) -> None:
     if config.engine.kind == "vllm":
-        # Its servers are processes of their own: torch is not loaded here.
+        # vLLM servers are processes of their own: torch is not loaded in this process.
         announce_threads(config.engine.threads)
     else:
         fix_threads(config.engine.threads)
@@ -36,7 +39,7 @@ def _serve_engine(link: WorkerLink, config: Config) -> None:
 
 
 def engine_builder(kind: str) -> Build:
-    """What makes an engine of this kind; a kind with a colon names a factory of the user's."""
+    """Return the function that builds an engine of this kind. A kind with a colon names a factory of the user's."""
     if kind == "embedded":
         from headrace.engines.embedded.building import build as build_embedded
 
@@ -51,7 +54,7 @@ def engine_builder(kind: str) -> Build:
 
 
 def peak_gpu_memory() -> int:
-    """The most bytes that torch has reserved on GPUs for this process; what a CUDA context takes is not among them."""
+    """Return the peak bytes that torch has reserved on GPUs for this process, without the CUDA context."""
     import torch
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -60,7 +63,10 @@ def peak_gpu_memory() -> int:
 
 
 def last_step(run_dir: Path, policy: str) -> int | None:
-    """The policy's last step that the journal knows, if there is a journal: a checkpoint beyond it has no history."""
+    """Return the policy's last step in the journal, or None without a journal.
+
+    A checkpoint of a later step has no history.
+    """
     journal = run_dir / "journal.db"
     if not journal.is_file():
         return None

@@ -1,7 +1,7 @@
-"""Directories of sockets, of a controller or a daemon that it started: each lasts as long as the controller, its owner.
+"""Directories for the sockets of a controller, or of a daemon that the controller started.
 
-An owner holds a lock on its directory, which ends with the process however that ends. The next run on this host removes
-what is left.
+Each directory lasts as long as its owner, the controller. The owner holds a lock on its directory, which the system
+releases however the process ends. The next run on this host removes directories that were left behind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PREFIX = "headrace-sockets-"
 
 
 class SocketDir:
-    """A new directory of this process, from now until `remove`."""
+    """A new directory that this process owns until `remove`."""
 
     def __init__(self, prefix: str = PREFIX) -> None:
         while True:
@@ -29,7 +29,7 @@ class SocketDir:
             os.close(self._lock)  # Another run swept it before it was locked.
 
     def remove(self) -> None:
-        """Leave nothing. Idempotent."""
+        """Remove the directory and release the lock. Idempotent."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -39,7 +39,8 @@ class SocketDir:
 def sweep_socket_dirs(prefix: str = PREFIX, end: Callable[[Path], None] = lambda path: None) -> list[str]:
     """Remove this user's directories whose owner is dead, and return their names.
 
-    `end` is called before: it ends what still uses a directory, which stays if that raises an `OSError`.
+    `end` is called before a directory is removed, to end whatever still uses the directory. If `end` raises an
+    `OSError`, the directory stays.
     """
     swept = []
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):

@@ -1,8 +1,8 @@
-"""The worker processes of a run: started, awaited, listened to, and ended with it.
+"""Supervision starts the worker processes of a run, waits until they are ready, watches them, and ends them.
 
-What workers say and how they end goes to one queue of events. A process that dies after the start is started again
-where that is allowed, each time after a longer pause and a limited number of times; otherwise it ends the run with its
-last lines. A run that ends leaves no process behind.
+Messages from workers and news of their deaths go to one queue of events. A process that dies after the start is
+restarted where that is allowed, each time after a longer pause and a limited number of times. Otherwise its death ends
+the run, with its last lines of output. A run that ends leaves no process behind.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from headrace.errors import ChannelError, DeadlineError, PeerDied, UserError
 
 STOP_SECONDS = 10.0
 FIRST_PAUSE = 0.5
-"""Seconds before a process that died is started again; twice as long with every further death of it in a row."""
+"""Seconds before a process that died is restarted. The pause doubles with each further death in a row."""
 HEALTHY_SECONDS = 60.0
-"""A process that has served for so long is in good health: deaths before that are not counted any more."""
+"""A process that has served for this many seconds is healthy: its earlier deaths no longer count."""
 EXIT_NEWS_SECONDS = 3.0
 
 
 class Fleet:
-    """Workers by name, and the hub that they talk to."""
+    """The workers of a run by name, and the hub that they talk to."""
 
     def __init__(
         self,
@@ -42,9 +42,10 @@ class Fleet:
         events: Events,
         restarts: Mapping[str, int] | None = None,
     ) -> None:
-        """`workers` are (role, rank) pairs.
+        """Make the hub, but start nothing. `workers` are (role, rank) pairs.
 
-        `restarts` says how often in a row each worker may be started again; one that it does not name ends the run.
+        `restarts` says how often in a row each worker may be restarted. The death of a worker that it does not name
+        ends the run.
         """
         self._launcher = launcher
         self._events = events
@@ -63,26 +64,29 @@ class Fleet:
         self._in_a_row: Counter[str] = Counter()
         self._ready_since: dict[str, float] = {}
         self.restarting: set[str] = set()
-        """Workers that died and have not rejoined yet; each has a deadline."""
+        """The workers that died and have not rejoined yet. Each has a deadline."""
         self.phases: dict[str, str] = {}
-        """Worker -> what it says that it does."""
+        """Worker -> the phase that it last reported."""
         self._started = False
 
     @property
     def names(self) -> list[str]:
-        """All workers."""
+        """The names of all workers."""
         return [spec.name for spec in self._specs]
 
     def facts(self, name: str) -> dict[str, int | float | str]:
-        """What a worker said about itself when it became ready."""
+        """Return what a worker reported about itself when it became ready."""
         return self._ready[name].facts
 
     def known_facts(self, name: str) -> dict[str, int | float | str]:
-        """The same; empty while the worker is not ready."""
+        """Like `facts`, but empty while the worker is not ready."""
         return self._ready[name].facts if name in self._ready else {}
 
     async def start(self, deadline: float) -> None:
-        """Start every worker and wait until all are ready; `watch` must run meanwhile, to notice one that dies."""
+        """Start every worker and wait until all are ready. Raises `DeadlineError` after `deadline` seconds.
+
+        `watch` must run meanwhile, to notice a worker that dies.
+        """
         self._start_seconds = deadline
         self.hub.start()
         for spec in self._specs:
@@ -96,7 +100,11 @@ class Fleet:
         self._started = True
 
     async def watch(self) -> None:
-        """Raise `PeerDied` as soon as a worker dies or falls silent (`UserError` where it died of a user's mistake)."""
+        """Watch the workers until one dies for good.
+
+        Raises `PeerDied` when a worker that may not be restarted dies or falls silent, and `UserError` when a worker
+        died of a user's mistake.
+        """
         async with asyncio.TaskGroup() as watchers:
             watchers.create_task(self._watch_exits(watchers), name="watch exits")
             watchers.create_task(self._watch_silence(), name="watch silence")
@@ -109,7 +117,8 @@ class Fleet:
             death = _death(exited)
             self._ready.pop(death.peer, None)
             self.hub.mark_dead(death)
-            # Popped: a process that dies before it was ready has not served, however long its predecessor did.
+            # Popped, because a process that dies before it is ready has not served, however long its predecessor
+            # served.
             if time.monotonic() - self._ready_since.pop(death.peer, time.monotonic()) > HEALTHY_SECONDS:
                 self._in_a_row[death.peer] = 0
             mistake = exited.code == EXIT_USER_ERROR
@@ -124,7 +133,11 @@ class Fleet:
             tasks.create_task(self._restart(death), name=f"restart {death.peer}")
 
     async def _next_exit(self) -> Exit:
-        """The next process that ended; of a trainer's ranks, of which each ends the run, the one to blame."""
+        """Wait for the next process that ends, and return its exit.
+
+        The death of any trainer rank ends the run, and the other ranks may die of it. So for a trainer rank this waits
+        a little for another rank's exit that can be the cause, and returns that one if it comes.
+        """
         exited = await self._launcher.next_exit()
         ranks = [spec.name for spec in self._specs if spec.role == "trainer"]
         if self._stopping or len(ranks) == 1 or exited.name not in ranks or not _may_follow(exited):
@@ -146,23 +159,23 @@ class Fleet:
         began = time.monotonic()
         while death.peer not in self._ready:
             if self._deaths[death.peer] != deaths or self._stopping:
-                return  # It has died again, and is in other hands.
+                return  # It has died again; another restart takes care of it.
             if time.monotonic() - began > self._start_seconds:
                 raise DeadlineError(f"{death.peer}, started again, was not ready within {self._start_seconds:g} s")
             await asyncio.sleep(0.02)
         self._events.put(Returned(death.peer, self.facts(death.peer)))
 
     def _restarted(self, name: str) -> int:
-        """How often in a row this worker may be started again: before all were ready once, never."""
+        """Return how often in a row this worker may be restarted: never, until all workers were ready once."""
         return self._restarts.get(name, 0) if self._started else 0
 
     def rejoined(self, name: str) -> None:
-        """A worker that was started again does its work; a later mistake of it ends the run."""
+        """Report that a restarted worker does its work again. After that, a user's mistake in it ends the run."""
         if name in self._ready:
             self.restarting.discard(name)
 
     def kill(self, name: str) -> None:
-        """End a worker that does not do its work; it is then started again like any that died."""
+        """Kill a worker that does not do its work. It is then restarted like any worker that died."""
         self._launcher.kill(name)
 
     async def _watch_silence(self) -> None:
@@ -170,13 +183,13 @@ class Fleet:
             death, deaths = await self._silenced.get()
             if self._deaths[death.peer] != deaths:
                 continue
-            # A process that has just ended cannot be reached either: its launcher knows how it ended, and is heard
+            # A process that has just ended cannot be reached either. Its launcher knows how it ended and should report
             # first.
             await asyncio.sleep(EXIT_NEWS_SECONDS)
             if self._deaths[death.peer] != deaths or not self.hub.lost(death.peer):
                 continue
             if self._restarted(death.peer):
-                self._launcher.kill(death.peer)  # Its exit is the news that has it started again.
+                self._launcher.kill(death.peer)  # The exit event causes the restart.
                 continue
             self.hub.mark_dead(death)
             self._events.put(Died(death, restarts=False))
@@ -187,14 +200,14 @@ class Fleet:
             self._silenced.put_nowait((death, self._deaths[death.peer]))
 
     async def stop(self) -> None:
-        """Ask every worker to end, and see to it that it does. Idempotent."""
+        """Ask every worker to end, and kill those that do not. Idempotent."""
         if not self._stopping:
             self._stopping = True
             for peer in self.hub.peers:
                 try:
                     await self.hub.send(peer, Stop())
                 except ChannelError:
-                    continue  # It is gone already, which is what we ask of it.
+                    continue  # It is gone already, which is what we want.
         await self._launcher.stop(STOP_SECONDS)
         await self.hub.close()
         self._sockets.remove()
@@ -215,7 +228,7 @@ class Fleet:
 
 
 def _may_follow(exited: Exit) -> bool:
-    """Whether a process ended with an error for which another's end may be the reason."""
+    """Return whether a process ended with an error that the end of another process may have caused."""
     return exited.code > 0 and exited.code != EXIT_USER_ERROR
 
 

@@ -1,4 +1,4 @@
-"""How many threads compute in a process."""
+"""The number of compute threads of a process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import os
 
 
 def fix_threads(threads: int) -> None:
-    """How many threads compute, here: sums depend on it to the last bit. Call it before torch is used."""
+    """Fix the number of compute threads of this process, because sums depend on it to the last bit.
+
+    Call this before torch is used.
+    """
     announce_threads(threads)
     import torch
 
@@ -15,6 +18,6 @@ def fix_threads(threads: int) -> None:
 
 
 def announce_threads(threads: int) -> None:
-    """For libraries that look when they are loaded, here and in processes that are started from here."""
+    """Set the number of threads in the environment, for libraries that read it on import and for child processes."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[variable] = str(threads)

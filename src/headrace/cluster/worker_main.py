@@ -1,8 +1,8 @@
-"""The start of every worker process: `python -m headrace.cluster.worker_main --role R --rank N --address A --run DIR`.
+"""The entry point of a worker: `python -m headrace.cluster.worker_main --role R --rank N --address A --run DIR`.
 
-It needs nothing but these four: no inherited descriptor, no state, and no environment but what says how a GPU is shared
-(`mps`), so that it may also be a fork of a process that has loaded its libraries. It ends when it is told to, when its
-parent dies, or when the controller falls silent.
+A worker needs only these four arguments. It inherits no descriptor and no state, and reads no environment variable
+except those that say how a GPU is shared (`mps`), so it may also be a fork of a process that has loaded its libraries.
+It ends when it is told to, when its parent dies, or when the controller falls silent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Parse the four arguments and serve; returns the exit code."""
+    """Parse the four arguments and serve. Returns the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--role", choices=["engine", "trainer"], required=True)
     parser.add_argument("--rank", type=int, required=True)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--run", type=Path, required=True)
     arguments = parser.parse_args(argv)
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to handle; it asks us to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The controller handles Ctrl-C and asks workers to stop.
     config = without_mps(RunDir(arguments.run).config_to_start_with(), os.environ)
     link = WorkerLink(f"{arguments.role}-{arguments.rank}", arguments.address, arguments.run)
     link.spoke.start()
@@ -53,15 +53,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def die_with_parent() -> None:
-    """Have this process killed as soon as its parent is gone, where the system can do that."""
+    """Have the system kill this process when its parent ends. Only Linux can do this."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def leave(code: int) -> NoReturn:
-    """End the process, whose work is closed: to take down an interpreter with torch in it can take seconds.
+    """End this process at once, after its work is closed.
 
-    In these it could not be reached, and would be killed for that, instead of telling by its exit code how it ended.
+    Tearing down an interpreter that has loaded torch can take seconds. During that time the process could not be
+    reached, and would be killed for it, so that its exit code would not tell how it ended.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,1 +1,1 @@
-"""Where worker processes run: this host, or (later) a cluster."""
+"""Launchers start worker processes: on this host, or (later) on a cluster."""

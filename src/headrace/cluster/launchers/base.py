@@ -1,7 +1,8 @@
-"""The launcher protocol: start worker processes somewhere, say when one is gone, end them all.
+"""The launcher protocol: start worker processes somewhere, report when one has ended, end them all.
 
-What `[pipeline] launcher = "my_launcher.py:attribute"` names is called with the environment variables that every worker
-must get in addition, and returns a `Launcher`. The smallest one changes a little about a built-in one:
+`[pipeline] launcher = "my_launcher.py:attribute"` names a callable. It is called with the environment variables that
+every worker must get in addition, and returns a `Launcher`. The smallest example changes a little in a built-in
+launcher:
 
     from headrace.cluster.launchers.local import LocalLauncher
 
@@ -10,7 +11,7 @@ must get in addition, and returns a `Launcher`. The smallest one changes a littl
             print("starting", spec.name)
             await super().start(spec)
 
-A launcher of another kind starts `python -m headrace.cluster.worker_main` with `spec.arguments`, wherever it likes.
+A launcher of another kind starts `python -m headrace.cluster.worker_main` with `spec.arguments` on any host.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import msgspec
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker process: everything it starts from."""
+    """The specification of one worker process: everything that it starts from."""
 
     role: str
     rank: int
@@ -30,18 +31,18 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """`engine-0`, `trainer-0`, ..."""
+        """The worker's name: `engine-0`, `trainer-0`, ..."""
         return f"{self.role}-{self.rank}"
 
     @property
     def arguments(self) -> list[str]:
-        """Those of `headrace.cluster.worker_main`."""
+        """The command-line arguments for `headrace.cluster.worker_main`."""
         own = {"--role": self.role, "--rank": str(self.rank), "--address": self.address, "--run": self.run_dir}
         return [word for pair in own.items() for word in pair]
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker ended."""
+    """How a worker ended: its exit code (negative for a signal) and the last lines of its log."""
 
     name: str
     code: int
@@ -52,17 +53,17 @@ class Launcher(Protocol):
     """Starts and ends workers."""
 
     async def start(self, spec: WorkerSpec) -> None:
-        """Start one worker; returns at once."""
+        """Start one worker. Returns at once, without waiting until the worker is ready."""
         ...
 
     async def next_exit(self) -> Exit:
-        """Wait for the next worker that ends; whoever calls this owns the wait."""
+        """Wait for the next worker that ends. The caller owns this wait."""
         ...
 
     def kill(self, name: str) -> None:
-        """End this worker at once, if it still runs; `next_exit` tells when it is gone."""
+        """Kill this worker, if it still runs. `next_exit` reports when it is gone."""
         ...
 
     async def stop(self, grace: float) -> None:
-        """End every worker: those that do not end by themselves within `grace` seconds are killed. Idempotent."""
+        """End every worker. Workers that do not end by themselves within `grace` seconds are killed. Idempotent."""
         ...

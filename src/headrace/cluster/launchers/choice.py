@@ -1,4 +1,4 @@
-"""Which launcher a run has: workers are forked where that is safe, and start one by one elsewhere."""
+"""The choice of a run's launcher: workers are forked where that is safe, and started one by one elsewhere."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ GPU_DRIVER = Path("/dev/nvidiactl")
 
 
 LAUNCHERS: dict[str, Callable[[Mapping[str, str]], Launcher]] = {"local": LocalLauncher, "forked": ForkedLauncher}
-"""The built-in launchers by their names in `[pipeline] launcher`."""
+"""The built-in launchers, by their names in `[pipeline] launcher`."""
 
 
 def make_launcher(config: Config, environment: Mapping[str, str] | None = None) -> Launcher:
-    """`[pipeline] launcher`; `environment` is added to that of every worker."""
+    """Make the launcher that `[pipeline] launcher` names. `environment` is added to that of every worker."""
     name = config.pipeline.launcher
     if name == "auto":
         name = "forked" if _forks_are_safe(config) else "local"
@@ -37,6 +37,10 @@ def _launcher_of_user(reference: str, environment: Mapping[str, str]) -> Launche
 
 
 def _forks_are_safe(config: Config) -> bool:
-    """A library that looks for a GPU while it is loaded could spoil it for every fork; on macOS, the system's do."""
+    """Return whether workers may be forked on this system.
+
+    A library that initializes a GPU while it is loaded could break that GPU for every fork. On macOS, system libraries
+    do not survive a fork.
+    """
     on_cpu = {config.engine.device, config.training.device} == {"cpu"} or not GPU_DRIVER.exists()
     return sys.platform == "linux" and on_cpu

@@ -1,8 +1,9 @@
-"""The process that workers are forked from: `python -m headrace.cluster.launchers.fork_server SOCKET ROOM`.
+"""The fork server, from which workers are forked: `python -m headrace.cluster.launchers.fork_server SOCKET ROOM`.
 
-It has loaded the libraries that every worker needs, which takes seconds, and computes nothing itself: one thread, no
-device, no open state, so that a fork of it is as good as a new process. Launchers connect to its socket and ask for
-workers; each is told how its own ended, and takes them along when its connection ends. The seed ends with its parent.
+The fork server has loaded the libraries that every worker needs, which takes seconds, and computes nothing itself. It
+has one thread, no device and no open state, so a fork of it is as good as a new process. Launchers connect to its
+socket and ask for workers. Each launcher is told how its own workers ended, and its workers are killed when its
+connection ends. The fork server ends with its parent.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from headrace.cluster.worker_main import die_with_parent, leave
 from headrace.cluster.worker_main import main as work
 
 ROOM = 1024
-"""Bytes of the fork server's command line: what a worker's must fit into to be seen by `ps`."""
+"""Spare bytes in the fork server's command line. A worker's command line must fit into them to be shown by `ps`."""
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -40,20 +41,20 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """End this worker and all of its process group at once, if it still runs."""
+    """Kill this worker and its whole process group, if it still runs."""
 
     name: str
 
 
 class WorkerEnded(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker ended: its exit code, or minus the signal that killed it."""
+    """How a worker ended: its exit code, or the negative number of the signal that killed it."""
 
     name: str
     code: int
 
 
 class Client:
-    """A launcher that is connected, and its workers by process id."""
+    """A connected launcher, with its workers by process id."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -61,7 +62,7 @@ class Client:
         self.workers: dict[int, str] = {}
 
     def kill(self, name: str | None = None) -> None:
-        """End the worker of this name; without one, all of them."""
+        """Kill the worker of this name, or all workers of this launcher if no name is given."""
         for pid, own in self.workers.items():
             if name in (None, own):
                 with contextlib.suppress(ProcessLookupError):
@@ -69,10 +70,10 @@ class Client:
 
 
 class ForkServer:
-    """Serves on a socket until the process ends."""
+    """The server, which runs until its process ends."""
 
     def __init__(self, path: str) -> None:
-        """Launchers can connect from now on; they are answered by `serve`."""
+        """Listen on the socket. Launchers can connect from now on; `serve` answers them."""
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(path)
         self._listener.listen(64)
@@ -82,7 +83,7 @@ class ForkServer:
         self._requests: msgspec.json.Decoder[Start | Kill] = msgspec.json.Decoder(Start | Kill)
 
     def serve(self) -> NoReturn:
-        """Answer launchers."""
+        """Answer launchers, forever."""
         signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         self._selector.register(self._deaths, selectors.EVENT_READ, self._reap)
@@ -123,7 +124,7 @@ class ForkServer:
         owner.workers[pid] = start.name
 
     def _become(self, start: Start) -> NoReturn:
-        """A worker, in the new process: nothing of the fork server is left open, and nothing of it goes on."""
+        """Run a worker in the forked process. Nothing of the fork server stays open or continues there."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -140,7 +141,7 @@ class ForkServer:
         finally:
             if sys.exc_info()[0] is not None:
                 traceback.print_exc()
-            # Whatever happened, nothing unwinds into the fork server's loop.
+            # Whatever happened, no exception may unwind into the fork server's loop.
             leave(code)
 
     def _close(self) -> None:
@@ -158,14 +159,14 @@ class ForkServer:
             pid, status = ended
             owner = next((owner for owner in self._owners if pid in owner.workers), None)
             if owner is None:
-                continue  # Not a worker: what a library has started while it was loaded.
+                continue  # Not a worker, but a process that a library started while it was loaded.
             message = WorkerEnded(name=owner.workers.pop(pid), code=os.waitstatus_to_exitcode(status))
-            with contextlib.suppress(OSError):  # Its launcher is gone, and nobody asks any more.
+            with contextlib.suppress(OSError):  # Its launcher is gone, so nobody needs this message.
                 owner.connection.sendall(msgspec.json.encode(message) + b"\n")
             self._forget(owner)
 
     def _forget(self, owner: Client) -> None:
-        """Unless it is connected, or some of its workers still end."""
+        """Forget a launcher that has disconnected, once all its workers have ended."""
         if owner.connection.fileno() < 0 and not owner.workers:
             self._owners.remove(owner)
 
@@ -179,7 +180,7 @@ def _next_ended() -> tuple[int, int] | None:
 
 
 def _redirect(log: str) -> None:
-    """Nothing to read, and all output at once into the log."""
+    """Give the process an empty standard input, and send all its output to the log."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(nothing, 0)
@@ -190,7 +191,7 @@ def _redirect(log: str) -> None:
 
 
 def _show_as(command: list[str]) -> None:
-    """Have tools like `ps` show this command: a process's command line lies in its own memory, where it began."""
+    """Make tools like `ps` show this command. Linux keeps a process's command line in the process's own memory."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     text = "\0".join(command).encode()[: end - start - 1]
@@ -198,7 +199,7 @@ def _show_as(command: list[str]) -> None:
 
 
 def main() -> NoReturn:
-    """Listen, load, serve."""
+    """Listen on the socket, load the libraries, and serve."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = ForkServer(sys.argv[1])
@@ -206,7 +207,7 @@ def main() -> NoReturn:
     import headrace.engines.serving
     import headrace.training.serving  # noqa: F401
 
-    # What is loaded stays: the collector needs not look at it again, in any of the forks.
+    # The loaded objects stay alive, so the garbage collector need not visit them again in any fork.
     gc.collect()
     gc.freeze()
     server.serve()

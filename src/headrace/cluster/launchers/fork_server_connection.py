@@ -1,6 +1,6 @@
-"""A launcher's connection to a fork server: to its own one, or to a shared one that `HEADRACE_FORK_SERVER` names.
+"""A launcher's connection to a fork server: its own one, or a shared one that `HEADRACE_FORK_SERVER` names.
 
-A fork server of its own ends with the launcher.
+The launcher's own fork server ends with the launcher.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from headrace.errors import DeadlineError
 
 SHARED = "HEADRACE_FORK_SERVER"
 LISTEN_SECONDS = 30.0
-"""Seconds in which a new fork server must listen, which it does before it loads anything."""
+"""Seconds in which a new fork server must listen. It listens before it loads anything."""
 LEAVE_SECONDS = 5.0
-"""Seconds for a fork server that has hung up to end by itself, and to tell by its exit code why."""
+"""Seconds that a fork server which closed its connection has to exit, so that its exit code tells why."""
 
 
 class ForkServerConnection:
-    """An open connection. `lost` is called when it ends by itself: the workers have ended with it."""
+    """An open connection. `ended` is called for each worker that ends.
+
+    `lost` is called when the connection ends unexpectedly; all workers have then ended too.
+    """
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class ForkServerConnection:
         ended: Callable[[WorkerEnded], None],
         lost: Callable[[int, str], None],
     ) -> ForkServerConnection:
-        """Connect, to a new fork server where there is none to share; it may still be loading."""
+        """Connect to the shared fork server, or to a new one if none is shared. The server may still be loading."""
         if shared := os.environ.get(SHARED):
             line = cls(log, None, None, ended, lost)
             await line._connect(shared)
@@ -89,7 +92,7 @@ class ForkServerConnection:
         self._listener = asyncio.create_task(self._listen(), name="listen to the fork server")
 
     def send(self, message: Start | Kill) -> None:
-        """It is carried out as soon as the fork server has loaded."""
+        """Send a command. The fork server carries it out as soon as it has loaded its libraries."""
         if not self._writer.is_closing():
             self._writer.write(msgspec.json.encode(message) + b"\n")
 
@@ -103,7 +106,7 @@ class ForkServerConnection:
             self._lost(code, last_lines(self._log) if code > 0 else "")
 
     async def close(self) -> None:
-        """Hang up. Workers that still run end by that."""
+        """Close the connection. Workers that still run end with it."""
         self._closing = True
         self._writer.close()
         self._listener.cancel()
@@ -111,7 +114,7 @@ class ForkServerConnection:
         await self._end()
 
     async def _end(self, grace: float = 0.0) -> int:
-        """See that the fork server is gone, where it is our own, and how it ended."""
+        """Make sure that the launcher's own fork server has ended, and return its exit code."""
         code = -signal.SIGKILL
         if self._process is not None:
             with contextlib.suppress(TimeoutError):

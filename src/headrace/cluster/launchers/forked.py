@@ -1,6 +1,6 @@
-"""Workers as forks of a process that has loaded their libraries: they start, and start again, in a moment.
+"""Workers as forks of a process that has loaded their libraries: they start and restart in a moment.
 
-The first start pays for loading, once for all workers of the run.
+The first start loads the libraries, once for all workers of the run.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ KILL_SECONDS = 5.0
 
 
 class ForkedLauncher:
-    """Implements `Launcher` with a seed."""
+    """A `Launcher` that forks workers from a fork server."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """`environment` is added to that of every worker."""
+        """Make a launcher; `environment` is added to that of every worker."""
         self._environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", **(environment or {})}
         self._logs: dict[str, Path] = {}
-        """Of the workers that run, or have been asked for."""
+        """Worker -> its log file, for workers that run or have been requested."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._exits: asyncio.Queue[Exit] = asyncio.Queue()
@@ -36,7 +36,8 @@ class ForkedLauncher:
     async def start(self, spec: WorkerSpec) -> None:
         """See `Launcher.start`."""
         log = worker_log(spec)
-        async with self._opening:  # Workers that died with their fork server are all started again at once, from one.
+        # Workers that died with their fork server are restarted at the same time, from one new fork server.
+        async with self._opening:
             if self._server is None:
                 self._server = await ForkServerConnection.open(
                     log.parent / "fork_server.log", self._environment, self._ended, self._lost
@@ -80,7 +81,7 @@ class ForkedLauncher:
         self._gone(ended.name, ended.code)
 
     def _lost(self, code: int, lines: str) -> None:
-        """The fork server has ended, and its workers with it."""
+        """Report all workers as ended, because the fork server has ended and its workers with it."""
         self._server = None
         for name in list(self._logs):
             self._gone(name, code, lines)

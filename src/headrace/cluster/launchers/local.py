@@ -1,4 +1,4 @@
-"""Workers as processes of this host, each with an interpreter of its own."""
+"""Workers as processes on this host, each with its own interpreter."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from headrace.cluster.launchers.worker_log import last_lines, worker_log
 
 
 class LocalLauncher:
-    """Implements `Launcher` with subprocesses."""
+    """A `Launcher` that starts workers as subprocesses."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """`environment` is added to that of every worker."""
+        """Make a launcher; `environment` is added to that of every worker."""
         self._environment = dict(environment or {})
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._logs: dict[str, Path] = {}

@@ -1,4 +1,4 @@
-"""What workers print goes to `logs/<name>.log` in the run directory, one file for all starts of a worker."""
+"""Worker output goes to `logs/<name>.log` in the run directory. All starts of one worker share one file."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ LAST_LINES = 12
 
 
 def worker_log(spec: WorkerSpec) -> Path:
-    """Where this worker's output goes; the directory is there."""
+    """Return the path of this worker's log, and create its directory."""
     logs = Path(spec.run_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     return logs / f"{spec.name}.log"
 
 
 def last_lines(log: Path, count: int = LAST_LINES) -> str:
-    """The end of a log file, for an error message."""
+    """Return the last lines of a log file, for an error message."""
     text = log.read_text(errors="replace") if log.is_file() else ""
     return "\n".join(text.strip().splitlines()[-count:])
