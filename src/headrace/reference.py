@@ -1,4 +1,4 @@
-"""Turn a name in the configuration into a function: `module:function` or `path/to/file.py:function`.
+"""This module turns a name in the configuration into a function: `module:function` or `path/to/file.py:function`.
 
 Every error on the way becomes one `ConfigError` line that says which part of the name is wrong.
 """

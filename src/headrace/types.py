@@ -35,7 +35,7 @@ NO_VERSION = -1
 """The version of a token that no policy sampled, such as a token of a prompt or of a tool's answer."""
 
 NO_EXPERT = -1
-"""Stands in place of a token's experts if they were not recorded. The trainer's router then chooses the experts."""
+"""The placeholder for the experts of a token if they were not recorded. The trainer's router then chooses them."""
 
 
 def join_routing(parts: Sequence[tuple[int, Int16Array | None]]) -> Int16Array | None:

@@ -1,6 +1,6 @@
-"""Where a run is put together: `assemble` makes the controller of every run, a real one, a simulated one or a test's.
+"""This module assembles a run: `assemble` makes the controller of every run, real, simulated or in a test.
 
-Only this file and `inputs` know concrete classes on the controller's side; `cluster.roles` does on the workers'.
+On the controller's side, only this file and `inputs` know concrete classes; on the workers' side, only `cluster.roles`.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 TRAINER = "trainer-0"
 LONGEST_DEFAULT = 4096
-"""The longest sequence of an engine without `[engine] max_length`."""
+"""The longest sequence of an engine if `[engine] max_length` is not set."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where a run writes, and what shows it."""
+    """The files that a run writes, and its display."""
 
     journal: Journal
     metrics: MetricsLog
@@ -83,10 +83,10 @@ def assemble(
     agents: EpisodeMaker | None = None,
     window: Window | None = None,
 ) -> Controller:
-    """The controller of a run over these engines and this trainer, wherever they are.
+    """Make the controller of a run over these engines and this trainer, wherever they run.
 
-    `before` is what the journal has of previous processes, and `checkpoint` is where the trainer starts. With `window`,
-    another policy of admission than the configured one is tried.
+    `before` is what the journal holds of previous processes, and `checkpoint` is where the trainer starts. `window`
+    replaces the window of the configuration, to try another admission policy.
     """
     window = window or make_window(config, before, checkpoint)
     done = before.reach // config.delivery.publish_every
@@ -130,14 +130,14 @@ def assemble(
 
 
 def make_window(config: Config, before: Recovered, checkpoint: Checkpoint) -> Window:
-    """The window of a run, after what previous processes of it left."""
+    """Make the window of a run, which continues from what its previous processes left."""
     buffer, every = config.buffer, config.delivery.publish_every
     return Window(
         buffer.groups,
         buffer.depth,
         every,
         buffer.max_lag,
-        # A checkpoint may be ahead of what a dying run could still write down.
+        # A checkpoint may be newer than the last version that a dying run could still journal.
         first_version=max(before.last_version, checkpoint.version) + 1,
         versions=config.run.versions - before.reach // every,
         on_stale=buffer.on_stale,
@@ -152,7 +152,7 @@ def make_window(config: Config, before: Recovered, checkpoint: Checkpoint) -> Wi
 
 @dataclass(frozen=True)
 class Workers:
-    """The worker processes of a run, and the lines to them."""
+    """The worker processes of a run, and the handles to talk to them."""
 
     fleet: Fleet
     engines: dict[str, RemoteEngine]
@@ -160,21 +160,21 @@ class Workers:
     events: Events
     mps: Mps | None = None
     no_mps: str = ""
-    """Why NVIDIA's daemon is not there, where it was asked for."""
+    """Why NVIDIA's MPS daemon does not run although it was asked for; empty otherwise."""
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Where the trainer started from; known once it is ready."""
+        """The checkpoint that the trainer started from. It is known once the trainer is ready."""
         return Checkpoint.of(self.fleet.facts(TRAINER))
 
 
 def make_workers(config: Config, run_dir: RunDir) -> Workers:
-    """The processes of a run, ready to be started."""
+    """Make the worker processes of a run, ready to be started."""
     prepare(config.delivery, run_dir.path)
     (run_dir.path / RENDEZVOUS).unlink(missing_ok=True)
     trainers = [("trainer", rank) for rank in range(config.training.ranks)]
     engines = [("engine", rank) for rank in range(config.engine.processes)]
-    # Ranks of a trainer hold one another up: where one of several dies the run ends, and is resumed as a whole.
+    # Trainer ranks depend on each other: if one of several dies, the run ends and is resumed as a whole.
     restarted = engines if len(trainers) > 1 else [*trainers, *engines]
     sweep_daemons()
     mps, no_mps = start_mps(config)
@@ -212,7 +212,7 @@ def assemble_with_workers(
     waits: Waits,
     make_journal: Callable[..., Journal] = Journal,
 ) -> tuple[Controller, Gateway | None]:
-    """The controller of a run whose workers are ready, and its gateway where the configuration asks for one."""
+    """Make the controller of a run whose workers are ready, and its gateway if the configuration asks for one."""
     checkpoint, clock = workers.checkpoint, RunClock.now()
     journal = make_journal(run_dir.journal, keep_rollouts=config.observe.keep_rollouts)
     before = journal.recover(
@@ -257,11 +257,11 @@ def assemble_with_workers(
 def make_gateway(
     config: Config, task: Task, chat: ModelChatFormat, pool: EnginePool, run_dir: RunDir, progress: Progress
 ) -> Gateway | None:
-    """The gateway, where the configuration asks for one."""
+    """Make the gateway if the configuration asks for one."""
     agents = isinstance(task, AgentTask)
     if not agents and not config.gateway.serve:
         return None
-    # Its HTTP library is loaded where it is used only.
+    # The gateway's HTTP library is loaded only when it is used.
     from headrace.gateway.gateway import KEY_VARIABLE, Gateway
 
     positions = model_facts(Path(config.model.path), config.model.weights).max_positions or LONGEST_DEFAULT

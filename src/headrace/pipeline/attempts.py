@@ -1,10 +1,11 @@
-"""What becomes of group attempts: which one is next, which can no longer be trained, and how each of them ends.
+"""The attempts (one group each): which attempt is next, which can no longer be trained, and how each one ends.
 
-Every attempt that was started is given to the window once, as complete, or leaves it once, with a reason in the ledger.
+Every attempt that was started either reaches the window exactly once, as a complete group, or leaves it exactly once
+with a reason in the ledger.
 
-    next ─▶ started ─▶ (sweep: too old, one too many) ─▶ ended ─▶ the window (◀─ taken up from a previous process)
-      ▲                                                    │
-      └───────────── salvaged tokens, a prompt's outcome ◀─┘
+    next ─▶ started ─▶ (sweep: too old, surplus) ─▶ ended ─▶ the window (◀─ taken up from a previous process)
+      ▲                                               │
+      └──────────── salvaged tokens, rewards ◀────────┘
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ STALE, SURPLUS, INTERRUPTED = "stale", "surplus", "interrupted"
 
 
 class Attempt(NamedTuple):
-    """What a group is to begin with."""
+    """What a group begins with."""
 
     prompt: Prompt
     prefixes: Mapping[int, Trace] = {}
-    """By rollout index: the tokens of an earlier attempt that it goes on from, untrained."""
+    """The tokens of an earlier attempt that each rollout continues from, by rollout index. They are not trained."""
 
 
 class Attempts:
-    """The groups between their admission and the window's verdict."""
+    """The groups between their admission and the time when they enter or leave the window."""
 
     def __init__(self, source: PromptSource, window: Window, recorder: Recorder, filters: list[Filter]) -> None:
         self._source = source
@@ -47,9 +48,9 @@ class Attempts:
         self._filters = filters
         self.running: dict[int, list[AnyEpisode]] = {}
         self._doomed: dict[int, str] = {}
-        """Groups that were told to end -> why."""
+        """The groups that were told to end, and why, by group id."""
         self._closed = ""
-        """Why no group is wanted any more, once that is so."""
+        """The reason why no group is wanted any more; empty while groups are wanted."""
         self._salvaged: deque[Attempt] = deque()
         self._failed_in_a_row = 0
         self._filtered_in_a_row = 0
@@ -57,19 +58,22 @@ class Attempts:
         self._tasks: asyncio.TaskGroup | None = None
 
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
-        """Where the cancelling of groups runs."""
+        """Set the task group in which groups are cancelled."""
         self._tasks = tasks
 
     def next(self, group_id: int) -> Attempt:
-        """What was salvaged comes first: it keeps its place before prompts that have not been tried yet."""
+        """Return the next attempt. Salvaged attempts come before prompts that have not been tried yet."""
         return self._salvaged.popleft() if self._salvaged else Attempt(self._source.draw(group_id))
 
     def started(self, group: Group, episodes: list[AnyEpisode]) -> None:
-        """An attempt is under way."""
+        """Record that an attempt is under way."""
         self.running[group.id] = episodes
 
     def sweep(self) -> None:
-        """End what can no longer be trained: groups over `max_lag`, groups beyond the slots that nobody left."""
+        """End the groups that can no longer be trained.
+
+        These are groups over `max_lag`, and surplus groups of oversampling.
+        """
         for group in self._window.stale():
             self._drop(group, STALE)
         ready = {group.id: group for group in self._window.ready_groups()}
@@ -79,38 +83,42 @@ class Attempts:
             else:
                 self._cancel(group_id, SURPLUS)
         if self._swept_version != self._window.trained_version:
-            # Tokens that are still to come are newer: a running group becomes late only when versions move on.
+            # Future tokens will be newer, so a running group can become late only when the trained version changes.
             self._swept_version = self._window.trained_version
             for group_id in [id for id, episodes in self.running.items() if self._late(episodes)]:
                 self._cancel(group_id, STALE)
 
     def ended(self, group: Group) -> None:
-        """All rollouts of an attempt have ended and are scored."""
+        """Record and judge an attempt whose rollouts have all ended and are scored."""
         del self.running[group.id]
         self._recorder.rollouts_ended(group)
         self._settle(group)
 
     def taken_up(self, group: Group) -> None:
-        """An attempt of a previous process, whose rollouts had all ended there and are in the journal."""
+        """Judge an attempt of a previous process whose rollouts had all ended there and are in the journal."""
         self._settle(group)
 
     def close(self, reason: str) -> None:
-        """From now on no group is wanted: what is under way ends as dropped. The first reason counts."""
+        """Declare that no group is wanted from now on: groups under way end as dropped.
+
+        The first reason given counts.
+        """
         self._closed = self._closed or reason
 
     async def cancel_running(self) -> None:
-        """After `close`: end all attempts that are under way."""
+        """End all attempts that are under way. Call `close` first."""
         for episodes in list(self.running.values()):
             await cancel_group(episodes, self._closed)
 
     def drop_ready(self) -> None:
-        """After `close`: drop the complete groups that no batch will take."""
+        """Drop the complete groups that no batch will take. Call `close` first."""
         for group in self._window.ready_groups():
             self._drop(group, self._closed)
 
     def _settle(self, group: Group) -> None:
         why = self._doomed.pop(group.id, "") or self._closed
-        # A group that ended by itself before it could be told is as good as any other, unless nobody needs it.
+        # A stale group that ended by itself, before the cancellation reached it, is judged like any other group.
+        # A group that no batch needs is dropped even then.
         if why and (why != STALE or any(rollout.ending == "aborted" for rollout in group.rollouts)):
             if why == STALE and self._window.on_stale == "salvage":
                 self._salvage(group)
@@ -142,7 +150,7 @@ class Attempts:
         self._window.fail(group.id)
         self._recorder.group_ended(group, "failed", reason)
         self._failed_in_a_row += 1
-        # Groups that fail are replaced by others; where all fail, replacing them would go on for ever.
+        # A failed group is replaced by another. If all groups fail, this would go on for ever.
         if self._failed_in_a_row >= max(FAILED_IN_A_ROW, 2 * self._window.capacity):
             raise HeadraceError(f"the last {self._failed_in_a_row} groups all failed, the last one because: {reason}")
 

@@ -1,4 +1,4 @@
-"""From groups to the batch of a step, in one place: what is trained again from the journal is the same to the bit.
+"""This module alone makes batches from groups, so a batch that is made again from the journal is identical.
 
 A batch is a function of the configuration, the step and the recorded groups alone.
 """
@@ -25,7 +25,7 @@ from headrace.types import Batch, Group, Int32Array, Prompt
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """A step of the journal, and what it trained."""
+    """A step of the journal: its batch and the groups that it trained."""
 
     batch: Batch
     groups: list[Group]
@@ -34,10 +34,10 @@ class Recorded(msgspec.Struct, frozen=True):
 def make_batch(
     config: Config, groups: Sequence[Group], *, step: int, version: int, republished: Sequence[int] = ()
 ) -> Batch:
-    """The batch of a policy step, whatever the order of its groups."""
+    """Make the batch of a policy step. The order of `groups` does not matter."""
     groups = sorted(groups, key=lambda group: group.id)
     if config.buffer.on_stale == "salvage" and config.buffer.max_lag is not None:
-        # The window has masked them already; the journal has them as they were sampled.
+        # The window has masked its groups already, but groups from the journal are as they were sampled.
         oldest = oldest_on_time(version, config.buffer.max_lag, republished)
         groups = [masked(group, oldest) for group in groups]
     if config.scoring.shuffle:
@@ -59,12 +59,12 @@ def make_batch(
 
 
 def recorded_batches(config: Config, journal: Path, after: int, until: int) -> Iterator[Recorded]:
-    """The batches of the policy steps after < step <= until, as they were trained, read one by one."""
+    """Yield the batches of the policy steps after < step <= until, as they were trained. They are read one by one."""
     policy = config.policy_name
     with open_readonly(journal) as reader:
         republished = reader.republished(policy)
     for step in range(after + 1, until + 1):
-        # One reader a step: while a reader is open, a live journal's write-ahead log cannot be emptied.
+        # One reader per step: while a reader is open, the write-ahead log of a live journal cannot be emptied.
         with open_readonly(journal) as reader:
             found, groups = reader.step(step, policy), reader.trained_groups(step, policy)
         if found is None or len(groups) != found.groups:
@@ -74,7 +74,7 @@ def recorded_batches(config: Config, journal: Path, after: int, until: int) -> I
 
 
 def warm_start_batches(config: Config, task: Task, chat: ChatFormat, version: int) -> Iterator[Batch]:
-    """The supervised steps before the first version; they are numbered up to 0."""
+    """Yield the batches of the supervised steps before the first version. The last of these steps has number 0."""
     source = PromptSource(task.train, config.run.seed + 1)
     for step in range(1 - config.warm_start.steps, 1):
         pairs = [_demonstration(task, chat, source.draw()) for _ in range(config.warm_start.batch)]
@@ -82,7 +82,7 @@ def warm_start_batches(config: Config, task: Task, chat: ChatFormat, version: in
 
 
 def _demonstration(task: Task, chat: ChatFormat, prompt: Prompt) -> tuple[Int32Array, Int32Array]:
-    """The tokens of a prompt, and those of a right answer with the token that ends it."""
+    """Return the tokens of a prompt, and the tokens of a right answer with the token that ends it."""
     answer = task.demonstration(prompt)
     if answer is None:
         raise ConfigError(f"[warm_start] steps: the task has no demonstration for prompt {prompt.id}")

@@ -62,7 +62,7 @@ class Controller:
         self.events = parts.events
         self.versions = Versions()
         self.watch = EngineWatch()
-        """Knows when each engine last sent something."""
+        """The record of when each engine last sent something."""
         self.episodes = Episodes(parts)
         self.attempts = Attempts(parts.source, parts.window, parts.recorder, parts.config.buffer.filter)
         self.partials = Partials(self.attempts, parts.recorder)

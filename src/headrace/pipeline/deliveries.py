@@ -1,4 +1,4 @@
-"""Delivers versions to engines. Each engine has its own loop, which always takes the newest version.
+"""Deliveries of versions to engines. Each engine has its own loop, which always takes the newest version.
 
 A slow, absent or quarantined engine, or one that keeps refusing a version, does not hold up the others. A version is
 declared, and groups begin under it, when all present engines have proved it, or when one engine has proved it and the
@@ -43,7 +43,7 @@ class Notes(Protocol):
 
 
 class Deliveries:
-    """Delivers versions to the engines of a pool. `run` must be running while versions are published."""
+    """The deliveries to the engines of a pool. `run` must be running while versions are published."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class Deliveries:
         self._clock = clock
         self._turn = asyncio.Semaphore(1 if rolling else len(pool.engines))
         self._first_proof: dict[int, float] = {}
-        """Maps a version to the time at which the first engine proved it."""
+        """The time at which the first engine proved each version, by version."""
         self._answered: dict[str, Proof] = {}
-        """Maps an engine to the last of its proofs that the controller has handled."""
+        """The last proof of each engine that the controller has handled, by engine name."""
 
     async def run(self) -> None:
         """Run the loops of all engines until cancelled."""

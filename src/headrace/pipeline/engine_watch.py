@@ -1,4 +1,4 @@
-"""Engines that answer and do nothing: whoever has requests and sends no token for too long is as good as dead."""
+"""This module detects stuck engines: an engine that has requests and sends no token for too long is treated as dead."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Callable, Mapping
 
 
 class EngineWatch:
-    """When each engine was last seen to make progress."""
+    """The record of when each engine last made progress."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[str, float] = {}
 
     def progress(self, name: str) -> None:
-        """This engine sent tokens, or the end of a request."""
+        """Record that this engine sent tokens, or the end of a request."""
         self._seen[name] = self._clock()
 
     def forget(self, name: str) -> None:
-        """This engine is away; it begins anew when it is back."""
+        """Forget when this engine last made progress, because it is away or has no requests. Its time starts anew."""
         self._seen.pop(name, None)
 
     def quiet(self, running: Mapping[str, int]) -> list[tuple[str, int, float]]:
-        """(engine, its requests, seconds since it last did something about one) of those that have requests."""
+        """Return (engine, number of requests, seconds without progress) for every engine that has requests."""
         now = self._clock()
         return [(name, n, now - self._seen.get(name, now)) for name, n in running.items() if n]
 
     def stuck(self, running: Mapping[str, int], limit: float) -> list[str]:
-        """The engines that have had requests for `limit` seconds and did nothing about any of them."""
+        """Return the engines that have had requests for more than `limit` seconds without progress on any of them."""
         now, found = self._clock(), []
         for name, requests in running.items():
             if not requests:

@@ -1,7 +1,7 @@
-"""From a prompt to an episode that can be run, with one task, chat format and pool for training and held-out prompts.
+"""This module makes episodes from prompts. Training and held-out prompts share one task, one chat format and one pool.
 
-A rollout's seed follows from (run seed, group, index) alone, so that the same attempt samples the same noise wherever
-and whenever it runs.
+The seed of a rollout depends only on (run seed, group, index), so the same attempt samples the same noise wherever and
+whenever it runs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from headrace.tasks.base import Budgeted
 from headrace.types import Group, Prompt, Trace
 
 HELDOUT_PRIORITY = 1
-"""Behind training: an evaluation beside it fills gaps and never holds it up."""
+"""Held-out requests come after training requests: an evaluation fills gaps and never delays training."""
 
 
 class Episodes:
-    """Makes episodes as the configuration says."""
+    """The maker of episodes, as the configuration describes them."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -32,17 +32,23 @@ class Episodes:
         self._stop_tokens = tuple(parts.chat.token_id(token) for token in parts.config.rollouts.stop)
 
     def of_group(self, group: Group, prefixes: Mapping[int, Trace] | None = None) -> list[AnyEpisode]:
-        """The episodes of a group; those with a prefix, by index, go on from an earlier attempt's tokens."""
+        """Make the episodes of a group.
+
+        An episode with a prefix, by index, continues from the tokens of an earlier attempt.
+        """
         indices = range(self._config.rollouts.group_size)
         return [self._make(self._plan(group, index, prefix=(prefixes or {}).get(index))) for index in indices]
 
     def resumed(self, group: Group, members: Sequence[str], saved: Mapping[str, Sequence[Trace]]) -> list[AnyEpisode]:
-        """The episodes of a group of a previous process, continued; `saved` has the traces of each, by rollout."""
+        """Make the episodes that continue a group of a previous process. `saved` maps a rollout to its saved traces.
+
+        Only an episode with a single trace can continue from it. Other episodes begin again.
+        """
         indices = {member: int(member.rpartition("/")[2]) for member in members}
         return [self._make(self._plan(group, index, saved=saved.get(member, ()))) for member, index in indices.items()]
 
     def heldout(self, prompt: Prompt, sample: int, version: int) -> AnyEpisode:
-        """One answer to a held-out prompt."""
+        """Make the episode for one answer to a held-out prompt."""
         name = f"heldout-{version}/{prompt.id}"
         return self._make(
             EpisodePlan(

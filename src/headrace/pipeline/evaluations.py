@@ -1,6 +1,9 @@
-"""Held-out answers before, during and after training; an evaluation is of one version, and at most one runs at a time.
+"""Evaluations on held-out prompts before, during and after training.
 
-Beside training it takes a part of the engines' slots; a synchronous run gives it all of them, between two versions.
+An evaluation is of one version; one runs at a time.
+
+During training an evaluation uses a part of the engines' slots. A synchronous run evaluates between two versions, so
+the evaluation uses all slots.
 """
 
 from __future__ import annotations
@@ -15,11 +18,11 @@ from headrace.rollouts.evaluation import evaluate
 from headrace.types import Prompt
 
 EVALUATION_SHARE = 4
-"""Evaluation beside training takes at most one in so many slots of the engines."""
+"""An evaluation during training uses at most one in `EVALUATION_SHARE` slots of the engines."""
 
 
 class Evaluations:
-    """When held-out prompts are answered, and by how many at a time."""
+    """The schedule of evaluations: when held-out prompts are answered, and how many at the same time."""
 
     def __init__(self, parts: Parts, episodes: Episodes) -> None:
         self._parts = parts
@@ -30,16 +33,19 @@ class Evaluations:
         self._running: asyncio.Task[None] | None = None
 
     async def proved(self, version: int, tasks: asyncio.TaskGroup) -> None:
-        """The engines hold this version, and it is not the last: evaluate it in `tasks` if it is due."""
+        """Evaluate this version in `tasks` if an evaluation is due.
+
+        The engines hold the version, and it is not the last one.
+        """
         due = self._config.every and self._parts.window.count(version) % self._config.every == 0
         if due and not self._stopping.is_set() and (self._running is None or self._running.done()):
             self._running = tasks.create_task(self.evaluate("during", version), name="evaluate")
         if self._synchronous and self._running is not None:
-            # Held-out requests may not mix with those of the next version: they would change its schedule.
+            # Held-out requests must not mix with requests of the next version: they would change its schedule.
             await self._running
 
     async def evaluate(self, moment: Moment, version: int) -> None:
-        """Answer the held-out prompts and record how well, unless the run is stopped meanwhile."""
+        """Answer the held-out prompts and record the result, unless the run is stopped meanwhile."""
         recorder, waits = self._parts.recorder, self._parts.waits
         prompts: Sequence[Prompt] = self._parts.task.heldout
         if not prompts or self._stopping.is_set():

@@ -1,11 +1,11 @@
-"""What the controller learns, event by event. Every one has one owner: `Controller.serve` takes it from the queue.
+"""The events that the controller handles. Only `Controller.serve` takes events from the queue.
 
-event      from                     what the controller does
-Heard      a worker's message       tokens go to their episodes; a published version is sent; a beat is recorded
-Scored     a group's task           the group is judged, and enters the window or leaves it with a reason
-Proved     a delivery to an engine  the engine serves the version, or is brought it again
-Died       supervision              see `recovery`
-Returned   supervision              see `recovery`
+event          from                     what the controller does
+Heard          a worker's message       passes tokens to their episodes; sends a published version; records a heartbeat
+GroupScored    a group's task           judges the group, which enters the window or leaves it with a reason
+VersionProved  a delivery to an engine  lets the engine serve the version, or sends the version again
+Died           supervision              see `recovery`
+Returned       supervision              see `recovery`
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Died", "Event", "Events", "GroupScored", "Heard", "Returned", "Versi
 
 @dataclass(frozen=True)
 class GroupScored(Event):
-    """All rollouts of a group have ended, and those that can be scored are."""
+    """All rollouts of a group have ended, and those that can be scored are scored."""
 
     group: Group
     episodes: Sequence[AnyEpisode]
@@ -31,6 +31,6 @@ class GroupScored(Event):
 
 @dataclass(frozen=True)
 class VersionProved(Event):
-    """An engine has answered a delivery: it has proved the version, or refused it."""
+    """An engine has answered a delivery: it has proved the version or refused it."""
 
     proof: Proof

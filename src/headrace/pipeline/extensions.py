@@ -1,7 +1,7 @@
-"""The user's own parts that a configuration names, checked before any process starts: a mistake is one line.
+"""This module checks the user's own parts that the configuration names, before any process starts.
 
-What the controller uses is imported here: an advantage, a launcher, trackers. What only workers use may need torch: the
-files of a loss and of a transport are read and not run.
+A mistake is one line. Parts that the controller uses (an advantage, a launcher, trackers) are imported here. The files
+of a loss and of a transport, which only workers use and which may need torch, are read but not run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.reference import import_function
 
 
 def check_extensions(config: Config) -> None:
-    """Raise `ConfigError` for a reference that leads nowhere, or to what does not go together with the rest."""
+    """Raise `ConfigError` for a reference that leads nowhere, or to a part that does not fit the rest."""
     if is_reference(config.algorithm.loss):
         with _named("[algorithm] loss"):
             loss_facts(config.algorithm.loss)
@@ -43,7 +43,7 @@ def check_extensions(config: Config) -> None:
 
 
 def make_trackers(config: Config, note: Callable[[str], None]) -> Trackers | None:
-    """The trackers of `[observe] trackers`, started; `note` is told of one that fails."""
+    """Start the trackers of `[observe] trackers`. `note` is called with a line about each tracker that fails."""
     if not config.observe.trackers:
         return None
     return Trackers(config.observe.trackers, config.run.name, msgspec.to_builtins(config), note)
@@ -51,7 +51,7 @@ def make_trackers(config: Config, note: Callable[[str], None]) -> Trackers | Non
 
 @contextmanager
 def _named(key: str) -> Iterator[None]:
-    """What is raised inside begins with the key that is wrong."""
+    """Put the key before the text of a `ConfigError` that is raised inside."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,7 @@
-"""What the user gave, checked before any process starts: the model's files, the dataset, the functions it names."""
+"""This module checks the user's input before any process starts.
+
+The input is the model's files, the dataset, and the functions that the configuration names.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from headrace.tasks.single_turn import SingleTurnTask
 from headrace.types import Prompt
 
 OWN_REWARDS = ("environment", "agent")
-"""The names under which rewards of environments and agents are recorded."""
+"""The scorer names under which the rewards of environments and agents are recorded."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,15 @@ class ReadyTask:
         await self.scoring.start()
 
     async def close(self) -> None:
-        """End them. Idempotent."""
+        """End the workers of agents and scorers. Idempotent."""
         await self.scoring.close()
         await self.task.close()
 
 
 def check_inputs(config: Config, reward: Scorer | None = None) -> tuple[ReadyTask, ChatFormat]:
-    """Everything of the user's that can be wrong without starting a process: model files, dataset, references.
+    """Check all user input that can be checked without starting a process: model files, dataset, references.
 
-    `reward` takes the place of the configured reward function (the Python API gives one).
+    `reward` replaces the configured reward function; the Python API passes one.
     """
     chat = check_model(config)
     task = make_task(config)
@@ -70,7 +73,10 @@ def check_inputs(config: Config, reward: Scorer | None = None) -> tuple[ReadyTas
 
 
 def check_model(config: Config) -> ChatFormat:
-    """The model's chat format, if its directory is complete and knows the configured stop tokens."""
+    """Return the model's chat format.
+
+    Raises if the model directory is incomplete or does not know a configured stop token.
+    """
     check_extensions(config)
     model = check_model_dir(Path(config.model.path), config.model.weights, tokenizer=True)
     if config.algorithm.teacher is not None:
@@ -82,9 +88,9 @@ def check_model(config: Config) -> ChatFormat:
 
 
 def count_prompts(config: Config) -> tuple[int, int]:
-    """Training and held-out prompts, with everything checked that `check_inputs` checks at once.
+    """Return the numbers of training and held-out prompts. This checks everything that `check_inputs` checks.
 
-    A reasoning-gym dataset is taken at its word: importing it takes seconds, and it is checked when a run starts.
+    A reasoning-gym dataset is not checked here, because importing it takes seconds. It is checked when a run starts.
     """
     if isinstance(config.task, GymTaskConfig):
         check_model(config)
@@ -101,7 +107,7 @@ def count_prompts(config: Config) -> tuple[int, int]:
 
 
 def make_task(config: Config) -> Task:
-    """The configured task."""
+    """Make the configured task."""
     match config.task:
         case DatasetTaskConfig() as dataset:
             return SingleTurnTask(*_prompts(config, dataset), dataset.demonstration)
@@ -114,9 +120,9 @@ def make_task(config: Config) -> Task:
 
 
 def make_scorers(config: Config, reward: Scorer | None = None) -> dict[str, Scorer]:
-    """The run's scorers, by name: the task's reward function, if it has one, and those of `[scorers.NAME]`.
+    """Make the run's scorers, by name: the task's reward function, if it has one, and those of `[scorers.NAME]`.
 
-    `reward` takes the place of the task's reward function. Raises `ConfigError`.
+    `reward` replaces the task's reward function. Raises `ConfigError`.
     """
     scorers: dict[str, Scorer] = {}
     match config.task:
@@ -136,7 +142,10 @@ def make_scorers(config: Config, reward: Scorer | None = None) -> dict[str, Scor
 
 
 def _named_scorer(config: Config, name: str, scorer: ScorerConfig) -> Scorer:
-    """What `[scorers.NAME]` refers to: a reward function, or a factory that makes a scorer or a reward function."""
+    """Make the scorer of `[scorers.NAME]`.
+
+    The reference names a reward function, or a factory that makes a scorer or a reward function.
+    """
     place = f"[scorers.{name}] scorer"
     try:
         found = import_function(scorer.scorer)
@@ -160,7 +169,7 @@ def _in_workers(config: Config, reference: str, arguments: dict[str, Any] | None
 
 
 def _prompts(config: Config, task: DatasetTaskConfig | AgentTaskConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """(training, held-out) from the task's files."""
+    """Return (training prompts, held-out prompts) from the task's files."""
     train = load_prompts(task.path, system=task.system)
     wanted = config.evaluate.prompts
     if task.heldout_path is None:

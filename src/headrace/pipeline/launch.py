@@ -1,4 +1,4 @@
-"""Start a run, or go on with one: what the command line and the Python API both call."""
+"""This module starts or resumes a run. The command line and the Python API both call these functions."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Outcome:
     run_dir: RunDir
     summary: dict[str, Any]
     outcome: str
-    """finished, or interrupted."""
+    """`finished` or `interrupted`."""
 
 
 def start_run(
     config: Config, progress: Progress, reward: Scorer | None = None, *, prompts: str | None = None
 ) -> Outcome:
-    """A new run. A mistake of the user's that shows before the first version is served leaves no run directory behind.
+    """Start a new run. A user's mistake that shows before the first version is served leaves no run directory behind.
 
-    `reward` takes the place of the configured reward function.
-    `prompts` are JSON lines to keep in the run directory, as `prompts.jsonl`.
+    `reward` replaces the configured reward function. `prompts` holds JSON lines to write into the run directory, as
+    `prompts.jsonl`.
     """
     run_dir = RunDir.create(config)
     session = None
@@ -54,9 +54,9 @@ def start_run(
 
 
 def resume_run(path: str | Path, progress: Progress, settings: Iterable[str] = ()) -> Outcome:
-    """Go on from the newest checkpoint of a run; `settings` change its configuration, and that is said.
+    """Continue a run from its newest checkpoint. `settings` change its configuration; the changes are shown.
 
-    They are kept once every process has started with them.
+    The changed configuration is kept once every process has started with it.
     """
     run_dir, before = RunDir.open(path)
     if not run_dir.journal.is_file():
@@ -72,7 +72,7 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str] = (
 
 
 def changes(before: Config, after: Config) -> list[str]:
-    """One line for each key that differs."""
+    """Return one line for each key that differs."""
     old, new = dump_config(before).splitlines(), dump_config(after).splitlines()
     gone, come = set(old) - set(new), set(new) - set(old)
     return [f"config was: {line}" for line in old if line in gone] + [

@@ -1,6 +1,7 @@
-"""The tokens of rollouts that go on: every one is journalled once, within a moment of its sampling.
+"""This module saves the tokens of running rollouts.
 
-A run that dies loses no more than that moment; its next life goes on from what is here.
+Each token is journalled once, a fraction of a second after its sampling. A run that dies loses no more than the tokens
+of that time, and the resumed run continues from the saved tokens.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ SAVE_SECONDS = 0.2
 
 
 class Partials:
-    """How many tokens of each running rollout are in the journal."""
+    """The record of how many tokens of each running rollout are in the journal."""
 
     def __init__(self, attempts: Attempts, recorder: Recorder) -> None:
         self._attempts = attempts
         self._recorder = recorder
         self._saved: dict[str, int] = {}
-        """Rollout -> tokens, while it goes on."""
+        """The number of tokens in the journal, by id of each running rollout."""
         self._resumed: set[str] = set()
-        """Rollouts that go on from tokens of a previous process, as long as none of those were of no use."""
+        """The rollouts that continue from tokens of a previous process and have not discarded any of those tokens."""
 
     async def save_loop(self) -> None:
-        """Write down the new tokens of what is being sampled, until it is cancelled."""
+        """Journal the new tokens of all running rollouts, again and again, until cancelled."""
         while True:
             await asyncio.sleep(SAVE_SECONDS)
             for episodes in self._attempts.running.values():
@@ -40,23 +41,23 @@ class Partials:
                         self._saved[episode.id] = known + len(tokens)
 
     def resumed(self, partial: Mapping[str, Sequence[Trace]]) -> None:
-        """These traces, by rollout, are in the journal since a previous process.
+        """Record that these traces, by rollout, are in the journal since a previous process.
 
-        An episode that cannot go on from its traces says so by `discarded`.
+        Only a rollout with a single trace can continue from it. Other rollouts begin again.
         """
         for rollout, traces in partial.items():
             self._saved[rollout] = sum(len(trace) for trace in traces)
             self._resumed.add(rollout)
 
     def _discarded(self, episode: AnyEpisode) -> None:
-        """Note that tokens of a previous process are of no use, once: the rollout begins again."""
+        """Record, once, that tokens of a previous process cannot be used: the rollout begins again."""
         if episode.discarded and episode.id in self._resumed:
             self._resumed.discard(episode.id)
             self._saved[episode.id] = 0
             self._recorder.discarded(episode.id, episode.discarded)
 
     def ended(self, episodes: Sequence[AnyEpisode]) -> None:
-        """These rollouts do not go on; they are journalled whole."""
+        """Forget these rollouts: they have ended and are journalled as a whole."""
         for episode in episodes:
             self._discarded(episode)
             self._saved.pop(episode.id, None)

@@ -1,4 +1,4 @@
-"""What the controller is given: every part of a run, behind its protocol. `assembly` puts them together."""
+"""The parts of a run that the controller is given, each behind its protocol. `assembly` puts the parts together."""
 
 from __future__ import annotations
 
@@ -38,24 +38,26 @@ class Parts:
     recorder: Recorder
     waits: Waits
     events: Events
-    """What workers, group tasks and supervision tell the controller."""
+    """The queue in which workers, group tasks and supervision tell the controller what happened."""
     scoring: Stage = field(default_factory=Stage)
-    """Scores every rollout when it has ended; without scorers, a reward is what an environment or an agent gave."""
+    """The stage that scores every rollout when it has ended. Without scorers, the environment or the agent gives the
+    reward."""
     agents: EpisodeMaker | None = None
-    """What makes episodes where agents take the turns; otherwise they come from the task's environments."""
+    """The maker of episodes if agents take the turns. If None, episodes come from the task's environments."""
     remote: Mapping[str, EngineProcess] = field(default_factory=dict)
-    """The engines of the pool that are in processes of their own, by name."""
+    """The engines of the pool that run in their own processes, by name."""
     processes: Processes = field(default_factory=NoProcesses)
-    """Whoever watches over these processes and the trainer's."""
+    """The supervisor of the engine and trainer processes."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    """Where the trainer started from."""
+    """The checkpoint that the trainer started from."""
     first_step: int = 0
-    """Optimizer steps behind the first version: those of the checkpoint, and those that are trained again after it."""
+    """The number of optimizer steps behind the first version: the steps of the checkpoint, plus the steps after the
+    checkpoint that are trained again."""
     left: Sequence[UnfinishedGroup] = ()
-    """Groups that a previous process had in flight, oldest first; the window holds them already."""
+    """The groups that a previous process had in flight, oldest first. The window holds them already."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by Ctrl-C: nothing new begins, what is in training is finished."""
+    """Set by Ctrl-C: nothing new begins, and batches in training are finished."""
 
     def unless_stopping(self, order: StepRequest) -> StepRequest | None:
-        """The order, or None once the run is to stop."""
+        """Return the request, or None once the run is stopping."""
         return None if self.stopping.is_set() else order

@@ -1,4 +1,4 @@
-"""The picture of a run that its display shows: a snapshot that events change, handed over at each tick."""
+"""The snapshot of a run that the display shows. Events change the snapshot, and every tick hands it to the display."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from headrace.observe.snapshot import ProcessActivity, RunSnapshot
 from headrace.types import Batch
 
 REWARD_MEMORY = 0.9
-"""Of the moving mean that the display shows."""
+"""The weight of the past in the moving mean of the reward that the display shows."""
 BUSY_MEMORY = 0.7
-"""Likewise, of how busy a process is."""
+"""The weight of the past in the moving mean of how busy a process is."""
 
 
 class Picture:
-    """What people see of one run."""
+    """The state of one run as people see it."""
 
     def __init__(self, progress: Progress, window: Window, versions_total: int) -> None:
         self._progress = progress
@@ -35,7 +35,7 @@ class Picture:
         self._shown.phase = phase
 
     def stepped(self, batch: Batch, lags: Counter[int], reward: float | None) -> None:
-        """An optimizer step is done."""
+        """Show that an optimizer step is done."""
         shown = self._shown
         shown.step = batch.step
         if batch.objective == "imitation":
@@ -50,15 +50,15 @@ class Picture:
             shown.reward_mean = reward if before is None else REWARD_MEMORY * before + (1 - REWARD_MEMORY) * reward
 
     def proved(self, versions: int) -> None:
-        """So many versions are done, in all lives of the run."""
+        """Show how many versions are done, those of previous processes included."""
         self._shown.version = versions
 
     def evaluated(self, accuracy: float) -> None:
-        """Held-out prompts were answered."""
+        """Show the accuracy on held-out prompts."""
         self._shown.heldout = accuracy
 
     def beat(self, process: str, phase: str, interval: Interval) -> None:
-        """A process has said what it did."""
+        """Show what a process reported in its heartbeat."""
         self._shown.generated_tokens += interval.tokens
         before = self._shown.processes.get(process, ProcessActivity())
         busy = BUSY_MEMORY * before.busy_fraction + (1 - BUSY_MEMORY) * interval.busy_fraction
@@ -71,9 +71,9 @@ class Picture:
         self._progress.update(self._shown)
 
     def note(self, line: str) -> None:
-        """A line for the people who watch."""
+        """Show a line to the people who watch."""
         self._progress.note(line)
 
     def close(self) -> None:
-        """The run has ended."""
+        """Stop the display: the run has ended."""
         self._progress.stop()

@@ -1,7 +1,6 @@
-"""Everything a run writes down and shows: one method an event.
+"""The recorder writes and shows everything that happens in a run, with one method per event.
 
-The ledgers are checked as they are written: a group or rollout that would end twice, or never, is an error here and
-not a surprise in a report.
+The ledgers are checked while they are written: a group or rollout that would end twice, or never, raises an error here.
 """
 
 from __future__ import annotations
@@ -60,7 +59,10 @@ class Recorder:
         before: Recovered,
         record: bool = False,
     ) -> None:
-        """`before` is what earlier runs of this journal left. With `record` the schedule is journalled too."""
+        """`before` is what previous processes of the run left in the journal.
+
+        With `record`, the schedule is journalled too.
+        """
         self._journal = journal
         self._metrics = metrics
         self._timeline = timeline
@@ -69,12 +71,12 @@ class Recorder:
         self._next_group = before.next_group
         self._versions_done = versions_done
         self._running: dict[int, tuple[Group, float]] = {}
-        """By id: the group, and when it was admitted, or taken up from a previous process."""
+        """The groups under way, by id, each with the time when it was admitted or taken up from a previous process."""
         self._drift = LengthDrift()
         self._record = record
         self._activity = Activity()
         self._peak_memory: dict[str, int] = {}
-        """By process: the most bytes of a GPU that it has held."""
+        """The most bytes of GPU memory that each process has held, by process."""
         self._picture = Picture(progress, window, versions_total)
         self.ledgers = Ledgers(before.groups, before.rollouts, policy=window.policy)
         self.checkpoint: Path | None = None
@@ -89,18 +91,21 @@ class Recorder:
         self._picture.phase = phase
 
     def now(self) -> float:
-        """Wall time, as the journal keeps it."""
+        """Return the wall time, as the journal stores it."""
         return self._clock.to_wall(time.monotonic())
 
     def next_group_id(self) -> int:
-        """A number that no group attempt of this run has had."""
+        """Return an id that no group attempt of this run has had."""
         self._next_group += 1
         return self._next_group - 1
 
     # ---- groups
 
     def admitted(self, group: Group, rollout_ids: Sequence[str], drawn: int) -> None:
-        """A group has taken its slot; nothing of it has been generated yet. `drawn`: how far the prompts are used."""
+        """Record that a group has taken its slot; nothing of it has been generated yet.
+
+        `drawn` is the position of the prompt source.
+        """
         self._running[group.id] = (group, self.now())
         self.ledgers.admitted(group.id, rollout_ids)
         self._journal.admitted(group, rollout_ids)
@@ -108,23 +113,23 @@ class Recorder:
         self._scheduled("admit", group_id=group.id, version=group.version)
 
     def resumed(self, group: Group, rollout_ids: Sequence[str]) -> None:
-        """A group that a previous process admitted goes on."""
+        """Record that a group that a previous process admitted continues."""
         self._running[group.id] = (group, self.now())
         self.ledgers.admitted(group.id, rollout_ids)
 
     def sampled(self, rollout_id: str, index: int, tokens: Trace) -> None:
-        """The next tokens of a rollout that goes on."""
+        """Record the next tokens of a running rollout."""
         self._journal.partial(
             Rollout(id=rollout_id, index=index, traces=[tokens], ending="aborted", reason="not ended yet")
         )
 
     def discarded(self, rollout_id: str, tokens: int) -> None:
-        """Tokens that were sampled in a previous process cannot be used."""
+        """Record that tokens of a previous process cannot be used."""
         self._journal.partial_discarded(rollout_id)
         self._journal.restarted("controller", "saved tokens were of no use", regenerated_tokens=tokens)
 
     def rollouts_ended(self, group: Group) -> None:
-        """All rollouts of a group have ended and are scored."""
+        """Record that all rollouts of a group have ended and are scored."""
         for rollout in group.rollouts:
             if rollout.ending == "failed":
                 self.ledgers.rollout_failed(rollout.id, rollout.reason)
@@ -133,7 +138,7 @@ class Recorder:
         self._scheduled("complete", group_id=group.id)
 
     def rollouts_left(self, left: Mapping[str, str]) -> None:
-        """These rollouts, with why, are not trained; their group goes on without them."""
+        """Record the rollouts that are not trained, by id, with the reasons. Their group continues without them."""
         for rollout_id, reason in left.items():
             self.ledgers.rollout_dropped(rollout_id, reason)
             self._journal.rollout_dropped(rollout_id, reason)
@@ -146,7 +151,7 @@ class Recorder:
         step: int | None = None,
         version: int | None = None,
     ) -> None:
-        """A group attempt has come to its one end; `version` is the one that it trained, or was too late for."""
+        """Record how a group attempt ended. `version` is the version that it trained, or was too late for."""
         version = self._window.trained_version if version is None else version
         _, admitted = self._running.pop(group.id)
         self.ledgers.group_ended(group.id, state, reason)
@@ -157,14 +162,14 @@ class Recorder:
             self._picture.note(f"group {group.id} failed: {reason}")
 
     def abandon(self, reason: str) -> None:
-        """The run ends before these groups did."""
+        """End all groups that are still under way: the run ends before they do."""
         for group, _ in list(self._running.values()):
             self.group_ended(group, "dropped", reason)
 
     # ---- steps
 
     def step_ended(self, batch: Batch, groups: Sequence[Group], report: StepReport) -> None:
-        """The trainer has made an optimizer step."""
+        """Record that the trainer has made an optimizer step."""
         policy = batch.objective == "policy"
         lags = Counter(batch.lags().tolist()) if policy else Counter()
         rewards = [rollout.reward for group in groups for rollout in group.usable if rollout.reward is not None]
@@ -219,7 +224,7 @@ class Recorder:
     # ---- versions
 
     def version_published(self, manifest: Manifest, snapshot_seconds: float) -> None:
-        """The trainer has published a version."""
+        """Record that the trainer has published a version."""
         self._journal.version(
             Version(
                 id=manifest.version,
@@ -232,7 +237,7 @@ class Recorder:
         self._metrics.write("version", version=manifest.version, step=manifest.step, snapshot_seconds=snapshot_seconds)
 
     def delivered(self, proof: Proof) -> None:
-        """An engine has answered a delivery."""
+        """Record an engine's answer to a delivery."""
         self._journal.delivery(
             version=proof.version,
             engine=proof.engine,
@@ -252,11 +257,11 @@ class Recorder:
             self._picture.note(f"{proof.engine} refused version {proof.version}: {proof.reason}")
 
     def version_proved(self, version: int) -> None:
-        """Every engine holds this version."""
+        """Record that a version is declared proved."""
         self._picture.proved(self._versions_done + self._window.count(version))
 
     def evaluated(self, version: int, moment: Moment, result: EvaluationResult, started: float) -> None:
-        """Held-out prompts were answered."""
+        """Record the answers to held-out prompts."""
         self._journal.evaluation(
             version=version,
             moment=moment,
@@ -289,22 +294,22 @@ class Recorder:
         )
 
     def saved(self, version: int, path: Path) -> None:
-        """A checkpoint was written."""
+        """Record that a checkpoint was written."""
         self.checkpoint = path
         self._journal.meta("checkpoint", {"version": version, "path": str(path)})
 
     # ---- the run as a whole
 
     def training_started(self) -> None:
-        """The first group is about to be admitted."""
+        """Record that the first group is about to be admitted."""
         self._journal.meta("train_started", self.now())
 
     def training_ended(self) -> None:
-        """The last version is proved."""
+        """Record that training has ended."""
         self._journal.meta("train_ended", self.now())
 
     def beat(self, process: str, beat: Heartbeat) -> None:
-        """A process has said what it did since its last beat."""
+        """Record what a process did since its last heartbeat."""
         interval = self._activity.beat(process, beat)
         if self._timeline is not None:
             self._timeline.add(process, beat.spans)
@@ -320,22 +325,31 @@ class Recorder:
         self._picture.beat(process, beat.phase, interval)
 
     def restarted(self, process: str, reason: str, steps: tuple[int, int] | None = None) -> None:
-        """A process died and comes back; what it sampled since its last delta is sampled again."""
+        """Record that a process died and is restarted.
+
+        The tokens that it sampled after its last delta are sampled again.
+        """
         seconds = held_back_seconds(self.ledgers.rollouts.counts().in_flight) + STEP_SECONDS
         unseen = round(self._activity.died(process) * seconds)
         self._journal.restarted(process, reason, steps=steps, regenerated_tokens=unseen)
 
     def run_resumed(self, steps: tuple[int, int], regenerated_tokens: int) -> None:
-        """A run goes on after its previous process: these steps (after, up to) are trained again from the journal."""
+        """Record that the run is resumed.
+
+        The steps after `steps[0]`, up to `steps[1]`, are trained again from the journal.
+        """
         self._journal.restarted("controller", "resumed", steps=steps, regenerated_tokens=regenerated_tokens)
 
     def flush(self) -> None:
-        """Return when all that was recorded so far is on disk; waits, and may be called from any thread."""
+        """Wait until everything recorded so far is committed to the journal.
+
+        This blocks; it may be called from any thread.
+        """
         self._journal.flush()
 
     @property
     def journal_path(self) -> Path:
-        """For readers."""
+        """The path of the journal, for readers."""
         return self._journal.path
 
     def _scheduled(self, event: Literal["admit", "complete", "consume", "swap"], **facts: Any) -> None:
@@ -347,11 +361,11 @@ class Recorder:
         self._picture.show()
 
     def note(self, line: str) -> None:
-        """A line for the people who watch."""
+        """Show a line to the people who watch."""
         self._picture.note(line)
 
     def close(self, outcome: str) -> None:
-        """Check the ledgers and put everything on disk."""
+        """Write everything to disk and check the ledgers."""
         self._picture.close()
         if self._peak_memory:
             self._journal.meta("peak_memory_bytes", self._peak_memory)

@@ -1,25 +1,25 @@
-"""Recovery: what happens when a process of a run dies, told in one place.
+"""Recovery: this file describes and handles the death of every kind of process.
 
-    an engine      Its requests end as aborted, and their episodes go on from their prefix on another engine.
-                   Supervision starts it again; it rejoins without weights, and serves once it has proved the newest
+    an engine      Its requests end as aborted, and their episodes continue from their prefix on another engine.
+                   Supervision restarts it. It rejoins without weights, and serves again once it has proved the newest
                    version.
-    the trainer    Steps wait. Supervision starts it again, from its newest checkpoint; what was trained after that is
-                   trained again from the journal, and nothing is generated for it. The weights are published under the
-                   next free id, because the bytes of the old one went with the old process and only on some devices are
-                   the new weights equal to the last bit. Then steps go on.
-    a rank of      The run ends with one line: ranks hold one another up. It is resumed as a whole.
-    several
-    the            `headrace resume`: groups of the previous process take their slots again, complete ones are judged
-    controller     from the journal, the others go on from their saved tokens; steps after the checkpoint are trained
-                   again from the journal, as above.
-    a reward       Its pool starts another one; the rollout that it was judging fails, with that as its reason
-    worker         (`scoring.workers`).
-    an agent       Its pool starts another one; its rollout fails, with that as its reason (`gateway.agents`).
-    a vLLM         Its engine worker ends, and is started again with a new server; a server that was given by URL is
+    the trainer    Steps wait. Supervision restarts it from its newest checkpoint. The steps after the checkpoint are
+                   trained again from the journal; nothing is generated for them. The weights are published under the
+                   next free id, for two reasons: the bytes of the old id were lost with the old process, and only on
+                   some devices are the new weights equal to the last bit. Then steps continue.
+    a rank of      The run ends with one line, because the ranks of a trainer depend on each other. It is resumed as a
+    several        whole.
+    the            `headrace resume`: the groups of the previous process take their slots again. Complete groups are
+    controller     judged from the journal; the others continue from their saved tokens. Steps after the checkpoint are
+                   trained again from the journal, as above.
+    a reward       Its pool starts another one, which judges the same answer once more. If that worker dies too, the
+    worker         rollout fails, with this as the reason (`scoring.workers`).
+    an agent       Its pool starts another one. Its rollout fails, with this as the reason (`gateway.agents`).
+    a vLLM         Its engine worker ends, and is restarted with a new server. A server that was given by URL is
     server         waited for (`engines.vllm.health`).
 
-Supervision (`cluster.supervision`) notices deaths, starts processes again and puts `Died` and `Returned` on the queue;
-the controller hands them to the methods here. A process that dies too often in a row ends the run.
+Supervision (`cluster.supervision`) notices deaths, restarts processes, and puts `Died` and `Returned` on the queue. The
+controller calls the methods here for them. A process that dies too often in a row ends the run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from headrace.types import Batch, Group
 
 
 class Recovery:
-    """Brings a run back to where it was, after the death of an engine, of the trainer, or of a previous controller."""
+    """The recovery of a run after the death of an engine, of the trainer, or of a previous controller."""
 
     def __init__(self, parts: Parts, versions: Versions, steps: Steps, watch: EngineWatch) -> None:
         self._parts = parts
@@ -58,9 +58,12 @@ class Recovery:
     # ---- an engine
 
     def engine_died(self, death: PeerDied) -> None:
-        """What the engine was generating is resumed elsewhere; it gets nothing before it is back."""
+        """Mark an engine as lost.
+
+        Its requests are resumed on other engines, and it gets no new ones before it is back.
+        """
         name = death.peer
-        # In this order: the pool then knows that what fails now was lost, and is to be resumed elsewhere.
+        # The pool must know first: it then treats the requests that fail now as lost, to be resumed elsewhere.
         self._parts.pool.lose(name, death.reason)
         if name in self._parts.remote:
             self._parts.remote[name].lost(str(death))
@@ -68,7 +71,10 @@ class Recovery:
         self._watch.forget(name)
 
     def engine_returned(self, name: str) -> None:
-        """The engine takes requests again once it has proved the newest version, which its delivery loop brings it."""
+        """Take a restarted engine back.
+
+        It gets requests again once its delivery loop has brought it the newest version.
+        """
         if name in self._parts.remote:
             self._parts.remote[name].back()
         self._parts.pool.take_back(name)
@@ -78,20 +84,20 @@ class Recovery:
     # ---- the trainer
 
     def trainer_died(self) -> None:
-        """Steps wait until it is back; what it published can be fetched while its bytes last."""
+        """Make steps wait until the trainer is back. Its published versions can be fetched while their bytes last."""
         self._steps.away()
         self._versions.orphan()
 
     async def trainer_returned(self, checkpoint: Checkpoint) -> None:
-        """Bring the trainer from its checkpoint to where its last report left it."""
+        """Train the restarted trainer from its checkpoint up to the last step that it had reported."""
         after = checkpoint.step if checkpoint.found else -self._parts.config.warm_start.steps
-        # From now on, and not only when the weights are there again: nobody can send what was announced.
+        # Void now, not only when the weights are republished: nothing can send the announced versions any more.
         self._versions.void_before(self._versions.announced + 1)
         self._parts.waits.ring()
         try:
             await self._bring_back(after, checkpoint.version)
         except PeerDied as death:
-            self._steps.unanswered(death)  # It will be back once more.
+            self._steps.unanswered(death)  # It will be restarted once more.
             return
         self._steps.back()
         self._parts.processes.rejoined(self._parts.trainer.name)
@@ -113,7 +119,7 @@ class Recovery:
                 await self._publish_again(boundary, version)
 
     def _boundary(self) -> int | None:
-        """The step behind the newest version; None while no version was asked for."""
+        """Return the step behind the newest version; None if no version was asked for yet."""
         first = self._parts.first_step
         if not self._versions.asked or self._steps.trained < first:
             return None
@@ -140,7 +146,10 @@ class Recovery:
     # ---- the controller: a run is resumed
 
     async def train_again(self) -> None:
-        """Train what came after the checkpoint once more, from the journal, where it is recorded already."""
+        """Train again, from the journal, the steps that came after the checkpoint.
+
+        They are not recorded a second time.
+        """
         parts = self._parts
         if parts.first_step <= parts.checkpoint.step:
             return
@@ -154,7 +163,10 @@ class Recovery:
     def resume_groups(
         self, attempts: Attempts, episodes: Episodes, partials: Partials
     ) -> list[tuple[Group, list[AnyEpisode]]]:
-        """Judge the groups that were complete; return the others, with episodes that go on from their saved tokens."""
+        """Judge the groups that were complete.
+
+        Return the others, with episodes that continue from their saved tokens.
+        """
         unfinished = []
         prompts = {prompt.id: prompt for prompt in self._parts.task.train} if self._parts.left else {}
         for left in self._parts.left:
@@ -174,7 +186,7 @@ def restore_groups(
 ) -> list[UnfinishedGroup]:
     """Give the groups of a previous process their slots back, before anything new begins.
 
-    Every group of it goes on, and is in the answer, or ends here with a reason; what is lost with it is counted.
+    Every such group either continues, and is returned, or ends here with a reason. Lost tokens are counted.
     """
     if before.last_version < 0:
         return []

@@ -1,7 +1,7 @@
-"""A run trained a second time, from its journal alone: no engine, no chance, the recorded batches in their order.
+"""Replay: train a run again from its journal alone, with the recorded batches in their order and without engines.
 
-On a CPU a trainer is a function of its batches, so every version must come out with the digest that it was published
-with; the first one that does not is named.
+On a CPU a trainer is a deterministic function of its batches, so every version must get the digest that it was
+published with. The replay names the versions that do not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 def replay_run(path: str | Path, until: int | None = None) -> dict[str, Any]:
-    """Train what the journal holds up to version `until` (all of it by default); which versions came out alike."""
+    """Train the steps in the journal up to version `until` (all by default).
+
+    Return which versions came out identical.
+    """
     run_dir, config = RunDir.open(path)
     with open_readonly(run_dir.journal) as reader:
         versions = reader.versions()
@@ -50,14 +53,17 @@ def replay_run(path: str | Path, until: int | None = None) -> dict[str, Any]:
 
 
 def check_schedule(reader: JournalReader, path: str | Path) -> int:
-    """The number of recorded events; 0 without [pipeline] record. Groups must have been consumed by their steps."""
+    """Return the number of recorded events, which is 0 without `[pipeline] record`.
+
+    Raise `UserError` if a group was consumed by another step than its ledger says.
+    """
     if wrong := reader.misscheduled_groups():
         raise UserError(f"{path}: group {wrong[0]} was consumed by another step than its ledger says")
     return reader.scheduled_events()
 
 
 def _digests(config: Config, run_dir: RunDir, last: int) -> Iterator[tuple[int, int]]:
-    """(optimizer steps, digest as published) wherever a version may have been published."""
+    """Yield (optimizer steps, digest as published) at every step where a version may have been published."""
     from headrace.cluster.threads import fix_threads
 
     fix_threads(config.training.threads)
@@ -87,7 +93,7 @@ def _digest(config: Config, trainer: Trainer) -> int:
 
 
 def describe(found: dict[str, Any]) -> str:
-    """For people."""
+    """Describe the result of a replay for people."""
     lines = [f"{found['steps']} steps trained again, {found['versions']} versions compared"]
     if found["identical"]:
         lines.append(f"identical: version {found['last_version']} has digest {found['digest']} again")

@@ -1,7 +1,7 @@
-"""One run from start to summary, whatever happens on the way: it ends in order, or with one line that says why.
+"""One run from its start to its summary. The run ends in order, or with one line that says why it failed.
 
-Whatever the end is, no process and no shared-memory segment stays behind, the journal is closed with its ledgers
-balanced, and `summary.json` and `report.html` are written from it.
+However the run ends, no process and no shared-memory segment stays behind, the journal is closed with its ledgers
+balanced, and `summary.json` and `report.html` are written from the journal.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RunSession:
         *,
         journal: Callable[..., Journal] = Journal,
     ) -> None:
-        """`journal` is another kind only where the journal itself is measured."""
+        """`journal` differs from the default only where the journal itself is measured."""
         self.config = config
         self.run_dir = run_dir
         self.progress = progress
@@ -60,11 +60,11 @@ class RunSession:
 
     @property
     def began(self) -> bool:
-        """Whether a version was served: from then on there is something to go on with."""
+        """Whether a version was served. From then on the run can be resumed."""
         return self._controller is not None and self._controller.proved != NO_VERSION
 
     def execute(self) -> dict[str, Any]:
-        """Run to the end and return the summary. Raises the `HeadraceError` that ended it otherwise."""
+        """Run to the end and return the summary. Raises the `HeadraceError` that ended the run otherwise."""
         try:
             return asyncio.run(self._execute())
         except asyncio.CancelledError:
@@ -112,7 +112,7 @@ class RunSession:
             watchers = [guard.create_task(fleet.watch(), name="watch processes")]
             await self._task.start()
             await fleet.start(self.config.pipeline.start_seconds)
-            # A start may rightly take longer than a stall.
+            # Starting may take longer than `stall_seconds`.
             waits.moved()
             facts = fleet.facts(TRAINER)
             self.progress.note(f"weights travel by {facts['transport']} ({facts['transport_why']})")
@@ -152,7 +152,7 @@ class RunSession:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             if fleet.restarting:
-                controller.waits.moved()  # Each of them has a deadline of its own.
+                controller.waits.moved()  # Each restart has its own deadline.
             if self._trainer_has_the_gpu(workers):
                 for name in workers.engines:
                     watch.forget(name)
@@ -164,14 +164,17 @@ class RunSession:
             controller.waits.check(limit)
 
     def _trainer_has_the_gpu(self, workers: Workers) -> bool:
-        """Whether engines may be waiting for their turn, which is no fault of theirs."""
+        """Return whether engines may be waiting for their turn on the GPU, so that their silence is no fault."""
         turns = self.config.pipeline.one_gpu == "turns" or bool(workers.no_mps)
         facts = workers.fleet.known_facts(TRAINER)
         return turns and facts.get("device") != "cpu" and workers.fleet.phases.get(TRAINER) == "stepping"
 
     @contextlib.contextmanager
     def _interruptible(self) -> Any:
-        """Ctrl-C once drains the run, twice ends it at once. Only where this is the program's main thread."""
+        """Handle Ctrl-C: the first one drains the run, the second ends it at once.
+
+        Works only in the program's main thread.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -196,7 +199,10 @@ class RunSession:
 
 
 def first_cause(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Of several errors of one moment, the one that a person should read: ours first, then the first one."""
+    """Return the error that a person should read, of several errors at the same time.
+
+    It is the first error of Headrace's own, or the first error if there is none of Headrace's own.
+    """
     flat: list[BaseException] = []
     pending: list[BaseException] = [failures]
     while pending:

@@ -1,4 +1,4 @@
-"""`status.json`: who waits for whom in a run that lives, refreshed each second, whole or not there."""
+"""The file `status.json`, which says who waits for whom in a live run. The file is replaced as a whole every second."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from headrace.pipeline.controller import Controller
 from headrace.run_dir import RunDir
 
 LATE_SECONDS = 5.0
-"""A status that is older was not written by a controller that is well."""
+"""If the status is older than this, the controller hangs or was killed."""
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """An entry of the book of waits."""
+    """One registered wait (see `waits`)."""
 
     owner: str
     what: str
@@ -26,22 +26,22 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run stands."""
+    """The state of a run."""
 
     time: float
     pid: int
     phase: str
     still: float
-    """Seconds since anything moved."""
+    """The seconds since anything made progress."""
     limit: float
-    """`[pipeline] stall_seconds`."""
+    """The value of `[pipeline] stall_seconds`."""
     waits: list[Wait]
     processes: dict[str, str]
-    """Process -> what it says that it does."""
+    """The phase that each process reports, by process."""
 
 
 def write_status(run_dir: RunDir, controller: Controller, phases: Mapping[str, str]) -> None:
-    """Refresh the file. `phases` are what the worker processes say that they do."""
+    """Refresh the file. `phases` maps a worker process to the phase that it reports."""
     quiet = controller.watch.quiet(controller.parts.pool.running)
     waits = [Wait(*entry) for entry in controller.waits.entries()]
     waits += [Wait(_counted(requests), f"a token of {engine}", since) for engine, requests, since in quiet]
@@ -64,7 +64,7 @@ def _counted(requests: int) -> str:
 
 
 def read_status(path: str | Path) -> Status:
-    """The status of a run that lives; a `UserError` if none does."""
+    """Read the status of a live run. Raises `UserError` if no run is live in this directory."""
     run_dir, _ = RunDir.open(path)
     try:
         return msgspec.json.decode(run_dir.status.read_bytes(), type=Status)
@@ -73,7 +73,7 @@ def read_status(path: str | Path) -> Status:
 
 
 def describe(status: Status) -> str:
-    """For people: what moves, who waits for whom, what each process does."""
+    """Describe a status for people: what makes progress, who waits for whom, what each process does."""
     age = time.time() - status.time
     lines = [f"{status.phase}; something moved {status.still:.0f} s ago (a stall after {status.limit:g} s)"]
     if age > LATE_SECONDS:

@@ -1,7 +1,7 @@
-"""Optimizer steps reach the trainer once and in order, across its deaths.
+"""This module sends optimizer steps to the trainer in order. Each step is answered once, even if the trainer dies.
 
-Whoever has a step waits for its turn. A step that was sent and not answered, because the trainer died, is sent again
-when the trainer is back (`recovery` brings it to where its last report left it).
+Every step waits for its turn. If the trainer dies before it answers a step, the step is sent again when the trainer is
+back; `recovery` brings the trainer back to the last step that it had reported.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from headrace.types import NO_VERSION, Batch
 
 
 class StepRequest(NamedTuple):
-    """One optimizer step, as the trainer is asked for it."""
+    """The request for one optimizer step."""
 
     batch: Batch
     publish: int | None = None
-    """The version under which the weights are published after the step."""
+    """The version under which the weights are published after the step; None if they are not published."""
     parent: int = NO_VERSION
     save: bool = False
 
 
 class Steps:
-    """Whose turn it is at the trainer."""
+    """The order of steps at the trainer: a step may be sent once the step before it was sent."""
 
     def __init__(self, trainer: TrainerHandle, waits: Waits, trained: int) -> None:
-        """`trained` is the last step that the trainer has behind it."""
+        """`trained` is the last step that the trainer has done."""
         self.trained = trained
-        """The last step whose report has come."""
+        """The last step that the trainer has reported."""
         self._trainer = trainer
         self._waits = waits
         self._asked = trained
         self._present = True
 
     async def train(self, step: int, order: Callable[[], StepRequest | None]) -> tuple[Batch, StepReport] | None:
-        """Have the trainer make this step; returns when it has answered, however often it died meanwhile.
+        """Make the trainer do this step. Return when the trainer has answered, however often it dies meanwhile.
 
-        `order` is called in the step's turn, and again after each death, because the ids of versions may have changed.
-        It returns None to give the step up.
+        `order` is called when the step has its turn, and again after each death, because version ids may have changed.
+        If it returns None, the step is given up.
         """
         while True:
             await self._turn(step)
@@ -61,14 +61,17 @@ class Steps:
             return asked.batch, report
 
     async def publish(self, version: int, parent: int) -> None:
-        """Ask for a version of the present weights. A trainer that dies meanwhile publishes it when it is back."""
+        """Ask for a version of the present weights.
+
+        If the trainer dies meanwhile, it publishes the version when it is back.
+        """
         try:
             await self._trainer.publish(version, parent)
         except PeerDied as death:
             self.unanswered(death)
 
     async def save(self, version: int) -> Path:
-        """Have the present weights written to a checkpoint."""
+        """Make the trainer write the present weights to a checkpoint. Return the path of the checkpoint."""
         while True:
             await self._waits.until("controller", lambda: self._explain(0), lambda: self._present)
             try:
@@ -77,17 +80,20 @@ class Steps:
                 self.unanswered(death)
 
     def unanswered(self, death: PeerDied) -> None:
-        """A request was not answered because of this death; raises it again unless it is the trainer's."""
+        """Handle a request that failed because a process died.
+
+        Raises `death` again unless the process is the trainer.
+        """
         if death.peer != self._trainer.name:
             raise death
         self.away()
 
     def away(self) -> None:
-        """The trainer is gone: nobody has a turn until it is back."""
+        """Record that the trainer is gone: no step has a turn until it is back."""
         self._present = False
 
     def back(self) -> None:
-        """The trainer is where its last report left it: the next step is the one after that."""
+        """Record that the trainer is back at the last step that it had reported. The next step has its turn."""
         self._asked = self.trained
         self._present = True
 

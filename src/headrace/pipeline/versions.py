@@ -39,7 +39,7 @@ class Versions:
         self._void = NO_VERSION
         self._stranded = NO_VERSION
         self._fetching: dict[str, int] = {}
-        """Maps an engine to the version that it is fetching."""
+        """The version that each engine is fetching, by engine name."""
         self._held: set[int] = set()
         """The versions whose bytes the trainer keeps until they are acknowledged."""
 

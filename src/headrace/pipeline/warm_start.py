@@ -1,4 +1,7 @@
-"""Supervised steps on the task's demonstrations, before the first version is published. They are journalled as such."""
+"""The warm start: supervised steps on the task's demonstrations, before the first version is published.
+
+The journal marks these steps as supervised.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from headrace.pipeline.steps import StepRequest, Steps
 
 
 async def warm_start(parts: Parts, steps: Steps) -> None:
-    """Train on `[warm_start] batch` demonstrations, `steps` times; their steps are numbered up to 0."""
+    """Train `[warm_start] steps` steps on `[warm_start] batch` demonstrations each.
+
+    The last of these steps has number 0.
+    """
     if parts.config.warm_start.steps:
         parts.recorder.phase = "warm start"
     for batch in warm_start_batches(parts.config, parts.task, parts.chat, parts.window.first_version):
