@@ -1,12 +1,13 @@
-"""The lossless difference of two packed snapshots of one plan: applied to the base, it gives the new one bit for bit.
+"""A delta is the lossless difference of two packed snapshots: applied to the base, it gives the new one bit for bit.
 
-A delta is applied to exactly the bytes that it was made from; it does not know which those are, the manifest does. It
-may travel over any transport. What is damaged or cut off is a `DeliveryError`, before anything is written.
+A delta must be applied to exactly the bytes that it was made from. The manifest says which version that is; the delta
+itself does not. A delta may travel over any transport. A damaged or truncated delta raises `DeliveryError` before
+anything is written.
 
     header | length of every chunk | chunks | the bytes after the last whole word
 
-Snapshots on a GPU are compared, and changed, where they are; only changed words pass to the host, where they are packed
-and unpacked. Payloads are on the host.
+Snapshots on a GPU are compared and changed on the GPU. Only the changed words are copied to the host, where they are
+packed and unpacked. The payload is always in host memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ FORMAT = 1
 CHUNK_WORDS = 1 << 20
 _LARGEST_CHUNK = 1 << 24
 _HEADER = struct.Struct("<4sBBxxIQ")
-"""Magic, format, bytes of a word, words of a chunk, bytes of a snapshot; the checksum of all else follows."""
+"""The fields are: magic, format, bytes per word, words per chunk, bytes per snapshot. The header is followed by a
+checksum of everything else."""
 _START = _HEADER.size + 4
 _PROBES = 64
 _PROBE_WORDS = 4096
@@ -41,9 +43,9 @@ Result = TypeVar("Result")
 
 
 def word_bytes_of(entries: Iterable[Entry]) -> int:
-    """The bytes of a word that suits most of a plan's bytes: 4 for elements of four bytes and more, else 2 or 1.
+    """Return the word size that fits most bytes of a plan: 4 for elements of at least four bytes, else 2 or 1.
 
-    Any word is lossless for any plan; this one makes a small delta.
+    Every word size is lossless for every plan; this one makes a small delta.
     """
     nbytes = {1: 0, 2: 0, 4: 0}
     for entry in entries:
@@ -54,10 +56,10 @@ def word_bytes_of(entries: Iterable[Entry]) -> int:
 def encode(
     base: torch.Tensor, new: torch.Tensor, word_bytes: int, *, limit: int | None = None, threads: int = 2
 ) -> torch.Tensor | None:
-    """What changed from `base` to `new` (flat, uint8, of one device), in fewer than `limit` bytes, or None.
+    """Encode the changes from `base` to `new` (flat, uint8, on one device); None if that takes `limit` bytes or more.
 
-    `limit` is by default the size of a snapshot. A large diff that a sample shows to be hopeless is given up at once,
-    any other as soon as it has grown to the limit.
+    The default `limit` is the size of a snapshot. For large snapshots, samples are encoded first; if they show that the
+    delta would be too large, this returns None at once. Otherwise encoding stops when the delta reaches the limit.
     """
     _check(base, new, word_bytes)
     limit = len(new) if limit is None else limit
@@ -88,10 +90,10 @@ def encode(
 
 
 def apply(payload: torch.Tensor, target: torch.Tensor, *, threads: int = 2) -> None:
-    """Make `target`, a copy of the base (flat, uint8), the new snapshot in place.
+    """Change `target`, a copy of the base (flat, uint8), into the new snapshot, in place.
 
-    Raises `DeliveryError` for a payload that is damaged, or made for snapshots of another size. The target is then as
-    it was, unless the payload's checksum fits its damage; nothing outside the target is ever written.
+    Raises `DeliveryError` if the payload is damaged or was made for snapshots of another size. The target is then
+    unchanged, unless the checksum happens to fit the damaged payload. Nothing outside the target is ever written.
     """
     _check(target, target, 1)
     if payload.dtype != torch.uint8:
@@ -116,7 +118,7 @@ def apply(payload: torch.Tensor, target: torch.Tensor, *, threads: int = 2) -> N
 
 
 def _parse(data: memoryview, nbytes: int) -> tuple[int, int, list[int]]:
-    """Bytes of a word, words of a chunk, and where each chunk starts and the last one ends."""
+    """Return the bytes per word, the words per chunk, and the offsets where the chunks start and the last one ends."""
     if len(data) < _START:
         raise DeliveryError(f"a delta of {len(data)} bytes is truncated")
     magic, version, word_bytes, chunk_words, total = _HEADER.unpack_from(data)
@@ -152,7 +154,7 @@ def _check(base: torch.Tensor, new: torch.Tensor, word_bytes: int) -> None:
 
 
 def _words(packed: torch.Tensor, word_bytes: int) -> Words | torch.Tensor:
-    """The whole words of a snapshot: an array on the host, where numpy is the faster one, a tensor on a device."""
+    """Return the whole words of a snapshot: a numpy array on the host, where numpy is faster, and a tensor on a GPU."""
     whole = packed[: len(packed) // word_bytes * word_bytes]
     return whole.view(_TORCH[word_bytes]) if packed.is_cuda else whole.numpy().view(DTYPES[word_bytes])
 
@@ -178,7 +180,7 @@ def _add(target: Words | torch.Tensor, positions: Positions, differences: Words)
 
 
 def _projected(old: Words | torch.Tensor, new: Words | torch.Tensor, words: int) -> float:
-    """The bytes of a delta as samples all over the snapshots foretell them; 0 where it is as quick to try."""
+    """Estimate the bytes of a delta from samples across the snapshots; 0 if encoding is as quick as sampling."""
     if words < 16 * _PROBES * _PROBE_WORDS:
         return 0.0
     stride = words // _PROBES
@@ -189,7 +191,7 @@ def _projected(old: Words | torch.Tensor, new: Words | torch.Tensor, words: int)
 
 
 def _in_order(do: Callable[[int], Result], count: int, threads: int) -> Generator[Result, None, None]:
-    """What `do` gives for 0, 1, ..., in this order; who stops early does not pay for the rest."""
+    """Yield the results of `do` for 0, 1, ... in this order; a caller that stops early cancels the rest."""
     if threads == 1 or count == 1:
         yield from map(do, range(count))
         return

@@ -1,8 +1,9 @@
-"""One chunk of a delta as bytes: where words changed, and by how much. Decoding gives what was encoded, or an error.
+"""The encoding of one chunk of a delta: which words changed, and by how much. A damaged chunk raises `DeliveryError`.
 
-Positions are gaps between changed words, a byte each (255 goes on without a change), or a bitmap where that is smaller.
-Words are differences, signed values folded so that small ones have zeros in the high bytes, a plane for each byte. Each
-of these streams is deflated where it pays. Nothing that a damaged chunk says is believed before it is checked.
+Positions are stored as gaps between changed words, one byte each (255 means: skip 255 words without a change), or as a
+bitmap if that is smaller. Changes are stored as differences. The differences are folded to unsigned numbers, so that
+small changes of either sign have zeros in the high bytes, and split into one stream for each byte of a word. Each
+stream is deflated if that makes it smaller. The decoder checks every field of a chunk before it uses it.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ Words = NDArray[np.unsignedinteger[Any]]
 Bytes = NDArray[np.uint8]
 Positions = NDArray[np.int64]
 DTYPES: dict[int, np.dtype[np.unsignedinteger[Any]]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4")}
-"""Of a word, by its bytes."""
+"""The numpy dtype of a word, by its size in bytes."""
 _GAPS, _BITMAP = 0, 1
 _RAW, _DEFLATED = 0, 1
 _GO_ON = 255
 _SHORT = 64
-"""Bytes below which a stream is not worth deflating."""
+"""Streams with fewer bytes are not deflated."""
 _SAMPLE = 8192
 _DENSE_BITS = 7.8
-"""Bits in a byte of a sample above which deflating a stream takes time and saves nothing."""
+"""Streams whose sampled entropy is at least this many bits per byte are not deflated: it would save nothing."""
 
 
 def encode_chunk(positions: Positions, differences: Words, words: int) -> bytes:
-    """The changed words of a chunk of so many words; b"" when none did. Positions are increasing."""
+    """Encode the changed words of a chunk that has `words` words; b"" if none changed. Positions must be increasing."""
     count = len(positions)
     if not count:
         return b""
@@ -48,7 +49,7 @@ def encode_chunk(positions: Positions, differences: Words, words: int) -> bytes:
 
 
 def decode_chunk(data: memoryview, words: int, word_bytes: int) -> tuple[Positions, Words]:
-    """Positions and differences of a chunk of so many words; raises `DeliveryError` for what is none."""
+    """Return the positions and differences of a chunk of `words` words; raises `DeliveryError` if it is damaged."""
     layout = _layout(word_bytes)
     if len(data) < layout.size:
         raise DeliveryError("the delta has a chunk without a whole header")
@@ -72,7 +73,7 @@ def decode_chunk(data: memoryview, words: int, word_bytes: int) -> tuple[Positio
 
 
 def _layout(word_bytes: int) -> struct.Struct:
-    """How, how many, bytes of the positions; then of every stream its codec, and its stored bytes."""
+    """Return the header layout: mode, number of changes, bytes of positions; then all streams' codecs and lengths."""
     return struct.Struct(f"<BII{1 + word_bytes}B{1 + word_bytes}I")
 
 
@@ -107,7 +108,7 @@ def _positions(mode: int, encoded: Bytes, words: int) -> Positions:
 
 
 def _fold(differences: Words) -> Words:
-    """0, -1, 1, -2, ... as 0, 1, 2, 3, ...: a small change of either sign is a small number."""
+    """Map 0, -1, 1, -2, ... to 0, 1, 2, 3, ..., so that a small change of either sign becomes a small number."""
     one = differences.dtype.type(1)
     sign = differences >> differences.dtype.type(8 * differences.dtype.itemsize - 1)
     folded: Words = (differences << one) ^ (~sign + one)
@@ -121,9 +122,9 @@ def _unfold(folded: Words) -> Words:
 
 
 def _deflate(stream: Bytes) -> tuple[int, bytes]:
-    """The stream as it is stored: as it is, unless it gets smaller."""
+    """Return the codec and the stored bytes of a stream; it is deflated only if that makes it smaller."""
     if len(stream) >= _SHORT and _bits(stream) < _DENSE_BITS:
-        # Runs and Huffman codes are all that there is to find: as small as level 9, and as fast as Huffman codes alone.
+        # The streams only have runs and uneven byte counts: Z_RLE is as small as level 9, as fast as Huffman alone.
         deflater = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, zlib.Z_RLE)
         deflated = deflater.compress(stream.data) + deflater.flush()
         if len(deflated) < len(stream):
@@ -132,7 +133,7 @@ def _deflate(stream: Bytes) -> tuple[int, bytes]:
 
 
 def _bits(stream: Bytes) -> float:
-    """The entropy of a byte of the stream, from a sample."""
+    """Estimate the entropy of the stream from a sample, in bits per byte."""
     counts = np.bincount(stream[:: -(-len(stream) // _SAMPLE)])
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
@@ -144,7 +145,7 @@ def _inflate(codec: int, data: memoryview, size: int) -> Bytes:
     elif codec == _DEFLATED:
         inflater = zlib.decompressobj(-zlib.MAX_WBITS)
         try:
-            # A byte more than there should be: a stream that would be longer shows, and costs no memory.
+            # One byte more than expected, so that a stream that is too long is noticed without using more memory.
             stream = inflater.decompress(data, size + 1)
         except zlib.error as error:
             raise DeliveryError(f"the delta has a damaged stream: {error}") from error

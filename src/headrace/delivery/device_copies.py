@@ -1,7 +1,7 @@
-"""Copies of many tensors on a GPU as one launch: recorded when first made or before, replayed from then on.
+"""Copies of many tensors on a GPU are recorded once as a CUDA graph and then replayed with one launch.
 
-Enqueuing hundreds of tensors takes the host longer than the GPU copies them, and a GPU that runs out of work meanwhile
-goes on with another process. What is replayed is found by the addresses that it copies between.
+Enqueuing hundreds of copies takes the host longer than the GPU needs to run them, and a GPU that runs out of work
+switches to another process meanwhile. A recording is looked up by the addresses that it copies between.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from headrace.delivery.plan import all_on, copy_all
 
 KEPT = 8
-"""Recorded copies: between the few places that weights come to lie in, and those where they are used."""
+"""The number of recordings that are kept: one for each of the few places that new weights are copied from or to."""
 
 _Tensors = Mapping[str, torch.Tensor]
 _Key = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -24,7 +24,7 @@ _Key = tuple[int, tuple[int, ...], tuple[int, ...]]
 class _Recorded(NamedTuple):
     graph: torch.cuda.CUDAGraph
     runs: torch.Tensor
-    """That the graph reads."""
+    """The table that the graph reads; it must live as long as the graph."""
 
 
 class DeviceCopies:
@@ -32,39 +32,39 @@ class DeviceCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # A recording is made on a stream of its own: what others have under way is not part of it.
+        # Recordings are made on a separate stream, so that no other work becomes part of them.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._recorded: dict[_Key, _Recorded] = {}
         self._next: tuple[_Tensors, _Tensors, torch.cuda.CUDAGraph] | None = None
 
     def copy(self, plan: int, targets: _Tensors, sources: _Tensors) -> None:
-        """Copy every source over the target of its name, as `copy_all` does, on the current stream.
+        """Copy every source over the target of the same name, as `copy_all` does, on the current stream.
 
-        `plan` is the digest of the plan that both follow: with their addresses it says all that a copy depends on.
+        `plan` is the digest of the plan of both sides. A copy depends only on this plan and on the addresses.
         """
         graph = self._recording(plan, targets, sources)
         if graph is None:
             copy_all(targets, sources)
             return
         graph.replay()
-        # A replay does not: who keeps something that was made of a tensor looks at its version.
+        # A replay does not do this. Code that caches values derived from a tensor checks the tensor's version counter.
         increment_version(targets.values())
 
     def prepare(self, plan: int, targets: _Tensors, sources: _Tensors) -> None:
-        """Record the copy that is to be made next, unless it is recorded: that takes longer than the copy.
+        """Record the copy that will be made next, unless it is recorded already; recording takes longer than copying.
 
-        Until then neither tensors nor their addresses may change.
+        Neither the tensors nor their addresses may change until that copy.
         """
         graph = self._recording(plan, targets, sources)
         self._next = (targets, sources, graph) if graph is not None else None
 
     def close(self) -> None:
-        """Forget everything. Idempotent."""
+        """Drop all recordings. Idempotent."""
         self._recorded.clear()
         self._next = None
 
     def _recording(self, plan: int, targets: _Tensors, sources: _Tensors) -> torch.cuda.CUDAGraph | None:
-        """The recorded copy; None for one that comes from elsewhere."""
+        """Return the recording of this copy; None if a source is not on this GPU."""
         prepared, self._next = self._next, None
         if prepared is not None and prepared[0] is targets and prepared[1] is sources:
             return prepared[2]
@@ -78,7 +78,7 @@ class DeviceCopies:
         return self._recorded[key].graph
 
     def _record(self, targets: _Tensors, sources: _Tensors) -> _Recorded:
-        # Late: only where there is a GPU is there a need for Triton.
+        # Imported here, because Triton is needed only with a GPU.
         from headrace.delivery.kernels.copy import DeviceCopy
 
         graph = torch.cuda.CUDAGraph()
@@ -89,7 +89,7 @@ class DeviceCopies:
                 copy.launch()
             finally:
                 graph.capture_end()
-        # Not the copy: it holds tensors, which may be gone when another lies at the same address.
+        # Keep only the table, not the `DeviceCopy`: it would keep tensors alive, and others may be at the same address.
         return _Recorded(graph, copy.runs)
 
 

@@ -1,4 +1,4 @@
-"""What every word and every sum counts in a digest: pure functions of places, names and dtypes."""
+"""The factors of words and of sums in a digest: pure functions of positions, names and dtypes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 Sums = npt.NDArray[np.int32]
-"""h, then r of every block of the whole tensor. Those of disjoint parts are added with wrap-around."""
+"""The sums of one whole tensor: h, then r of every block. The sums of disjoint parts are added with wrap-around."""
 
 BLOCK = 1 << 13
-"""Words under one table: it stays in a first-level cache, and the sums are small beside the weights."""
+"""The number of words in a block. The table of factors fits into a first-level cache, and the sums take little memory
+compared with the weights."""
 HEAD = 1 << 11
-"""Words at a tensor's beginning whose upper halves count twice: all of most norms and biases."""
+"""The number of words at a tensor's beginning whose upper halves count twice; it covers most norms and biases."""
 MASK = (1 << 64) - 1
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -23,46 +24,46 @@ _MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
 
 
 def name_key(name: str, dtype: str) -> int:
-    """The key of a tensor's first block, before it is mixed."""
+    """Return the key of a tensor's first block, before it is mixed."""
     return int.from_bytes(hashlib.blake2b(f"{dtype} {name}".encode(), digest_size=8).digest(), "little")
 
 
 def sum_keys(keys: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """What every one of the sums counts, for tensors of these `name_key`s and numbers of sums, one after another."""
+    """Return the factor of every sum, for tensors with these `name_key`s and numbers of sums, one after another."""
     counts = np.array(lengths, np.int64)
     places = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
     blocks = np.maximum(places - 1, 0).astype(np.uint64)
     mixed = _mix(np.repeat(np.array(keys, np.uint64), counts) + blocks * _GOLDEN) | np.uint64(1)
-    # h stands above r(0) in one 64-bit number: neither can hide what the other shows.
+    # h and r(0) form one 64-bit number, h in its upper half, with one factor: neither can cancel the other.
     return mixed << np.where(places == 0, 32, 0).astype(np.uint64)
 
 
 def fold(sums: Sums, keys: npt.NDArray[np.uint64]) -> int:
-    """The digest of tensors whose sums, and what those count, lie one after another."""
+    """Return the digest of tensors from their sums and the sums' factors, both one after another."""
     return int((sums.view(np.uint32).astype(np.uint64) * keys).sum())
 
 
 def count_sums(nbytes: int) -> int:
-    """How many sums a tensor of so many bytes has."""
+    """Return the number of sums of a tensor with `nbytes` bytes."""
     return 1 + -(-nbytes // (4 * BLOCK))
 
 
 @functools.cache
 def table() -> Sums:
-    """T, then U, as signed words."""
+    """Return the factors T, then U, as signed words."""
     joined = np.concatenate([_odd_words(BLOCK, 1), _odd_words(HEAD, 1 + BLOCK)])
     return joined.astype(np.uint32).view(np.int32)
 
 
 def _odd_words(count: int, seed: int) -> npt.NDArray[np.uint64]:
-    """Random high bits over the odd numbers below 2 * count in random order."""
+    """Return `count` words: the low bits are the odd numbers below 2 * count in random order, the high bits random."""
     noise = _mix(np.arange(seed, seed + count).astype(np.uint64) * _GOLDEN)
     low = 2 * np.argsort(noise).astype(np.uint64) + np.uint64(1)
     return (_mix(noise) >> np.uint64(32)) // np.uint64(2 * count) * np.uint64(2 * count) + low
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A bijection of 64-bit numbers under which neighbours become strangers."""
+    """Map 64-bit numbers one to one, so that neighbouring numbers get unrelated values."""
     values = (values ^ values >> np.uint64(32)) * _MULTIPLIER
     values = (values ^ values >> np.uint64(32)) * _MULTIPLIER
     return values ^ values >> np.uint64(32)

@@ -1,7 +1,7 @@
-"""How the words of whole tensors in host memory are shared out for a digest: by address, once for where they lie.
+"""A layout divides the words of whole tensors in host memory into pieces of digest work, which threads can share.
 
-Every word is in exactly one piece, and every sum of exactly one too. A layout keeps nothing alive: it is for as long as
-whoever asked for it holds the tensors.
+A layout is made once for each set of addresses. Exactly one piece computes each sum, so together the pieces read every
+word. A layout reads tensors by address and does not keep them alive: its caller must hold the tensors while it is used.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from headrace.delivery.digest_factors import BLOCK, HEAD, Sums, count_sums, name
 from headrace.delivery.plan import dtype_name
 
 SPAN = 128 * BLOCK
-"""Words of a piece."""
+"""The number of words in a piece."""
 _GATHERED = 32
-"""Short runs that are multiplied at a time: so many stay in a second-level cache."""
+"""The number of short runs that are multiplied together; this many fit into a second-level cache."""
 
 
 class Where(NamedTuple):
-    """A tensor without gaps, on an address that words can be read from."""
+    """The name, dtype and address of a contiguous tensor whose address is a multiple of 4."""
 
     name: str
     dtype: str
@@ -36,25 +36,26 @@ class Where(NamedTuple):
 
 
 class DigestPiece(NamedTuple):
-    """A part of the work."""
+    """A piece of the digest work that one thread does."""
 
     end: int
-    """The address after the last byte that is read."""
+    """The address after the last byte that this piece reads."""
     sums: Callable[[], torch.Tensor]
+    """The work itself: it returns the sums of this piece."""
     places: npt.NDArray[np.int64]
-    """Where these sums stand among all."""
+    """The positions of these sums among all sums."""
 
 
 class DigestLayout(NamedTuple):
-    """All of the work, in the order of the tensors."""
+    """All pieces of the work on a set of tensors."""
 
     pieces: tuple[DigestPiece, ...]
     keys: npt.NDArray[np.uint64]
-    """What each sum counts."""
+    """The factor of each sum, in the order of the tensors."""
     words: int
 
     def joined(self, found: Sequence[torch.Tensor]) -> Sums:
-        """What the pieces, in their order, have found, each in its place."""
+        """Return all sums in the order of the tensors, from the results of the pieces in the order of the pieces."""
         sums = np.zeros(len(self.keys), np.int32)
         if found:
             sums[np.concatenate([piece.places for piece in self.pieces])] = torch.cat(list(found)).numpy()
@@ -62,18 +63,18 @@ class DigestLayout(NamedTuple):
 
 
 def where(name: str, tensor: torch.Tensor) -> Where:
-    """Of a tensor that is `readable`."""
+    """Describe a tensor that is `readable`."""
     return Where(name, dtype_name(tensor.dtype), tensor.data_ptr(), tensor.nbytes)
 
 
 def readable(tensor: torch.Tensor) -> bool:
-    """Whether its words can be read where they lie."""
+    """Return whether the tensor's words can be read in place, without a copy."""
     return tensor.is_contiguous() and tensor.data_ptr() % 4 == 0
 
 
 @functools.lru_cache(maxsize=8)
 def layout_of(tensors: tuple[Where, ...]) -> DigestLayout:
-    """Kept for a few sets: the live weights, and the places that versions lie in, are the same again and again."""
+    """Return the layout for these tensors. A few layouts are cached, because every version uses the same places."""
     lengths = [count_sums(each.nbytes) for each in tensors]
     starts = list(itertools.accumulate(lengths, initial=0))
     pieces = [piece for each, start in zip(tensors, starts, strict=False) for piece in _whole_blocks(each, start)]
@@ -92,7 +93,7 @@ def layout_of(tensors: tuple[Where, ...]) -> DigestLayout:
 
 
 class _Run(NamedTuple):
-    """Fewer bytes than a block has, and the place of the sum that they make."""
+    """A run of fewer bytes than a block has, and the position of its sum among all sums."""
 
     address: int
     nbytes: int
@@ -104,7 +105,7 @@ def _whole_blocks(tensor: Where, start: int) -> Iterator[DigestPiece]:
     for first in range(0, rows, SPAN // BLOCK):
         count = min(SPAN // BLOCK, rows - first)
         address = tensor.address + 4 * BLOCK * first
-        # Vectorised, which numpy's product of integers is not.
+        # torch.mv is vectorised, which numpy's integer product is not.
         product = functools.partial(torch.mv, _words_at(address, count * BLOCK).view(count, BLOCK), factors)
         yield DigestPiece(address + 4 * BLOCK * count, product, np.arange(start + 1 + first, start + 1 + first + count))
 
@@ -114,12 +115,12 @@ def _words_at(address: int, count: int) -> torch.Tensor:
 
 
 def _gathered(runs: Sequence[_Run], factors: torch.Tensor, shift: int) -> Iterator[DigestPiece]:
-    """Short runs, many at a time: a call costs more than what it computes for one of them."""
+    """Yield pieces of many short runs each, because a call for a single run costs more than its computation."""
     some = [run for run in runs if run.nbytes]
     for first in range(0, len(some), _GATHERED):
         group = some[first : first + _GATHERED]
         words = [_words_at(run.address, run.nbytes // 4) for run in group]
-        # Bytes that make no word: the last one is padded, in a copy.
+        # Runs that do not end with a whole word are copied, and the last word is padded in the copy.
         rests = [(number, run) for number, run in enumerate(group) if run.nbytes % 4]
         yield DigestPiece(
             max(run.address + run.nbytes for run in group),
@@ -131,12 +132,12 @@ def _gathered(runs: Sequence[_Run], factors: torch.Tensor, shift: int) -> Iterat
 def _multiplied(
     words: Sequence[torch.Tensor], rests: Sequence[tuple[int, _Run]], factors: torch.Tensor, shift: int
 ) -> torch.Tensor:
-    """The sums of these runs, each of which begins with the first factor."""
+    """Return the sums of these runs; the first word of each run has the first factor."""
     padded = list(words)
     for number, run in rests:
         padded[number] = torch.zeros(-(-run.nbytes // 4), dtype=torch.int32)
         ctypes.memmove(padded[number].data_ptr(), run.address, run.nbytes)
-    # In one call: of the threads that share the work only one at a time is in Python.
+    # One call for all runs, because only one of the threads can run Python code at a time.
     rows = pad_sequence(padded, batch_first=True)
     if shift:
         rows >>= shift

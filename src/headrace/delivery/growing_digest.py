@@ -1,6 +1,6 @@
-"""The digest of packed weights while they arrive: what is here is summed beside the fetching of the rest.
+"""A digest of packed weights that is computed while they arrive, beside the fetching of the rest.
 
-Every word is read once, where it came to lie, after it came; the number is the one that `digest` gives for the whole.
+A word is read only after it has arrived, and where it arrived. The result equals that of `digest` for the whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _Numbered = tuple[int, DigestPiece]
 
 
 class GrowingDigest:
-    """Of tensors in one packed buffer, which fills from its beginning. Used by one thread; close it in the end."""
+    """The digest of tensors in one packed buffer that fills from its beginning.
+
+    Used by one thread, which must close it; helper threads do part of the work.
+    """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = entries
@@ -36,18 +39,21 @@ class GrowingDigest:
 
     @property
     def begun(self) -> bool:
-        """Whether anybody has told of anything that came."""
+        """Whether `grown` was called at least once."""
         return self._layout is not None
 
     def grown(self, weights: Mapping[str, torch.Tensor], nbytes: int) -> None:
-        """So many of the packed bytes are here and change no more; `weights` are views of all, and always the same."""
+        """Report that the first `nbytes` packed bytes have arrived and do not change any more.
+
+        `weights` are views of the whole buffer; every call must pass the same views.
+        """
         if self._layout is None:
             self._begin(weights)
         while self._coming and self._coming[0][1].end - self._base <= nbytes:
             self._here.put(self._coming.popleft())
 
     def value(self) -> int:
-        """The digest, once all is here; this thread works with the others on what they have not got to."""
+        """Return the digest after all bytes have arrived; the calling thread helps with the remaining pieces."""
         assert self._layout is not None and not self._coming
         self._end()
         self._take()
@@ -56,7 +62,7 @@ class GrowingDigest:
         return fold(self._layout.joined(self._found), self._layout.keys)
 
     def close(self) -> None:
-        """Let go of the weights. Idempotent."""
+        """End the helper threads and release the weights. Idempotent."""
         if self._pool is not None:
             self._end()
             self._pool.shutdown(wait=True)
@@ -80,6 +86,6 @@ class GrowingDigest:
             self._found[number] = piece.sums()
 
     def _end(self) -> None:
-        """One sign for every helper, and one for the caller."""
+        """Put one end marker into the queue for every helper thread, and one for the caller."""
         for _ in range(len(self._working) + 1):
             self._here.put(None)

@@ -1,4 +1,7 @@
-"""Which places of a sender hold which versions, and which of them engines may still come for. No torch here."""
+"""A record of which places of a sender hold which versions; a place is released once no engine needs its version.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,11 @@ from headrace.types import NO_VERSION
 
 
 class HeldPlaces:
-    """Where versions lie, until they are acknowledged; the newest, if that is kept, until there is a newer one."""
+    """The places of versions that engines may still fetch. All methods may be called from any thread.
+
+    A version's places are released when it is acknowledged. With `keep_newest`, the newest version also stays until
+    there is a newer one.
+    """
 
     def __init__(self, sender: Sender, keep_newest: bool) -> None:
         self._sender = sender
@@ -19,13 +26,13 @@ class HeldPlaces:
         self._lock = threading.Lock()
 
     def written(self, version: int, location: str) -> None:
-        """A version lies here too."""
+        """Record that this location holds this version; a version may be at several locations."""
         with self._lock:
             self._locations.setdefault(version, []).append(location)
             self._release()
 
     def acknowledged(self, version: int) -> None:
-        """No engine reads it any more."""
+        """Record that no engine reads this version any more."""
         with self._lock:
             self._acknowledged.add(version)
             self._release()

@@ -1,7 +1,7 @@
-"""A copy of hundreds of tensors in one launch, at the bandwidth of one large copy.
+"""This kernel copies hundreds of tensors in one launch, at the bandwidth of one large copy.
 
-Torch fuses such copies too, but into launches of so few blocks that a GPU is never full. Here a program takes a run of
-one tensor's words, and all tensors' runs are programs of one launch.
+Torch fuses such copies too, but into launches with too few blocks to fill a GPU. Here each program copies one run of
+words of one tensor, and one launch has the programs of all tensors.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import triton.language as tl
 from headrace.delivery.plan import check_shape, copy_all
 
 TILE = 8192
-"""Words that a program copies."""
+"""The number of words that a program copies."""
 WARPS = 8
 
 _FIELDS = 3
 _ALIGNMENT = tl.constexpr(16)
-"""Bytes that a thread copies at a time; the kernel is compiled for addresses that are multiples."""
+"""The bytes that a thread copies at a time. The kernel is compiled for addresses that are multiples of it."""
 
 
 class DeviceCopy:
-    """A copy between tensors of one device, prepared once: both sides must keep their addresses.
+    """A copy between tensors on one device, prepared once. Targets and sources must keep their addresses.
 
-    Tensors that are not contiguous, not aligned or not of whole words, and those that are cast, are left to `copy_all`.
+    Tensors that are not contiguous, not aligned, not a whole number of words, or cast are left to `copy_all`.
     """
 
     def __init__(self, targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
-        """Raises `DeliveryError` if a shape differs."""
+        """Prepare the copy; raises `DeliveryError` if a shape differs."""
         runs = [np.empty((0, _FIELDS), np.int64)]
         self._others: dict[str, torch.Tensor] = {}
         for name, target in targets.items():
@@ -43,13 +43,13 @@ class DeviceCopy:
         self._sources = sources
         device = next((target.device for target in targets.values()), torch.device("cpu"))
         self.runs = torch.from_numpy(np.concatenate(runs)).to(device)
-        """What the kernel reads: a recorded launch needs it and nothing else of this."""
-        # A kernel is loaded at its first launch, which cannot be done while a graph is recorded.
+        """The table that the kernel reads. A recorded launch needs this table and nothing else of this object."""
+        # A kernel is loaded at its first launch, and loading is not possible while a graph is recorded.
         _copy(torch.zeros_like(self.runs[:1]))
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Enqueue it on the current stream."""
+        """Enqueue the copy on the current stream."""
         _copy(self.runs)
         copy_all(self._others, self._sources)
 
@@ -61,7 +61,7 @@ def _copy(runs: torch.Tensor) -> None:
 
 
 def _in_words(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether the kernel can copy this."""
+    """Return whether the kernel can copy this pair."""
     return (
         target.dtype == source.dtype
         and target.nbytes % 4 == 0
@@ -70,7 +70,7 @@ def _in_words(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def tensor_runs(target: int, source: int, words: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
-    """What the programs over one tensor do, a row each: where to, where from, how many words."""
+    """Return one row for each program over one tensor: target address, source address, number of words."""
     first = np.arange(0, words, TILE, dtype=np.int64)
     return np.stack([target + 4 * first, source + 4 * first, np.minimum(words - first, TILE)], axis=1)
 
@@ -78,7 +78,7 @@ def tensor_runs(target: int, source: int, words: int) -> np.ndarray[tuple[int, i
 @triton.jit
 def _copy_runs(runs, TILE: tl.constexpr, FIELDS: tl.constexpr):
     run = runs + tl.program_id(0).to(tl.int64) * FIELDS
-    # The hints let a thread copy several words at a time, and so does a run without a mask.
+    # The alignment hints, and a run without a mask, let a thread copy several words at a time.
     target = tl.multiple_of(tl.load(run).to(tl.pointer_type(tl.int32)), _ALIGNMENT)
     source = tl.multiple_of(tl.load(run + 1).to(tl.pointer_type(tl.int32)), _ALIGNMENT)
     words = tl.load(run + 2)

@@ -1,8 +1,8 @@
-"""The digest of a whole model in one launch, without a word to the host: bit for bit that of `delivery.digest`.
+"""This kernel computes the digest of a whole model in one launch, bit for bit the digest of `delivery.digest`.
 
-A program takes one slice of the table and the same slice of a few blocks of one tensor, so the table, as wide as a
-block of weights, is read once for many of them. Sums are added atomically: integers make the same sum in any order.
-The tensors must keep their addresses; their values may change between two launches.
+The host does not wait for a launch. A program takes one slice of the table and the same slice of several blocks of one
+tensor, so one read of the table (which is as wide as a block) serves many blocks. Sums are added atomically: integers
+give the same sum in any order. The tensors must keep their addresses; their values may change between two launches.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from headrace.delivery.plan import dtype_name
 _Int64Array = npt.NDArray[np.int64]
 
 TILE = 512
-"""Words of a block that a program takes: so few that one warp sums them without waiting for others."""
+"""The words of a block that a program takes: few enough that one warp sums them without waiting for other warps."""
 ROWS = 32
-"""Blocks that a program takes, at most: so often is a piece of the table used once it is read."""
+"""The most blocks that a program takes, and so how often a slice of the table is used after it was read."""
 UNROLL = tl.constexpr(4)
-"""Of them, those that it loads at a time."""
+"""The number of blocks that a program loads at a time."""
 
 _FIELDS = 6
 _ALIGNMENT = tl.constexpr(16)
-"""Bytes that a thread loads at a time; the kernel is compiled for addresses that are multiples."""
+"""The bytes that a thread loads at a time. The kernel is compiled for addresses that are multiples of it."""
 
 
 Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -38,12 +38,12 @@ Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 class DeviceDigest:
     """The digest of tensors on one device, prepared once.
 
-    Tensors that are not contiguous, not aligned or not of whole words, and those to be digested in another dtype, are
-    copied to memory of the digest's own at each launch.
+    Tensors that are not contiguous, not aligned, not a whole number of words, or digested in another dtype are copied
+    to separate memory at each launch.
     """
 
     def __init__(self, weights: Weights, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
-        """`dtypes` says as what a tensor is digested, where that is not its own dtype."""
+        """Prepare the digest; `dtypes` gives the dtype to digest a tensor in, where it differs from its own."""
         pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
         devices = {tensor.device for _, tensor in pairs}
         if len(devices) > 1:
@@ -65,7 +65,7 @@ class DeviceDigest:
 
     @torch.no_grad()
     def launch(self) -> torch.Tensor:
-        """Enqueue the digest of what the tensors hold on the current stream; its result is for `value`."""
+        """Enqueue the digest of the tensors' current values on the current stream; pass the result to `value`."""
         for copy, tensor in self._copies:
             copy.copy_(tensor)
         sums = torch.zeros(len(self._keys), dtype=torch.int32, device=self._device)
@@ -77,17 +77,17 @@ class DeviceDigest:
 
     @staticmethod
     def value(launched: torch.Tensor) -> int:
-        """The unsigned digest; waits for the current stream."""
+        """Return the unsigned digest; waits for the current stream."""
         return int(launched.item()) & MASK
 
     def _placed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Where the kernel reads this tensor: in place if it can."""
+        """Return the tensor that the kernel reads: this one if possible, else a copy that each launch updates."""
         whole = tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT.value == 0 and tensor.nbytes % 4 == 0
         if tensor.dtype == dtype and whole:
             self._weights.append(tensor)
             return tensor
         nbytes = tensor.numel() * dtype.itemsize
-        # The last word is read whole: what of it is not the tensor's stays zero.
+        # The kernel reads the last word whole; the bytes of it that do not belong to the tensor stay zero.
         padded = torch.zeros(-(-nbytes // 4), dtype=torch.int32, device=self._device)
         copy = padded.view(torch.uint8)[:nbytes].view(dtype).view(tensor.shape)
         self._copies.append((copy, tensor))
@@ -95,22 +95,23 @@ class DeviceDigest:
 
 
 def tensor_items(address: int, words: int, slot: int) -> _Int64Array:
-    """What the programs over one tensor do, a row each; the tensor's sums begin at `slot`.
+    """Return one row for each program over one tensor; the tensor's sums begin at `slot`.
 
-    Address of the first word, blocks whose slice is whole, words in the slice of the block after them, the first
-    block's sum, place of the slice in the table, bits by which words are shifted.
+    The fields of a row are: the address of the first word, the number of blocks whose slice is whole, the number of
+    words in the slice of the block after them, the position of the first block's sum, the position of the slice in the
+    table, and the bits by which words are shifted.
     """
     firsts = np.arange(0, -(-words // BLOCK), ROWS, dtype=np.int64)
     places = np.arange(0, min(words, BLOCK), TILE, dtype=np.int64)
     first, place = np.repeat(firsts, len(places)), np.tile(places, len(firsts))
-    # A last group of one block may end before the last slices.
+    # If the last group has one block, the block may end before the last slices.
     first, place = first[first * BLOCK + place < words], place[first * BLOCK + place < words]
     start = first * BLOCK + place
     left = words - start
     whole = np.clip((left - TILE) // BLOCK + 1, 0, ROWS)
     rest = np.where(whole < ROWS, np.clip(left - whole * BLOCK, 0, TILE), 0)
     blocks = [address + start * 4, whole, rest, slot + 1 + first, place, np.zeros_like(start)]
-    # The upper halves of the first words, with the table's second part.
+    # The upper halves of the first words use the second part of the table.
     places = places[places < HEAD]
     left = np.minimum(words - places, TILE)
     one = left // TILE
@@ -140,12 +141,13 @@ def _sum(items, table, sums, TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.c
     for first in range(0, ROWS, UNROLL):
         if first < whole:
             rows = first + tl.arange(0, UNROLL)
-            # A row is masked as one: only under a mask that differs from word to word are words loaded one by one.
+            # The mask is the same for a whole row. With a mask that differs from word to word, words would be loaded
+            # one by one.
             held = rows < whole
             bits = tl.load(words + rows[:, None] * BLOCK + lanes[None, :], mask=held[:, None], other=0)
             tl.atomic_add(into + rows, tl.sum((bits >> shift) * factors[None, :], axis=1), mask=held, sem="relaxed")
     if rest > 0:
         bits = tl.load(words + whole * BLOCK + lanes, mask=lanes < rest, other=0)
-        # In 64 bits, as Triton's interpreter does not wrap a sum that is a scalar; ends of tensors can afford it.
+        # In 64 bits, because Triton's interpreter does not wrap a scalar sum. Only the ends of tensors pay for it.
         total = tl.sum(((bits >> shift) * factors).to(tl.int64), axis=0)
         tl.atomic_add(into + whole, total.to(tl.int32), sem="relaxed")
