@@ -25,6 +25,24 @@ if not torch.cuda.is_available():
     # The bounds of a loop are arrays of one number there, which numpy 2.4 no longer takes for a number.
     interpreter._patch_lang_tensor = patch_tensor_and_index
 
+    patch_language = interpreter._patch_lang
+    patched: set[str] = set()
+
+    def patch_for_kernel(kernel: Any) -> Any:
+        patched.clear()
+        return patch_language(kernel)
+
+    def call_function(self: Any, *arguments: Any, **options: Any) -> Any:
+        if self.fn.__module__ not in patched:
+            patched.add(self.fn.__module__)
+            patch_language(self.fn)
+        return self.rewrite()(*arguments, **options)
+
+    # The interpreter patches Triton's language at every call of a function within a kernel, a fifth of its time, and
+    # takes nothing back before the kernel ends. Once for each module is enough.
+    interpreter._patch_lang = patch_for_kernel
+    interpreter.InterpretedFunction.__call__ = call_function
+
 
 # How long an example takes says something of the machine, and of what else runs there, and nothing of the code.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
