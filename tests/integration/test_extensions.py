@@ -157,6 +157,7 @@ def test_a_loss_is_given_the_policies_that_it_declares(tmp_path: Path) -> None:
         ("algorithm.advantage={folder}/my_advantage.py:worse_half", "has no 'worse_half'"),
         ("algorithm.advantage={folder}/my_advantage.py:__name__", "[algorithm] advantage: "),
         ("delivery.transport={folder}/my_transport.py:Pigeons", "has no 'Pigeons'"),
+        ("engine.kind={folder}/nowhere.py:Mine", "[engine] kind: there is no file"),
         ("pipeline.launcher={folder}/nowhere.py:Mine", "[pipeline] launcher: there is no file"),
         ("observe.trackers=['{folder}/my_tracker.py:Mine']", "[observe] trackers: "),
     ],

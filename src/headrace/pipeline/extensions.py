@@ -1,7 +1,7 @@
 """This module checks the user's own parts that the configuration names, before any process starts.
 
 A mistake is one line. Parts that the controller uses (an advantage, a launcher, trackers) are imported here. The files
-of a loss and of a transport, which only workers use and which may need torch, are read but not run.
+of a loss, a transport or an engine, which only workers use and which may need torch, are found or read but not run.
 """
 
 from __future__ import annotations
@@ -18,26 +18,29 @@ from headrace.config.load import check_transport
 from headrace.config.names import is_reference
 from headrace.errors import ConfigError
 from headrace.observe.trackers.feed import Trackers
-from headrace.reference import import_function
+from headrace.reference import find_source, import_function, split_reference
 
 
 def check_extensions(config: Config) -> None:
     """Raise `ConfigError` for a reference that leads nowhere, or to a part that does not fit the rest."""
     if is_reference(config.algorithm.loss):
-        with _named("[algorithm] loss"):
+        with named("[algorithm] loss"):
             loss_facts(config.algorithm.loss)
     if is_reference(config.algorithm.advantage):
-        with _named("[algorithm] advantage"):
+        with named("[algorithm] advantage"):
             import_function(config.algorithm.advantage)
     if is_reference(config.delivery.transport):
-        with _named("[delivery] transport"):
+        with named("[delivery] transport"):
             transport_facts(config.delivery.transport)
         check_transport(config)
+    if is_reference(config.engine.kind):
+        with named("[engine] kind"):
+            find_source(split_reference(config.engine.kind)[0])
     if is_reference(config.pipeline.launcher):
-        with _named("[pipeline] launcher"):
+        with named("[pipeline] launcher"):
             import_function(config.pipeline.launcher)
     for tracker in config.observe.trackers:
-        with _named("[observe] trackers"):
+        with named("[observe] trackers"):
             import_function(tracker)
     check_references(config.algorithm, config.rollouts)
 
@@ -50,8 +53,8 @@ def make_trackers(config: Config, note: Callable[[str], None]) -> Trackers | Non
 
 
 @contextmanager
-def _named(key: str) -> Iterator[None]:
-    """Put the key before the text of a `ConfigError` that is raised inside."""
+def named(key: str) -> Iterator[None]:
+    """Begin the line of every `ConfigError` that is raised inside with the key that is wrong."""
     try:
         yield
     except ConfigError as error:

@@ -23,7 +23,7 @@ from headrace.errors import ConfigError
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.messages import AgentSetup
 from headrace.gateway.task import AgentTask as Agents
-from headrace.pipeline.extensions import check_extensions
+from headrace.pipeline.extensions import check_extensions, named
 from headrace.reference import call_factory, import_function
 from headrace.scoring.base import Scorer
 from headrace.scoring.functions import is_reward_function
@@ -99,9 +99,11 @@ def count_prompts(config: Config) -> tuple[int, int]:
         make_scorers(config)
         return config.task.size, config.evaluate.prompts or 0
     if isinstance(config.task, DatasetTaskConfig) and config.task.reward is not None:
-        import_function(config.task.reward)
+        with named("[task] reward"):
+            import_function(config.task.reward)
     if isinstance(config.task, AgentTaskConfig) and config.task.agent is not None:
-        import_function(config.task.agent)
+        with named("[task] agent"):
+            import_function(config.task.agent)
     task = check_inputs(config)[0].task
     return len(task.train), len(task.heldout)
 

@@ -39,3 +39,8 @@ def test_evaluations_during_a_run_need_prompts():
     for task, evaluate in ((FILE, {"prompts": 0}), ({}, {})):
         with pytest.raises(ConfigError, match=r"\[evaluate\] every: needs prompts > 0"):
             configured(task, every=5, **evaluate)
+
+
+def test_a_wrong_reward_function_is_named_by_its_key():
+    with pytest.raises(ConfigError, match=r"^\[task\] reward: .* has no 'nothing'"):
+        count_prompts(configured({"reward": f"{QUICKSTART}/reward.py:nothing"}))
