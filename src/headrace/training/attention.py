@@ -1,8 +1,8 @@
 """Attention within packed rows: a token sees its own sequence up to itself, shared prefix included, and nothing else.
 
-The prefix's keys and values are computed once and receive the gradients of every sequence that reads them. What is to
-be attended together and who sees whom is worked out once for a row, not in every layer. On a GPU, in 16 bits, kernels
-for sequences of many lengths do it (`flash`); the blocks here are the exact path for everything else.
+The keys and values of a prefix are computed once, and receive the gradients of every sequence that reads them. The
+blocks of a row and their masks are planned once for a row, not in every layer. On a GPU in 16 bits, variable-length
+kernels compute the attention (see `flash`); the blocks here are the exact path for everything else.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from headrace.training.packing import MicroBatch, Segment
 from headrace.training.transfer import upload
 
 JOINED_TOKENS = 64
-"""Short segments are attended in one call up to this many tokens: a call's overhead against scores that are masked."""
+"""Short segments are attended in one call, up to this many tokens. The limit trades the overhead of a call against
+scores that are computed and masked."""
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries of consecutive segments; their keys are one prefix before the block, if any, then the block itself."""
+    """The queries of consecutive segments.
+
+    Their keys are an optional prefix before the block, then the block itself.
+    """
 
     segments: tuple[int, ...]
     prefix: int | None
-    """The segment, outside of the block, that all of the block's segments continue."""
+    """The segment outside the block that all segments of the block continue."""
     masks: dict[tuple[int | None, torch.device], torch.Tensor | None] = field(default_factory=dict)
 
 
@@ -37,7 +41,7 @@ class PackedAttention:
     """The attention context of one row. Keep it until the backward pass is over."""
 
     def __init__(self, row: MicroBatch, kernels: Kernels | None = None) -> None:
-        """`kernels` take the place of the GPU's, wherever the row is."""
+        """Plan the row. `kernels` replace the GPU's kernels, on any device."""
         self.ticket = keep_for_backward(self)
         self._row = row
         self._kernels = kernels or Kernels()
@@ -45,13 +49,13 @@ class PackedAttention:
         self._segments = row.segments
         self._positions = torch.from_numpy(row.position_ids)
         self._blocks = list(_blocks(row.segments))
-        # One split of the row, along the borders of blocks: its backward is one concatenation, where a slice per block
-        # would write a zero gradient of the whole row for each.
+        # The row is split once, along the borders of blocks. The backward pass of a split is one concatenation; a slice
+        # per block would write a zero gradient of the whole row for each block.
         self._lengths = [sum(row.segments[i].length for i in block.segments) for block in self._blocks]
         self._block_of = {block.segments[0]: i for i, block in enumerate(self._blocks) if len(block.segments) == 1}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The attention output, [1, T, H, Dv]."""
+        """Return the attention output, [1, T, H, Dv]."""
         ranges = self._kernel_ranges(call)
         if ranges is None:
             return self._attend_blocks(call)
@@ -106,7 +110,7 @@ class PackedAttention:
         return dq, dk, dv, None if sinks is None or call.sinks is None else sinks.to(call.sinks.dtype)
 
     def _kernel_ranges(self, call: AttentionCall) -> RowRanges | None:
-        """The row as kernels take it; None where they do not."""
+        """Return the row's ranges for the kernels, or None if the kernels cannot compute this call."""
         if call.softcap is not None or call.sinks is not None or not self._kernels.take(call.query, call.value):
             return None
         if self._ranges is None:
@@ -121,7 +125,7 @@ class PackedAttention:
         return torch.cat(outputs, dim=1)
 
     def _cut(self, call: AttentionCall) -> Iterator[tuple[_Block, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Each block with its queries, and its keys and values, those of its prefix first."""
+        """Yield each block with its queries, keys and values. The keys and values of its prefix come first."""
         queries = torch.split(call.query, self._lengths, dim=2)
         keys = torch.split(call.key, self._lengths, dim=2)
         values = torch.split(call.value, self._lengths, dim=2)
@@ -134,7 +138,7 @@ class PackedAttention:
             yield block, queries[i], key, value
 
     def _mask(self, block: _Block, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Who sees whom, [queries, keys]; None where that is exactly "all before it"."""
+        """Return which keys each query sees, [queries, keys]. None means plain causal attention."""
         if (window, device) not in block.masks:
             length = self._segments[block.segments[0]].length
             plain = len(block.segments) == 1 and block.prefix is None and (window is None or window >= length)
@@ -153,7 +157,7 @@ class PackedAttention:
         return mask
 
     def _tokens(self, segments: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The row indices of these segments' tokens, and the segment of each."""
+        """Return the row indices of these segments' tokens, and the segment of each token."""
         spans = [self._segments[i] for i in segments]
         lengths = torch.tensor([span.length for span in spans])
         indices = torch.cat([torch.arange(span.start, span.end) for span in spans])
@@ -161,7 +165,7 @@ class PackedAttention:
 
 
 def _blocks(segments: tuple[Segment, ...]) -> Iterator[_Block]:
-    """Cut a row into blocks: whole families while they are short, else the prefix and runs of its continuations."""
+    """Cut a row into blocks: whole families if they are short, else the prefix and runs of its continuations."""
     taken: list[int] = []
     size = 0
     for family in _families(segments):
@@ -179,7 +183,7 @@ def _blocks(segments: tuple[Segment, ...]) -> Iterator[_Block]:
 
 
 def _families(segments: tuple[Segment, ...]) -> Iterator[list[int]]:
-    """Segments that depend on each other: one alone, or a prefix with all that continue it."""
+    """Yield groups of segments that depend on each other: one segment alone, or a prefix with all its continuations."""
     family: list[int] = []
     for i, segment in enumerate(segments):
         if family and segment.prefix is None:
@@ -208,7 +212,7 @@ def _split_family(segments: tuple[Segment, ...], family: list[int]) -> Iterator[
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: AttentionCall
 ) -> torch.Tensor:
-    """[1, H, n, D] x [1, K, m, D] -> [1, H, n, Dv]."""
+    """Compute [1, H, n, D] x [1, K, m, D] -> [1, H, n, Dv]."""
     if call.softcap is None and call.sinks is None:
         return scaled_dot_product_attention(
             query,
@@ -223,7 +227,7 @@ def _attend(
 
 
 def _flat(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values as [T, heads, D], each head in one piece."""
+    """Return queries, keys and values as [T, heads, D], with the elements of each head contiguous."""
     q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
     return _dense(q), _dense(k), _dense(v)
 

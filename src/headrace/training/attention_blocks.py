@@ -1,7 +1,8 @@
 """Attention by its definition, and its gradient by hand: one block of queries over one block of keys.
 
-The reference for every kernel, and the way of what no kernel here has: capped scores, sinks, windows within shared
-prefixes. The gradient needs no autograd, so it may run inside of an operation that a compiler does not look into.
+This is the reference for every kernel, and the path for what no kernel here supports: capped scores, sinks, and windows
+that end within a shared prefix. The gradient needs no autograd, so it can run inside an operation that a compiler does
+not look into.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from headrace.models.attention import AttentionCall
 
 
 class BlockGradients(NamedTuple):
-    """Of one block; query [1, H, n, D], key [1, K, m, D], value [1, K, m, Dv], sinks [H]."""
+    """The gradients of one block: query [1, H, n, D], key [1, K, m, D], value [1, K, m, Dv], sinks [H]."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -25,12 +26,12 @@ class BlockGradients(NamedTuple):
 def attend_block(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[1, H, n, D] x [1, K, m, D] -> the output [1, H, n, Dv] and the log-sum-exp of its scores [H, n]."""
+    """Compute [1, H, n, D] x [1, K, m, D] -> the output [1, H, n, Dv] and the log-sum-exp of its scores [H, n]."""
     heads, n = query.shape[1:3]
     scores, _ = _scores(query, key, mask, call)
     lse = scores.logsumexp(dim=-1)
     if call.sinks is not None:
-        # A sink takes its share of the attention and gives nothing.
+        # A sink takes its share of the attention and contributes nothing to the output.
         lse = torch.logaddexp(lse, _by_group(call.sinks, key, lse.dtype))
     probabilities = (scores - lse[..., None]).exp()
     output = torch.matmul(probabilities.to(value.dtype), value.unsqueeze(2))
@@ -46,7 +47,10 @@ def attend_block_backward(
     lse: torch.Tensor,
     gradient: torch.Tensor,
 ) -> BlockGradients:
-    """What a gradient of the output, [1, H, n, Dv], means for its inputs, in the dtype of `lse`."""
+    """Return the gradients of the inputs, given the gradient of the output, [1, H, n, Dv].
+
+    They have the dtype of `lse`.
+    """
     kv_heads, precise = key.shape[1], lse.dtype
     scores, slope = _scores(query, key, mask, call)
     grouped = _grouped(query, kv_heads).to(precise)
@@ -54,7 +58,7 @@ def attend_block_backward(
     sums = _grouped(lse[None, ..., None], kv_heads)
     probabilities = (scores - sums).exp()
     of_probabilities = torch.matmul(of_output, value.to(precise).unsqueeze(2).transpose(-1, -2))
-    # What all scores of a query have in common, since its probabilities add up to one.
+    # All scores of a query have this term in common, because the query's probabilities add up to one.
     common = (probabilities * of_probabilities).sum(dim=-1, keepdim=True)
     of_scores = probabilities * (of_probabilities - common)
     if slope is not None:
@@ -71,7 +75,7 @@ def attend_block_backward(
 def _scores(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Masked scores, [1, K, H / K, n, m] in float32 at least, and the slope of their cap, if they have one."""
+    """Return masked scores, [1, K, H / K, n, m] in float32 at least, and the slope of their cap, if they are capped."""
     n = query.shape[2]
     scores = torch.matmul(_grouped(query, key.shape[1]), key.unsqueeze(2).transpose(-1, -2)) * call.scaling
     slope = None
@@ -84,7 +88,7 @@ def _scores(
 
 
 def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """[1, H, ...] -> [1, K, H / K, ...]."""
+    """Reshape [1, H, ...] to [1, K, H / K, ...]."""
     return x.reshape(1, kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
 
 
@@ -93,6 +97,9 @@ def _by_group(sinks: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 def _of_sinks(sinks: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, common: torch.Tensor) -> torch.Tensor:
-    """A sink's value is zero: all that it does is take from the others."""
+    """Return the gradient of the sinks.
+
+    The value of a sink is zero: a sink only takes attention from the other tokens.
+    """
     share = (_by_group(sinks, key, lse.dtype)[..., None] - lse).exp()
     return -(share * common).sum(dim=(-1, -2)).reshape(-1)

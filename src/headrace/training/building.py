@@ -1,4 +1,4 @@
-"""The trainer that a configuration describes, at its first weights: the same one in a run and in its replay."""
+"""This module builds the trainer that a configuration describes, at its first weights. Runs and replays both use it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Built:
     device: str
     ranks: Ranks | None
     base_digest: int
-    """Of the base model, with [lora]; else 0."""
+    """The digest of the base model with [lora]; else 0."""
 
 
 def build_trainer(
@@ -40,20 +40,21 @@ def build_trainer(
     spans: SpanRecorder | None = None,
     meet: Callable[[str], Ranks | None] = lambda device: None,
 ) -> Built:
-    """The trainer that a configuration describes, before its first step.
+    """Build the trainer that a configuration describes, before its first step.
 
-    `meet` is given the device and gives this process's place among the ranks, once the model is loaded; without it the
-    trainer is the only one.
+    `meet` is called with the device once the model is loaded, and returns this process's place among the ranks. By
+    default the trainer has a single rank.
     """
     device = choose_device(config.training.device)
     in_four_bits = config.lora is not None and config.lora.base == "nf4"
-    # Master weights are float32 whatever the serving dtype: small updates would vanish in bfloat16.
+    # Master weights are float32 whatever the serving dtype is, because small updates would vanish in bfloat16.
     model = load_model(
         config.model.path,
         weights=config.model.weights,
         dtype="float32",
         seed=config.run.seed,
-        # Ranks shard what they hold on the host, where others make it small: a GPU may not have room for all of it.
+        # A GPU may not have room for the whole model: with several ranks each rank shards it on the host, and 4 bits
+        # are packed there.
         device="cpu" if config.training.offload or config.training.ranks > 1 or in_four_bits else device,
     )
     adapter, base_digest = None, 0
@@ -79,7 +80,7 @@ def build_trainer(
 
 
 def _freeze(model: Any, config: Config, lora: LoraConfig, checkpoints: Path) -> tuple[Path, int]:
-    """Make this model the base of an adapter; where those who load the adapter find it, and its digest."""
+    """Freeze this model as the base of an adapter. Return its digest and the directory where others find it."""
     layers = frozen_linears(model, tuple(lora.modules)) if lora.base == "nf4" else {}
     round_weights(layers)
     digest = digest_as(named_weights(model), config.model.dtype)
@@ -91,7 +92,7 @@ def _freeze(model: Any, config: Config, lora: LoraConfig, checkpoints: Path) -> 
 
 
 def _teacher(config: Config, device: torch.device) -> Any:
-    """The frozen model to learn from, whole on every rank where its passes are; 16 bits are enough for it on a GPU."""
+    """Load the frozen teacher, whole on every rank, on the device of the passes. On a GPU 16 bits are enough for it."""
     if config.algorithm.teacher is None:
         return None
     dtype = "float32" if device.type == "cpu" else "bfloat16"

@@ -1,7 +1,7 @@
-"""Decoder layers compiled for training: one compilation for all layers of a kind and all lengths of rows.
+"""Decoder layers compiled for training: one compilation serves all layers of a kind and all lengths of rows.
 
-Attention is one operation that the compiler does not look into; what is fused is the rest. A compilation that fails is
-said in one line, and the layers run as they are from then on.
+Attention is one operation that the compiler does not look into; the rest is fused. If a compilation fails, one line
+says so, and the layers run uncompiled from then on.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "headrace_compiled"
 OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"triton.mix_order_reduction": False}
-"""This fusion pays only in long rows, so it compiles a layer anew for every range of lengths."""
+"""This fusion is off: it pays only in long rows, so torch would compile a layer again for every range of lengths."""
 
 
 class CompiledLayers:
-    """Runs layers compiled, or as they are."""
+    """The switch that runs layers compiled or uncompiled."""
 
     def __init__(self, layers: Iterable[torch.nn.Module], *, backend: str | Callable[..., Any] = "inductor") -> None:
         self.on = True
         self.arithmetic = compiled_arithmetic() if backend == "inductor" else PLAIN
-        # Loaded here, as by `prepare_to_compile`.
+        # The import is here for the same reason as in `prepare_to_compile`.
         import torch._dynamo
 
         self.failure: type[Exception] = torch._dynamo.exc.TorchDynamoException
-        """What a compilation that fails raises."""
+        """The exception that a failed compilation raises."""
         for layer in layers:
             layer.forward = self._switched(layer.forward, backend)
 
@@ -47,7 +47,7 @@ class CompiledLayers:
         return run
 
     def give_up(self, error: BaseException) -> None:
-        """Say why, and run the layers as they are."""
+        """Log why compilation failed, and run the layers uncompiled from now on."""
         logger.warning("layers are trained uncompiled: %s", (str(error).strip().splitlines() or ["no reason given"])[0])
         self.on = False
 
@@ -55,26 +55,26 @@ class CompiledLayers:
 def compile_model(
     model: Any, layers: Iterable[torch.nn.Module], *, backend: str | Callable[..., Any] = "inductor"
 ) -> None:
-    """Compile these layers of a model in place, when they are first used."""
+    """Set up these layers of a model, in place, to be compiled at their first use."""
     prepare_to_compile(model)
     model.__dict__[_ATTRIBUTE] = CompiledLayers(layers, backend=backend)
 
 
 def compiled_layers(model: Any) -> CompiledLayers | None:
-    """What `compile_model` made of this model, if it did."""
+    """Return what `compile_model` attached to this model, or None."""
     found: CompiledLayers | None = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
     return found
 
 
 def arithmetic_of(model: Any) -> Arithmetic:
-    """How logits are read: compiled where the layers are."""
+    """Return the functions that read logits: compiled if the layers are compiled."""
     layers = compiled_layers(model)
     return layers.arithmetic if layers is not None and layers.on else PLAIN
 
 
 @contextmanager
 def uncompiled(model: Any) -> Iterator[None]:
-    """Inside, the layers run as they are: for a few short passes, of which none is worth a compilation."""
+    """Run the layers uncompiled inside this context, for a few short passes that are not worth a compilation."""
     layers = compiled_layers(model)
     before = layers is not None and layers.on
     if layers is not None:

@@ -1,8 +1,8 @@
-"""Attention of a packed row by variable-length kernels, also where sequences share a prefix: exact, without a mask.
+"""Attention of a packed row by variable-length kernels, exact and without a mask, also where sequences share a prefix.
 
-Every segment attends to itself causally. What continues a shared prefix attends to that as well, wholly, in a second
-call; the two results are joined by their log-sum-exps. A kernel's backward pass needs only the joined output and the
-joined log-sum-exp to give its own share of the gradients, so those add up to the whole.
+Every segment attends to itself causally. A segment that continues a shared prefix also attends to the whole prefix, in
+a second call. The two results are joined by their log-sum-exps. The backward pass of a kernel needs only the joined
+output and the joined log-sum-exp to compute its share of the gradients, so the shares add up to the whole gradient.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class Ranges(NamedTuple):
-    """Which queries see which keys: stretch i of the queries sees stretch i of the keys."""
+    """The ranges of queries and keys that see each other: range i of the queries sees range i of the keys."""
 
-    queries: torch.Tensor  # int32 [n + 1], where stretches begin, and the end
+    queries: torch.Tensor  # int32 [n + 1], the start of each range, and the end of the last
     keys: torch.Tensor
     longest_query: int
     longest_key: int
@@ -31,10 +31,10 @@ class Ranges(NamedTuple):
 
 
 class Kernels:
-    """The kernels that torch has for CUDA. Queries [T, H, D], keys and values [T', K, D], log-sum-exps [H, T]."""
+    """The CUDA kernels of torch. Queries are [T, H, D], keys and values [T', K, D], log-sum-exps [H, T]."""
 
     def take(self, query: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether they compute on tensors like these."""
+        """Return whether the kernels can compute on tensors like these."""
         size = query.shape[-1]
         fits = size == value.shape[-1] and size % 8 == 0 and size <= LARGEST_HEAD
         return fits and query.is_cuda and query.dtype in _HALF
@@ -42,7 +42,7 @@ class Kernels:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: Ranges, scale: float, window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output and the log-sum-exp of every query's scores."""
+        """Return the output, and the log-sum-exp of every query's scores."""
         output, lse, *_ = torch.ops.aten._flash_attention_forward(
             q,
             k,
@@ -71,8 +71,8 @@ class Kernels:
         scale: float,
         window: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradients of queries, keys and values."""
-        # What would hold the state of dropout, which there is none of.
+        """Return the gradients of queries, keys and values."""
+        # The kernel wants the random state of dropout, but there is no dropout.
         state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
             gradient,
@@ -96,18 +96,18 @@ class Kernels:
 
 
 def _sides(window: int | None) -> dict[str, int]:
-    # The kernels count the tokens before a query without itself.
+    # The kernels do not count the query's own token as part of the window.
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 class RowRanges:
-    """The stretches of one row, planned once for all layers."""
+    """The ranges of one row, planned once for all layers."""
 
     def __init__(self, row: MicroBatch, device: torch.device) -> None:
         own = [s.length for s in row.segments if s.length]
         self.own = _ranges(own, own, device, causal=True)
         self.longest = int(row.position_ids.max()) + 1
-        """The longest sequence, its prefix included."""
+        """The length of the longest sequence, its prefix included."""
         families: dict[int, list[int]] = {}
         for i, segment in enumerate(row.segments):
             if segment.prefix is not None and segment.length:
@@ -115,14 +115,14 @@ class RowRanges:
         self.shared: Ranges | None = None
         if families:
             prefixes = [row.segments[prefix] for prefix in families]
-            # What continues a prefix lies in one piece.
+            # The segments that continue a prefix are contiguous.
             spans = [(row.segments[members[0]].start, row.segments[members[-1]].end) for members in families.values()]
             self.continuing = _places(spans, device)
             self.prefixes = _places([(p.start, p.end) for p in prefixes], device)
             self.shared = _ranges([b - a for a, b in spans], [p.length for p in prefixes], device, causal=False)
 
     def takes(self, window: int | None) -> bool:
-        """Whether this window can be told to kernels: not one that may end within a shared prefix."""
+        """Return whether the kernels can use this window. They cannot if the window may end within a shared prefix."""
         return window is None or self.shared is None or window >= self.longest
 
 
@@ -146,7 +146,7 @@ def attend_row(
     window: int | None,
     kernels: Kernels,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output [T, H, D] and the log-sum-exps [H, T] of a row."""
+    """Return the output [T, H, D] and the log-sum-exps [H, T] of a row."""
     output, lse = kernels.forward(q, k, v, row.own, scale, _within(window, row))
     if row.shared is None:
         return output, lse
@@ -175,7 +175,7 @@ def attend_row_backward(
     window: int | None,
     kernels: Kernels,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of `attend_row`'s output with respect to q, k and v."""
+    """Return the gradients of `attend_row`'s output with respect to q, k and v."""
     dq, dk, dv = kernels.backward(gradient, q, k, v, output, lse, row.own, scale, _within(window, row))
     if row.shared is not None:
         at, before = row.continuing, row.prefixes
@@ -200,7 +200,7 @@ def _within(window: int | None, row: RowRanges) -> int | None:
 
 
 class FlashAttention(torch.autograd.Function):
-    """`attend_row` as an operation that autograd knows."""
+    """The operation `attend_row` for autograd."""
 
     @staticmethod
     def forward(
@@ -213,7 +213,7 @@ class FlashAttention(torch.autograd.Function):
         window: int | None,
         kernels: Kernels,
     ) -> torch.Tensor:
-        """The output, [T, H, D]."""
+        """Return the output, [T, H, D]."""
         output, lse = attend_row(q, k, v, row, scale, window, kernels)
         ctx.save_for_backward(q, k, v, output, lse)
         ctx.arguments = row, scale, window, kernels
@@ -221,5 +221,5 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         return (*attend_row_backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.arguments), None, None, None, None)

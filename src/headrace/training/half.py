@@ -1,7 +1,8 @@
-"""Two copies of the weights: 16 bits that the passes read, and master weights that the optimizer moves.
+"""Two copies of the weights: a 16-bit copy that the passes read, and master weights that the optimizer updates.
 
-The masters keep what the model had before, and their storage: whoever holds them sees every step. Gradients of the
-passes are added up in the masters' dtype; the 16-bit copy is the masters rounded, at every moment between two steps.
+The masters take over the values and the memory of the model's original weights, so whoever holds those tensors sees
+every step. Gradients of the passes are added up in the masters' dtype. Between two steps, the 16-bit copy is always the
+rounded masters.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 
 class HalfWeights:
-    """Makes a model compute in a narrower dtype, in place."""
+    """The conversion of a model, in place, to compute in a narrower dtype."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
         self.masters: dict[str, torch.nn.Parameter] = {}
@@ -28,7 +29,7 @@ class HalfWeights:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Move the gradients of a pass to the masters."""
+        """Add the gradients of a pass to the masters, and drop them from the copy."""
         for name, copy in self._copies.items():
             if copy.grad is None:
                 continue
@@ -48,7 +49,7 @@ class HalfWeights:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, the model's trainable parameters are the masters: to be written down, not to compute with."""
+        """Make the model's trainable parameters the masters inside this context: for saving, not for computing."""
         held = {name: copy.data for name, copy in self._copies.items()}
         for name, copy in self._copies.items():
             copy.data = self.masters[name].data

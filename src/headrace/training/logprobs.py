@@ -1,8 +1,8 @@
-"""Log-probabilities where they are trained, and nowhere else.
+"""Log-probabilities of trained tokens. No other log-probabilities are computed.
 
-The model's own head code makes the logits (some models cap or scale them), in float32 at least, and they never exist
-for more than `CHUNK_ELEMENTS` at a time, forward or backward: memory does not grow with tokens x vocabulary. On a GPU,
-a head that is a matrix and nothing else is computed by `head`, unless entropies or kept sets are read.
+The logits come from the model's own head code, because some models cap or scale them, and are in float32 at least. At
+most `CHUNK_ELEMENTS` of them exist at a time, forward or backward, so memory does not grow with tokens x vocabulary. On
+a GPU, a head that is only a matrix is computed by `head`, unless entropies or kept sets are read.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from headrace.training.wide_head import WideHead
 from headrace.types import Kept
 
 CHUNK_ELEMENTS = 1 << 26
-"""Logits held at once (256 MiB in float32); a row with more is computed in pieces, and again in its backward pass."""
+"""The number of logits that exist at once (256 MiB in float32). A row with more is computed in chunks, and its backward
+pass computes them again."""
 DEVICE_CHUNKS = 4
-"""A GPU holds so many times as much: small pieces would leave it idle."""
+"""A GPU holds this many times as many logits at once, because small chunks would leave it idle."""
 
 
 def row_logprobs(model: Any, row: MicroBatch, *, temperature: float = 1.0, kept: Kept | None = None) -> torch.Tensor:
-    """The log-probability of every target of a row, [M], differentiable. The model is not changed."""
+    """Return the log-probability of every target of a row, [M], differentiable. The model is not changed."""
     return read_row(model, row, temperature=temperature, kept=kept).logprobs
 
 
@@ -48,12 +49,13 @@ def read_row(
     attention: PackedAttention | None = None,
     chunk_elements: int | None = None,
 ) -> Readings:
-    """The same, with the entropy where it is asked for. `kept` has a set for each target, or an empty one.
+    """Return the log-probabilities of a row's targets, and the entropy if it is wanted.
 
-    Compiled layers need `attention`, the row's, in their backward pass too: the caller keeps it until then.
+    `kept` has a set for each target, which may be empty. Compiled layers need the row's `attention` in their backward
+    pass too, so the caller must keep it until then.
     """
     device = input_device(model)
-    # Answers to one prompt share the position that predicts their first token: its logits are made once.
+    # Answers to one prompt share the position that predicts their first token, so its logits are computed once.
     places, inverse = np.unique(row.predictors, return_inverse=True)
     at = upload(places, device)
     inputs = {
@@ -88,10 +90,10 @@ _plain_heads: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 def has_plain_head(model: Any) -> bool:
-    """Whether the logits are a product of hidden states and one whole matrix, and nothing is done to them after it."""
+    """Return whether the logits are only the product of hidden states with one whole matrix, without later changes."""
     if model not in _plain_heads:
         head = model.get_output_embeddings()
-        # By exact type: what wraps a layer, or spreads a weight over ranks, is a class of its own.
+        # The types must be exact: a wrapped layer, or a weight that is spread over ranks, has a class of its own.
         kinds = type(head), type(getattr(head, "bias", None)), type(getattr(head, "weight", None))
         plain = kinds == (torch.nn.Linear, type(None), torch.nn.Parameter)
         _plain_heads[model] = plain and _is_product(model, head.weight)
@@ -105,9 +107,10 @@ def _is_product(model: Any, weight: torch.Tensor) -> bool:
 
 
 def _called(model: Any, function: Callable[[], Readings]) -> Readings:
-    """Run this in place of the model's forward: inside one call of it, where a sharded model has gathered its weights.
+    """Run a function in place of the model's forward, inside one call of the model.
 
-    Body and head are used one by one there, and the head again in the backward pass.
+    A sharded model has gathered its weights inside that call, and the function uses body and head separately. The head
+    is used again in the backward pass.
     """
 
     def forward(_: None) -> Readings:
@@ -116,7 +119,7 @@ def _called(model: Any, function: Callable[[], Readings]) -> Readings:
 
     model.forward = forward
     try:
-        # With an argument: one that shards over GPUs looks for what to move there.
+        # The call has an argument because FSDP on GPUs looks for arguments to move to the device.
         found: Readings = model(None)
         return found
     finally:
@@ -124,7 +127,7 @@ def _called(model: Any, function: Callable[[], Readings]) -> Readings:
 
 
 def _chunks(inverse: Index, size: int, row: MicroBatch, kept: Kept | None, device: torch.device) -> Iterator[Wanted]:
-    """The targets of each chunk of `size` positions."""
+    """Yield the plan of the targets of each chunk of `size` positions."""
     order = np.argsort(inverse, kind="stable")
     for start in range(0, int(inverse.max()) + 1, size):
         first, last = np.searchsorted(inverse[order], [start, start + size])
@@ -152,7 +155,7 @@ def _in_chunks(
 
 
 class _Body(torch.nn.Module):
-    """Stands in for a model's body when only its head is to run: answers with hidden states that are there already."""
+    """A stand-in for a model's body that returns given hidden states, so that only the head runs."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -163,7 +166,7 @@ class _Body(torch.nn.Module):
 
 
 class _Output:
-    """The output of a body, all of whose optional parts are absent."""
+    """The output of the stand-in body. All optional parts are absent."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -178,7 +181,7 @@ class _Output:
 
 
 def _head(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """The logits of hidden states [n, d], through everything that the model itself does after its body."""
+    """Return the logits of hidden states [n, d], through everything that the model itself does after its body."""
     name = model.base_model_prefix
     body = model._modules[name]
     model._modules[name] = _Body(hidden[None])

@@ -1,7 +1,7 @@
-"""A LoRA adapter under training: its parameters alone have gradients, and the base model stays what it was to the bit.
+"""A LoRA adapter in training: only the adapter has gradients, and the base model stays the same to the bit.
 
-peft makes the layers and its format is that of checkpoints. Which weights are adapted is decided where engines decide
-it too, and an adapter that peft would make another way is refused: what is published is what they expect.
+peft makes the layers, and checkpoints are in peft's format. `models.lora_targets` decides which weights are adapted,
+for engines too. An adapter that peft would build differently is refused, so engines get the tensors that they expect.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ from headrace.training.snapshot import on_host
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 BASES = {"full": "base", "nf4": "base-nf4"}
-"""Beside the checkpoints, by what it is held in: a base model that no other directory holds."""
+"""The name of the directory, beside the checkpoints, of a base model that no other directory holds; by the format in
+which the base model is held."""
 
 
 class TrainedAdapter:
-    """The adapter of one model, which gets peft's layers in place and is frozen otherwise."""
+    """The adapter of one model. The model gets peft's layers in place and is frozen otherwise."""
 
     def __init__(self, model: Any, config: LoraConfig, *, base: Path, seed: int = 0) -> None:
-        """`base` is the directory that checkpoints name as their base model. B is zero; A depends on `seed` alone."""
-        from peft import get_peft_model  # late: it takes seconds, and training all weights needs none of it
+        """Add the adapter. `base` is the directory that checkpoints name as base model.
+
+        B is zero, and A depends on `seed` alone.
+        """
+        from peft import get_peft_model  # late, because it takes seconds and is needed only with [lora]
 
         targets = find_targets(model, tuple(config.targets), tuple(config.modules))
         if targets.stacks and config.dropout:
@@ -59,16 +63,22 @@ class TrainedAdapter:
         _check_names(self._weights, targets, config.rank)
 
     def find_weights(self) -> None:
-        """Look for the adapter's tensors, again where the model has been sharded: others are in their places then."""
+        """Look up the adapter's tensors.
+
+        Call this again after the model was sharded, because sharding replaces the tensors.
+        """
         self._weights = adapter_weights(self._model)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """What is published: the adapter's live tensors by the names that engines know."""
+        """Return the tensors that are published: the adapter's live tensors by the names that engines know."""
         return dict(self._weights)
 
     @contextmanager
     def dropout(self, step: int, share: int = 0) -> Iterator[None]:
-        """Inside, the adapter's inputs are dropped out; what is dropped depends on seed, step and share of the rows."""
+        """Apply dropout to the adapter's inputs inside this context.
+
+        What is dropped depends on the seed, the step and the share of the rows.
+        """
         if not self._dropouts:
             yield
             return
@@ -87,8 +97,11 @@ class TrainedAdapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Inside, the model is its base, from which a divergence is measured. Not for gradients."""
-        # What peft switches on and off must be a rank's own parameters, not those that a pass has gathered.
+        """Switch the adapter off inside this context, so that the model computes as its base. Not for gradients.
+
+        The divergence from the reference is measured against this base.
+        """
+        # peft must switch a rank's own parameters on and off, not the parameters that a pass has gathered.
         reshard(self._model)
         with self._peft.disable_adapter():
             try:
@@ -97,7 +110,10 @@ class TrainedAdapter:
                 reshard(self._model)
 
     def snapshot(self) -> Callable[[Path], None]:
-        """Copy the adapter as it is now, on several ranks all of it; what writes the copy as peft does."""
+        """Copy the current adapter, and return the function that writes the copy as peft does.
+
+        Ranks gather the whole adapter.
+        """
         state = on_host({name: whole_tensor(tensor) for name, tensor in self._state().items()})
         settings = copy.copy(self._settings)
         settings.inference_mode = True
@@ -109,7 +125,7 @@ class TrainedAdapter:
         return write
 
     def load(self, path: Path) -> None:
-        """Make the adapter that of this directory; a `UserError` unless it is one of the same layers and rank."""
+        """Load the adapter in this directory. Raises a `UserError` unless it has the same layers and rank."""
         file = path / ADAPTER_FILE
         if not file.is_file():
             raise UserError(f"{path} holds no adapter: it is of a run without [lora]")
@@ -120,7 +136,7 @@ class TrainedAdapter:
         take_part(saved, live)
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """The live tensors by the names of peft's files."""
+        """Return the live tensors by the names in peft's files."""
         from peft import get_peft_model_state_dict
 
         state: dict[str, torch.Tensor] = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
@@ -128,7 +144,10 @@ class TrainedAdapter:
 
 
 def keep_base(model: Any, directory: Path, source: Path, name: str = BASES["full"]) -> Path:
-    """Write a model that was drawn at random, or rounded, once; the complete model directory that it became."""
+    """Write a base model that was drawn at random or rounded, unless it is there already.
+
+    Return its model directory.
+    """
     final = directory / name
     if not final.is_dir():
         partial = directory / f".partial-{name}-{os.getpid()}"
@@ -140,13 +159,16 @@ def keep_base(model: Any, directory: Path, source: Path, name: str = BASES["full
         except OSError:
             if not final.is_dir():
                 raise
-            # Another rank was first, with the same.
+            # Another rank was first and wrote the same model.
             shutil.rmtree(partial)
     return final
 
 
 def base_of(checkpoint: Path) -> Path:
-    """The base model that an adapter checkpoint names; one that was kept beside it moves with it."""
+    """Return the base model that an adapter checkpoint names.
+
+    A base beside the checkpoint is found after a move too.
+    """
     try:
         named = Path(msgspec.json.decode((checkpoint / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"])
     except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
@@ -174,7 +196,7 @@ def _peft_config(model: Any, config: LoraConfig, targets: Targets) -> Any:
 
 
 def _short_names(wanted: Iterable[str], known: Iterable[str], parts: int) -> list[str]:
-    """Names by their last parts, where those name nothing else that is known: files stay readable."""
+    """Return names shortened to their last parts if those match nothing else, so that files stay readable."""
     wanted = list(wanted)
     short = sorted({".".join(name.split(".")[-parts:]) for name in wanted})
     meant = {name for name in known if any(name == end or name.endswith(f".{end}") for end in short)}

@@ -1,7 +1,8 @@
-"""The trainer's ranks: one process each, in a grid of `data` rows of work by `tensor` slices of the model.
+"""The trainer's ranks: one process each, in a grid of `data` (rows of work) by `tensor` (slices of the model).
 
-Every rank is sent the same messages in the same order, so all of them come to the same collective; none waits longer
-for the others than the group's deadline. What runs in a background thread has a group of its own, never the step's.
+Every rank is sent the same messages in the same order, so all ranks reach the same collective. No rank waits longer for
+the others than the deadline of the process group. A background thread uses a process group of its own, never the group
+of the step.
 """
 
 from __future__ import annotations
@@ -24,34 +25,34 @@ _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's place among all, and the groups that it speaks in."""
+    """This rank's place among all ranks, and the process groups that it uses."""
 
     rank: int
     mesh: DeviceMesh
     device: torch.device
     publishing: dist.ProcessGroup
-    """Of the publisher's thread, on the host."""
+    """The process group of the publisher's thread, on the host."""
     storing: dist.ProcessGroup
-    """Of the thread that writes checkpoints, on the host."""
+    """The process group of the thread that writes checkpoints, on the host."""
 
     @property
     def count(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return self.mesh.size()
 
     @property
     def data(self) -> int:
-        """Which share of a step's rows is this rank's."""
+        """The index of this rank's share of a step's rows."""
         return self.mesh.get_local_rank("data")
 
     @property
     def data_ranks(self) -> int:
-        """Into how many shares the rows of a step are cut."""
+        """The number of shares into which the rows of a step are divided."""
         return self.mesh["data"].size()
 
     @property
     def tensor_ranks(self) -> int:
-        """How many ranks work on one row together."""
+        """The number of ranks that work on one row together."""
         return self.mesh["tensor"].size() if "tensor" in self._names else 1
 
     @property
@@ -60,19 +61,19 @@ class Ranks:
         return {name: self.mesh.get_local_rank(name) for name in self._names}
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
-        """The sums over the shares of the rows; equal on all ranks."""
+        """Return the sums over the shares of the rows. They are equal on all ranks."""
         return self._summed(values, self.mesh.get_group("data"))
 
     def sum_over_all(self, values: Sequence[float]) -> list[float]:
-        """The sums over all ranks; equal on all of them."""
+        """Return the sums over all ranks. They are equal on all ranks."""
         return self._summed(values, None)
 
     def meet(self) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has called this method."""
         dist.barrier(self.storing)
 
     def leave(self) -> None:
-        """End the groups. The last thing that a rank does."""
+        """Destroy the process groups. This is the last call of a rank."""
         dist.destroy_process_group()
 
     @property
@@ -86,17 +87,18 @@ class Ranks:
 
 
 def join(store: Path, rank: int, ranks: int, *, tensor_parallel: int, device: str, timeout: float) -> Ranks:
-    """Meet the other ranks at `store`, a file that was not there before, and form the grid.
+    """Meet the other ranks at `store`, a file that did not exist before, and form the grid.
 
-    On GPUs each rank has its own; a `UserError` where they are too few.
+    On GPUs each rank has a GPU of its own. Raises a `UserError` if there are too few GPUs.
     """
-    # One host: nothing listens beyond it, whatever its name resolves to. A launcher of several hosts sets these.
+    # On one host, nothing may listen beyond the host, whatever its name resolves to. A launcher for several hosts sets
+    # these.
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, _LOOPBACK)
     place = torch.device(device)
     if place.type == "cuda":
         if ranks > (here := torch.cuda.device_count()):
-            # Two ranks on one GPU cannot speak through NCCL.
+            # NCCL does not work with two ranks on one GPU.
             raise UserError(f"[training] ranks: {ranks} ranks need {ranks} GPUs, and this machine has {here}")
         place = torch.device("cuda", rank)
         torch.cuda.set_device(place)

@@ -1,7 +1,8 @@
-"""From logits to log-probabilities and entropies of what was sampled: the arithmetic of one chunk.
+"""The arithmetic of one chunk: from logits to log-probabilities and entropies of sampled tokens.
 
-A target with a kept set is read from the distribution over that set alone, any other from the whole vocabulary. The
-softmax is taken in float32 at least. What to read is planned on the host, so nothing here waits for a device.
+A target with a kept set is read from the distribution over that set alone; any other target is read from the whole
+vocabulary. The softmax is computed in float32 at least. The host plans what to read, so nothing here waits for a
+device.
 """
 
 from __future__ import annotations
@@ -18,34 +19,34 @@ from headrace.training.transfer import upload
 from headrace.types import Kept
 
 EntropyOf = Literal["none", "value", "gradient"]
-"""Whether the entropy is wanted: not at all, as a number, or differentiable."""
+"""How the entropy is wanted: not at all, as a number, or differentiable."""
 
 
 class Readings(NamedTuple):
-    """What is read for each of M targets."""
+    """The values that are read for each of M targets."""
 
     logprobs: torch.Tensor
-    """[M], differentiable."""
+    """The log-probabilities, [M], differentiable."""
     entropy: torch.Tensor | None = None
-    """[M], of the distribution that the target is read from."""
+    """The entropy, [M], of the distribution that the target is read from."""
 
 
 class KeptSets(NamedTuple):
-    """The kept sets of k of a chunk's targets, K tokens in all."""
+    """The kept sets of those k targets of a chunk that have one, K tokens in all."""
 
-    members: torch.Tensor  # [k], which targets have one
-    rows: torch.Tensor  # [K], where in the chunk
+    members: torch.Tensor  # [k], the targets that have a kept set
+    rows: torch.Tensor  # [K], the token's row in the chunk
     tokens: torch.Tensor  # [K]
-    owners: torch.Tensor  # [K], which of the k a token was kept for
+    owners: torch.Tensor  # [K], which of the k sets the token belongs to
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be read from a chunk of logits, [n, V]: m targets."""
+    """The plan for reading m targets from a chunk of logits, [n, V]."""
 
     targets: Index
-    """Which of the row's targets these are."""
-    rows: torch.Tensor  # [m], where in the chunk
+    """The indices of these targets among the row's targets."""
+    rows: torch.Tensor  # [m], the target's row in the chunk
     tokens: torch.Tensor  # [m]
     kept: KeptSets | None
     whole: bool
@@ -53,7 +54,10 @@ class Wanted:
 
     @classmethod
     def of(cls, targets: Index, rows: Index, row: MicroBatch, kept: Kept | None, device: torch.device) -> Wanted:
-        """These targets of a row, found at these rows of the chunk; `kept` has a set for each target of the row."""
+        """Plan the reading of these targets, found at these rows of the chunk.
+
+        `kept` has a set for each target of the row.
+        """
 
         def moved(array: Any) -> torch.Tensor:
             return upload(np.asarray(array, np.int64), device)
@@ -74,7 +78,7 @@ class Wanted:
 
 
 def read(logits: torch.Tensor, wanted: Wanted, temperature: float, entropy: EntropyOf) -> Readings:
-    """The log-probabilities, and the entropies where they are asked for."""
+    """Return the log-probabilities, and the entropies if they are wanted."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
         logits = logits / temperature
@@ -91,7 +95,7 @@ def read(logits: torch.Tensor, wanted: Wanted, temperature: float, entropy: Entr
 
 
 def _whole(logits: torch.Tensor, entropy: EntropyOf) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normaliser of each row over the vocabulary, [n], and its entropy (zeros where it is not asked for)."""
+    """Return the normaliser of each row over the vocabulary, [n], and its entropy (zeros if it is not wanted)."""
     normaliser = logits.logsumexp(dim=-1)
     if entropy == "none":
         return normaliser, torch.zeros_like(normaliser)
@@ -101,7 +105,7 @@ def _whole(logits: torch.Tensor, entropy: EntropyOf) -> tuple[torch.Tensor, torc
 
 
 def _among(logits: torch.Tensor, kept: KeptSets, entropy: EntropyOf) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same over the kept tokens of each member, [k]."""
+    """Return the normaliser and the entropy over the kept tokens of each member, [k]."""
     values = logits[kept.rows, kept.tokens]
     none = values.new_zeros(len(kept.members))
     top = torch.full_like(none, -torch.inf).scatter_reduce(0, kept.owners, values.detach(), "amax")

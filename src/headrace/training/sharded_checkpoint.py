@@ -1,13 +1,13 @@
-"""Checkpoints of several ranks: each writes its own shards, beside training, and any number of ranks reads them.
+"""Checkpoints of several ranks: each rank writes its own shards in the background, and any number of ranks can read.
 
     step-00000042/
-      config.json, tokenizer.json, ...   a model directory without weights, until `consolidate` is asked for them
-      trainer/shards/                    a torch distributed checkpoint: weights, optimizer and, where no
-                                         model directory has it, the reference
+      config.json, tokenizer.json, ...   a model directory without weights; `consolidate` adds the weights
+      trainer/shards/                    a torch distributed checkpoint: weights, optimizer and, if no
+                                         model directory holds it, the reference
       trainer/state.json
 
-The directory gets its name once all shards are on the disk. The index of the shards is a pickle of torch's: like any
-checkpoint of torch, read only what you wrote.
+The directory gets its final name once all shards are on the disk. The index of the shards is a pickle written by torch.
+As with any torch checkpoint, read only files that you wrote.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ REFERENCE = "reference/"
 
 
 class ShardWriter:
-    """Writes one checkpoint at a time in the background; the same calls on all ranks."""
+    """The writer of sharded checkpoints: one at a time, in the background. All ranks must make the same calls."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -54,13 +54,15 @@ class ShardWriter:
     def save(
         self, directory: Path, state: TrainerState, tensors: Mapping[str, torch.Tensor], fill: Callable[[Path], None]
     ) -> Future[Path]:
-        """Copy the tensors now and write them while the trainer goes on; the future is the checkpoint, once whole.
+        """Copy the tensors now, and write them while the trainer continues.
 
-        `fill` writes what else belongs to it, on the first rank.
+        The future gives the path of the whole checkpoint. `fill` writes the other files of the checkpoint, on the first
+        rank.
         """
         if self._last is not None:
             self._last.result()
-            # And for whatever is done with it, such as pruning older ones: that clears the directory too.
+            # Also wait for the callbacks of that checkpoint, such as pruning older ones, because pruning clears the
+            # directory too.
             self._thread.submit(lambda: None).result()
         partial = partial_path(directory, state)
         if self._ranks.rank == 0:
@@ -76,11 +78,11 @@ class ShardWriter:
         return self._last
 
     def close(self) -> None:
-        """Wait for what is being written. Idempotent."""
+        """Wait for the checkpoint that is being written. Idempotent."""
         self._thread.shutdown(wait=True)
 
     def _finish(self, partial: Path, state: TrainerState, written: Any, fill: Callable[[Path], None]) -> Path:
-        # The first rank is answered when all have written, and the index with them.
+        # On the first rank this returns when all ranks have written their shards and the index is written.
         written.result()
         if self._ranks.rank:
             return partial.parent / f"step-{state.steps_done:08d}"
@@ -89,7 +91,7 @@ class ShardWriter:
 
 
 def read_shards(checkpoint: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks | None) -> None:
-    """Fill these tensors, which may be sharded in another way than the checkpoint is."""
+    """Load values into these tensors, which may be sharded in another way than the checkpoint."""
     load(
         dict(tensors),
         storage_reader=FileSystemReader(checkpoint / SHARDS),
@@ -99,7 +101,7 @@ def read_shards(checkpoint: Path, tensors: Mapping[str, torch.Tensor], ranks: Ra
 
 
 def has_reference(checkpoint: Path) -> bool:
-    """Whether the shards hold the weights of a reference."""
+    """Return whether the shards hold the weights of a reference."""
     metadata = FileSystemReader(checkpoint / SHARDS).read_metadata().state_dict_metadata
     return any(key.startswith(REFERENCE) for key in metadata)
 
@@ -107,7 +109,7 @@ def has_reference(checkpoint: Path) -> bool:
 def read_optimizer(
     checkpoint: Path, parameters: Mapping[str, torch.Tensor], ranks: Ranks | None
 ) -> dict[str, torch.Tensor]:
-    """This rank's part of the optimizer's tensors, by `kind/parameter name`."""
+    """Return this rank's part of the optimizer's tensors, by `kind/parameter name`."""
     metadata = FileSystemReader(checkpoint / SHARDS).read_metadata().state_dict_metadata
     targets: dict[str, torch.Tensor] = {}
     for key, saved in metadata.items():
@@ -124,9 +126,9 @@ def read_optimizer(
 
 
 def write_model_files(model: Any, path: Path) -> None:
-    """Configuration files of the model, as `save_pretrained` would write them, without its weights."""
+    """Write the model's configuration files as `save_pretrained` would, without weights."""
     config = copy.deepcopy(model.config)
-    # Sharding derives a class of its own from the model's.
+    # FSDP derives a class of its own from the model's class.
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(path)
     if model.can_generate():
@@ -134,16 +136,16 @@ def write_model_files(model: Any, path: Path) -> None:
 
 
 def consolidate(checkpoint: Path, dtype: str = "float32") -> Path:
-    """Give a sharded checkpoint weights in safetensors, so that it is a complete model directory; its path.
+    """Add weights in safetensors to a sharded checkpoint, so that it is a complete model directory. Return its path.
 
-    Holds the model whole, once, in host memory. Nothing is done where the weights are there already.
+    The whole model is in host memory once. If the weights are there already, nothing is done.
     """
     if not is_sharded(checkpoint) or any(checkpoint.glob("*.safetensors")):
         return checkpoint
     whole = checkpoint / ".consolidated"
     shutil.rmtree(whole, ignore_errors=True)
     write_whole(checkpoint, whole, dtype)
-    # The index comes last: a reader sees all files of the weights, or none that it would look for.
+    # The index is moved last, so a reader sees either all weight files or no index that points to missing ones.
     for file in sorted(whole.glob("*.safetensors*"), key=lambda file: file.suffix == ".json"):
         file.rename(checkpoint / file.name)
     shutil.rmtree(whole)

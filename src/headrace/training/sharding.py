@@ -1,6 +1,7 @@
-"""A model over several ranks: FSDP2 by decoder layer, its rows of work over `data`, its matrices over `tensor`.
+"""A model over several ranks: FSDP2 by decoder layer, rows of work over `data`, matrices over `tensor`.
 
-Sharding changes where weights lie and who computes what, never what is computed. One rank is not wrapped at all.
+Sharding changes where weights are and which rank computes what, but never what is computed. With a single rank, the
+model is not wrapped at all, unless weights are offloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from headrace.training.tensor_parallel import split_matrices
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """The model's decoder layers, in order."""
+    """Return the model's decoder layers, in order."""
     count = model.config.get_text_config().num_hidden_layers
     stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
     if not stacks:
@@ -33,12 +34,12 @@ def decoder_layers(model: Any) -> list[torch.nn.Module]:
 
 
 def prepare_model(model: Any, training: TrainingConfig, ranks: Ranks | None = None) -> Any:
-    """Make this model, which every rank holds whole, ready to be trained as configured, in place."""
+    """Prepare a model, which every rank holds as a whole, for training as configured. The model is changed in place."""
     device = next(model.parameters()).device if ranks is None else ranks.device
     if training.compile and device.type == "cuda":
         compile_model(model, decoder_layers(model))
     if training.activation_checkpointing:
-        # Around what is compiled, so that what runs again is compiled too.
+        # This wraps the compiled layers, so that what is computed again is compiled too.
         recompute_layers(decoder_layers(model))
     if ranks is not None:
         _shard(model, ranks, training)
@@ -60,51 +61,55 @@ def _shard(model: Any, ranks: Ranks, training: TrainingConfig) -> None:
         fully_shard(module, mesh=ranks.mesh["data"], mp_policy=precision, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # A batch's weights are already divided by the whole step's count: gradients add up, over ranks too.
+            # A batch's weights are already divided by the count of the whole step, so gradients are summed, over ranks
+            # too.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 def reduce_gradients(model: torch.nn.Module, now: bool) -> None:
-    """Whether the next backward pass adds its gradients up over the ranks, or keeps them for a later one."""
+    """Set whether the next backward pass sums its gradients over the ranks, or keeps them for a later pass."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Let go of weights that a pass without a backward left gathered."""
+    """Release weights that a pass without a backward pass has left gathered."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 def bring_to_rest(model: torch.nn.Module) -> None:
-    """Let no pass hold weights nor read them any more, so that they can be exchanged for others where they lie."""
+    """Make sure that no pass holds or reads the weights any more, so that they can be exchanged in place."""
     reshard(model)
     device, held = input_device(model), local_tensor(next(model.parameters()))
     if device.type == "cuda" and held.device.type == "cpu":
-        # Offloaded weights are copied from the host whenever the GPU comes to it.
+        # The GPU copies offloaded weights from the host asynchronously.
         torch.cuda.synchronize(device)
 
 
 def input_device(model: torch.nn.Module) -> torch.device:
-    """Where a pass computes; offloaded weights lie elsewhere."""
+    """Return the device on which a pass computes. Offloaded weights are elsewhere."""
     parameter = next(model.parameters())
     return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def local_part(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """What this rank holds of a parameter, on the same memory: itself, where it is whole."""
+    """Return the part of a parameter that this rank holds, on the same memory.
+
+    If it is not sharded, that is all of it.
+    """
     part = local_tensor(parameter)
     return parameter if part is parameter else torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, on the same memory: itself, where it is whole."""
+    """Return the part of a tensor that this rank holds, on the same memory. If it is not sharded, that is all of it."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, of which this rank may hold only a part; the same calls on all ranks."""
+    """Return the whole of a tensor, of which this rank may hold a part. All ranks must make the same calls."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -116,7 +121,10 @@ def take_part(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Ten
 
 
 def placed_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor of the optimizer's as a shard of a whole: as its parameter is, unless it has a shape of its own."""
+    """Return an optimizer tensor as a shard, placed like its parameter.
+
+    A tensor with another shape is returned as it is.
+    """
     if not isinstance(parameter, DTensor) or part.shape != parameter.to_local().shape or not part.ndim:
         return part
     return DTensor.from_local(
@@ -132,9 +140,10 @@ def placed_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def on_whole_matrices(
     function: Callable[[torch.Tensor], torch.Tensor], part: torch.Tensor, parameter: torch.Tensor
 ) -> torch.Tensor:
-    """This rank's part of what a function makes of matrices [..., m, n], given its part of them, cut like a parameter.
+    """Apply a function to matrices [..., m, n] of which this rank holds a part, and return its part of the result.
 
-    Every rank gathers them and computes all, unless a stack is cut between its matrices. The same calls on all ranks.
+    `part` is cut like `parameter`. Every rank gathers the matrices and computes all of them, unless a stack is cut only
+    between its matrices. All ranks must make the same calls.
     """
     if not isinstance(parameter, DTensor) or not _cuts_matrices(parameter):
         return function(part)
@@ -148,7 +157,7 @@ def _cuts_matrices(parameter: DTensor) -> bool:
 
 
 def global_norm(gradients: Iterable[torch.Tensor], ranks: Ranks | None) -> torch.Tensor:
-    """The norm of all gradients together, each element counted once; equal on all ranks."""
+    """Return the norm of all gradients together, with each element counted once. It is equal on all ranks."""
     gradients = list(gradients)
     if ranks is None:
         return torch.nn.utils.get_total_norm(gradients)
@@ -161,7 +170,7 @@ def global_norm(gradients: Iterable[torch.Tensor], ranks: Ranks | None) -> torch
 
 
 def copies(gradient: torch.Tensor, ranks: Ranks) -> int:
-    """How many ranks hold the same elements of a gradient or a parameter as this one."""
+    """Return how many ranks hold the same elements of a gradient or a parameter as this rank."""
     if not isinstance(gradient, DTensor):
         return ranks.count
     shards = 1

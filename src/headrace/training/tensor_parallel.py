@@ -1,8 +1,9 @@
-"""Tensor parallelism by the names that most families share: q/k/v/o and gate/up/down, embedding and head.
+"""Tensor parallelism by the module names that most model families share: q/k/v/o, gate/up/down, embedding and head.
 
-Matrices into heads and inner features are cut by output, those back by input, the vocabulary by token; everything else
-(norms, routers, experts) is the same on every tensor rank and sees the same activations. A family whose attention or
-feed-forward holds anything that is not known here is refused: a slice taken for a whole would train wrongly.
+Matrices into heads and inner features are cut by output, matrices back are cut by input, and the vocabulary is cut by
+token. Everything else (norms, routers, experts) is the same on every tensor rank and sees the same activations. A
+family whose attention or feed-forward holds an unknown part is refused: a slice that is mistaken for a whole would
+train wrongly.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from torch.distributed.tensor.parallel import (
 from headrace.errors import ConfigError, ModelError
 
 _HEADS_DIM = 2
-"""Of the norms of queries and keys: their input is [1, tokens, heads, head size]."""
+"""The heads dimension of the norms of queries and keys: their input is [1, tokens, heads, head size]."""
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 _HEAD_NORMS = ("q_norm", "k_norm")
 
 
 def split_matrices(model: Any, layers: Sequence[torch.nn.Module], mesh: DeviceMesh) -> None:
-    """Cut the model's matrices over this mesh, in place; a one-line error for a model that cannot be cut so."""
+    """Cut the model's matrices over this mesh, in place.
+
+    Raises a one-line error if the model cannot be cut this way.
+    """
     _check_sizes(model, mesh.size())
     for layer in layers:
         parallelize_module(layer, mesh, layer_plan(layer, type(model).__name__), src_data_rank=None)
@@ -39,7 +43,7 @@ def split_matrices(model: Any, layers: Sequence[torch.nn.Module], mesh: DeviceMe
 
 
 def layer_plan(layer: torch.nn.Module, family: str) -> dict[str, ParallelStyle]:
-    """How each matrix of a decoder layer is cut, by its path in the layer."""
+    """Return how each matrix of a decoder layer is cut, by its path in the layer."""
     found: dict[str, ParallelStyle] = {}
     attentions = [path for path, module in layer.named_modules() if hasattr(module, "o_proj")]
     if len(attentions) != 1:
@@ -86,7 +90,8 @@ def _split_vocabulary(model: Any, mesh: DeviceMesh) -> None:
     tied = head.weight is embedding.weight
     parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
     if tied:
-        # Both are cut by token, so the head's part is the embedding's: tied again, before it is cut a second time.
+        # Both are cut by token, so they can share the part. They are tied again before the head's weight is cut a
+        # second time.
         head.weight = embedding.weight
     parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()), src_data_rank=None)
     if tied:

@@ -1,6 +1,6 @@
-"""Numbers on their way from the host to where a pass computes, without waiting for what it still computes.
+"""Copies of numbers from the host to the device, without waiting for work that the device still has to do.
 
-A copy from ordinary memory would wait until everything enqueued before it is done; from pinned memory it does not.
+A copy from ordinary memory would wait until everything enqueued before it is done; a copy from pinned memory does not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """These numbers on the device, in this dtype (by default their own)."""
+    """Return these numbers on the device, in this dtype (by default their own)."""
     host = torch.from_numpy(np.ascontiguousarray(values))
     if device.type != "cuda":
         return host.to(device=device, dtype=dtype)

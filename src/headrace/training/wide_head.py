@@ -1,7 +1,7 @@
-"""Logits in float32 from a head of 16 bits, whatever else the model's own code does to them.
+"""Float32 logits from a 16-bit head, whatever else the model's own code does to the logits.
 
-Inside `WideHead.in_force` the head's matrices multiply into float32, so a bias, a scale or a cap that comes after them
-is computed in float32 too. The gradient of a matrix is added up in float32 over all chunks of a row.
+Inside `WideHead.in_force` the head's matrices multiply into float32, so a bias, scale or cap that follows is computed
+in float32 too. The gradient of a matrix is added up in float32 over all chunks of a row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """`left @ right.t()` of two matrices, in float32 at least."""
+    """Return `left @ right.t()` of two matrices, in float32 at least."""
     if left.dtype not in HALF:
         return left @ right.t()
     if left.is_cuda:
@@ -33,7 +33,10 @@ class WideHead:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Inside, the head's matrices multiply into float32. Those of 32 bits and more do as ever."""
+        """Make the head's matrices multiply into float32 inside this context.
+
+        Matrices of 32 bits and more are unchanged.
+        """
         with ExitStack() as undo:
             for layer, forward in self._forwards:
                 layer.__dict__["forward"] = forward
@@ -42,7 +45,7 @@ class WideHead:
 
 
 def _half_matrices(model: Any) -> list[torch.nn.Linear]:
-    """The head's, and what an adapter of it adds: whatever has an output for each token."""
+    """Return the 16-bit matrices with an output for each token: the head's, and what an adapter adds to the head."""
     head = model.get_output_embeddings()
     tokens = head.weight.shape[0]
     return [
@@ -63,7 +66,8 @@ def _wide(layer: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         if isinstance(hidden, DTensor):
-            # Cut by token: every tensor rank has the logits of its own, and a part of the states' gradient.
+            # The vocabulary is cut over the tensor ranks: each has the logits of its tokens, and a part of the states'
+            # gradient.
             own = multiplied(hidden.to_local(grad_placements=[Partial()]))
             whole = torch.empty((*own.shape[:-1], layer.weight.shape[0]), device="meta")
             logits: torch.Tensor = DTensor.from_local(
@@ -77,7 +81,7 @@ def _wide(layer: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class _Gradient(torch.autograd.Function):
-    """Where the gradients of a matrix come together in float32; without memory of its own in the forward pass."""
+    """The operation in which the gradients of a matrix add up in float32. Its forward output takes no memory."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -90,7 +94,7 @@ class _Gradient(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """`hidden @ weight.t()`; the weight's gradient goes to the stand-in, which is given for that alone."""
+    """The product `hidden @ weight.t()`. The weight's gradient goes to the stand-in, which exists only for that."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:
