@@ -1,1 +1,4 @@
-"""Scored groups in, admitted batches out: start at `admission` (the arithmetic), then `window`, `ledger`, `journal`."""
+"""The buffer turns scored groups into batches.
+
+Start at `admission` (the arithmetic), then `window`, `ledger`, `journal`.
+"""

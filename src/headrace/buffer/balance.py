@@ -1,7 +1,7 @@
-"""The two ledgers, group attempts and rollouts, counted from the tables of the journal, and whether they balance.
+"""The two ledgers, of group attempts and of rollouts, counted from the tables of the journal and checked for balance.
 
-Balanced means more than a sum: what ended says why, rollouts agree with their group, and every optimizer step trained
-as many groups and rollouts as the ledgers say that it did. It holds at every commit, so also of a live run.
+Balance is more than a sum: every ended item has a reason, rollouts agree with their group, and every optimizer step
+trained as many groups and rollouts as the ledgers say. The balance holds at every commit, so also for a live run.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ TABLES: tuple[Table, Table] = ("groups", "rollouts")
 
 
 def count_ledger(db: sqlite3.Connection, table: Table, policy: str | None = None) -> Counts:
-    """The ledger that the rows of a table make; the most frequent reasons come first.
+    """Count the ledger of one table. The most frequent reasons come first.
 
     With `policy`, only groups that train this policy, and their rollouts, are counted.
     """
     of_policy, given = "TRUE", () if policy is None else (policy,)
     if policy is not None:
         of_policy = "policy = ?" if table == "groups" else "group_id IN (SELECT id FROM groups WHERE policy = ?)"
-    # Sums in one pass: grouping a million rows would sort them first.
+    # The sums take one pass; GROUP BY would first sort a million rows.
     sums = ", ".join(f"COALESCE(SUM(state = '{state}'), 0)" for state in STATES)
     admitted, *found = db.execute(f"SELECT COUNT(*), {sums} FROM {table} WHERE {of_policy}", given).fetchone()
     counts = Counts(admitted=int(admitted))
@@ -40,17 +40,17 @@ def count_ledger(db: sqlite3.Connection, table: Table, policy: str | None = None
 
 
 def count_ledgers(db: sqlite3.Connection, policy: str | None = None) -> dict[str, dict[str, Any]]:
-    """Both ledgers, of one policy or of all: the same form as `Ledgers.as_dict`."""
+    """Count both ledgers, of one policy or of all, in the form of `Ledgers.as_dict`."""
     return {table: count_ledger(db, table, policy).as_dict() for table in TABLES}
 
 
 def imbalances(db: sqlite3.Connection) -> list[str]:
-    """Every way in which the ledgers contradict themselves, each other, or the steps; a line each."""
+    """Return every contradiction within the ledgers, between them, or between them and the steps, one line each."""
     return [*_within(db, "groups"), *_within(db, "rollouts"), *_between(db), *_with_steps(db)]
 
 
 def _within(db: sqlite3.Connection, table: Table) -> list[str]:
-    """One ledger by itself: its sum, a reason for every end, a step for all that was trained."""
+    """Check one ledger by itself: its sum, a reason for every drop and failure, a step for every trained item."""
     counts = count_ledger(db, table).as_dict()
     found = []
     if counts["admitted"] != sum(counts[state] for state in STATES):
@@ -64,7 +64,10 @@ def _within(db: sqlite3.Connection, table: Table) -> list[str]:
 
 
 def _between(db: sqlite3.Connection) -> list[str]:
-    """A group ends with all its rollouts; from one that goes on or was trained, single ones may have been left out."""
+    """Check that rollouts agree with their group.
+
+    A group ends with all its rollouts. Single rollouts may have been left out of a group that continued or was trained.
+    """
     joined = "rollouts LEFT JOIN groups ON groups.id = rollouts.group_id"
     left_out = "rollouts.state = 'failed' OR rollouts.reason IN ('straggler', 'overlong')"
     differ = f"NOT ({left_out}) AND (rollouts.state <> groups.state OR rollouts.step IS NOT groups.step)"
@@ -75,7 +78,10 @@ def _between(db: sqlite3.Connection) -> list[str]:
 
 
 def _with_steps(db: sqlite3.Connection) -> list[str]:
-    """A step is written after the groups that it trained, so what it counts must be there."""
+    """Check the counts of every step.
+
+    A step is written after its groups, so the groups that it counts must be there.
+    """
     found = []
     for table in TABLES:
         counted = f"SELECT step, COUNT(*) AS n FROM {table} WHERE state = 'trained' GROUP BY step"

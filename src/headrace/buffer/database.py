@@ -1,8 +1,8 @@
-"""The file `journal.db`: who may open it, and what must be in it.
+"""The file `journal.db`: who may open it, and which schema it must have.
 
-One live run at a time writes it, and a file of another schema, or of somebody else, is refused in one line. A file of
-the schema before this one is brought up to date when it is opened for writing. A reader sees such a file as if it were
-up to date, and does not change it.
+Only one live run at a time writes the file. A file of another schema, or of another program, is refused in one line. A
+file of the previous schema is migrated when it is opened for writing. A reader sees such a file as if it were migrated,
+and does not change it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from headrace.types import POLICY
 
 SCHEMA = 3
 OLD_SCHEMA = 2
-"""The schema without policies, and with one trace of a rollout in `partials`."""
+"""The previous schema, without policies, and with a single trace per rollout in `partials`."""
 WITH_POLICY = ("versions", "deliveries", "groups", "steps", "evaluations", "samples", "schedule")
 NEW_KEYS = ("versions", "steps", "partials")
-"""Tables with another primary key in the old schema: they are made anew."""
+"""The tables that have another primary key in the old schema. The migration creates them anew."""
 LOOK_SECONDS = 10.0
 
 
 def lock_run(path: Path) -> BinaryIO:
-    """The lock of a live run: the operating system frees it when the process ends, however it ends."""
+    """Take the lock of a live run. The operating system frees the lock when the process ends, however it ends."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.with_suffix(".lock").open("a+b")
@@ -49,7 +49,10 @@ def lock_run(path: Path) -> BinaryIO:
 
 
 def check_resumable(path: Path) -> None:
-    """A `UserError` unless this journal is no live run's and is whole. Asked before anything of the run is touched."""
+    """Raise `UserError` if a live run uses this journal, or if the journal is damaged.
+
+    This is checked before anything of the run is changed.
+    """
     lock_run(path).close()
     db = connect(f"{path.absolute().as_uri()}?mode=ro", path, LOOK_SECONDS)
     try:
@@ -67,12 +70,12 @@ def check_resumable(path: Path) -> None:
 
 
 def open_database(path: Path, lock_seconds: float) -> sqlite3.Connection:
-    """Open or create, for writing. `lock_seconds`: how long another SQL client may hold the file."""
+    """Open or create the file for writing. `lock_seconds` is how long another SQL client may lock the file."""
     fresh = not path.exists() or path.stat().st_size == 0
     db = connect(str(path), path, lock_seconds, fresh=fresh)
     try:
         db.execute("PRAGMA journal_mode = WAL")
-        # In WAL mode NORMAL survives every death of the process; a power failure may lose the last commits, no more.
+        # In WAL mode, NORMAL survives every crash of the process. A power failure may lose the last commits only.
         db.execute("PRAGMA synchronous = NORMAL")
         if not _tables(db):
             db.executescript(f"BEGIN; {_ddl()}; INSERT INTO meta (key, value) VALUES ('schema', '{SCHEMA}'); COMMIT;")
@@ -85,7 +88,7 @@ def open_database(path: Path, lock_seconds: float) -> sqlite3.Connection:
 
 
 def as_current(db: sqlite3.Connection) -> None:
-    """Let a connection that only reads see the old schema as this one, through temporary views of its own."""
+    """Let a read-only connection see the old schema as the present one, through temporary views of its own."""
     if not (_tables(db) and _schema(db) == OLD_SCHEMA):
         return
     for table in WITH_POLICY:
@@ -94,7 +97,7 @@ def as_current(db: sqlite3.Connection) -> None:
 
 
 def _migrate(db: sqlite3.Connection) -> None:
-    """From the old schema to this one, in one transaction: a crash leaves the old one."""
+    """Migrate from the old schema to the present one in one transaction: a crash leaves the old one."""
     renamed = "".join(f"ALTER TABLE {table} RENAME TO old_{table};" for table in NEW_KEYS)
     added = "".join(
         f"ALTER TABLE {table} ADD COLUMN policy TEXT NOT NULL DEFAULT '{POLICY}';"
@@ -110,7 +113,10 @@ def _migrate(db: sqlite3.Connection) -> None:
 
 
 def connect(name: str, path: Path, lock_seconds: float, *, fresh: bool = False) -> sqlite3.Connection:
-    """Connect to a file path or `file:` URI; `path` is the name in errors. A file that is not `fresh` is checked."""
+    """Connect to a file path or `file:` URI. `path` is the name in errors.
+
+    The schema is checked unless the file is `fresh`.
+    """
     try:
         db = sqlite3.connect(
             name, timeout=lock_seconds, isolation_level=None, check_same_thread=False, uri=name.startswith("file:")
@@ -118,7 +124,7 @@ def connect(name: str, path: Path, lock_seconds: float, *, fresh: bool = False) 
     except sqlite3.DatabaseError as error:
         raise UserError(f"{path} cannot be opened as a journal: {error}") from error
     try:
-        # A crash between creating the file and its tables leaves a database without any.
+        # A crash after the file was created, but before its tables were, leaves a database without tables.
         if not fresh and (tables := _tables(db)):
             _check_schema(db, path, tables)
     except (sqlite3.DatabaseError, msgspec.DecodeError) as error:

@@ -1,7 +1,7 @@
-"""Which rollouts and groups are worth training: pure functions of a scored group.
+"""Filters decide which rollouts and groups are worth training. They are pure functions of a scored group.
 
-Rollouts leave a group one by one (stragglers that were cut off, answers cut at their length limit); a group that has
-too few left, or nothing to compare, leaves as a whole, and another one is generated in its place.
+Single rollouts leave a group: stragglers that were cut off, and answers that were cut at their length limit. A group
+with too few rollouts left, or with nothing to compare, leaves as a whole, and another group is generated in its place.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from headrace.types import Group, Rollout
 
 Filter = Literal["zero_variance", "overlong"]
 COMPARED = 2
-"""Answers that a group needs, unless it has a single one by design."""
+"""The number of answers that a group needs, unless it was started with a single one."""
 
 
 class FilteredGroup(NamedTuple):
-    """What is left of a group."""
+    """The result of filtering a group."""
 
     group: Group
-    """Without the rollouts that left."""
+    """The group without the rollouts that left."""
     left: dict[str, str]
-    """Rollout id -> why it left."""
+    """The rollouts that left, and why, by rollout id."""
     reason: str = ""
-    """Why the whole group is filtered, if it is."""
+    """Why the whole group is filtered; empty if it is not."""
 
 
 def sift(group: Group, filters: Collection[Filter]) -> FilteredGroup:
-    """Apply the filters. Failed rollouts stay in the group, unused, and count as missing."""
+    """Apply the filters. Failed rollouts stay in the group, are not used, and count as missing."""
     left = {rollout.id: why for rollout in group.rollouts if (why := _unwanted(rollout, filters))}
     kept = msgspec.structs.replace(group, rollouts=[rollout for rollout in group.rollouts if rollout.id not in left])
     if len(kept.usable) < min(COMPARED, len(group.rollouts)):
-        # Of several causes the configured one is said; where only failures are missing it is no filter's doing.
+        # If a configured filter removed a rollout, that filter is the reason. If rollouts only failed, no filter is.
         return FilteredGroup(kept, left, "overlong" if "overlong" in left.values() else "")
     rewards = [rollout.reward for rollout in kept.usable]
     if "zero_variance" in filters and len(set(rewards)) == 1:

@@ -1,8 +1,9 @@
-"""The journal: the state and the ledgers of a run in `journal.db` (SQLite, WAL; `schema.sql`), tokens in `segments/`.
+"""The journal of a run: the state and the ledgers in `journal.db` (SQLite, WAL; `schema.sql`), tokens in `segments/`.
 
     Journal: a method per event ──▶ writer: a queue and a thread ──▶ store: the tables and the segments
 
-A kill loses at most the last fraction of a second, never the balance of the ledgers. `reader` reads what is committed.
+If the process is killed, at most the last fraction of a second is lost, and the ledgers still balance. `reader` reads
+what is committed.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from headrace.types import POLICY, Group, Rollout, Version
 __all__ = ["Journal", "Recovered", "open_readonly"]
 
 RECOVER_SECONDS = 300.0
-"""A million rollouts take three seconds of a core that may have other things to do."""
+"""The deadline of `recover`. A million rollouts take three seconds on a free core, but the core may be busy."""
 
 
 class Journal:
-    """The writing side: one live journal per run directory. Calls only queue, and may come from any thread."""
+    """The writing side of the journal. A run directory has one live journal.
+
+    The recording methods only queue an event, and may be called from any thread.
+    """
 
     def __init__(
         self,
@@ -41,18 +45,21 @@ class Journal:
         clock: Callable[[], float] = time.time,
         lock_seconds: float = 10.0,
     ) -> None:
-        """Open or create. `lock_seconds`: how long another SQL client may hold the file before that is an error."""
+        """Open or create the journal.
+
+        `lock_seconds` is how long another SQL client may lock the file before that is an error.
+        """
         self.path = path
         self._clock = clock
         self._writer = Writer(Store(path, keep_rollouts=keep_rollouts, lock_seconds=lock_seconds))
 
     def meta(self, key: str, value: Any) -> None:
-        """A fact about the run, as a JSON value; the last one given counts."""
+        """Record a fact about the run, as a JSON value. The last value given for a key counts."""
         row = {"key": key, "value": _json(value)}
         self._writer.put(lambda store: store.insert("meta", row, replace=True))
 
     def version(self, version: Version, time: float | None = None) -> None:
-        """Weights were published."""
+        """Record that weights were published."""
         self._insert(
             "versions",
             id=version.id,
@@ -79,8 +86,8 @@ class Journal:
         policy: str = POLICY,
         time: float | None = None,
     ) -> None:
-        """An engine's proof of a version."""
-        # SQLite stores NaN as NULL; a canary that is not a number is infinitely wrong.
+        """Record an engine's proof of a version."""
+        # SQLite stores NaN as NULL, so a canary error that is not a number is stored as infinity.
         error = math.inf if math.isnan(canary_error) else float(canary_error)
         self._insert(
             "deliveries",
@@ -99,21 +106,21 @@ class Journal:
         )
 
     def admitted(self, group: Group, rollout_ids: Iterable[str], time: float | None = None) -> None:
-        """A group took its slot, and its rollouts start."""
+        """Record that a group took its slot and its rollouts start."""
         when = self._time(time)
         members = [(rollout_id, group.id, when) for rollout_id in rollout_ids]
         self._writer.put(lambda store: store.admit(group, when, members))
 
     def partial(self, rollout: Rollout) -> None:
-        """The next tokens of a rollout that goes on: what a resumed run continues from.
+        """Record the next tokens of a running rollout, from which a resumed run continues.
 
-        The rollout holds all its traces so far, in their order, each with its next tokens only: a trace that has none
-        since the last call is empty.
+        `rollout` holds all its traces so far, in their order, but each trace has only its tokens since the last call. A
+        trace without new tokens is empty.
         """
         self._writer.put(lambda store: store.save_partial(rollout))
 
     def partial_discarded(self, rollout_id: str) -> None:
-        """What was saved of a rollout so far is not part of it any more."""
+        """Record that the saved tokens of a rollout are no longer part of it."""
         self._writer.put(lambda store: store.forget_partial(rollout_id))
 
     def restarted(
@@ -125,7 +132,10 @@ class Journal:
         regenerated_tokens: int = 0,
         time: float | None = None,
     ) -> None:
-        """A process died, or a run is resumed; `steps` (after, up to) were trained again from here."""
+        """Record that a process died, or that a run is resumed.
+
+        The steps after `steps[0]`, up to `steps[1]`, are trained again.
+        """
         first, last = steps if steps is not None else (None, None)
         self._insert(
             "restarts",
@@ -148,7 +158,7 @@ class Journal:
         policy: str = POLICY,
         time: float | None = None,
     ) -> None:
-        """Something happened that the order of training depends on."""
+        """Record an event that the order of training depends on."""
         self._insert(
             "schedule",
             event=event,
@@ -161,18 +171,21 @@ class Journal:
         )
 
     def rollout_ended(self, rollout: Rollout, time: float | None = None) -> None:
-        """A rollout ended and was judged: its tokens go to a segment. Do not change it afterwards."""
+        """Record that a rollout ended and was judged; its tokens go to a segment.
+
+        Do not change the rollout afterwards.
+        """
         when = self._time(time)
         self._writer.put(lambda store: store.end_rollout(rollout, when))
 
     def rollout_dropped(self, rollout_id: str, reason: str) -> None:
-        """A rollout that has ended leaves its group, which goes on without it."""
+        """Record that a rollout that has ended leaves its group. The group continues without it."""
         self._writer.put(lambda store: store.drop_rollout(rollout_id, reason))
 
     def group_ended(
         self, group_id: int, state: EndState, reason: str = "", step: int | None = None, time: float | None = None
     ) -> None:
-        """A group ended, and with it all its rollouts that have not ended before."""
+        """Record that a group ended, and with it all its rollouts that have not ended before."""
         if (state == "trained") != (step is not None) or (state == "trained") == bool(reason):
             raise HeadraceError(
                 f"group {group_id}: {state} needs {'a step' if state == 'trained' else 'a reason'} only"
@@ -200,7 +213,7 @@ class Journal:
         policy: str = POLICY,
         time: float | None = None,
     ) -> None:
-        """An optimizer step is done."""
+        """Record that an optimizer step is done."""
         lags = _json({str(lag): int(count) for lag, count in sorted(lag_histogram.items())})
         reals = {
             "reward_mean": reward_mean,
@@ -211,7 +224,7 @@ class Journal:
         }
         self._insert(
             "steps",
-            replace=True,  # A warm start that was cut is made again from its first step.
+            replace=True,  # An interrupted warm start begins again at its first step.
             step=step,
             version=version,
             objective=objective,
@@ -241,7 +254,7 @@ class Journal:
         ended: float,
         policy: str = POLICY,
     ) -> None:
-        """Held-out prompts were answered and judged."""
+        """Record that held-out prompts were answered and judged."""
         self._insert(
             "evaluations",
             version=version,
@@ -268,7 +281,7 @@ class Journal:
         reward: float | None,
         policy: str = POLICY,
     ) -> None:
-        """A held-out answer to read."""
+        """Record a held-out answer for people to read."""
         self._insert(
             "samples",
             version=version,
@@ -283,7 +296,7 @@ class Journal:
     def activity(
         self, *, process: str, started: float, ended: float, busy_seconds: float, generated_tokens: int = 0
     ) -> None:
-        """How busy a process was in an interval."""
+        """Record how busy a process was in an interval."""
         self._insert(
             "activity",
             process=process,
@@ -294,11 +307,11 @@ class Journal:
         )
 
     def flush(self, timeout: float = DEADLINE_SECONDS) -> None:
-        """Return when everything that was called before is committed."""
+        """Wait until everything that was recorded before is committed."""
         self._writer.call(lambda _: None, timeout)
 
     def counts(self, timeout: float = DEADLINE_SECONDS, *, policy: str | None = None) -> dict[str, dict[str, Any]]:
-        """Both ledgers as the journal has them, of one policy or of all: the same form as `Ledgers.as_dict`."""
+        """Return both ledgers from the journal, of one policy or of all, in the form of `Ledgers.as_dict`."""
         return self._writer.call(lambda store: count_ledgers(store.db, policy), timeout)
 
     def recover(
@@ -310,18 +323,21 @@ class Journal:
         outcomes: bool = True,
         timeout: float = RECOVER_SECONDS,
     ) -> Recovered:
-        """Open the books of a dead run again, for one policy: groups, versions and steps of others stay as they are.
+        """Recover the journal of a dead run, for one policy.
 
-        With `step`, the run goes on from the weights of that optimizer step: what was trained after it can be trained
-        again, up to `Recovered.reach`, and what was in flight is in `Recovered.left`. Where tokens were not kept, or
-        without `step`, all that is dropped instead, "rolled back" and "interrupted". A curriculum needs `outcomes`.
+        Groups, versions and steps of other policies stay as they are.
+
+        With `step`, the run continues from the weights of that optimizer step. Steps after it can be trained again, up
+        to `Recovered.reach`, and groups in flight are in `Recovered.left`. If tokens were not kept, the groups of these
+        steps are dropped instead, as "rolled back", and the groups in flight as "interrupted". Without `step`, the
+        groups in flight are dropped as "interrupted". A curriculum needs `outcomes`.
         """
         return self._writer.call(
             lambda store: recover(store, step, self._clock(), publish_every, policy=policy, outcomes=outcomes), timeout
         )
 
     def close(self, timeout: float = DEADLINE_SECONDS) -> None:
-        """Commit everything and let go of the file. Idempotent; raises a failure that nobody was told of yet."""
+        """Commit everything and close the file. Idempotent. Raises a failure that was not reported yet."""
         self._writer.close(timeout)
 
     def __enter__(self) -> Journal:

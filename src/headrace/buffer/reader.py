@@ -1,7 +1,8 @@
-"""The only reader of a journal, of a live run or an ended one: a method for each question that is asked of it.
+"""The only reader of a journal, of a live or an ended run. It has one method for each question that is asked.
 
-A reader sees what was committed when it was first asked, the same moment in all its answers, and changes nothing. All
-SQL that reads a journal from outside is here, and in `balance`. Columns are named, so that a schema may add some.
+A reader sees the journal at one moment: all its answers show what was committed at its first query. It changes nothing.
+All SQL that reads a journal from outside is here and in `balance`. Queries name their columns, so that a schema may add
+columns.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 PROMPT = "(SELECT prompt FROM groups WHERE groups.id = rollouts.group_id)"
 TRAINED_AS = "(SELECT version FROM steps WHERE steps.step = rollouts.step)"
 ASKED = "policy = COALESCE(?, policy)"
-"""Rows of one policy, or of all where none is asked for."""
+"""The SQL condition for rows of one policy, or of all policies if the parameter is NULL."""
 IN_ORDER = "ORDER BY group_id, length(id), id"
-"""Rollouts by group and, within it, by number."""
+"""The SQL order of rollouts: by group and, within a group, by number."""
 
 
 class JournalReader:
-    """One moment of a journal. Use it in a `with` statement: an error of SQLite in there becomes a `DataError`."""
+    """A journal at one moment. Use it in a `with` statement, which turns an error of SQLite into a `DataError`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.is_file():
             raise DataError(f"{path.parent} is not a run directory: it has no {path.name}")
         file = path.resolve()
-        # Without a write-ahead log beside it nobody is writing: then it can be read where nothing may be created.
+        # Without a write-ahead log nothing is writing. Then the file can be read even in a read-only directory.
         live = file.with_name(file.name + "-wal").exists()
         self._db = connect(f"{file.as_uri()}?{'mode=ro' if live else 'immutable=1'}", path, LOOK_SECONDS)
         as_current(self._db)
@@ -57,7 +58,7 @@ class JournalReader:
         self._db.execute("BEGIN")
 
     def meta(self) -> dict[str, Any]:
-        """All facts about the run."""
+        """Return all facts about the run."""
         meta: dict[str, Any] = {}
         for key, value in self._db.execute("SELECT key, value FROM meta"):
             try:
@@ -67,61 +68,61 @@ class JournalReader:
         return meta
 
     def rows(self, sql: str, *parameters: Any) -> list[dict[str, Any]]:
-        """The answer to any query, a dict per row: for questions that nothing in Headrace asks."""
+        """Return the rows of any query as dicts. This is for questions that Headrace itself does not ask."""
         return [dict(row) for row in self._db.execute(sql, parameters)]
 
     # ---- the ledgers
 
     def counts(self, policy: str | None = None) -> dict[str, dict[str, Any]]:
-        """Both ledgers, of one policy or of all: the same form as `Ledgers.as_dict`."""
+        """Return both ledgers, of one policy or of all, in the form of `Ledgers.as_dict`."""
         return count_ledgers(self._db, policy)
 
     def ledger(self, table: Table, policy: str | None = None) -> Counts:
-        """One ledger, of one policy or of all."""
+        """Return one ledger, of one policy or of all."""
         return count_ledger(self._db, table, policy)
 
     def imbalances(self) -> list[str]:
-        """Every way in which the ledgers do not balance, a line each."""
+        """Return every contradiction in the ledgers, one line each."""
         return imbalances(self._db)
 
     def sampled_tokens(self) -> dict[str, int]:
-        """State -> the sampled tokens of all rollouts in that state."""
+        """Return the number of sampled tokens of all rollouts in each state."""
         sums = ", ".join(f"COALESCE(SUM(sampled_tokens * (state = '{state}')), 0)" for state in STATES)
         found = self._db.execute(f"SELECT {sums} FROM rollouts").fetchone()
         return dict(zip(STATES, map(int, found), strict=True))
 
     def restarts(self) -> dict[str, int]:
-        """Process -> how often it was started again; `controller` counts how often the run was resumed."""
+        """Return how often each process was restarted. `controller` counts how often the run was resumed."""
         again = "process <> 'controller' OR reason = 'resumed'"
         sql = f"SELECT process, COUNT(*) FROM restarts WHERE {again} GROUP BY process ORDER BY process"
         return {process: int(count) for process, count in self._db.execute(sql)}
 
     def regenerated_tokens(self) -> int:
-        """Tokens that were sampled, lost in a crash and sampled again."""
+        """Return the number of tokens that were sampled, lost in a crash and sampled again."""
         return self._count("SELECT COALESCE(SUM(regenerated_tokens), 0) FROM restarts")
 
     # ---- training
 
     def steps(self) -> list[StepRecord]:
-        """The policy's optimizer steps in order; the supervised steps of a warm start are not among them."""
+        """Return the optimizer steps of the policy in order, without the supervised steps of a warm start."""
         return self._records(StepRecord, "steps WHERE objective = 'policy' ORDER BY step")
 
     def step(self, step: int, policy: str | None = None) -> StepRecord | None:
-        """One optimizer step, of this policy if the run has several."""
+        """Return one optimizer step, of this policy if the run has several; None if there is no such step."""
         found = self._records(StepRecord, f"steps WHERE step = ? AND objective = 'policy' AND {ASKED}", (step, policy))
         return found[0] if found else None
 
     def last_step(self, policy: str | None = None) -> int:
-        """The last optimizer step, of this policy if the run has several; 0 if there was none."""
+        """Return the last optimizer step, of this policy if the run has several; 0 if there is none."""
         sql = f"SELECT COALESCE(MAX(step), 0) FROM steps WHERE objective = 'policy' AND {ASKED}"
         return self._count(sql, policy)
 
     def warm_start_steps(self) -> int:
-        """The number of supervised steps before the first version."""
+        """Return the number of supervised steps before the first version."""
         return self._count("SELECT COUNT(*) FROM steps WHERE objective = 'imitation'")
 
     def lag_tokens(self) -> dict[int, int]:
-        """Lag -> how many trained tokens had it, over all policy steps."""
+        """Return the number of trained tokens with each lag, over all policy steps."""
         sql = """
             SELECT CAST(entry.key AS INTEGER) AS lag, SUM(entry.value)
             FROM steps, json_each(steps.lag_histogram) AS entry
@@ -130,7 +131,10 @@ class JournalReader:
         return {int(lag): tokens for lag, tokens in self._db.execute(sql)}
 
     def training_window(self) -> tuple[float, float] | None:
-        """When training began and ended; for a run that was cut, its end is the last moment in the journal."""
+        """Return when training began and ended; None if it never began.
+
+        For a run that was cut off, the end is the last moment in the journal.
+        """
         meta = self.meta()
         begin, end = meta.get("train_started"), meta.get("train_ended")
         if begin is None:
@@ -141,9 +145,9 @@ class JournalReader:
         return (float(begin), max(float(begin), float(end))) if end is not None else None
 
     def idle_fraction(self, processes: str, window: tuple[float, float]) -> float | None:
-        """The idle share of the time that these processes (`engine-*`) spent in the window, if they spent any.
+        """Return the idle share of the time that these processes (such as `engine-*`) spent in the window.
 
-        An interval on the border of the window counts by its share inside.
+        Return None if they spent no time there. An interval that is partly in the window counts by its share inside.
         """
         sql = """
             WITH clipped AS (
@@ -158,7 +162,7 @@ class JournalReader:
         return min(1.0, max(0.0, 1.0 - float(busy) / float(elapsed))) if elapsed else None
 
     def ended_groups(self) -> list[EndedGroup]:
-        """Every group that has ended and has a rollout that ended by itself, oldest first."""
+        """Return every ended group that has at least one rollout with a recorded ending, oldest first."""
         again = self.republished()
 
         def age(version: int, trained_as: int | None) -> int | None:
@@ -181,9 +185,9 @@ class JournalReader:
         return found
 
     def trained_groups(self, step: int, policy: str | None = None) -> list[Group]:
-        """The groups that a step trained, with their tokens, oldest first; without rollouts that filters left out.
+        """Return the groups that a step trained, with their tokens, oldest first.
 
-        With `policy`, only the groups that train this policy.
+        Rollouts that filters removed are left out. With `policy`, return only the groups that train this policy.
         """
         trained = f"step = ? AND state = 'trained' AND {ASKED}"
         sql = f"SELECT id, prompt, version, policy FROM groups WHERE {trained} ORDER BY id"
@@ -201,11 +205,11 @@ class JournalReader:
         ]
 
     def scheduled_events(self) -> int:
-        """The number of recorded events; 0 without `[pipeline] record`."""
+        """Return the number of recorded events, which is 0 without `[pipeline] record`."""
         return self._count("SELECT COUNT(*) FROM schedule")
 
     def misscheduled_groups(self) -> list[int]:
-        """Groups whose step in the ledger is not the one that consumed them last, by the recorded schedule."""
+        """Return the groups whose step in the ledger is not the step that consumed them last in the schedule."""
         sql = """
             SELECT schedule.group_id FROM schedule JOIN groups ON groups.id = schedule.group_id
             WHERE schedule.id IN (SELECT MAX(id) FROM schedule WHERE event = 'consume' GROUP BY group_id)
@@ -216,38 +220,47 @@ class JournalReader:
     # ---- versions
 
     def versions(self) -> list[VersionRecord]:
-        """Every published version, by id."""
+        """Return every published version, by id."""
         return self._records(VersionRecord, "versions ORDER BY id")
 
     def republished(self, policy: str | None = None) -> list[int]:
-        """Versions whose weights had another id before: there are no more steps behind them."""
+        """Return the versions whose weights had another id before.
+
+        Such a version has no more steps behind it than an earlier version.
+        """
         found = self._db.execute(f"SELECT id, step FROM versions WHERE {ASKED} ORDER BY id", (policy,)).fetchall()
         return republished_among((int(version), int(step)) for version, step in found)
 
     def deliveries(self) -> list[DeliveryRecord]:
-        """Every engine's proof of every version, in the order of time."""
+        """Return every engine's proof of every version, in the order of time."""
         return self._records(DeliveryRecord, "deliveries ORDER BY time")
 
     def evaluations(self) -> list[EvaluationRecord]:
-        """Every evaluation on held-out prompts, in the order of their ends."""
+        """Return every evaluation on held-out prompts, in the order of their ends."""
         return self._records(EvaluationRecord, "evaluations ORDER BY ended, version")
 
     def samples(self) -> list[SampleRecord]:
-        """The held-out answers from before and after training, as recorded."""
+        """Return the held-out answers from before and after training, in the order in which they were recorded."""
         return self._records(SampleRecord, "samples WHERE moment IN ('before', 'after') ORDER BY rowid")
 
     # ---- rollouts
 
     def count_rollouts(self, where: str = "TRUE") -> int:
-        """How many rollouts meet an SQL condition on the table `rollouts` (and `prompt`, the id of their prompt)."""
+        """Return how many rollouts meet an SQL condition on the table `rollouts`.
+
+        The condition may also use `prompt`, the id of the prompt.
+        """
         with self._condition(where):
-            # The condition ends with a line break, so that a comment in it ends there too.
+            # The line break after the condition also ends an SQL comment in it.
             return self._count(f"SELECT COUNT(*) FROM (SELECT id, {PROMPT} AS prompt FROM rollouts WHERE ({where}\n))")
 
     def rollout_records(
         self, where: str = "TRUE", *parameters: Any, limit: int | None = None, kept: bool = False
     ) -> Iterator[RolloutRecord]:
-        """The rollouts that meet such a condition, in the order of groups; `kept`: only those with kept tokens."""
+        """Yield the rollouts that meet an SQL condition, in the order of groups.
+
+        With `kept`, only those with kept tokens.
+        """
         given = {"prompt": f"{PROMPT} AS prompt", "trained_as": f"{TRAINED_AS} AS trained_as"}
         columns = ", ".join(given.get(name, f"rollouts.{name}") for name in RolloutRecord.__struct_fields__)
         sql = f"SELECT {columns} FROM rollouts WHERE ({where}\n)"
@@ -257,14 +270,14 @@ class JournalReader:
                 yield _record(RolloutRecord, row)
 
     def rollouts(self, where: str = "TRUE", *parameters: Any) -> Iterator[Rollout]:
-        """The rollouts that meet such a condition and whose tokens were kept, in the order of groups."""
+        """Yield the rollouts that meet an SQL condition and whose tokens were kept, in the order of groups."""
         for record in list(self.rollout_records(where, *parameters, kept=True)):
             rollout = self.tokens(record)
             assert rollout is not None
             yield rollout
 
     def tokens(self, record: RolloutRecord) -> Rollout | None:
-        """A rollout with its tokens; None where they were not kept, or are still to come."""
+        """Return a rollout with its tokens; None if its tokens were not kept, or are not there yet."""
         if record.segment is None:
             return None
         assert record.offset is not None
@@ -272,7 +285,10 @@ class JournalReader:
         return read(self.path.parent / "segments", record.segment, record.offset, record.length)
 
     def kept_ids(self, versions: Iterable[int] | None = None) -> list[str]:
-        """The ids of the rollouts with kept tokens: all, or those that one of these versions may have a part in."""
+        """Return the ids of the rollouts with kept tokens.
+
+        With `versions`, return only the rollouts in which one of these versions may have sampled tokens.
+        """
         sql = "SELECT id FROM rollouts WHERE segment IS NOT NULL"
         if versions is None:
             return [found for (found,) in self._db.execute(f"{sql} {IN_ORDER}")]
@@ -283,7 +299,7 @@ class JournalReader:
     # ---- the file
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._db.close()
 
     def __enter__(self) -> JournalReader:
@@ -303,7 +319,7 @@ class JournalReader:
 
     @contextmanager
     def _condition(self, where: str) -> Iterator[None]:
-        """What SQLite refuses in here is a mistake in the condition, in one line."""
+        """Turn an error of SQLite in this context into a one-line `UserError` about the condition."""
         self._count("SELECT COUNT(*) FROM rollouts WHERE FALSE")  # a broken journal is not the condition's fault
         try:
             yield
@@ -313,7 +329,7 @@ class JournalReader:
 
 
 def open_readonly(path: Path) -> JournalReader:
-    """Read a journal, of a live run or an ended one."""
+    """Open a journal for reading, of a live or an ended run."""
     return JournalReader(path)
 
 

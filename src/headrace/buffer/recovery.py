@@ -1,7 +1,8 @@
-"""Opening the books of a dead run: what it trained is trained again, what it had in flight goes on, the rest is closed.
+"""Recovery of the journal of a dead run.
 
-Afterwards every group is trained up to `Recovered.reach`, in flight and in `Recovered.left`, or ended: the ledgers
-balance, and no group is in two places.
+Steps that the run trained after its checkpoint can be trained again, groups in flight continue, and everything else is
+closed. Afterwards every group is trained up to `Recovered.reach`, or in flight and in `Recovered.left`, or ended: the
+ledgers balance, and no group is in two places.
 """
 
 from __future__ import annotations
@@ -21,67 +22,73 @@ from headrace.types import POLICY, STEP_SECONDS, Group, Prompt, Rollout, Trace, 
 
 
 class UnfinishedGroup(msgspec.Struct, kw_only=True):
-    """A group that was in flight when the run died, with all that is known of it."""
+    """A group that was in flight when the run died, with everything that the journal knows about it."""
 
     id: int
     prompt: str
     version: int
     policy: str = POLICY
     members: list[str]
-    """The ids of its rollouts that have not failed."""
+    """The ids of the rollouts that have not failed."""
     rollouts: list[Rollout] = []
-    """All of them, where the group was complete."""
+    """All rollouts, if the group was complete; otherwise empty."""
     partial: dict[str, list[Trace]] = {}
-    """Otherwise: rollout -> its traces so far. A rollout of which nothing was saved is not here."""
+    """The traces so far of each rollout, by rollout id, if the group was not complete. A rollout without saved tokens
+    is missing here."""
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left to sample."""
+        """Whether all rollouts had ended, so that nothing is left to sample."""
         return bool(self.rollouts)
 
     def group(self, prompt: Prompt | None = None) -> Group:
-        """The group as it was admitted, with its rollouts if it was complete; without `prompt`, of the prompt's id."""
+        """Return the group as it was admitted, with its rollouts if it was complete.
+
+        Without `prompt`, the prompt of the group has only its id.
+        """
         prompt = Prompt(id=self.prompt) if prompt is None else prompt
         return Group(id=self.id, prompt=prompt, version=self.version, policy=self.policy, rollouts=self.rollouts)
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the runs before this one stopped, for one policy."""
+    """Where the previous processes of the run stopped, for one policy."""
 
     next_group: int
-    """Group ids are unique in the run, whatever policy a group trains."""
+    """The next free group id. Ids are unique in the run, whatever policy a group trains."""
     last_version: int
-    """The highest id ever published, -1 if none: the next version takes a higher one."""
+    """The highest version id ever published, or -1 if none. The next version takes a higher id."""
     last_step: int
     reach: int = 0
-    """The last optimizer step whose batch can be made again, at the end of a version."""
+    """The last optimizer step that can be trained again from the journal and that ends a version."""
     republished: list[int] = []
-    """Versions whose weights had another id before; with the next free id, where that is to be one."""
+    """The version ids whose weights had another id before. The next free id is among them if the weights that the
+    resumed run publishes first had an id already."""
     left: list[UnfinishedGroup] = []
-    """Oldest first."""
+    """The groups that were in flight, oldest first."""
     overtakers: list[int] = []
-    """Groups trained up to `reach` that are younger than the oldest one left."""
+    """The groups trained up to `reach` that are younger than the oldest group in `left`."""
     unseen_tokens: int = 0
-    """About as many were sampled after the last that were written down."""
+    """The approximate number of tokens that were sampled but not written before the run died."""
     lost_prompts: list[str]
-    """Prompts of the groups that were interrupted or rolled back, oldest first."""
+    """The prompts of the groups that were interrupted or rolled back, oldest first."""
     groups: Counts
-    """Without what is left."""
+    """The counts of the ledger, without the groups in `left`."""
     rollouts: Counts
     drawn: int = 0
-    """How far the order of prompts was used."""
+    """The position in the order of prompts."""
     outcomes: list[tuple[int, str, int, int]] = []
-    """Of all groups that were scored, oldest first: id, prompt, right answers (a reward of at least 1), answers."""
+    """The outcome of each scored group, oldest first: (group id, prompt id, number of right answers, number of
+    answers). An answer is right if its reward is at least 1."""
 
 
 OF_POLICY = "group_id IN (SELECT id FROM groups WHERE policy = ?)"
-"""The rollouts of groups that train a policy."""
+"""The SQL condition for the rollouts of groups that train a policy."""
 
 
 def recover(
     store: Store, step: int | None, now: float, publish_every: int = 1, *, policy: str, outcomes: bool = True
 ) -> Recovered:
-    """See `Journal.recover`. Call inside a transaction."""
+    """See `Journal.recover`. Must be called inside a transaction."""
     _forget_lost_segments(store)
     reach = _reach(store, policy, step, publish_every) if step is not None else None
     prompts = _reopen(store, policy, reach, now) if reach is not None else []
@@ -109,7 +116,7 @@ def recover(
 
 
 def _overtakers(store: Store, policy: str, oldest: int) -> list[int]:
-    """The groups that were trained and are younger than this one."""
+    """Return the trained groups that are younger than this group."""
     sql = "SELECT id FROM groups WHERE state = 'trained' AND id > ? AND policy = ?"
     return [group_id for (group_id,) in store.db.execute(sql, (oldest, policy))]
 
@@ -126,7 +133,10 @@ def _outcomes(store: Store, policy: str) -> list[tuple[int, str, int, int]]:
 
 
 def _reach(store: Store, policy: str, step: int, publish_every: int) -> int:
-    """How far the steps after this one can be made again: whole versions only, from tokens that are there."""
+    """Return the last step up to which all steps after `step` can be trained again.
+
+    Only whole versions count, and all tokens of their steps must be in the journal.
+    """
     reach = step
     sql = """
         SELECT steps.step, steps.rollouts = COUNT(rollouts.id) AND COUNT(rollouts.id) = COUNT(rollouts.segment)
@@ -144,7 +154,10 @@ def _reach(store: Store, policy: str, step: int, publish_every: int) -> int:
 
 
 def _reopen(store: Store, policy: str, reach: int, now: float) -> list[tuple[int, str]]:
-    """What later steps trained is in flight again; (id, prompt) of what is dropped, because its tokens are gone."""
+    """Put the groups that later steps trained back in flight.
+
+    A group whose tokens are gone is dropped instead. Return (id, prompt) of the dropped groups.
+    """
     after = (reach, policy)
     gone = f"SELECT group_id FROM rollouts WHERE step > ? AND {OF_POLICY} AND state = 'trained' AND segment IS NULL"
     dropped = store.db.execute(f"SELECT id, prompt FROM groups WHERE id IN ({gone}) ORDER BY id", after).fetchall()
@@ -159,7 +172,7 @@ def _reopen(store: Store, policy: str, reach: int, now: float) -> list[tuple[int
 
 
 def _close(store: Store, policy: str, now: float) -> list[tuple[int, str]]:
-    """Drop all that is in flight; (id, prompt) of it."""
+    """Drop everything that is in flight. Return (id, prompt) of the dropped groups."""
     sql = "SELECT id, prompt FROM groups WHERE state = 'in_flight' AND policy = ?"
     prompts = store.db.execute(sql, (policy,)).fetchall()
     for table, of_policy in (("groups", "policy = ?"), ("rollouts", OF_POLICY)):
@@ -180,13 +193,13 @@ def _left_group(store: Store, group_id: int, prompt: str, version: int, policy: 
     group = UnfinishedGroup(id=group_id, prompt=prompt, version=version, policy=policy, members=[])
     if rows and all(ended for _, _, ended, *_ in rows):
         group.members = [rollout_id for rollout_id, state, *_ in rows if state != "failed"]
-        # Which of them the filters leave out is found again when the group is judged.
+        # The group will be judged again, and the filters then drop the same rollouts again.
         sql = "UPDATE rollouts SET state = 'in_flight', reason = '' WHERE group_id = ? AND state = 'dropped'"
         store.write(sql, group_id)
         group.rollouts = sorted((store.read(*where) for *_, where in _located(rows)), key=lambda one: one.index)
         return group
     group.members = [rollout_id for rollout_id, *_ in rows]
-    # Single rollouts of it may have been written as ended: they are judged again, with the others.
+    # Some rollouts may be recorded as ended already. They are judged again, together with the others.
     for rollout_id, where in _located(rows):
         ended = store.read(*where)
         store.add_partial(ended, where)
@@ -209,7 +222,7 @@ def _located(rows: list[tuple[str, str, int, str, int, int]]) -> list[tuple[str,
 
 
 def _partial(store: Store, rollout_id: str) -> list[Trace]:
-    """The traces that were saved of a rollout: of each, as many parts as can be read, from the first on."""
+    """Return the saved traces of a rollout: of each trace, the readable parts, from the first one on."""
     parts: dict[int, list[Trace]] = {}
     sql = "SELECT trace, part, segment, offset, length FROM partials WHERE rollout = ? ORDER BY segment, offset, trace"
     rows = store.db.execute(sql, (rollout_id,)).fetchall()
@@ -217,7 +230,7 @@ def _partial(store: Store, rollout_id: str) -> list[Trace]:
         try:
             found = store.read(*where)
         except HeadraceError:
-            # A power failure took the last bytes; what was written after them is of no use.
+            # A power failure lost the last bytes. The parts after them cannot be used.
             for lost, part, *_ in rows[at:]:
                 sql = "DELETE FROM partials WHERE rollout = ? AND trace = ? AND part = ?"
                 store.write(sql, rollout_id, lost, part)
@@ -228,14 +241,14 @@ def _partial(store: Store, rollout_id: str) -> list[Trace]:
 
 
 def _republished(store: Store, policy: str, reach: int, next_version: int) -> list[int]:
-    """Every version behind which there are no more steps than behind an earlier one."""
+    """Return every version that has no more steps behind it than an earlier version."""
     sql = "SELECT id, step FROM versions WHERE policy = ? ORDER BY id"
     versions = store.db.execute(sql, (policy,)).fetchall()
     return republished_among([*versions, (next_version, reach)])
 
 
 def _forget_lost_segments(store: Store) -> None:
-    """After a power failure, rows may point at bytes that never reached the disk."""
+    """Clear the locations of rollouts whose bytes never reached the disk, which happens after a power failure."""
     sql = "SELECT segment, MAX(offset + length) FROM rollouts WHERE segment IS NOT NULL GROUP BY segment"
     for segment, end in store.db.execute(sql).fetchall():
         path = store.path.parent / "segments" / segment
@@ -246,7 +259,11 @@ def _forget_lost_segments(store: Store) -> None:
 
 
 def _unseen_tokens(store: Store) -> int:
-    """The last rate of all engines, whatever policy they serve, over a delta's and a commit's time."""
+    """Estimate the tokens that were sampled but not written before the run died.
+
+    The estimate is the last token rate of all engines, of any policy, times the time that it takes to send and commit
+    tokens.
+    """
     sql = """
         SELECT COALESCE(SUM(generated_tokens) / (MAX(ended) - MIN(started)), 0) FROM activity
         WHERE generated_tokens > 0 AND ended > (SELECT MAX(ended) FROM activity) - 5

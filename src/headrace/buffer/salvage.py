@@ -1,6 +1,6 @@
-"""What is left of work that has become too old: tokens as context, with the records that they were sampled with.
+"""Salvage keeps tokens that have become too old as untrained context, with their original records.
 
-Nothing here changes a token, a log-probability or a version; only whether a token is trained.
+Nothing here changes a token, a log-probability or a version. Only the mark whether a token is trained changes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from headrace.types import Group, Rollout, Trace
 
 
 def masked(group: Group, oldest: int) -> Group:
-    """The group with every token of a version below `oldest` untrained."""
+    """Return the group with every token of a version below `oldest` marked as untrained."""
 
     def mask(trace: Trace) -> Trace:
         return msgspec.structs.replace(trace, trained=trace.trained & (trace.versions >= oldest))
@@ -23,10 +23,10 @@ def masked(group: Group, oldest: int) -> Group:
 
 
 def prefix_of(rollout: Rollout) -> Trace | None:
-    """What a new attempt can begin with: the tokens of a first turn that was cut off, untrained; None if there is none.
+    """Return the tokens, untrained, that a new attempt can begin with; None if there are none.
 
-    A rollout that ended has nothing to go on from, and what an environment knows after a turn cannot be given to
-    another one.
+    Only a first turn that was cut off gives such tokens. A rollout that ended has nothing to continue, and after a turn
+    the state of its environment cannot be given to another environment.
     """
     if rollout.ending != "aborted" or rollout.metrics.get("turns", 1.0) > 0 or len(rollout.traces) != 1:
         return None

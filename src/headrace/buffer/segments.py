@@ -1,10 +1,11 @@
-"""Rollouts on disk: append-only files of checksummed records. What was flushed is never changed again.
+"""Segments hold rollouts on disk: append-only files of checksummed records. Flushed bytes never change again.
 
     segments/000001.seg:  record record record ...
     record:   u32 payload bytes | u32 crc32 of the payload | payload
     payload:  u32 frames | u32 bytes of each frame | frames of `channel.codec.encode(rollout)`
 
-All numbers are little-endian. A crash can leave half a record at the end of the last file; opening cuts it off.
+All numbers are little-endian. A crash can leave half a record at the end of the last file; opening the segments cuts
+this half off.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _HEADER = struct.Struct("<II")
 
 
 class RecordLocation(NamedTuple):
-    """Where a record is: the file's name in `segments/`, and its bytes there."""
+    """The location of a record: the file name in `segments/`, and the bytes in that file."""
 
     segment: str
     offset: int
@@ -31,7 +32,7 @@ class RecordLocation(NamedTuple):
 
 
 class Segments:
-    """The writing side. One thread, one process."""
+    """The writing side of the segments, for one thread of one process."""
 
     def __init__(self, directory: Path, roll_bytes: int = ROLL_BYTES) -> None:
         self.directory = directory
@@ -39,11 +40,11 @@ class Segments:
         directory.mkdir(parents=True, exist_ok=True)
         self._number = max((int(path.stem) for path in directory.glob("[0-9]" * 6 + ".seg")), default=1)
         if self._path().exists() and not _cut_torn_tail(self._path()):
-            self._number += 1  # damaged inside, not torn: keep what is there, and write elsewhere
+            self._number += 1  # damaged inside, not at the end: keep the file and write to a new one
         self._open()
 
     def append(self, rollout: Rollout) -> RecordLocation:
-        """Write a rollout; it is safe from a crash of this process after the next `flush`."""
+        """Write a rollout. After the next `flush` it survives a crash of this process."""
         record = _record(rollout)
         if self._offset and self._offset + len(record) > self._roll_bytes:
             self._file.close()
@@ -55,16 +56,16 @@ class Segments:
         return location
 
     def read(self, segment: str, offset: int, length: int) -> Rollout:
-        """A rollout that was appended, flushed or not."""
+        """Read a rollout that was appended, flushed or not."""
         self.flush()
         return read(self.directory, segment, offset, length)
 
     def flush(self) -> None:
-        """Hand everything to the operating system."""
+        """Hand all written bytes to the operating system."""
         self._file.flush()
 
     def close(self) -> None:
-        """Flush and close. Idempotent."""
+        """Flush and close the file. Idempotent."""
         self._file.close()
 
     def _path(self) -> Path:
@@ -76,7 +77,7 @@ class Segments:
 
 
 def read(directory: Path, segment: str, offset: int, length: int) -> Rollout:
-    """The rollout at this location; raises `HeadraceError` if its bytes are gone or damaged."""
+    """Read the rollout at this location. Raises `HeadraceError` if its bytes are gone or damaged."""
     path = directory / segment
     try:
         with path.open("rb") as file:
@@ -113,7 +114,10 @@ def _sound(record: bytes) -> bool:
 
 
 def _cut_torn_tail(path: Path) -> bool:
-    """Cut an unfinished record off the end. False: a record is damaged although more bytes follow it."""
+    """Cut an unfinished record off the end of the file.
+
+    Return False if a record is damaged although more bytes follow it.
+    """
     size, offset = path.stat().st_size, 0
     with path.open("r+b") as file:
         while offset < size:

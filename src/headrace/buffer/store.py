@@ -1,7 +1,7 @@
-"""What a live run holds open: its lock, `journal.db` and `segments/`, all for one thread.
+"""The files that a live run holds open: its lock, `journal.db` and `segments/`, all used by one thread.
 
-A row that points into a segment is never committed before its bytes. Groups and rollouts move once: what ends was in
-flight, or that is an error.
+A row that points into a segment is never committed before the bytes of the segment. Groups and rollouts end once: an
+item that ends must have been in flight, otherwise an error is raised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from headrace.types import Group, Rollout
 
 
 class Store:
-    """The tables and the segments. It may be made in one thread and then used in another, never in two at a time."""
+    """The tables and the segments.
+
+    A store may be created in one thread and used in another, but never in two threads at the same time.
+    """
 
     def __init__(self, path: Path, *, keep_rollouts: bool, lock_seconds: float) -> None:
         self.path = path
@@ -35,17 +38,20 @@ class Store:
 
     @property
     def keeps_rollouts(self) -> bool:
-        """Whether tokens are written, and can be read again."""
+        """Whether tokens are written, so that they can be read again."""
         return self._segments is not None
 
     def read(self, segment: str, offset: int, length: int) -> Rollout:
-        """A rollout, or part of one, that was written."""
+        """Read a rollout, or part of one, that was written before."""
         assert self._segments is not None
         return self._segments.read(segment, offset, length)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing is written. After an error the store can only be closed, which takes everything back."""
+        """Write all changes of this context, or none.
+
+        After an error the store can only be closed, which rolls everything back.
+        """
         self.db.execute("BEGIN IMMEDIATE")
         yield
         if self._segments is not None:
@@ -53,24 +59,27 @@ class Store:
         self.db.execute("COMMIT")
 
     def write(self, sql: str, *row: Any) -> int:
-        """Run a statement; the number of rows that it changed."""
+        """Run a statement. Return the number of rows that it changed."""
         return self.db.execute(sql, row).rowcount
 
     def insert(self, table: str, row: Mapping[str, Any], *, replace: bool = False) -> None:
-        """Add a row, by the names of its columns; with `replace`, in place of one that has the same key."""
+        """Add a row, given by column names. With `replace`, the row replaces one that has the same key."""
         verb = "INSERT OR REPLACE" if replace else "INSERT"
         marks = ", ".join("?" * len(row))
         self.write(f"{verb} INTO {table} ({', '.join(row)}) VALUES ({marks})", *row.values())
 
     def admit(self, group: Group, when: float, members: list[tuple[str, int, float]]) -> None:
-        """A group and its rollouts (id, group, time) are in flight."""
+        """Write a group and its rollouts, given as (rollout id, group id, time), as in flight."""
         row = {"id": group.id, "prompt": group.prompt.id, "version": group.version, "policy": group.policy}
         self.insert("groups", {**row, "state": "in_flight", "admitted": when})
         sql = "INSERT INTO rollouts (id, group_id, state, admitted) VALUES (?, ?, 'in_flight', ?)"
         self.db.executemany(sql, members)
 
     def end_rollout(self, rollout: Rollout, when: float) -> None:
-        """A rollout has its tokens and its reward; it stays in flight until its group ends, unless it failed."""
+        """Write the tokens and the reward of a rollout.
+
+        The rollout stays in flight until its group ends, unless it failed.
+        """
         failed = rollout.ending == "failed"
         sampled = [trace.versions[trace.trained] for trace in rollout.traces if trace.trained.any()]
         location = (None, None, None) if self._segments is None else self._segments.append(rollout)
@@ -89,12 +98,15 @@ class Store:
         self.write("DELETE FROM partials WHERE rollout = ?", rollout.id)
 
     def save_partial(self, rollout: Rollout) -> None:
-        """The next tokens of a rollout that is being sampled, in each of its traces; some traces may have none."""
+        """Write the next tokens of a rollout that is being sampled, for each of its traces.
+
+        A trace may have no new tokens.
+        """
         if self._segments is not None and any(len(trace) for trace in rollout.traces):
             self.add_partial(rollout, self._segments.append(rollout))
 
     def add_partial(self, rollout: Rollout, location: RecordLocation) -> None:
-        """A record holds the next part of each of a rollout's traces."""
+        """Add rows for a record that holds the next part of each of a rollout's traces."""
         sql = "SELECT COALESCE(MAX(part) + 1, 0) FROM partials WHERE rollout = ? AND trace = ?"
         where = location._asdict()
         for number, trace in enumerate(rollout.traces):
@@ -104,13 +116,13 @@ class Store:
                 self.insert("partials", {**row, **where})
 
     def drop_rollout(self, rollout_id: str, reason: str) -> None:
-        """A rollout that has its tokens leaves its group."""
+        """Drop a rollout that has ended and is written; it leaves its group."""
         sql = "UPDATE rollouts SET state = 'dropped', reason = ? WHERE id = ? AND state = 'in_flight'"
         if self.write(f"{sql} AND ended IS NOT NULL", reason, rollout_id) != 1:
             raise HeadraceError(f"rollout {rollout_id} cannot be dropped, it has not ended or is not in flight")
 
     def end_group(self, group_id: int, state: str, reason: str, step: int | None, when: float) -> None:
-        """A group and all its rollouts that are still in flight take this state."""
+        """Set the end state of a group and of all its rollouts that are still in flight."""
         ending = "SET state = ?, reason = ?, step = ?, ended = COALESCE(ended, ?)"
         row = (state, reason, step, when, group_id)
         if self.write(f"UPDATE groups {ending} WHERE id = ? AND state = 'in_flight'", *row) != 1:
@@ -119,11 +131,11 @@ class Store:
         self.write("DELETE FROM partials WHERE rollout IN (SELECT id FROM rollouts WHERE group_id = ?)", group_id)
 
     def forget_partial(self, rollout_id: str) -> None:
-        """What was saved of a rollout is of no use."""
+        """Delete the saved tokens of a rollout, because they cannot be used."""
         self.write("DELETE FROM partials WHERE rollout = ?", rollout_id)
 
     def close(self) -> None:
-        """Let go of the files, the lock last."""
+        """Close the files, and release the lock last."""
         try:
             self.db.close()
             if self._segments is not None:

@@ -2,8 +2,8 @@
 
     put, call ──bounded queue──▶ writer thread ──every COMMIT_SECONDS──▶ one transaction of the store
 
-Events are written in the order of the calls, and only this thread touches the store. What it cannot write ends the next
-call with an error; an event that was accepted is written or reported, never lost in silence.
+Events are written in the order of the calls, and only this thread touches the store. If the thread cannot write, the
+next call raises an error. An accepted event is either written or reported, never lost silently.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ QUEUE_EVENTS = 10_000
 DEADLINE_SECONDS = 30.0
 T = TypeVar("T")
 Event = Callable[[Store], object]
-"""What the writer thread is to do inside the next transaction."""
+"""A function that the writer thread calls inside the next transaction."""
 
 
 class Call(Generic[T]):
-    """Something to run on the writer thread, and to wait for until it is committed."""
+    """A function to run on the writer thread. The caller waits until the function's transaction is committed."""
 
     def __init__(self, body: Callable[[Store], T]) -> None:
         self.body = body
@@ -35,12 +35,15 @@ class Call(Generic[T]):
         self.result: T
 
     def __call__(self, store: Store) -> None:
-        """On the writer thread."""
+        """Run the function, on the writer thread."""
         self.result = self.body(store)
 
 
 class Writer:
-    """Owns the store, and closes it when the thread ends. All methods may be called from any thread."""
+    """The owner of the writer thread and of the store, which is closed when the thread ends.
+
+    All methods may be called from any thread.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -50,12 +53,12 @@ class Writer:
         self._reported = False
         self._closed = False
         self._gate = threading.Lock()
-        """Between the last event and `close`: an event that was accepted is written."""
+        """The lock that orders `put` and `close`, so that every event accepted before `close` is written."""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
     def put(self, event: Event) -> None:
-        """Queue an event; raises if the writer has failed, is closed, or is too far behind for too long."""
+        """Queue an event. Raises if the writer has failed, is closed, or stays too far behind for too long."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         with self._gate:
             if self._closed:
@@ -65,7 +68,7 @@ class Writer:
                     raise HeadraceError(f"{self._name} is {QUEUE_EVENTS} events behind and takes no more")
 
     def call(self, body: Callable[[Store], T], timeout: float) -> T:
-        """The result of a body, once it and everything before it is committed."""
+        """Run `body` on the writer thread. Return its result when it, and everything queued before it, is committed."""
         call = Call(body)
         deadline = time.monotonic() + timeout
         self.put(call)
@@ -76,7 +79,7 @@ class Writer:
         return call.result
 
     def close(self, timeout: float) -> None:
-        """Commit everything and end the thread. Idempotent; raises a failure that nobody was told of yet."""
+        """Commit everything and end the thread. Idempotent. Raises a failure that was not reported yet."""
         with self._gate:
             if self._closed:
                 return
@@ -116,7 +119,7 @@ class Writer:
             self._let_go()
 
     def _collect(self) -> list[Event]:
-        """The events of the next commit: those of a tenth of a second, or up to one that somebody waits for."""
+        """Collect the events of the next commit: those of `COMMIT_SECONDS`, or up to the first `Call`."""
         events: list[Event] = []
         deadline = time.monotonic() + COMMIT_SECONDS
         while (left := deadline - time.monotonic()) > 0 and len(events) < QUEUE_EVENTS:

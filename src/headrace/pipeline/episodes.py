@@ -40,10 +40,7 @@ class Episodes:
         return [self._make(self._plan(group, index, prefix=(prefixes or {}).get(index))) for index in indices]
 
     def resumed(self, group: Group, members: Sequence[str], saved: Mapping[str, Sequence[Trace]]) -> list[AnyEpisode]:
-        """Make the episodes that continue a group of a previous process. `saved` maps a rollout to its saved traces.
-
-        Only an episode with a single trace can continue from it. Other episodes begin again.
-        """
+        """Make the episodes that continue a group of a previous process. `saved` maps a rollout to its saved traces."""
         indices = {member: int(member.rpartition("/")[2]) for member in members}
         return [self._make(self._plan(group, index, saved=saved.get(member, ()))) for member, index in indices.items()]
 

@@ -43,7 +43,7 @@ class Partials:
     def resumed(self, partial: Mapping[str, Sequence[Trace]]) -> None:
         """Record that these traces, by rollout, are in the journal since a previous process.
 
-        Only a rollout with a single trace can continue from it. Other rollouts begin again.
+        An episode that cannot continue from its traces reports their tokens in `discarded`.
         """
         for rollout, traces in partial.items():
             self._saved[rollout] = sum(len(trace) for trace in traces)

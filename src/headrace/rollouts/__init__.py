@@ -1,4 +1,4 @@
-"""Tokens become rollouts: the turn loop, groups and evaluation."""
+"""Rollouts are made from tokens: the turn loop, groups and evaluation."""
 
 from headrace.rollouts.base import ChatFormat, derive_seed
 from headrace.rollouts.evaluation import EvaluatedAnswer, EvaluationResult, evaluate

@@ -1,7 +1,7 @@
-"""What an episode is and is to do, what it needs of a chat format, and the seed of a rollout.
+"""The protocols of an episode and of a chat format, the plan of an episode, and the seed of a rollout.
 
-A chat format turns *new* messages into tokens to append; it is never asked to render a conversation again, so the
-tokens of an earlier turn stay the ones that were sampled.
+A chat format turns only *new* messages into tokens to append. It never renders a conversation again, so the tokens of
+an earlier turn stay those that were sampled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ChatFormat(Protocol):
-    """Messages to tokens and back, for one model."""
+    """The chat format of one model, which converts messages to tokens and back."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -29,26 +29,27 @@ class ChatFormat(Protocol):
         ...
 
     def open(self, messages: Sequence[dict[str, str]]) -> Int32Array:
-        """The tokens of the opening messages, up to where the policy's first turn begins."""
+        """Return the tokens of the opening messages, up to where the policy's first turn begins."""
         ...
 
     def continue_(self, messages: Sequence[dict[str, str]], *, ended: bool) -> Int32Array:
-        """The tokens to append after the policy's turn: these messages, up to where its next turn begins.
+        """Return the tokens of these messages, to append after the policy's turn, up to where its next turn begins.
 
-        `ended` says whether the policy closed its turn itself; if not, the end of the turn is part of the answer.
+        `ended` says whether the policy closed its turn itself. If it did not, the returned tokens begin with the end of
+        the turn.
         """
         ...
 
     def encode(self, text: str) -> Int32Array:
-        """The tokens of a text, as it is."""
+        """Return the tokens of a text, as it is."""
         ...
 
     def token_id(self, token: str) -> int:
-        """The id of a token that is in the vocabulary as a whole."""
+        """Return the id of a token that is in the vocabulary as a whole."""
         ...
 
     def decode(self, token_ids: Int32Array) -> str:
-        """The text of these tokens, for scorers and people."""
+        """Return the text of these tokens, for scorers and people."""
         ...
 
 
@@ -58,32 +59,32 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodePlan:
-    """What one episode is to do."""
+    """The plan of one episode."""
 
     id: str
     index: int
-    """Its place in its group."""
+    """The place of the episode in its group."""
     prompt: Prompt
     sampling: Sampling
-    """`max_tokens` is the budget over all turns."""
+    """The sampling settings. `max_tokens` is the budget over all turns."""
     group: str = ""
     priority: int = 0
     max_turns: int = 1
     keep_routing: bool = False
     prefix: Trace | None = None
-    """Tokens of an earlier attempt, opening included, that the first turn goes on from as they are."""
+    """The tokens of an earlier attempt, including its opening, that the first turn continues from unchanged."""
     saved: Sequence[Trace] = ()
-    """The traces that this episode had come to in a previous process, a prefix included. The turns of a single trace
-    are taken as they are and told to the environment again, as long as the environment answers as it did. An episode
-    that cannot go on from its traces begins again, and counts their tokens as `discarded`."""
+    """The traces of this episode in a previous process, including a prefix. The turns of a single trace are taken
+    unchanged and told to the environment again, as long as the environment answers as before. An episode that cannot
+    continue from its traces begins again, and counts their tokens as `discarded`."""
     deadline: float | None = None
-    """Seconds, for preparing and for running each; None leaves it to the caller's own deadline."""
+    """The limit in seconds, for preparing and for running each. None leaves the deadline to the caller."""
 
 
 class AnyEpisode(ABC):
-    """One rollout in the making, used once: `prepare`, then `run`; whoever takes the turns.
+    """One rollout in the making, used once: `prepare`, then `run`. Subclasses differ in who drives the turns.
 
-    Whatever an episode waits for, `cancel` ends that wait and nothing else: see `interruptible`.
+    `cancel` ends whatever wait the episode is in, and nothing else; see `interruptible`.
     """
 
     def __init__(self, plan: EpisodePlan) -> None:
@@ -92,21 +93,21 @@ class AnyEpisode(ABC):
         self.index = plan.index
         self.prompt = plan.prompt
         self.cancelled: str | None = None
-        """Why it was told to end, once it was."""
+        """Why the episode was told to end; None if it was not."""
         self.discarded = 0
-        """Sampled tokens of `plan.saved` that are of no use: the episode goes on without them."""
+        """The number of sampled tokens of `plan.saved` that cannot be used. The episode continues without them."""
         self._calling: asyncio.Task[Any] | None = None
-        """What `interruptible` waits for."""
+        """The task that `interruptible` waits for."""
 
     @property
     @abstractmethod
     def traces(self) -> Sequence[Trace]:
-        """The tokens so far, in one trace or several; none before the first token."""
+        """The tokens so far, in one trace or several; empty before the first token."""
 
     @property
     @abstractmethod
     def answer(self) -> str:
-        """All that follows the opening, as text for people to read."""
+        """Everything after the opening, as text for people to read."""
 
     @property
     @abstractmethod
@@ -115,11 +116,14 @@ class AnyEpisode(ABC):
 
     @abstractmethod
     def since(self, start: int) -> Trace | None:
-        """Its tokens after the first `start`, if there are any; always None where it cannot be continued from them."""
+        """Return the tokens after the first `start`, or None if there are none.
+
+        Always None if the episode cannot be continued from these tokens.
+        """
 
     @abstractmethod
     async def prepare(self) -> None:
-        """What may take any time and submits nothing. Idempotent."""
+        """Do the work that may take any time and submits no request. Idempotent."""
 
     @abstractmethod
     async def run(self) -> Rollout:
@@ -127,10 +131,10 @@ class AnyEpisode(ABC):
 
     @abstractmethod
     async def discard(self) -> None:
-        """Close an episode that will not be run (any more). Idempotent."""
+        """Close an episode that will not be run, or not be run any more. Idempotent."""
 
     async def cancel(self, reason: str) -> None:
-        """End it now: `run`, or the scoring after it, ends with what there is."""
+        """End the episode now: `run`, or the scoring after it, ends with the tokens so far."""
         if self.cancelled is not None:
             return
         self.cancelled = reason
@@ -139,10 +143,13 @@ class AnyEpisode(ABC):
         await self.abort_requests()
 
     async def abort_requests(self) -> None:  # noqa: B027
-        """Tell the engine that nobody waits for its tokens any more, where one works on them."""
+        """Tell the engine, if one works on a request of this episode, that the tokens are no longer needed."""
 
     async def interruptible(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await this call, in a task of its own that `cancel` ends. Raises `Cancelled` where it did."""
+        """Await this call in its own task, which `cancel` can end.
+
+        Raises `Cancelled` if the episode was told to end.
+        """
         try:
             self.check_cancelled()
         except Cancelled:
@@ -168,6 +175,6 @@ class AnyEpisode(ABC):
 
 
 def derive_seed(run_seed: int, group: int | str, index: int) -> int:
-    """The seed of one rollout: 63 bits, the same on every machine and in every process."""
+    """Return the seed of one rollout: 63 bits, the same on every machine and in every process."""
     digest = hashlib.blake2b(f"{run_seed}/{group}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -1,6 +1,6 @@
-"""Held-out prompts, beside training: a bounded number of episodes in flight, and nothing of them enters the buffer.
+"""Evaluation on held-out prompts, beside training. A bounded number of episodes is in flight; none enters the buffer.
 
-Results are ordered by prompt and sample, never by arrival. A rollout that failed is a wrong answer.
+Results are ordered by prompt and sample, never by arrival. A failed rollout counts as a wrong answer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from headrace.scoring.base import Scoring
 from headrace.types import Prompt, Rollout
 
 SHOWN = 8
-"""Answers kept for people to read."""
+"""The number of answers kept for people to read."""
 
 
 class EvaluatedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A held-out prompt and what the policy made of it."""
+    """A held-out prompt and the policy's answer to it."""
 
     prompt: str
     """The prompt's id."""
@@ -31,21 +31,21 @@ class EvaluatedAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How well the policy answers."""
+    """How well the policy answers the held-out prompts."""
 
     prompts: int
     samples: int
-    """Answers per prompt."""
+    """The number of answers per prompt."""
     pass_1: float
-    """The chance that one answer is right (its reward is at least 1)."""
+    """The chance that one answer is right, which means that its reward is at least 1."""
     pass_k: float
     """The chance that at least one of k answers is right."""
     k: int
     reward_mean: float
     tokens_mean: float
-    """Sampled tokens of an answer."""
+    """The mean number of sampled tokens of an answer."""
     failed: int
-    """Rollouts that failed, counted as wrong."""
+    """The number of rollouts that failed. They count as wrong."""
     answers: list[EvaluatedAnswer] = []
 
 
@@ -59,7 +59,7 @@ async def evaluate(
     k: int | None = None,
     shown: int = SHOWN,
 ) -> EvaluationResult:
-    """Answer every prompt `samples` times, `concurrency` episodes at a time. `k` is `samples` unless given."""
+    """Answer every prompt `samples` times, with `concurrency` episodes at a time. `k` is `samples` unless given."""
     k = samples if k is None else k
     if not prompts:
         raise ValueError("there is no prompt to evaluate")
@@ -96,14 +96,16 @@ async def evaluate(
 
 
 def is_right(rollout: Rollout) -> bool:
-    """A right answer earns a reward of at least 1; a failed one is wrong."""
+    """Return whether an answer is right: its reward is at least 1. A failed answer is wrong."""
     return _reward(rollout) >= 1.0
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """The chance that k answers, drawn without replacement from n of which `right` are right, hold a right one.
+    """Return the chance that k answers, drawn without replacement from n answers, contain a right one.
 
-    An unbiased estimate of pass@k from n >= k samples: 1 - C(n - right, k) / C(n, k).
+    `right` of the n answers are right. This is an unbiased estimate of pass@k from n >= k samples:
+
+        1 - C(n - right, k) / C(n, k)
     """
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 

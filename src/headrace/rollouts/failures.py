@@ -1,6 +1,6 @@
-"""Failures as values: whatever users' code raises inside an episode becomes the reason of one failed rollout.
+"""Failures are values: an exception of users' code inside an episode becomes the reason of one failed rollout.
 
-This is the only place where anything at all is caught.
+In this package, only this module catches every exception.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from contextlib import contextmanager
 
 
 class EpisodeFailed(Exception):
-    """An episode failed; the text is the reason, in one line."""
+    """An episode failed. The text is the reason, in one line."""
 
 
 @contextmanager
 def foreign(what: str) -> Iterator[None]:
     """Run code of users: environments, reward functions, chat templates.
 
-    They may raise anything, and none of it may end a loop that serves other rollouts. The cancellation of a task is no
-    error and passes.
+    Such code may raise anything, and no exception of it may end a loop that serves other rollouts. The cancellation of
+    a task is not an error and passes.
     """
     try:
         yield
@@ -27,11 +27,11 @@ def foreign(what: str) -> Iterator[None]:
 
 
 def describe(error: Exception) -> str:
-    """The error's kind and first line."""
+    """Return the error's type and the first line of its text."""
     name, line = type(error).__name__, first_line(str(error))
     return f"{name}: {line}" if line else name
 
 
 def first_line(text: str) -> str:
-    """The first line that says anything."""
+    """Return the first line that is not empty."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")

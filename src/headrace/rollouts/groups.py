@@ -1,11 +1,10 @@
-"""The episodes of one group, side by side: each is run and then scored, and never waits for the others.
+"""The episodes of one group run side by side: each is run and then scored, and never waits for the others.
 
-The group is complete when every one of them has ended, however it ended.
+The group is complete when every episode has ended, however it ended. A group may close without its stragglers: they are
+cancelled and end as aborted.
 
-A group may be closed without its stragglers: they are cancelled, and end as aborted.
-
-`run_group` starts its episodes in the order of their index and each submits its first request at once, so the order
-in which engines see requests follows from the order of the calls alone.
+`run_group` starts the episodes in the order of their index, and each submits its first request at once. So the order in
+which engines see requests depends only on the order of the calls.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from headrace.scoring.base import Ended, Scoring
 from headrace.types import Group, Rollout
 
 STRAGGLER = "straggler"
-"""Why a rollout was cut off when its group closed without it."""
+"""The reason of a rollout that was cut off because its group closed without it."""
 
 
 async def prepare_group(episodes: Sequence[AnyEpisode]) -> None:
-    """Prepare all episodes at the same time; after an error or a cancellation none of them is left open."""
+    """Prepare all episodes at the same time. After an error or a cancellation, none of them is left open."""
     async with AsyncExitStack() as unless_prepared:
         unless_prepared.push_async_callback(discard_group, episodes)
         async with asyncio.TaskGroup() as tasks:
@@ -43,13 +42,13 @@ async def run_group(
     min_group: int | None = None,
     straggler_seconds: float = math.inf,
 ) -> Group:
-    """The group with the scored rollouts of these prepared episodes, sorted by index.
+    """Run and score these prepared episodes. Return the group with their rollouts, sorted by index.
 
-    When `straggler_seconds` have passed and `min_group` of them have ended without failing, the others are cancelled.
+    When `straggler_seconds` have passed and `min_group` episodes have ended without failing, the others are cancelled.
 
-    `cancel_group` ends it early with what there is. Cancelling the task that runs it aborts the requests too, but
-    then, as for any task, there is no result; `Episode.partial` still holds the tokens. (A task cancelled before
-    its first step never runs at all: `discard_group` closes the episodes of such a one.)
+    `cancel_group` ends the group early, with the tokens so far. Cancelling the task that runs this coroutine also
+    aborts the requests, but then, as for any task, there is no result; `Episode.partial` still holds the tokens. A task
+    that is cancelled before its first step never runs at all: call `discard_group` to close its episodes.
     """
     async with asyncio.TaskGroup() as tasks:
         running = [
@@ -62,7 +61,7 @@ async def run_group(
 
 
 async def run_episode(episode: AnyEpisode, scoring: Scoring) -> Rollout:
-    """Run a prepared episode to its end and score the rollout that it has become.
+    """Run a prepared episode to its end, and score its rollout.
 
     An episode that is told to end while its rollout is being scored ends as aborted, without a score.
     """
@@ -82,9 +81,9 @@ async def run_episode(episode: AnyEpisode, scoring: Scoring) -> Rollout:
 async def _close_early(
     episodes: Sequence[AnyEpisode], running: Sequence[asyncio.Task[Rollout]], min_group: int, seconds: float
 ) -> None:
-    """Return when all have ended, or when enough have and the time is over: then cancel the others.
+    """Wait until all episodes have ended, or until enough have ended and the time is over; then cancel the others.
 
-    Every episode ends, so the wait for the next one does.
+    Every wait here ends, because every episode ends.
     """
     deadline = asyncio.get_running_loop().time() + seconds
     pending: set[asyncio.Task[Rollout]] = set(running)
@@ -104,13 +103,13 @@ def _ended_well(task: asyncio.Task[Rollout]) -> bool:
 
 
 async def cancel_group(episodes: Sequence[AnyEpisode], reason: str) -> None:
-    """End these episodes now: `run_group` then returns their rollouts, aborted, with their partial tokens."""
+    """End these episodes now. `run_group` then returns their rollouts as aborted, with their partial tokens."""
     async with asyncio.TaskGroup() as tasks:
         for episode in episodes:
             tasks.create_task(episode.cancel(reason), name=f"cancel {episode.id}")
 
 
 async def discard_group(episodes: Sequence[AnyEpisode]) -> None:
-    """Close episodes that will not be run (any more). Idempotent."""
+    """Close episodes that will not be run, or not be run any more. Idempotent."""
     for episode in episodes:
         await episode.discard()

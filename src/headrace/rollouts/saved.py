@@ -1,6 +1,6 @@
-"""What an episode had come to in a previous process: its turns, in order, and what came between them.
+"""The saved turns of an episode of a previous process, in order, with the context between them.
 
-A saved token is used where everything before it is as it was, and counted as discarded otherwise; never both.
+A saved token is used only if everything before it is unchanged. Otherwise the token is counted as discarded.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from headrace.types import NO_VERSION, Int32Array, Trace
 
 
 class SavedTurns:
-    """Gives turns back one by one, while the context that is met is the one that was saved."""
+    """The saved turns, handed out one by one as long as the episode meets the same context that was saved."""
 
     def __init__(self, traces: Sequence[Trace]) -> None:
-        """Only a single trace can be continued: of several, everything is discarded."""
+        """Only a single trace can be continued. If there are several, all tokens are discarded."""
         only = traces[0] if len(traces) == 1 else None
         self._left = only if only is not None and len(only) else None
-        """A token with a version was sampled, whether it is trained or was salvaged as context."""
+        """The tokens that are not handed out yet. A token with a version was sampled, whether it is trained or salvaged
+        context."""
         self.discarded = sum(_sampled(trace) for trace in traces) if len(traces) > 1 else 0
-        """Sampled tokens that were of no use."""
+        """The number of sampled tokens that could not be used."""
 
     def expect(self, context: Int32Array) -> None:
-        """These tokens, which nobody sampled, come next; if others were saved here, what follows them is discarded."""
+        """Compare the next saved tokens with this context, which nobody sampled. If they differ, discard the rest."""
         if self._left is None:
             return
         n = len(context)
         sampled = self._left.versions != NO_VERSION
         same = len(self._left) >= n and not sampled[:n].any()
-        # A context that goes on where this one ends is another one.
+        # If the saved context is longer than this one, it is a different context.
         same = same and (len(self._left) == n or bool(sampled[n]))
         if same and np.array_equal(self._left.token_ids[:n], context):
             self._drop(n)
@@ -38,7 +39,7 @@ class SavedTurns:
             self.discard()
 
     def next_turn(self) -> tuple[Trace | None, bool]:
-        """The sampled tokens that come next, if any are left, and whether their turn is known to have ended."""
+        """Return the next sampled tokens, or None if none are left, and whether their turn is known to have ended."""
         if self._left is None:
             return None, False
         ends = np.flatnonzero(self._left.versions == NO_VERSION)
@@ -48,7 +49,7 @@ class SavedTurns:
         return turn, whole
 
     def discard(self) -> None:
-        """What is left is of no use."""
+        """Discard the rest, which cannot be used."""
         left, self._left = self._left, None
         if left is not None:
             self.discarded += _sampled(left)

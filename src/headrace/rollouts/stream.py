@@ -1,6 +1,6 @@
-"""The token stream of an episode: it only grows, and what is in it never changes.
+"""The token stream of an episode. The stream only grows, and tokens in it never change.
 
-Deltas arrive a few tokens at a time and episodes may be long, so parts are kept as they came and joined on demand.
+Deltas arrive a few tokens at a time and episodes may be long, so parts are kept as they arrived and joined on demand.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ class TokenStream:
         self._parts: list[Trace] = []
         self._length = 0
         self.sampled = 0
-        """How many of its tokens the policy sampled."""
+        """The number of tokens that the policy sampled."""
 
     def __len__(self) -> int:
         return self._length
 
     def append_context(self, token_ids: Int32Array) -> Trace:
-        """Append tokens that nobody sampled; returns what was appended, as all three ways of appending do."""
+        """Append tokens that nobody sampled. Like the other two append methods, return the appended tokens."""
         return self._append(Trace.of_context(np.array(token_ids, np.int32)))
 
     def append_recorded(self, trace: Trace) -> Trace:
-        """Append tokens of an earlier attempt or process, with their records; what was sampled counts as sampled."""
+        """Append tokens of an earlier attempt or process, with their records. Sampled tokens count as sampled."""
         self.sampled += int((trace.versions != NO_VERSION).sum())
         return self._append(trace)
 
@@ -43,7 +43,7 @@ class TokenStream:
     ) -> Trace:
         """Append tokens that the policy sampled, with the engine's records.
 
-        They are copied, since they may be views of a message.
+        The arrays are copied, since they may be views of a message.
         """
         n = len(token_ids)
         if not n == len(logprobs) == len(versions):
@@ -67,14 +67,14 @@ class TokenStream:
         )
 
     def trace(self) -> Trace:
-        """All of it so far; the arrays are not written to again."""
+        """Return all tokens so far. The returned arrays are not written to again."""
         if self._parts:
             self._joined = Trace.joined([self._joined, *self._parts])
             self._parts = []
         return self._joined
 
     def since(self, start: int) -> Trace | None:
-        """What came after the first `start` tokens, if anything; cheap where that is little."""
+        """Return the tokens after the first `start`, or None if there are none. This is cheap if they are few."""
         if start >= self._length:
             return None
         known = len(self._joined)
@@ -88,7 +88,7 @@ class TokenStream:
         return Trace.joined(late)
 
     def token_ids(self) -> Int32Array:
-        """The token ids so far."""
+        """Return the token ids so far."""
         return self.trace().token_ids
 
     def _append(self, part: Trace) -> Trace:

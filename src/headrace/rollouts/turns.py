@@ -1,8 +1,8 @@
-"""One episode: the policy speaks, the environment answers, until one of them ends it.
+"""One episode: the policy speaks and the environment answers, until one of them ends the episode.
 
-The episode is one growing token stream. What was sampled is appended exactly as the engine reported it, what the
-environment says is appended as untrained tokens, and nothing that is in the stream is ever tokenised again. An
-episode always becomes a `Rollout`: a failure of the engine or of the environment is a value with a reason.
+The episode is one growing token stream. Sampled tokens are appended exactly as the engine reported them, the
+environment's answers are appended as untrained tokens, and nothing in the stream is ever tokenised again. An episode
+always becomes a `Rollout`: a failure of the engine or of the environment is a value with a reason.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ T = TypeVar("T")
 
 CLOSE_SECONDS = 10.0
 FRUITLESS_RESUMES = 100
-"""Aborts in a row without a token between them, after which an episode no longer asks its engine again."""
+"""The number of aborts in a row without a new token after which an episode fails instead of asking its engine again."""
 
 
 @dataclass(frozen=True)
 class Equipment:
-    """What the episodes of a run work with, the same for all of them."""
+    """The parts that all episodes of a run share."""
 
     engine: Sampler
     chat: ChatFormat
     scoring: Scoring | None = None
-    """Told of tokens as they arrive; None where nobody listens."""
+    """The stage that is told about tokens as they arrive; None if there is none."""
 
 
 class Episode(AnyEpisode):
     """One rollout in the making whose turns an environment answers.
 
-    The two phases keep a synchronous run deterministic: all episodes are prepared first (environments may take any
-    time), and `run` submits its request before it first yields to the event loop, so engines see requests in the order
+    Two phases keep a synchronous run deterministic. First all episodes are prepared, since environments may take any
+    time. Then `run` submits its request before it first yields to the event loop, so engines see requests in the order
     in which episodes are run.
     """
 
@@ -91,11 +91,11 @@ class Episode(AnyEpisode):
 
     @property
     def answer(self) -> str:
-        """All that follows the opening, as text for people to read."""
+        """Everything after the opening, as text for people to read."""
         return self._chat.decode(self._stream.token_ids()[self._opening_tokens :])
 
     def since(self, start: int) -> Trace | None:
-        """Its tokens after the first `start`, if there are any."""
+        """Return the tokens after the first `start`, or None if there are none."""
         return self._stream.since(start)
 
     async def prepare(self) -> None:
@@ -125,7 +125,7 @@ class Episode(AnyEpisode):
         self._tell(self._stream.append_recorded(self.plan.prefix))
 
     async def run(self) -> Rollout:
-        """Take turns until the episode ends; the environment is closed whatever happens."""
+        """Take turns until the episode ends. The environment is closed in any case."""
         try:
             rollout = await self._run()
         finally:
@@ -135,7 +135,7 @@ class Episode(AnyEpisode):
         return rollout
 
     async def discard(self) -> None:
-        """Close an episode that will not be run (any more). Idempotent."""
+        """Close an episode that will not be run, or not be run any more. Idempotent."""
         await self._close()
         if self._scoring is not None:
             self._scoring.forget(self.id)
@@ -171,7 +171,7 @@ class Episode(AnyEpisode):
             self._tell(self._stream.append_context(context))
 
     def _say(self, turn_ids: Int32Array, *, stopped: bool) -> str:
-        """The text of the turn that has just ended, which is a turn of the rollout from now on."""
+        """Record the turn that has just ended as a turn of the rollout, and return its text."""
         end = len(self._stream)
         with foreign("chat.decode"):
             text = self._chat.decode(turn_ids[:-1] if stopped else turn_ids)
@@ -183,13 +183,16 @@ class Episode(AnyEpisode):
         self.discarded = self._saved.discarded
 
     def _tell(self, tokens: Trace) -> None:
-        """Tell the scorers of tokens that the stream has just grown by."""
+        """Tell the scorers about tokens that were just appended to the stream."""
         if self._scoring is not None and self._scoring.listening and len(tokens):
             start = len(self._stream) - len(tokens)
             self._scoring.span(Span(self.id, 0, len(self._turns), start, tokens, self._chat.decode))
 
     async def _sample_turn(self) -> tuple[Int32Array, FinishReason]:
-        """The policy's next turn, over as many requests as it takes: an aborted one is resumed by its prefix."""
+        """Sample the policy's next turn, with as many requests as needed.
+
+        An aborted request is resumed from its prefix.
+        """
         self.check_cancelled()
         start = len(self._stream) if self._turns else self._opening_tokens
         saved, whole = self._saved.next_turn()
@@ -212,7 +215,7 @@ class Episode(AnyEpisode):
                 raise EpisodeFailed(f"{self._engine.name} aborted {fruitless} times in a row without a token")
 
     async def _sample(self) -> FinishReason:
-        """One request to the engine; its tokens are kept as they come."""
+        """Send one request to the engine, and keep its tokens as they arrive."""
         self.check_cancelled()
         request = Request(
             id=f"{self.id}/{self._requests}",
@@ -240,7 +243,7 @@ class Episode(AnyEpisode):
                     if delta.finish is not None:
                         return delta.finish
                     if self.cancelled is not None:
-                        # The first abort may have overtaken the request on its way to the engine.
+                        # Abort again: the first abort may have reached the engine before the request did.
                         await self.abort_requests()
         except HeadraceError as error:
             raise EpisodeFailed(f"{self._engine.name}: {describe(error)}") from error
@@ -251,12 +254,12 @@ class Episode(AnyEpisode):
     async def abort_requests(self) -> None:
         """See `AnyEpisode.abort_requests`."""
         if self._request is not None:
-            # An engine that cannot be told is dead or dying, and then its stream ends by itself.
+            # An engine that cannot be reached is dead or dying, so its stream ends by itself.
             with suppress(HeadraceError):
                 await self._engine.abort([self._request])
 
     async def _step(self, text: str) -> EnvironmentStep:
-        """The environment's answer to a turn, in plain numbers whatever number types it likes."""
+        """Return the environment's answer to a turn. Numbers of any type become plain ones."""
         step = await self._ask("environment.step", lambda: self._environment.step(text))
         with foreign("environment.step"):
             return EnvironmentStep(
@@ -275,7 +278,7 @@ class Episode(AnyEpisode):
         raise EpisodeFailed("the environment opened without a message and the prompt has no text")
 
     async def _ask(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        """What the environment answers, unless the episode is told to end meanwhile."""
+        """Return the environment's answer to this call, unless the episode is told to end meanwhile."""
 
         async def guarded() -> T:
             with foreign(what):
@@ -291,7 +294,7 @@ class Episode(AnyEpisode):
             raise EpisodeFailed(f"{what}: cancelled by the environment itself") from None
 
     async def _close(self) -> str:
-        """Close the environment, once; the reason if that failed."""
+        """Close the environment, once. Return the reason if closing failed, otherwise an empty text."""
         if self._closed:
             return ""
         self._closed = True
@@ -324,9 +327,9 @@ class Episode(AnyEpisode):
 
 
 def _reward(step: EnvironmentStep) -> float | None:
-    """The environment's own reward: what it gave, or 0 where it was cut off before it gave any.
+    """Return the environment's own reward, or 0 if the episode was cut off before the environment gave one.
 
-    None where it ended the episode without a reward: then scorers give one.
+    Return None if the environment ended the episode without a reward: then scorers give one.
     """
     if step.reward is None:
         return None if step.done else 0.0

@@ -1,1 +1,4 @@
-"""Rollouts become scores: a stage of scorers, which see tokens as they arrive; reward functions are the first kind."""
+"""Scoring gives scores to rollouts: a stage of scorers, which see tokens as they arrive.
+
+Reward functions are one kind.
+"""

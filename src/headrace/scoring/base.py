@@ -1,4 +1,4 @@
-"""What a scorer is: it sees the tokens of rollouts as they arrive, and answers with scores when a rollout has ended.
+"""The protocol of a scorer: it sees the tokens of rollouts as they arrive, and gives scores when a rollout has ended.
 
 The smallest scorer implements one method:
 
@@ -6,8 +6,8 @@ The smallest scorer implements one method:
         async def score(self, ended: Ended) -> list[Score]:
             return [Score(value=-float(ended.rollout.sampled_tokens))]
 
-One that works while tokens arrive overrides `span` as well, and `forget` for rollouts that end unscored. A scorer
-serves all rollouts of a run at the same time, in the controller's event loop: it never blocks that loop.
+A scorer that works while tokens arrive also overrides `span`, and `forget` for rollouts that end unscored. A scorer
+serves all rollouts of a run at the same time, in the controller's event loop, so it must never block that loop.
 """
 
 from __future__ import annotations
@@ -24,35 +24,39 @@ from headrace.types import Int32Array, Prompt, Rollout, Score, Trace
 
 
 class ScoreError(Exception):
-    """A rollout cannot be scored; the text is the reason, in one line. It fails that rollout and nothing else."""
+    """A rollout cannot be scored. The text is the reason, in one line.
+
+    The error fails that rollout and nothing else.
+    """
 
 
 class Judgement(msgspec.Struct, kw_only=True):
-    """What a reward function says about one answer."""
+    """A reward function's judgement of one answer."""
 
     reward: float
     metrics: dict[str, float] = {}
     version: str = ""
-    """The version of the reward function, if it is known."""
+    """The version of the reward function; empty if it is not known."""
 
 
 @dataclass(eq=False)
 class Span:
-    """Tokens that a rollout has just grown by: sampled ones, or context such as a prompt or a tool's answer.
+    """Tokens by which a rollout has just grown: sampled tokens, or context such as a prompt or a tool's answer.
 
-    Every token of a rollout is in exactly one span. `tokens` has the records of the tokens too; where
-    `tokens.versions` is `NO_VERSION`, nobody sampled the token. An agent's tokens are told when their turn has ended,
-    and tokens that are in several of its traces are told once.
+    Every token of a rollout is in exactly one span. `tokens` also has the records of the tokens: if `tokens.versions`
+    is `NO_VERSION`, nobody sampled the token. The tokens of an agent are sent when their turn has ended, and a token
+    that is in several of its traces is sent once.
     """
 
     rollout: str
-    """The rollout's id."""
+    """The id of the rollout."""
     trace: int | None
-    """The trace that the tokens belong to. None in an agent's session: its traces are known when it has ended."""
+    """The index of the trace that the tokens belong to. None in an agent's session, whose traces are known only at its
+    end."""
     turn: int
-    """Counts the policy's turns from 0. Context belongs to the turn that follows it."""
+    """The number of the policy's turn, counted from 0. Context belongs to the turn that follows it."""
     start: int
-    """The position of the first of these tokens in their trace."""
+    """The position of the first of these tokens in the trace."""
     tokens: Trace
     decode: Callable[[Int32Array], str]
 
@@ -73,76 +77,85 @@ class Turn:
 
     trace: int
     start: int
-    """The position of its first token in the trace."""
+    """The position of the first token of the turn in the trace."""
     end: int
-    """The position after its last token, which is an end token where the policy ended its turn itself."""
+    """The position after the last token of the turn. The last token is an end token if the policy ended the turn
+    itself."""
     decode: Callable[[], str]
 
     @cached_property
     def text(self) -> str:
-        """What the policy said, without the end token."""
+        """The words of the policy, without the end token."""
         return self.decode()
 
 
 @dataclass(eq=False)
 class Ended:
-    """A rollout that has ended by itself or at its length limit, with all that a scorer may want to know of it."""
+    """A rollout that has ended by itself or at its length limit, with everything that a scorer may need."""
 
     prompt: Prompt
     rollout: Rollout
     turns: Sequence[Turn]
-    """In the order in which they were taken."""
+    """The turns in the order in which they were taken."""
 
     @property
     def completion(self) -> str:
-        """The text of the last turn: the policy's answer."""
+        """The text of the last turn, which is the policy's answer."""
         return self.turns[-1].text if self.turns else ""
 
 
 class Scorer(ABC):
-    """Gives scores to rollouts. Its name is the one that the configuration gives it."""
+    """The base class of all scorers. The configuration gives a scorer its name."""
 
     version: str = ""
-    """Recorded with every score: change it when the scorer would judge otherwise than before."""
+    """The version that is recorded with every score. Change it when the scorer would judge differently than before."""
     keeps_deadlines: bool = False
-    """Whether `score` ends in time by itself. Otherwise `[scoring] timeout` counts from its call."""
+    """Whether `score` keeps its own time limit. Otherwise `[scoring] timeout` counts from the call of `score`."""
 
     async def start(self) -> None:  # noqa: B027
-        """Get ready, before the first rollout. Raises `ConfigError` if the scorer cannot be used."""
+        """Prepare the scorer, before the first rollout. Raises `ConfigError` if the scorer cannot be used."""
 
     def span(self, span: Span) -> None:  # noqa: B027
-        """Take note of tokens that have just arrived. Returns at once. The spans of one rollout come in order."""
+        """Take note of tokens that have just arrived. Must return at once. The spans of one rollout come in order."""
 
     @abstractmethod
     async def score(self, ended: Ended) -> Sequence[Score]:
-        """The scores of a rollout that has ended, at any levels; the scorer's name and version are filled in.
+        """Return the scores of a rollout that has ended, at any levels.
 
-        Whatever this raises fails the rollout. This is the last call about the rollout, also where it is cancelled.
+        The stage fills in the scorer's name and version.
+
+        Any exception fails the rollout. This is the last call about the rollout, even if the call is cancelled.
         """
 
     def forget(self, rollout_id: str) -> None:  # noqa: B027
-        """Forget a rollout whose spans were told, because `score` will not be called for it. Returns at once."""
+        """Forget a rollout whose spans were seen, because `score` will not be called for it. Must return at once."""
 
     async def close(self) -> None:  # noqa: B027
-        """End what the scorer holds. Idempotent."""
+        """Release everything that the scorer holds. Idempotent."""
 
 
 class Scoring(Protocol):
-    """What rollouts see of the stage that scores them (see `stage.Stage`)."""
+    """The scoring stage as rollouts see it (see `stage.Stage`)."""
 
     @property
     def listening(self) -> bool:
-        """Whether anybody wants spans."""
+        """Whether any scorer wants spans."""
         ...
 
     def span(self, span: Span) -> None:
-        """Tokens have arrived."""
+        """Tell the scorers about tokens that have arrived."""
         ...
 
     async def score(self, ended: Ended) -> Rollout:
-        """The rollout with its scores and reward; a rollout that cannot be scored has failed, with the reason."""
+        """Return the rollout with its scores and reward.
+
+        A rollout that cannot be scored is returned as failed, with the reason.
+        """
         ...
 
     def forget(self, rollout_id: str) -> None:
-        """A rollout will not be scored. Idempotent; means nothing after `score` has returned."""
+        """Tell the scorers that a rollout will not be scored. Idempotent.
+
+        The call has no effect after `score` has returned.
+        """
         ...

@@ -1,6 +1,6 @@
 """The calling convention of reward functions, the same in worker processes and in threads.
 
-A function declares what it wants and gets that by name:
+A function gets the arguments that it declares, by name:
 
     completion   the policy's answer, as text (every reward function takes it)
     prompt       the question: its text, or the messages if there is more than one beside the system's
@@ -9,7 +9,7 @@ A function declares what it wants and gets that by name:
     <field>      one field of the prompt's data, such as `answer`
     **fields     everything above
 
-It returns a number, or a dict with "reward" and further numbers to record; it may be `async`.
+The function returns a number, or a dict with "reward" and further numbers to record. It may be `async`.
 """
 
 from __future__ import annotations
@@ -36,22 +36,25 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class RewardScorer(Scorer):
-    """A reward function as a scorer: it gives one score to a whole rollout, by the text of its last turn."""
+    """A reward function as a scorer. It gives one score to a whole rollout, based on the text of its last turn."""
 
     keeps_deadlines = True
 
     @abstractmethod
     async def judge(self, prompt: Prompt, completion: str) -> Judgement:
-        """The reward function's judgement. Raises `ScoreError` when it raised, gave no number, or took too long."""
+        """Return the reward function's judgement.
+
+        Raises `ScoreError` if the function raised, gave no number, or took too long.
+        """
 
     async def score(self, ended: Ended) -> list[Score]:
-        """The judgement as a score."""
+        """Return the judgement as a score."""
         judgement = await self.judge(ended.prompt, ended.completion)
         return [Score(value=judgement.reward, metrics=judgement.metrics, version=judgement.version)]
 
 
 class Question(msgspec.Struct, kw_only=True):
-    """What a reward function is asked: a prompt and an answer, as plain data."""
+    """The question to a reward function: a prompt and an answer, as plain data."""
 
     completion: str
     messages: list[dict[str, str]]
@@ -59,7 +62,7 @@ class Question(msgspec.Struct, kw_only=True):
     data: dict[str, Any] = {}
 
     def fields(self) -> dict[str, Any]:
-        """All that a reward function may ask for, by name."""
+        """Return everything that a reward function may ask for, by name."""
         spoken = [message for message in self.messages if message.get("role") != "system"]
         prompt: Any = self.messages
         if self.text is not None:
@@ -71,7 +74,7 @@ class Question(msgspec.Struct, kw_only=True):
 
 
 def check_signature(function: RewardFunction, name: str) -> None:
-    """Raise a `ConfigError` if the function could never be called as a reward function."""
+    """Raise `ConfigError` if the function could never be called as a reward function."""
     try:
         parameters = inspect.signature(function).parameters
     except (ValueError, TypeError) as error:
@@ -82,7 +85,7 @@ def check_signature(function: RewardFunction, name: str) -> None:
 
 
 def is_reward_function(candidate: object) -> bool:
-    """Whether this could be called as a reward function."""
+    """Return whether `candidate` could be called as a reward function."""
     if not callable(candidate) or inspect.isclass(candidate):
         return False
     try:
@@ -93,17 +96,17 @@ def is_reward_function(candidate: object) -> bool:
 
 
 def source_version(function: RewardFunction) -> str:
-    """A short digest of the file that the function is written in, as its version; empty where there is no such file."""
+    """Return a short digest of the function's source file, as its version; empty if there is no such file."""
     try:
         name = inspect.getsourcefile(inspect.unwrap(function))
-    except (TypeError, ValueError):  # Not a function of Python's, or wrapped in a circle.
+    except (TypeError, ValueError):  # Not a Python function, or wrapped in a cycle.
         return ""
     file = Path(name or "")
     return hashlib.blake2b(file.read_bytes(), digest_size=6).hexdigest() if file.is_file() else ""
 
 
 def call(function: RewardFunction, question: Question) -> Any:
-    """Call the function with what it declares; an awaitable is returned as it is. Raises `ScoreError`."""
+    """Call the function with the arguments that it declares. An awaitable is returned as it is. Raises `ScoreError`."""
     available = question.fields()
     positional: list[Any] = []
     named: dict[str, Any] = {}
@@ -127,7 +130,7 @@ def call(function: RewardFunction, question: Question) -> Any:
 
 
 async def finish(result: Any) -> Any:
-    """Await what an async reward function returned. Raises `ScoreError`."""
+    """Await the result of an async reward function. Raises `ScoreError`."""
     try:
         return await result
     except (Exception, SystemExit) as error:
@@ -135,7 +138,7 @@ async def finish(result: Any) -> Any:
 
 
 def judgement(result: Any) -> Judgement:
-    """What a reward function returned, as a judgement. Raises `ScoreError`."""
+    """Turn the result of a reward function into a judgement. Raises `ScoreError`."""
     if not isinstance(result, dict):
         return Judgement(reward=_number(result, "the reward function gave"))
     if "reward" not in result:

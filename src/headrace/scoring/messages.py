@@ -1,4 +1,4 @@
-"""What a reward worker and its owner say to each other, beside the `Question`."""
+"""The messages between a reward worker and its owner, beside `Question`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from headrace.scoring.base import Judgement
 
 
 class RewardSetup(msgspec.Struct, kw_only=True):
-    """The first frame to a worker: which function it serves."""
+    """The first frame to a worker: the function that it serves."""
 
     reference: str
     arguments: dict[str, Any] | None = None
-    """If given, the reference names a maker: called once with these, it returns the reward function."""
+    """If given, the reference names a factory, which is called once with them and returns the reward function."""
 
 
 class ScoreReply(msgspec.Struct, kw_only=True):
-    """The answer to one `Question`: a judgement, or why there is none."""
+    """The answer to one `Question`: a judgement, or the reason why there is none."""
 
     judgement: Judgement | None = None
     error: str = ""

@@ -1,4 +1,4 @@
-"""A control experiment: rewards that say nothing about the answers they are given to."""
+"""A control experiment: rewards that say nothing about the answers that get them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.types import Group
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
-    """The same groups with the rewards of all their rollouts permuted at random over the whole batch."""
+    """Return the same groups, with the rewards of all rollouts permuted at random over the whole batch."""
     rewards = np.array([rollout.reward for group in groups for rollout in group.usable], np.float64)
     shuffled = iter(np.random.default_rng([seed, step]).permutation(rewards).tolist())
     return [

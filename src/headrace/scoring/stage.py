@@ -1,4 +1,4 @@
-"""The scoring stage, between rollouts and the buffer: every rollout is scored as soon as it has ended.
+"""The scoring stage, between rollouts and the buffer. Every rollout is scored as soon as it has ended.
 
 A rollout never waits for its group. Its reward is the weighted sum of all scores of the whole rollout; finer scores are
 recorded beside them. A scorer that raises, takes too long or gives no number fails that rollout and nothing else.
@@ -23,7 +23,7 @@ LEVELS = get_args(Level)
 
 
 class Stage:
-    """Named scorers and their weights. Without any, a rollout's reward is what its environment or agent gave it."""
+    """Named scorers and their weights. Without scorers, the environment or the agent gives the reward of a rollout."""
 
     def __init__(
         self,
@@ -32,19 +32,20 @@ class Stage:
         *,
         timeout: float = 30.0,
     ) -> None:
-        """A scorer's weight is 1 unless it is given; so is that of an environment's or agent's own reward.
+        """A scorer has weight 1 unless a weight is given. The same holds for the reward of an environment or an agent.
 
-        `timeout` is for scorers that keep no deadlines themselves.
+        `timeout` applies to scorers that keep no deadlines themselves.
         """
         self.scorers = dict(scorers or {})
         self._weights = dict(weights or {})
         self._timeout = timeout
         self._listeners = {name: one for name, one in self.scorers.items() if type(one).span is not Scorer.span}
         self._told: dict[str, str] = {}
-        """Rollouts whose spans were told, and why a scorer could not take one of them, if one could not."""
+        """The rollouts whose spans were sent to scorers, by id, each with the first error of a scorer about a span, or
+        ""."""
 
     async def start(self) -> None:
-        """Start every scorer; raises `ConfigError`. After an error, none is left open."""
+        """Start every scorer. Raises `ConfigError`. After an error, no scorer is left open."""
         async with AsyncExitStack() as unless_started:
             unless_started.push_async_callback(self.close)
             for scorer in self.scorers.values():
@@ -61,7 +62,7 @@ class Stage:
         return bool(self._listeners)
 
     def span(self, span: Span) -> None:
-        """Tell the scorers of tokens that have arrived."""
+        """Tell the scorers about tokens that have arrived."""
         if not self._listeners:
             return
         self._told.setdefault(span.rollout, "")
@@ -77,12 +78,12 @@ class Stage:
         if self._told.pop(rollout_id, None) is None:
             return
         for scorer in self._listeners.values():
-            # A user's code, about a rollout that has no other way to fail any more.
+            # This is a user's code, and the rollout can no longer be marked as failed.
             with suppress(Exception):
                 scorer.forget(rollout_id)
 
     async def score(self, ended: Ended) -> Rollout:
-        """The rollout with its scores and reward, or failed with the reason why it has none."""
+        """Return the rollout with its scores and reward, or as failed with the reason."""
         rollout = ended.rollout
         try:
             scores = await self._scores(ended)
@@ -114,7 +115,7 @@ class Stage:
             await asyncio.wait(asked, timeout=CLOSE_SECONDS)
 
     async def _ask(self, name: str, ended: Ended) -> list[Score]:
-        """One scorer's scores, in plain numbers, under its name. Raises `ScoreError`."""
+        """Return one scorer's scores, in plain numbers and under its name. Raises `ScoreError`."""
         scorer = self.scorers[name]
         timeout = None if scorer.keeps_deadlines else self._timeout
         try:
@@ -136,7 +137,7 @@ class Stage:
             if self.scorers:
                 raise ScoreError(f"no score of the whole rollout came from {', '.join(map(repr, self.scorers))}")
             raise ScoreError("the environment ended the episode without a reward")
-        # Not from 0.0 on: a single score is the reward bit for bit.
+        # The sum does not start at 0.0, so that a single score is the reward bit for bit.
         total = parts[0]
         for part in parts[1:]:
             total += part
@@ -146,7 +147,7 @@ class Stage:
 
 
 def _checked(name: str, version: str, given: Sequence[Score], rollout: Rollout) -> list[Score]:
-    """The scores that a scorer gave, if they are scores of this rollout."""
+    """Return the scores that a scorer gave. Raises `ScoreError` if they are not valid scores of this rollout."""
     if not isinstance(given, Sequence) or not all(isinstance(score, Score) for score in given):
         raise ScoreError(f"the scorer {name!r} gave a {type(given).__name__}, not a list of scores")
     return [_plain(name, version, score, rollout) for score in given]
@@ -176,7 +177,10 @@ def _number(name: str, what: str, given: object) -> float:
 
 
 def _merged(metrics: Mapping[str, float], scores: Sequence[Score]) -> dict[str, float]:
-    """All metrics of a rollout; where two scorers give one of the same name, the later one's has its scorer's name."""
+    """Return all metrics of a rollout.
+
+    If two scorers give a metric of the same name, the later one is prefixed with its scorer's name.
+    """
     merged = dict(metrics)
     for score in scores:
         if score.level == "rollout":
@@ -186,7 +190,7 @@ def _merged(metrics: Mapping[str, float], scores: Sequence[Score]) -> dict[str, 
 
 @contextmanager
 def _foreign(name: str) -> Iterator[None]:
-    """Run a scorer, which may be the user's code and raise anything: a `ScoreError` comes of it."""
+    """Run a scorer, which may be the user's code. Any exception of it becomes a `ScoreError`."""
     try:
         yield
     except ScoreError:

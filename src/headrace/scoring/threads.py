@@ -1,7 +1,7 @@
-"""A reward function that is already in this process (a notebook's), run in threads so that it never holds the loop.
+"""A reward function of this process (such as a notebook's) runs in threads, so that it never blocks the event loop.
 
-A thread cannot be killed: one that overruns its time is left behind, and its judgement fails. Functions that may hang
-belong into worker processes (`scoring.workers`).
+A thread cannot be killed. A thread that takes too long is left behind, and its judgement fails. Functions that may hang
+belong in worker processes (`scoring.workers`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headrace.types import Prompt
 
 
 class ThreadScorer(RewardScorer):
-    """A callable as a scorer; `threads` judgements at a time, first come, first served."""
+    """A callable as a scorer. It judges `threads` answers at a time, in the order in which they are asked for."""
 
     def __init__(self, function: RewardFunction, timeout: float = 30.0, *, threads: int = 1) -> None:
         check_signature(function, f"the reward function {getattr(function, '__name__', function)!r}")
@@ -39,9 +39,9 @@ class ThreadScorer(RewardScorer):
         self._closed = False
 
     async def judge(self, prompt: Prompt, completion: str) -> Judgement:
-        """The judgement; its time counts from when a thread starts on it."""
+        """Judge an answer. The time limit counts from when a thread starts on the answer."""
         question = Question(completion=completion, messages=prompt.messages or [], text=prompt.text, data=prompt.data)
-        # Each judgement ahead takes at most its timeout, so this deadline is never what ends an honest wait.
+        # Each earlier judgement takes at most its timeout, so this deadline is not reached while the threads work.
         longest = (self._waiting // self._threads + 2) * self._timeout
         self._waiting += 1
         try:
@@ -79,7 +79,7 @@ class ThreadScorer(RewardScorer):
 
         def work() -> None:
             result = _judge_here(self._function, question)
-            # The run may be over by the time an overdue function returns.
+            # The run may be over when an overdue function returns.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(settle, result)
 

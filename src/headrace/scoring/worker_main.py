@@ -1,4 +1,4 @@
-"""A reward worker: `python -m headrace.scoring.worker_main`, one judgement at a time."""
+"""A reward worker: `python -m headrace.scoring.worker_main`. It judges one answer at a time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Loaded:
 
 
 def main() -> None:
-    """Say hello, then answer questions until the owner closes the pipe."""
+    """Load the reward function, then answer questions until the owner closes the pipe."""
     die_with_owner()
     owner = Owner()
     loaded = owner.greet(RewardSetup, load)
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def load(setup: RewardSetup) -> Loaded:
-    """The reward function that the first frame names; raises `ConfigError`."""
+    """Load the reward function that the first frame names. Raises `ConfigError`."""
     found = import_function(setup.reference)
     version = source_version(found)
     if setup.arguments is not None:
@@ -56,7 +56,7 @@ def load(setup: RewardSetup) -> Loaded:
 
 
 def answer(loaded: Loaded, question: Question, runner: asyncio.Runner) -> ScoreReply:
-    """Judge one answer; async functions share one event loop for the worker's whole life."""
+    """Judge one answer. All async functions of a worker share one event loop."""
     try:
         result = call(loaded.function, question)
         if inspect.isawaitable(result):

@@ -1,7 +1,7 @@
-"""Reward functions in processes of their own: one that hangs, raises or dies costs one judgement, never the run.
+"""Reward functions in worker processes. A function that hangs, raises or dies costs one judgement, never the run.
 
-Each worker judges one answer at a time. A worker that overran its time, died, or was abandoned half-way is killed with
-all that it started, and its place is taken by a fresh one when the next judgement needs it.
+Each worker judges one answer at a time. A worker that took too long, died, or was abandoned during a judgement is
+killed with all its child processes. A fresh worker takes its place when the next judgement needs it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.types import Prompt
 
 
 class WorkerScorer(RewardScorer):
-    """A reward function in `workers` processes; judgements are taken in the order in which they are asked for."""
+    """A reward function in `workers` processes. Answers are judged in the order in which they are asked for."""
 
     def __init__(
         self,
@@ -33,10 +33,11 @@ class WorkerScorer(RewardScorer):
         log: Path | None = None,
         key: str = "",
     ) -> None:
-        """`reference` names the reward function; with `arguments`, a factory of it (see `messages.RewardSetup`).
+        """`reference` names the reward function or, with `arguments`, a factory of it (see `messages.RewardSetup`).
 
-        `timeout` counts from when a worker starts on a judgement. What the functions print goes to `log`, or to this
-        process's standard error. `key` is the key of the configuration that names the function, if not `[task]`.
+        `timeout` counts from when a worker starts on a judgement. Output of the functions goes to `log`, or to this
+        process's standard error. `key` is the key of the configuration that names the function, if it is not in
+        `[task]`.
         """
         key = key or ("[task] reward" if arguments is None else "")
         self._name = f"{key} {reference!r}" if key else "[task]"
@@ -54,14 +55,14 @@ class WorkerScorer(RewardScorer):
         )
 
     async def start(self) -> None:
-        """Start every worker; raises `ConfigError` if the reward function cannot be used."""
+        """Start every worker. Raises `ConfigError` if the reward function cannot be used."""
         try:
             await self._pool.start()
         except ConfigError as error:
             raise ConfigError(self._refusal(error)) from error
 
     async def judge(self, prompt: Prompt, completion: str) -> Judgement:
-        """The judgement; raises `ScoreError` when the function raised, gave no number, took too long, or died."""
+        """Judge an answer. Raises `ScoreError` if the function raised, gave no number, took too long, or died."""
         question = Question(completion=completion, messages=prompt.messages or [], text=prompt.text, data=prompt.data)
         try:
             body = encode(question)
@@ -77,11 +78,14 @@ class WorkerScorer(RewardScorer):
         return answer.judgement
 
     async def close(self) -> None:
-        """End all workers; judgements under way fail. Idempotent."""
+        """End all workers; running judgements fail. Idempotent."""
         await self._pool.close()
 
     async def _take_place(self) -> None:
-        """Wait for a place, in turn. Whoever is ahead holds one no longer than two starts and judgements may take."""
+        """Wait for a free worker, in turn.
+
+        Each earlier judgement holds a worker for at most two starts and judgements.
+        """
         longest = (self._waiting // self._workers + 2) * self._longest_turn
         self._waiting += 1
         try:
@@ -97,7 +101,7 @@ class WorkerScorer(RewardScorer):
             try:
                 return await self._pool.ask(question, ScoreReply, self._timeout)
             except WorkerDied:
-                # Whoever killed it need not have meant this answer: another worker judges it, once.
+                # The death need not be the fault of this answer, so another worker judges the answer, once.
                 return await self._pool.ask(question, ScoreReply, self._timeout)
         except WorkerDied as error:
             raise ScoreError(f"the reward worker {error} during a judgement") from error
@@ -109,6 +113,6 @@ class WorkerScorer(RewardScorer):
             raise ScoreError(f"a reward worker could not be started again: {self._refusal(error)}") from error
 
     def _refusal(self, error: ConfigError) -> str:
-        """Why the reward function cannot be used, in one line."""
+        """Return why the reward function cannot be used, in one line."""
         text = str(error)
         return text if text.startswith("[") else f"{self._name}: {text}"
