@@ -1,7 +1,7 @@
-"""The live weights while they change: what a digest finds in them, and the order of a receiver's streams on a GPU.
+"""Checks of the live weights after an installation, and the order of a receiver's streams on a GPU.
 
-On a GPU the staging buffer is written again only after the last installation has read it, and a digest of the live
-weights begins only after they were copied; decoding waits for neither.
+On a GPU, the staging buffer is overwritten only after the last installation has read it, and the digest of the live
+weights begins only after they were copied. Decoding waits for neither.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from headrace.delivery.kernels.digest import DeviceDigest
 
 PREPARED = 8
-"""Digests that are kept ready: of the live weights, and of the few places that new ones are staged in."""
+"""The number of prepared digests that are kept: of the live weights, and of the few places of staged weights."""
 SPIN_SECONDS = 1e-4
-"""What is all but done is waited for without sleep, which lasts longer."""
+"""A wait polls without sleeping for this long, because a sleep takes longer than work that is almost done."""
 GPU_SECONDS = 120.0
 """How long a copy or a digest may take on a GPU before the delivery fails."""
 
@@ -37,21 +37,21 @@ class HostCheck:
     started: float
 
     def ready(self) -> bool:
-        """It was taken when the weights were installed."""
+        """Return True: the digest was computed when the weights were installed."""
         return True
 
     def digest(self) -> int:
-        """Of the live weights."""
+        """Return the digest of the live weights."""
         return self.found
 
     def seconds(self) -> float:
-        """Since the installation began: nothing else runs until it is proved."""
+        """Return the time since the installation began; the engine does nothing else until the proof."""
         return time.monotonic() - self.started
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceCheck:
-    """A digest of live weights that a GPU takes beside other work."""
+    """A digest of live weights that a GPU computes beside other work."""
 
     stream: torch.cuda.Stream
     result: torch.Tensor
@@ -60,11 +60,11 @@ class DeviceCheck:
     copy_ended: torch.cuda.Event
 
     def ready(self) -> bool:
-        """Whether it is done."""
+        """Return whether the digest is done."""
         return _done(self.digested)
 
     def digest(self) -> int:
-        """Of the live weights; waits for it."""
+        """Return the digest of the live weights; waits for it, and raises `DeliveryError` after `GPU_SECONDS`."""
         from headrace.delivery.kernels.digest import DeviceDigest
 
         _wait(self.digested, "the digest of the live weights")
@@ -72,15 +72,15 @@ class DeviceCheck:
             return DeviceDigest.value(self.result)
 
     def seconds(self) -> float:
-        """How long the engine's stream was kept busy. Call it after `digest`."""
+        """Return how long the engine's stream was busy with the installation. Call it after `digest`."""
         return float(self.copy_began.elapsed_time(self.copy_ended)) / 1000
 
 
 class DeviceSide:
-    """A receiver's streams on a GPU, and what keeps them in order."""
+    """A receiver's streams on a GPU, and the events that keep them in order."""
 
     def __init__(self, device: torch.device) -> None:
-        # New weights are waited for: what stages them goes before the next kernels of steps. Their proof does not.
+        # Staging has priority over the kernels of decode steps, because new weights are urgent. Their proof is not.
         self._stage, self._digest = _stream(device, priority=-1), _stream(device)
         self._copies = DeviceCopies(device)
         self._copied: torch.cuda.Event | None = None
@@ -89,7 +89,7 @@ class DeviceSide:
 
     @contextmanager
     def staging(self) -> Iterator[None]:
-        """Work on the stream for staging, once the last installation has read the buffer; it is done on return."""
+        """Run the block on the staging stream, after the last installation has read the buffer; wait for it at exit."""
         with torch.cuda.stream(self._stage):
             if self._copied is not None:
                 self._stage.wait_event(self._copied)
@@ -97,24 +97,24 @@ class DeviceSide:
             self.finish_staging()
 
     def finish_staging(self) -> None:
-        """Wait for what was put on the stream for staging."""
+        """Wait for all work on the staging stream; raises `DeliveryError` after `GPU_SECONDS`."""
         _wait(self._stage.record_event(), "staging")
 
     def begin_digest(self, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> Callable[[], int]:
-        """Begin the digest of what is staged; the call waits for it."""
+        """Begin the digest of the staged weights; the returned function waits for its value."""
         prepared = self._prepare(plan, weights)
         launched = prepared.launch()
         return lambda: prepared.value(launched)
 
     def foresee(self, plan: PackingPlan, live: Mapping[str, torch.Tensor], place: Mapping[str, torch.Tensor]) -> None:
-        """Make ready what a later version takes, which will be staged in this place: its digest, and its copy."""
+        """Prepare the digest and the copy of later versions, which will be staged in this place."""
         self._prepare(plan, place)
         self._copies.prepare(plan.digest, live, place)
 
     def prepare_install(
         self, plan: PackingPlan, live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor]
     ) -> None:
-        """Make ready what `install` takes, so that decoding does not wait for it: the copy, and the live digest."""
+        """Prepare the copy and the live digest of `install` in advance, so that decoding does not wait for that."""
         self._copies.prepare(plan.digest, live, staged)
         self._live = self._prepare(plan, live)
 
@@ -126,7 +126,10 @@ class DeviceSide:
         buffer: torch.Tensor | None,
         installed: Callable[[], None] | None,
     ) -> DeviceCheck:
-        """Copy what is staged, in the buffer if there is one, on the current stream; begin the digest once it is."""
+        """Copy the staged weights over the live weights on the current stream, then begin the live digest.
+
+        `buffer` is the staging buffer, if the receiver has one. `installed` is called after the copy was enqueued.
+        """
         stream = torch.cuda.current_stream(self._stage.device)
         began, ended = _timed_event(), _timed_event()
         began.record(stream)
@@ -144,13 +147,13 @@ class DeviceSide:
             return DeviceCheck(self._digest, result, self._digest.record_event(), began, ended)
 
     def close(self) -> None:
-        """Let go of the tensors. Idempotent."""
+        """Release the tensors. Idempotent."""
         self._prepared.clear()
         self._copies.close()
         self._live = None
 
     def _prepare(self, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> DeviceDigest:
-        """A digest of these tensors, made once for each place that weights come to lie in."""
+        """Return a digest of these tensors; it is prepared once for each place that holds weights."""
         from headrace.delivery.kernels.digest import DeviceDigest
 
         key = (plan.digest, tuple([tensor.data_ptr() for tensor in weights.values()]))

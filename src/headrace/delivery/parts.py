@@ -1,6 +1,6 @@
-"""An engine's end of a version in parts: regions from every part become whole tensors, or slices of them, in staging.
+"""An engine assembles a version that several ranks published in parts into whole tensors, or into slices of them.
 
-Each part is checked against its own place before and after it is read, and the whole by the manifest's digest.
+Each part is checked against its own place before and after it is read. The caller checks the digest of the whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace.errors import DeliveryError
 
 
 def part_regions(part: Part) -> dict[str, Region]:
-    """Where each tensor of a part lies in its whole."""
+    """Return the region of the whole tensor that each tensor of a part is."""
     return {entry.name: Region(start, entry.shape) for entry, start in zip(part.entries, part.starts, strict=True)}
 
 
@@ -27,16 +27,16 @@ def fetch_parts(
 ) -> None:
     """Fill the targets, which are the wanted regions of the manifest's tensors.
 
-    Raises `DeliveryError` unless the parts hold every wanted element exactly once and stay whole while they are read.
+    Raises `DeliveryError` unless the parts hold every wanted element exactly once and do not change while being read.
     """
     for entry in manifest.entries:
         if entry.name in targets and targets[entry.name].dtype != dtype_of(entry.dtype):
             raise DeliveryError(f"{entry.name} is published as {entry.dtype}, not {targets[entry.name].dtype}")
     held = [part_regions(part) for part in manifest.parts]
-    # Before a byte is read: what is missing is known from the manifest alone.
+    # Planned before a byte is read, because the manifest alone shows whether an element is missing.
     copies = plan_copies(held, wanted)
     for number, part in enumerate(manifest.parts):
-        # One part at a time: a source may hand out the same memory for the next one.
+        # One part at a time, because a source may use the same memory for the next part.
         tensors = source.open(part.location, manifest.version, part.entries)
         for copy in copies:
             if copy.part == number:

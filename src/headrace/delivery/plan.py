@@ -1,7 +1,7 @@
-"""Where every tensor lies in the packed bytes: a pure function of names, dtypes and shapes, the same on both sides.
+"""A packing plan says where every tensor is in the packed bytes: a pure function of names, dtypes and shapes.
 
-Tensors are packed in the order of their names at aligned offsets, so trainer and engine need not agree on an order, and
-two plans with one digest describe the same bytes.
+Tensors are packed in the order of their names at aligned offsets. Trainer and engine therefore make the same plan
+without agreeing on an order, and two plans with the same digest describe the same bytes.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class PackingPlan(msgspec.Struct, frozen=True, kw_only=True):
     entries: tuple[Entry, ...]
     nbytes: int
     digest: int
-    """Of names, dtypes, shapes and offsets."""
+    """The digest of names, dtypes, shapes and offsets."""
 
 
 def make_plan(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> PackingPlan:
-    """The plan of these (name, dtype, shape) in any order; a name that comes twice is an error."""
+    """Make the plan of these (name, dtype, shape) in any order; raises `DeliveryError` if a name occurs twice."""
     return _make_plan(tuple((name, dtype, tuple(shape)) for name, dtype, shape in tensors))
 
 
 @functools.lru_cache(maxsize=8)
 def _make_plan(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> PackingPlan:
-    """A model has hundreds of tensors, and every version of it the same plan."""
+    """Make the plan. It is cached, because a model has hundreds of tensors and all versions have the same plan."""
     entries: list[Entry] = []
     end = 0
     for name, dtype, shape in sorted(tensors, key=lambda tensor: tensor[0]):
@@ -56,7 +56,7 @@ def _make_plan(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Packing
 
 
 def plan_weights(weights: Mapping[str, torch.Tensor], dtype: str) -> PackingPlan:
-    """The plan of these weights as they are published: floating ones in `dtype`, all others as they are."""
+    """Make the plan of these weights as published: floating-point tensors in `dtype`, all others in their own."""
     return make_plan(
         (name, dtype if tensor.is_floating_point() else dtype_name(tensor.dtype), tensor.shape)
         for name, tensor in weights.items()
@@ -64,13 +64,13 @@ def plan_weights(weights: Mapping[str, torch.Tensor], dtype: str) -> PackingPlan
 
 
 def plan_digest(entries: Iterable[Entry]) -> int:
-    """A 64-bit hash of a layout that no Python, torch or machine changes."""
+    """Return a 64-bit hash of a layout, the same for every version of Python and torch and on every machine."""
     layout = [(entry.name, entry.dtype, entry.shape, entry.offset) for entry in entries]
     return int.from_bytes(hashlib.blake2b(msgspec.json.encode(layout), digest_size=8).digest(), "little")
 
 
 def unpack(packed: torch.Tensor, entries: Iterable[Entry]) -> dict[str, torch.Tensor]:
-    """Views of the packed bytes (flat, uint8), one tensor per entry."""
+    """Return views of the packed bytes (flat, uint8), one tensor per entry."""
     return {
         entry.name: packed[entry.offset : entry.offset + entry.nbytes].view(dtype_of(entry.dtype)).view(entry.shape)
         for entry in entries
@@ -78,14 +78,14 @@ def unpack(packed: torch.Tensor, entries: Iterable[Entry]) -> dict[str, torch.Te
 
 
 class Views:
-    """Views of one packed buffer, made anew only for another plan: they cost more than a small model's copy."""
+    """Views of one packed buffer, cached for the last plan: making them takes longer than copying a small model."""
 
     def __init__(self, packed: torch.Tensor) -> None:
         self.packed = packed
         self._made: tuple[tuple[Entry, ...], dict[str, torch.Tensor]] | None = None
 
     def of(self, entries: Iterable[Entry]) -> dict[str, torch.Tensor]:
-        """One tensor per entry, as `unpack` gives them."""
+        """Return one tensor per entry, as `unpack` does."""
         wanted = tuple(entries)
         if self._made is None or self._made[0] != wanted:
             self._made = wanted, unpack(self.packed, wanted)
@@ -105,11 +105,11 @@ def copy_all(
     non_blocking: bool = False,
     threads: int | None = None,
 ) -> None:
-    """Copy every source over the target of its name, cast to its dtype, in few launches.
+    """Copy every source over the target of the same name, cast to the target's dtype, in few launches.
 
-    On a GPU torch fuses those of one pair of dtypes. `threads` share what is in host memory; without it, one for every
-    core that this process may use, up to `MOST_THREADS`; 1 leaves it to torch. Raises `DeliveryError` before the first
-    copy if a shape differs.
+    On a GPU torch fuses all copies with the same pair of dtypes. `threads` threads share the copies in host memory. The
+    default is one thread for every core that this process may use, up to `MOST_THREADS`; 1 leaves the copies to torch.
+    Raises `DeliveryError` before the first copy if a shape differs.
     """
     wanted = threads or threads_here()
     together: list[Pair] = []
@@ -132,32 +132,33 @@ def copy_all(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: fused copies on a GPU take floats through a wider dtype, where NaNs lose bits."""
+    """View floats as integers: fused copies on a GPU convert floats to a wider dtype, in which NaNs lose bits."""
     return tensor.detach().view(_INTEGERS[tensor.itemsize]) if tensor.is_floating_point() else tensor
 
 
 def all_on(device: torch.device, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether all of these lie there; of a GPU the index must be known.
+    """Return whether all tensors are on this device; a GPU device must have its index.
 
-    Asked before every copy: a `torch.device` for each of hundreds of tensors takes longer than enqueuing it.
+    This is called before every copy, so it compares indices: making a `torch.device` for each of hundreds of tensors
+    takes longer than enqueuing the copy.
     """
     index = -1 if device.type == "cpu" else device.index
     return set(map(torch.Tensor.get_device, tensors.values())) <= {index}
 
 
 def check_shape(name: str, target: torch.Tensor, source: torch.Tensor) -> None:
-    """Raise `DeliveryError` unless one can be copied over the other."""
+    """Raise `DeliveryError` unless target and source have the same shape."""
     if target.shape != source.shape:
         raise DeliveryError(f"{name} has shape {tuple(source.shape)}, not {tuple(target.shape)}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
+    """Return the name of a dtype: `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of this name; a name that is none is an error."""
+    """Return the dtype of this name; raises `DeliveryError` if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise DeliveryError(f"{name!r} is not a dtype")

@@ -1,8 +1,7 @@
-"""Rectangular regions of tensors, and what must be copied where so that regions held by some become regions wanted by
-others.
+"""Rectangular regions of tensors, and the plan of copies that fills wanted regions from regions that others hold.
 
-A wanted region is filled by disjoint pieces that leave no element out, or there is no plan. Pure arithmetic on offsets
-and sizes: no torch here.
+A plan fills every wanted region with disjoint pieces that leave no element out; if that is impossible, there is no
+plan. This module is pure arithmetic on offsets and sizes and does not import torch.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ class Region(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     def within(self, outer: Region) -> tuple[slice, ...]:
-        """Where this region lies in a tensor that holds `outer` and nothing else."""
+        """Return the slices of this region in a tensor that holds exactly the region `outer`."""
         return tuple(
             slice(mine - theirs, mine - theirs + length)
             for mine, theirs, length in zip(self.start, outer.start, self.shape, strict=True)
@@ -38,21 +37,21 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """One piece of a wanted tensor, and the part that has it."""
+    """One piece of a wanted tensor, and the number of the part that holds it."""
 
     part: int
     name: str
     region: Region
-    """In the whole tensor."""
+    """The region of the piece in the whole tensor."""
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """All of a tensor."""
+    """Return the region that is a whole tensor of this shape."""
     return Region((0,) * len(shape), tuple(shape))
 
 
 def intersection(first: Region, second: Region) -> Region | None:
-    """What two regions have in common; None where that is nothing."""
+    """Return the common elements of two regions; None if there are none."""
     start, shape = [], []
     for a, m, b, n in zip(first.start, first.shape, second.start, second.shape, strict=True):
         low, high = max(a, b), min(a + m, b + n)
@@ -64,7 +63,7 @@ def intersection(first: Region, second: Region) -> Region | None:
 
 
 def chunk(region: Region, dim: int, count: int, index: int) -> Region:
-    """The piece `index` of `count` along a dimension: all but the last ones equal, those smaller or empty."""
+    """Return piece `index` of `count` along a dimension. Pieces have equal size; the last may be smaller or empty."""
     length = region.shape[dim]
     step = -(-length // count)
     low, high = min(index * step, length), min((index + 1) * step, length)
@@ -75,9 +74,9 @@ def chunk(region: Region, dim: int, count: int, index: int) -> Region:
 
 
 def plan_copies(held: Sequence[Mapping[str, Region]], wanted: Mapping[str, Region]) -> list[Copy]:
-    """What to copy from which part, so that every element that is wanted is copied exactly once.
+    """Return the copies that bring every wanted element exactly once.
 
-    `held` are the regions of each part by name. Raises `DeliveryError` where elements are missing or held twice.
+    `held` has the regions of each part by name. Raises `DeliveryError` if an element is missing or held twice.
     """
     copies: list[Copy] = []
     for name, target in wanted.items():

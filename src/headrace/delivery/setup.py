@@ -1,7 +1,7 @@
-"""From the configuration to a transport: which one and why, where its files lie, what a run that died left of them.
+"""Sets up the transport of a run from its configuration: chooses it, says where its files are, and cleans up.
 
-A run sweeps before it starts and after it ends, so that a trainer that was killed leaves nothing. No torch is loaded
-until a sender is made.
+A run cleans up before it starts and after it ends, so that nothing stays behind when a trainer is killed. Torch is not
+loaded until a sender is made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A transport, and why it was taken."""
+    """A transport, and why it was chosen."""
 
     transport: str
     why: str
@@ -36,9 +36,9 @@ class Choice(msgspec.Struct, frozen=True):
 def choose(
     config: DeliveryConfig, shared_memory: Path = _SHARED_MEMORY, *, trainer: str = "cpu", engines: str = "cpu"
 ) -> Choice:
-    """The transport of a run: as configured, or the fastest that reaches every engine.
+    """Choose the transport of a run: the configured one, or with `auto` the fastest that reaches every engine.
 
-    `trainer` and `engines` are the devices that their weights are on, as torch names them.
+    `trainer` and `engines` are the devices of their weights, as torch names them.
     """
     if config.transport != "auto":
         return Choice(config.transport, '[delivery] transport = "' + config.transport + '"')
@@ -59,9 +59,10 @@ def make_sender(
     receivers: int = 1,
     relays: bool = True,
 ) -> Sender:
-    """The end of the run's transport of this rank of the trainer, to this number of `receivers`.
+    """Make the sender of one rank of the trainer.
 
-    The devices are those of `choose`. `relays`: an engine that has what this sender sends may hand it on to others.
+    `trainer` and `engines` are devices, as in `choose`. `receivers` is the number of engines. `relays` says whether
+    engines may relay to each other what this sender sends.
     """
     return transports.sender(
         choose(config, trainer=trainer, engines=engines).transport,
@@ -78,9 +79,9 @@ def make_sender(
 
 
 def weights_directory(config: DeliveryConfig, run_dir: Path, rank: int = 0) -> Path | str:
-    """Where the `file` transport writes: in the run directory, or in a folder of the run's name in a shared one.
+    """Return where the `file` transport writes: `weights/` in the run directory, or a folder in `[delivery] directory`.
 
-    A directory has one writer, so every rank of the trainer has its own.
+    That folder has the name of the run. A directory has one writer, so every rank of the trainer has its own.
     """
     own = f"rank-{rank}" if rank else ""
     if config.directory and is_url(config.directory):
@@ -89,9 +90,9 @@ def weights_directory(config: DeliveryConfig, run_dir: Path, rank: int = 0) -> P
 
 
 def prepare(config: DeliveryConfig, run_dir: Path) -> None:
-    """Before the processes start: sweep, and make the keys of the run where weights leave the host.
+    """Clean up before the processes start, and make the keys of the run if weights leave the host.
 
-    Raises `ConfigError` for a URL that nothing installed can reach.
+    Raises `ConfigError` for a URL that no installed package can reach.
     """
     directory = weights_directory(config, run_dir)
     facts = transport_facts(choose(config).transport)
@@ -103,7 +104,7 @@ def prepare(config: DeliveryConfig, run_dir: Path) -> None:
 
 
 def clean(config: DeliveryConfig, run_dir: Path) -> None:
-    """Remove what trainers that are dead left: segments of this user, files and keys of this run."""
+    """Remove what dead trainers left behind: segments of this user, and files and keys of this run."""
     sweep()
     first = weights_directory(config, run_dir)
     if not is_url(first) or transport_facts(choose(config).transport).uses_directory:

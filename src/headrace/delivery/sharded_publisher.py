@@ -1,7 +1,7 @@
-"""The trainer's end of delivery on several ranks: each publishes what it owns, and the first one announces the whole.
+"""The trainer's end of delivery on several ranks: each rank publishes the part it owns, and rank 0 announces the whole.
 
-Every rank writes its own part through a sender of its own and sums up what it wrote; the sums of all parts give the
-digest of the whole. The manifest exists once every part is there. No rank sees another's weights.
+Every rank writes its part through its own sender and computes the digest sums of what it wrote. The sums of all parts
+give the digest of the whole. The manifest exists only after every part is written. No rank sees another rank's weights.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from headrace.types import NO_VERSION, POLICY, Int32Array
 
 
 class _Written(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank tells the first one about its part."""
+    """The message with which a rank describes its part to rank 0."""
 
     version: int
     part: Part | None
-    """None where the rank owns nothing."""
+    """The part; None if the rank owns nothing."""
     sums: dict[str, bytes]
-    """Of what it wrote, by tensor; see `delivery.digest`."""
+    """The digest sums of the part, by tensor; see `delivery.digest`."""
 
 
 class ShardedPublisher:
-    """Publishes versions in order, with the same calls on all ranks; `publish` resolves to a manifest on the first."""
+    """Publishes versions in order. All ranks must make the same calls; only rank 0 gets the manifest from `publish`."""
 
     def __init__(
         self,
@@ -54,10 +54,11 @@ class ShardedPublisher:
         deadline: float = 120.0,
         policy: str = POLICY,
     ) -> None:
-        """`group` is of all ranks, on the host, and used for nothing else; `coordinate` is this rank's in the grid.
+        """Create the publisher of one rank, for the weights of `policy`.
 
-        `send` is what travels, whole weights or an adapter, whose base has `base_digest`; the weights are those of
-        `policy`.
+        `group` contains all ranks, works in host memory, and must be used for nothing else. `coordinate` is the
+        position of this rank in the grid of ranks, by axis. `send` is the kind of manifest: all weights, or an adapter
+        to weights with the digest `base_digest`.
         """
         self._sender = sender
         self._policy = policy
@@ -66,7 +67,7 @@ class ShardedPublisher:
         self._dtype = dtype
         self._tolerance = tolerance
         self.canary_token_ids = np.asarray(canary_token_ids, np.int32)
-        """What is scored for every version."""
+        """The token ids that are scored for every version."""
         self._send: Kind = send
         self._base_digest = base_digest
         self._deadline = deadline
@@ -74,7 +75,7 @@ class ShardedPublisher:
         self._places = HeldPlaces(sender, keep_newest=True)
         self._parts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         self.last_snapshot_seconds = 0.0
-        """How long the last cast and copy took, without the wait for a free place and the canary."""
+        """How long the last cast and copy took, not counting the wait for a free place and the canary."""
 
     def publish(
         self,
@@ -84,7 +85,10 @@ class ShardedPublisher:
         weights: Mapping[str, torch.Tensor],
         canary: Score,
     ) -> Future[Manifest | None]:
-        """Snapshot this rank's part and score the canary with the others; None on all ranks but the first."""
+        """Snapshot this rank's part and score the canary together with the other ranks.
+
+        The future resolves to the manifest on rank 0 and to None on all other ranks. See `Publisher.publish`.
+        """
         if version <= self._newest:
             raise DeliveryError(f"version {version} cannot follow version {self._newest}")
         self._sender.wait(version, self._deadline)
@@ -115,17 +119,20 @@ class ShardedPublisher:
         return self._parts.submit(self._finish, manifest, plan, location, regions)
 
     def acknowledged(self, version: int) -> None:
-        """No engine reads this version any more: its places are free once there is a newer one. Idempotent."""
+        """Record that no engine reads this version any more. Idempotent.
+
+        The place of this rank's part becomes free once there is a newer version.
+        """
         self._places.acknowledged(version)
 
     def resend(self, manifest: Manifest) -> Future[Manifest]:
-        """The same version, which can be fetched until there is a newer one."""
+        """Resolve to the same manifest: it has all weights, and can be fetched until there is a newer version."""
         done: Future[Manifest] = Future()
         done.set_result(manifest)
         return done
 
     def close(self) -> None:
-        """End what is under way and remove what the sender holds. Idempotent."""
+        """Finish or cancel the background work and close the sender. Idempotent."""
         self._parts.shutdown(wait=True, cancel_futures=True)
         self._sender.close()
 
@@ -155,7 +162,7 @@ class ShardedPublisher:
 
 
 def _digest(manifest: Manifest, told: list[_Written]) -> int:
-    """Of the whole tensors, from the sums of their parts, which are added with wrap-around."""
+    """Return the digest of the whole tensors from the sums of their parts, which are added with wrap-around."""
     found: dict[tuple[str, str], Sums] = {}
     for entry in manifest.entries:
         parts = [np.frombuffer(one.sums[entry.name], np.int32) for one in told if entry.name in one.sums]
@@ -164,7 +171,7 @@ def _digest(manifest: Manifest, told: list[_Written]) -> int:
 
 
 def _gather(mine: _Written, group: dist.ProcessGroup) -> list[_Written]:
-    """What every rank tells, on the first rank; nothing on the others. Encoded by msgspec: no pickle on this wire."""
+    """Return the messages of all ranks on rank 0, and nothing on other ranks. Uses msgspec, so no pickle is sent."""
     text = torch.frombuffer(bytearray(msgspec.msgpack.encode(mine)), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([len(text)]), group=group)

@@ -1,7 +1,8 @@
-"""What a rank holds of sharded weights, and tensors put together from what several ranks hold.
+"""Finds the region of a sharded tensor that a rank holds and owns, and copies pieces between regions.
 
-Of every tensor each element has exactly one owner among the ranks: the rank whose region it is in, and of several that
-hold the same region the first. No rank needs more than it holds to know this, and none ever holds a whole.
+Each element of a tensor has exactly one owner among the ranks: the rank whose region contains the element, and the
+first of them if several ranks hold the same region. A rank finds out what it owns without communication, and no rank
+ever holds a whole sharded tensor.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from headrace.errors import DeliveryError
 def placed_region(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> Region:
-    """The region of a tensor of this shape at a coordinate of a mesh of these sizes."""
+    """Return the region of a tensor of this shape at a coordinate of a mesh with these sizes."""
     region = whole(shape)
-    # A strided shard cuts what a later dimension of the mesh has cut already; plain ones cut in the mesh's order.
+    # Plain shards are cut in the order of the mesh's dimensions. A strided shard is cut last, because it divides what
+    # a later dimension of the mesh has cut already.
     order = sorted(range(len(placements)), key=lambda axis: (_strided(placements[axis]), axis))
     for axis in order:
         dim = _cut_dimension(placements[axis])
@@ -31,7 +33,7 @@ def placed_region(
 
 
 def held_region(tensor: torch.Tensor) -> Region:
-    """What this rank holds of a tensor: all of it, unless it is sharded."""
+    """Return the region of a tensor that this rank holds: all of the tensor, unless it is sharded."""
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape)
     mesh = tensor.device_mesh
@@ -47,7 +49,7 @@ def held_region(tensor: torch.Tensor) -> Region:
 def owned_shards(
     weights: Mapping[str, torch.Tensor], coordinate: Mapping[str, int]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Region]]:
-    """This rank's own part of all weights, and where it lies; `coordinate` is the rank's place in the whole grid."""
+    """Return the shards that this rank owns, and their regions; `coordinate` is its position in the whole grid."""
     tensors: dict[str, torch.Tensor] = {}
     regions: dict[str, Region] = {}
     for name, tensor in weights.items():
@@ -59,7 +61,7 @@ def owned_shards(
 
 
 def copy_piece(copy: Copy, source: torch.Tensor, held: Region, target: torch.Tensor, wanted: Region) -> None:
-    """Copy one piece from what holds one region of its tensor to what shall hold another."""
+    """Copy one piece from `source`, which is the region `held`, to `target`, which is the region `wanted`."""
     target[copy.region.within(wanted)].copy_(source[copy.region.within(held)])
 
 
@@ -76,7 +78,7 @@ def _cut_dimension(placement: Placement) -> int | None:
 
 
 def _cut_axes(tensor: torch.Tensor) -> set[str]:
-    """The dimensions of the mesh along which ranks hold different parts of it."""
+    """Return the mesh dimensions along which ranks hold different parts of the tensor."""
     if not isinstance(tensor, DTensor):
         return set()
     names = tensor.device_mesh.mesh_dim_names or ()

@@ -1,6 +1,6 @@
-"""The packed bytes of the last versions, kept by the trainer: what a delta starts from, what a latecomer gets whole.
+"""The trainer keeps the packed bytes of the last versions: deltas start from them, and late engines get them whole.
 
-A version's bytes stay until a newer one is acknowledged and it is itself acknowledged; their memory is used again.
+A version's bytes are kept until the version itself and a newer one are acknowledged; then their memory is reused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from headrace.errors import DeliveryError
 from headrace.types import NO_VERSION
 
 UNACKNOWLEDGED = 2
-"""One version that engines fetch, and one that the trainer has made meanwhile."""
+"""The most versions that may be unacknowledged: one that engines fetch, and one that the trainer makes meanwhile."""
 
 
 class Snapshots:
@@ -31,7 +31,7 @@ class Snapshots:
         self._closed = False
 
     def wait(self, version: int, timeout: float) -> None:
-        """Wait until fewer than two versions are unacknowledged; raises `DeliveryError` that names them."""
+        """Wait until fewer than two versions are unacknowledged; after `timeout`, raise `DeliveryError` naming them."""
         with self._changed:
             room = self._changed.wait_for(lambda: self._closed or len(self._pending) < UNACKNOWLEDGED, timeout)
             if not room or self._closed:
@@ -49,12 +49,15 @@ class Snapshots:
             self._pending[version] = time.monotonic()
 
     def bytes_of(self, version: int) -> torch.Tensor | None:
-        """The packed bytes of a version, if they are still here."""
+        """Return the packed bytes of a version; None if they are no longer kept."""
         with self._changed:
             return self._packed.get(version)
 
     def settled_before(self, version: int, timeout: float) -> int:
-        """The newest acknowledged version, once all before this one are; `NO_VERSION` if that takes too long."""
+        """Wait until all versions before this one are acknowledged, and return the newest acknowledged version.
+
+        Returns `NO_VERSION` if that takes longer than `timeout` seconds.
+        """
         with self._changed:
             done = self._changed.wait_for(
                 lambda: self._closed or all(pending >= version for pending in self._pending), timeout
@@ -62,7 +65,7 @@ class Snapshots:
             return self._acknowledged if done and not self._closed else NO_VERSION
 
     def acknowledged(self, version: int) -> None:
-        """Engines hold this version or a newer one. Idempotent."""
+        """Record that all engines hold this version or a newer one. Idempotent."""
         with self._changed:
             if self._pending.pop(version, None) is None:
                 return
@@ -72,7 +75,7 @@ class Snapshots:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let go of all memory; who waits is refused. Idempotent."""
+        """Release all memory; a thread that waits for a snapshot gets a `DeliveryError`. Idempotent."""
         with self._changed:
             self._closed = True
             self._packed.clear()
