@@ -182,18 +182,18 @@ class Sampler(Protocol):
 
 
 class EngineProcess(Protocol):
-    """An engine in a process of its own, told by the controller what comes from that process and how it fares."""
+    """An engine in another process. The controller passes it the deltas of that process, and news of its death."""
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
-        """Hand deltas to whoever waits for them; those of requests that were given up are dropped."""
+        """Hand deltas to the requests that wait for them. Deltas of requests that were given up are dropped."""
         ...
 
     def lost(self, reason: str) -> None:
-        """The process is gone: every open request ends as failed."""
+        """End every open request as failed, because the process is gone."""
         ...
 
     def back(self) -> None:
-        """A new process has taken the place of the one that was lost."""
+        """Take requests again, because a new process has replaced the lost one."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""The runner protocol: what turns a plan into tokens, on the host or on a GPU.
+"""The runner protocol: a runner turns a plan into tokens, on the host or on a GPU.
 
-A runner may answer late: the tokens that it returns may come from plans of earlier steps.
+A runner may be late: the tokens that it returns may come from plans of earlier steps.
 """
 
 from __future__ import annotations
@@ -15,99 +15,109 @@ from headrace.engines.embedded.sequence import Sampled, Sequence
 from headrace.types import Float32Array, Int32Array
 
 Haste = Literal["none", "soon", "now"]
-"""Whether something is about to wait for the end of what is under way, or waits already."""
+"""How urgent a swap of weights is. `soon`: new weights have arrived and are being checked. `now`: they are checked and
+wait to be installed."""
 
 
 @dataclass
 class Timings:
-    """Where the time of steps went."""
+    """How the time of decode steps was spent."""
 
     steps: int = 0
     host_seconds: float = 0.0
-    """The host was busy with passes: computing or launching them, reading what they drew."""
+    """The time that the host spent on passes: computing or launching them, and reading their tokens."""
     device_seconds: float = 0.0
-    """The device was busy with passes; 0 where host and device are one."""
+    """The time that the device spent on passes; 0 where the host itself computes."""
     longest_gap_seconds: float = 0.0
-    """The longest time that the device had between two launches."""
+    """The longest time that the device was idle between two launches."""
 
     def reset(self) -> None:
-        """Count from here."""
+        """Set all timings to zero."""
         self.steps, self.host_seconds, self.device_seconds, self.longest_gap_seconds = 0, 0.0, 0.0, 0.0
 
 
 class PendingScores(Protocol):
-    """Log-probabilities that may still be under way."""
+    """Log-probabilities that may still be being computed."""
 
     def ready(self) -> bool:
-        """Whether `result` would not wait."""
+        """Return whether `result` would return without waiting."""
         ...
 
     def result(self) -> Float32Array:
-        """The log-probabilities."""
+        """Return the log-probabilities, and wait for them if necessary."""
         ...
 
 
 class Runner(Protocol):
-    """Runs one model. All calls come from one thread, under `active()`."""
+    """A runner of one model. All calls come from one thread, inside of `active()`, except `hurry`."""
 
     prefill_chunk: int
-    """Prompt tokens that it likes to compute in one pass."""
+    """The number of prompt tokens that the runner prefers to compute in one pass."""
     gather: int
-    """See `Scheduler`."""
+    """The argument `gather` of `Scheduler`."""
     overlaps: bool
-    """Whether the host goes on while what it has begun is computed."""
+    """Whether the host continues while the work that it launched is computed."""
     timings: Timings
 
     @property
     def ahead(self) -> int:
-        """Tokens that a plan's blocks must cover beyond those known or under way."""
+        """The number of tokens that a plan's blocks must cover beyond the known tokens and those in flight."""
         ...
 
     def active(self) -> AbstractContextManager[Any]:
-        """Where this runner's work, and the copying of weights, takes place."""
+        """Return the context in which this runner's work, and the copying of weights, takes place."""
         ...
 
     def hurry(self, haste: Haste) -> None:
-        """New weights are next: have as little under way as can be, and wait for none of it `now`. From any thread."""
+        """Prepare for a swap of weights: keep as little work in flight as possible, and with `now` wait for none of it.
+
+        This method may be called from any thread.
+        """
         ...
 
     @property
     def holds(self) -> bool:
-        """Whether nothing is to be begun before what is under way has ended, or weights are here: then `collect`."""
+        """Whether the caller must begin nothing now, and call `collect` instead of `run`.
+
+        This is so until the work in flight has ended or new weights are here.
+        """
         ...
 
     @property
     def busy(self) -> bool:
-        """Whether `drain` would return something."""
+        """Whether work is in flight, so that `drain` would return something."""
         ...
 
     def run(self, plan: StepPlan, version: int) -> list[Sampled]:
-        """Begin the plan under the live weights of this version; tokens that are known by now."""
+        """Begin the plan under the live weights of this version. Return the tokens that are known by now."""
         ...
 
     def collect(self) -> list[Sampled]:
-        """Tokens of the oldest that is under way, and all that are there; none if something else is next."""
+        """Return the tokens of the oldest work in flight and all others that are known by now.
+
+        Return none if something else, such as new weights, comes first.
+        """
         ...
 
     def drain(self) -> list[Sampled]:
-        """All tokens that are still under way."""
+        """Wait for all work in flight, and return its tokens."""
         ...
 
     def release(self, sequence: Sequence) -> None:
-        """This sequence has left the scheduler's running ones; idempotent."""
+        """Free what the runner holds for a sequence that is no longer running. Idempotent."""
         ...
 
     def installed(self, version: int) -> None:
-        """From here on the live weights are of this version."""
+        """Record that the live weights have this version from now on."""
         ...
 
     def clear(self, blocks: Seq[int]) -> None:
-        """What these blocks hold is not finite."""
+        """Make these blocks safe to reuse, because they may hold numbers that are not finite."""
         ...
 
     def score(self, token_ids: Int32Array, *, again: bool = False) -> PendingScores:
         """Begin to score tokens 1..n given their prefix, untempered, without the cache.
 
-        With `again`, rows of this length will come again and again: what makes them quicker is worth preparing.
+        With `again`, sequences of this length will be scored often, so the runner may prepare to score them faster.
         """
         ...

@@ -1,7 +1,8 @@
-"""The engine without threads: submit, step, swap. A pass sees one version of the weights, and tags its tokens with it.
+"""The embedded engine without threads: submit, step, swap.
 
-Everything here runs in one thread, except `stage`, which touches no live weight. After a swap, steps go on at once
-under the new weights while these are being proved; their tokens leave the engine only when they are.
+A pass sees one version of the weights and tags its tokens with that version. Everything runs in one thread, except
+`stage`, which does not touch the live weights. After a swap, steps continue at once under the new weights while the
+proof is being made. Tokens of the new version leave the engine only after the proof.
 """
 
 from __future__ import annotations
@@ -32,25 +33,27 @@ from headrace.observe.spans import SpanRecorder
 from headrace.types import NO_VERSION, Float32Array, Int32Array, held_back_seconds
 
 PHASES = 8
-"""Moments, spread over the time that tokens are held back, at which sequences are sent."""
+"""Sequences that began together are sent at this many different moments, spread over the time that tokens are held
+back."""
 
 
 @dataclass
 class _Unproved:
-    """Weights that are live, and their proof under way."""
+    """Weights that are live but not proved yet."""
 
     manifest: Manifest
     installed: Installed
     canary: PendingScores | None = None
-    """Scored behind the first step under these weights where that is launched, so that its token does not wait."""
+    """The scores of the canary, once requested. Where steps are launched ahead, the canary is scored after the first
+    step under the new weights, so that the token of that step is not delayed."""
 
     def ready(self) -> bool:
-        """Whether the proof need not wait."""
+        """Return whether the proof can be made without waiting."""
         return self.installed.ready() and self.canary is not None and self.canary.ready()
 
 
 class EngineCore:
-    """Continuous batching over one model. With `version = -1` requests wait until the first weights are proved."""
+    """Continuous batching over one model. With `version = -1`, requests wait until the first weights are proved."""
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class EngineCore:
         self._clock = clock
         self._keep_kv = config.kv == "keep"
         self._swaps_soon = config.interrupt in ("never", "abort")
-        """Staged weights are installed at once, and wait only for what is under way."""
+        """Whether staged weights are installed at once, and wait only for the work in flight."""
         self._runner, self._pool = make_runner(model, config, max_length)
         self._scheduler = Scheduler(
             self._pool,
@@ -93,33 +96,33 @@ class EngineCore:
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
         self._sequences: dict[str, Sequence] = {}
         self._ready: list[Delta] = []
-        """What the next step hands out, whatever else it does."""
+        """Deltas that the next step returns in any case."""
         self._unproved: _Unproved | None = None
         self._proof: Proof | None = None
         self._submitted = 0
         self._generated = 0
         self._prefilled = 0
         self.version = NO_VERSION
-        """What the live weights are proved to be; -1 before the first proof and while quarantined."""
+        """The version that the live weights are proved to be; -1 before the first proof and in quarantine."""
         self.drawn_version = NO_VERSION
-        """The newest version that a token was drawn under, as far as the host knows."""
+        """The newest version under which a token was drawn, as far as the host knows."""
         self.drawn_at = 0.0
-        """When it came to know that."""
+        """The time at which the host first saw a token of `drawn_version`."""
         self._live = NO_VERSION
         if version != NO_VERSION:
             self.adopt(version)
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would do something."""
+        """Whether `step` has anything to do."""
         if self._ready or self._runner.busy:
             return True
-        # What has ended only waits for a proof.
+        # A sequence that has ended only waits for the proof.
         return self._live != NO_VERSION and any(s.ending is None for s in self._sequences.values())
 
     @property
     def timings(self) -> Timings:
-        """Where the time of steps went."""
+        """How the time of decode steps was spent."""
         return self._runner.timings
 
     @property
@@ -141,7 +144,10 @@ class EngineCore:
         self.version = version
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queue requests. One that cannot be served ends as failed in the next step; an id in use is our error."""
+        """Queue requests. A request that cannot be served ends as failed in the next step.
+
+        Raises `ValueError` if an id is in use, because that is a bug of the caller.
+        """
         for request in requests:
             if request.id in self._sequences:
                 raise ValueError(f"request {request.id} is already being served")
@@ -154,7 +160,7 @@ class EngineCore:
                 self._scheduler.add(sequence)
 
     def fork(self, request_id: str, at: int, n: int) -> list[Request]:
-        """See `Engine.fork`. The requests share keys and values if they are submitted while the forked one runs."""
+        """See `Engine.fork`. The new requests share keys and values if they are submitted while the parent runs."""
         self._ready += self._settle()
         sequence = self._sequences.get(request_id)
         if sequence is None:
@@ -162,7 +168,7 @@ class EngineCore:
         return fork_requests(sequence.request, sequence.tokens, at, n)
 
     def abort(self, ids: Iterable[str] | None = None) -> list[Delta]:
-        """End these requests (all, if None), each with its partial completion. Unknown ids have already ended."""
+        """End these requests (all requests if None), each with its partial completion. Unknown ids are ignored."""
         chosen = list(self._sequences) if ids is None else [i for i in ids if i in self._sequences]
         if not chosen:
             return []
@@ -171,7 +177,7 @@ class EngineCore:
         return deltas + [self._finish(sequence, Ending("aborted")) for sequence in list(remaining)]
 
     def abandon(self) -> list[Delta]:
-        """End everything without asking the device, which may not answer: what is known and proved is handed out."""
+        """End everything without using the device, which may not answer. Return all known tokens that are proved."""
         unproved, self._unproved = self._unproved, None
         deltas, self._ready = self._ready, []
         for sequence in list(self._sequences.values()):
@@ -184,26 +190,29 @@ class EngineCore:
         return deltas
 
     def abort_started(self) -> list[Delta]:
-        """End the requests that run or hold sampled tokens; those that never began keep waiting."""
+        """End the requests that are running or have sampled tokens. Requests that never began keep waiting."""
         started = self._started()
         return self.abort(i for i in list(self._sequences) if i in started)
 
     def hold_new(self, hold: bool) -> None:
-        """Let no request begin that has not, until told otherwise."""
+        """Stop new requests from beginning, or allow it again. Requests that have begun are not affected."""
         self._scheduler.admits_new = not hold
 
     def at_rest(self, *, waiting: bool) -> bool:
-        """Whether no request that has begun is left; with `waiting`, none at all. Always so without proved weights."""
+        """Return whether no request that has begun is left; with `waiting`, whether no request is left at all.
+
+        The result is always True without live weights.
+        """
         return self._live == NO_VERSION or not (self._sequences if waiting else self._started())
 
     def flush(self) -> list[Delta]:
-        """Every token that no delta holds yet."""
+        """Wait for everything in flight, and return every token that was not handed out yet."""
         self._ready += self._settle()
         deltas, self._ready = self._ready, []
         return deltas + [s.delta() for s in self._sequences.values() if s.unsent]
 
     def step(self) -> list[Delta]:
-        """One plan begun; the sequences that ended, and tokens that were held back long enough."""
+        """Begin one plan. Return last deltas of sequences that ended, and tokens that were held back long enough."""
         deltas, self._ready = self._ready, []
         with self._runner.active():
             if self._live == NO_VERSION or not self._sequences:
@@ -217,7 +226,7 @@ class EngineCore:
             plan = self._scheduler.plan(self._live, ahead)
             for sequence in plan.refused:
                 if self._unproved is not None:
-                    # Its tokens may not leave yet; it is refused again.
+                    # Its tokens may not leave before the proof. It is queued, and refused again later.
                     self._scheduler.add(sequence)
                     continue
                 del self._sequences[sequence.id]
@@ -235,7 +244,10 @@ class EngineCore:
         return deltas + self._flush_due()
 
     def stage(self, manifest: Manifest) -> Staged:
-        """Fetch and check weights beside the live ones; raises `DeliveryError`. May run in another thread."""
+        """Fetch weights beside the live ones and check them. This method may run in another thread.
+
+        Raises `DeliveryError` if the weights are wrong or cannot be fetched.
+        """
         try:
             staged = self._receiver.stage(manifest, lambda: self._hurry("soon"))
         except DeliveryError:
@@ -245,7 +257,7 @@ class EngineCore:
         return staged
 
     def install(self, staged: Staged) -> None:
-        """Make staged weights the live ones, between two steps; `proof` tells later whether they are right."""
+        """Make staged weights live, between two steps. `proof` tells later whether they are right."""
         self._runner.hurry("none")
         with self._span("swap"), self._runner.active():
             if not self._keep_kv or self._unproved is not None:
@@ -257,7 +269,10 @@ class EngineCore:
                 self._score_canary()
 
     def proof(self, *, wait: bool) -> Proof | None:
-        """The proof of what `install` made live; None if it is not known yet, or was asked for already."""
+        """Return the proof of the weights that `install` made live.
+
+        Return None if the proof is not known yet, or was already returned. With `wait`, wait for the proof.
+        """
         unproved = self._unproved
         if unproved is not None and (wait or unproved.ready()):
             self._ready += self._prove(unproved)
@@ -265,14 +280,14 @@ class EngineCore:
         return proof
 
     def swap(self, staged: Staged) -> Proof:
-        """`install` and its `proof`, at once."""
+        """Install staged weights and wait for their proof."""
         self.install(staged)
         proof = self.proof(wait=True)
         assert proof is not None
         return proof
 
     def score(self, token_ids: Int32Array) -> Float32Array:
-        """Log-probabilities of tokens 1..n given their prefix under the live weights ([n - 1])."""
+        """Return the log-probabilities of tokens 1..n given their prefix, under the live weights ([n - 1])."""
         if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < self._vocabulary:
             raise UserError(f"a token id to score is outside of the vocabulary of {self._vocabulary}")
         with self._runner.active():
@@ -281,11 +296,11 @@ class EngineCore:
             return self._runner.score(token_ids).result()
 
     def forget_prefixes(self) -> None:
-        """Forget the keys and values of sequences that have ended: the next ones compute their prompts."""
+        """Forget the keys and values of sequences that have ended. Later sequences compute their whole prompts."""
         self._scheduler.forget_prefixes()
 
     def counters(self) -> Counters:
-        """Counters and occupancy."""
+        """Return the counters and the occupancy of the engine."""
         return Counters(
             version=self.version,
             running=len(self._scheduler.running),
@@ -298,7 +313,7 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """Let go of what deliveries hold. Idempotent."""
+        """Free what the receiver of weights holds. Idempotent."""
         self._receiver.close()
 
     def _hurry(self, haste: Haste) -> None:
@@ -309,7 +324,7 @@ class EngineCore:
         return {s.id for s in self._scheduler.running} | {s.id for s in self._sequences.values() if s.sampled}
 
     def _settle(self) -> list[Delta]:
-        """Wait for everything under way, proof and tokens: what is known then is all there is."""
+        """Wait for the proof and for all tokens in flight. After that, nothing is unknown."""
         with self._runner.active():
             deltas = self._prove(self._unproved) if self._unproved is not None else []
             return deltas + self._take(self._runner.drain())
@@ -325,7 +340,7 @@ class EngineCore:
             return [self._finish(s, s.ending) for s in list(self._sequences.values()) if s.ending is not None]
 
     def _go_live(self, version: int) -> None:
-        """Passes see this version from here on: what the cache holds is of an older one."""
+        """Record that passes see this version from now on. The content of the KV cache belongs to an older version."""
         self._live = version
         with self._runner.active():
             self._runner.installed(version)
@@ -342,7 +357,7 @@ class EngineCore:
         return self._unproved.canary
 
     def _withdraw(self, version: int) -> None:
-        """The live weights are wrong: nothing that was drawn under them was ever there."""
+        """Undo everything that was drawn under this version, because the live weights are wrong."""
         self._take(self._runner.drain(), finish=False)
         self.version = self._live = NO_VERSION
         for sequence in self._scheduler.running:
@@ -357,11 +372,11 @@ class EngineCore:
                 sequence.ending = None
 
     def _take(self, sampled: list[Sampled], *, finish: bool = True) -> list[Delta]:
-        """Record new tokens; the last deltas of sequences that ended, unless their tokens are held back."""
+        """Record new tokens. Return the last deltas of sequences that ended, unless these wait for a proof."""
         deltas = []
         for new in sampled:
             sequence = new.sequence
-            # A sequence may have ended (by a rule that only the host knows) while the device went on.
+            # The device may have continued a sequence that had ended by a rule which only the host knows.
             if sequence.ending is not None or self._sequences.get(sequence.id) is not sequence:
                 continue
             sequence.ending = end = self._record(new)
@@ -370,7 +385,7 @@ class EngineCore:
         return deltas
 
     def _record(self, new: Sampled) -> Ending | None:
-        """Append tokens up to where the sequence ends, if it does."""
+        """Append the new tokens, up to the end of the sequence if it ends. Return the ending, if any."""
         end = ending(new)
         if end is not None:
             new.cut(end.tokens)
@@ -399,7 +414,7 @@ class EngineCore:
             if not sequence.unsent:
                 continue
             if sequence.flushed_at is None:
-                # Whoever began together is not sent together ever after: no turn of the host is a long one.
+                # Sequences that began together are not always sent together, so that no turn of the host is long.
                 sequence.flushed_at = now - patience * (sequence.rank[1] % PHASES) / PHASES
             elif now - sequence.flushed_at >= patience:
                 sequence.flushed_at = now

@@ -1,4 +1,4 @@
-"""Where a request ends, and which requests cannot begin."""
+"""Decides where a sequence ends, and which requests cannot be served."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from headrace.engines.embedded.sequence import Ending, Sampled
 
 
 def ending(new: Sampled) -> Ending | None:
-    """Where the sequence ends among its new tokens, if it does: at the first stop, or at its longest."""
+    """Return where the sequence ends among its new tokens, or None if it continues.
+
+    A sequence ends at its first stop, at a log-probability that is not finite, or at its length limit.
+    """
     sequence, sampling = new.sequence, new.sequence.sampling
     room, count = sequence.limit - len(sequence.tokens), len(new.tokens)
     stops = bool(sampling.stop_token_ids or sampling.stop_sequences)
@@ -28,7 +31,7 @@ def ending(new: Sampled) -> Ending | None:
 
 
 def refusal(request: Request, vocabulary: int, max_length: int) -> str:
-    """Why this request cannot be served, or nothing."""
+    """Return why this request cannot be served, or an empty string if it can."""
     ids = request.token_ids
     if len(ids) == 0:
         return "its prompt has no tokens"
@@ -49,7 +52,7 @@ def _first_stop(new: Sampled, count: int) -> int | None:
 
 
 def _ends_with(new: Sampled, last: int, stop: tuple[int, ...]) -> bool:
-    """Whether the sampled tokens up to this new one end with `stop`."""
+    """Return whether the sampled tokens, up to the new token with index `last`, end with `stop`."""
     fresh = new.tokens[max(0, last + 1 - len(stop)) : last + 1]
     wanted = len(stop) - len(fresh)
     if wanted > new.sequence.sampled or tuple(fresh) != stop[wanted:]:

@@ -1,7 +1,7 @@
-"""Full blocks of the cache, found again by what they hold: the version and all tokens up to their end.
+"""The prefix cache: it finds full blocks of the KV cache by the version and all tokens up to the end of the block.
 
-A key stands for one version and one list of tokens, so a block is only ever found by sequences that would compute the
-same keys and values. A block that nobody refers to stays findable until the pool needs it.
+A key stands for one version and one list of tokens. So a sequence finds only blocks whose keys and values it would
+compute itself. A block without references can still be found until the pool needs it for something else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from headrace.engines.embedded.kv_cache import BlockPool
 
 
 class Chain:
-    """The keys of a token list's full blocks under one version: each is a hash of the one before and its own tokens."""
+    """The keys of the full blocks of one token list under one version.
+
+    Each key is a hash of the previous key and the block's own tokens.
+    """
 
     def __init__(self, version: int, block_size: int) -> None:
         self.version = version
@@ -22,26 +25,32 @@ class Chain:
         self._keys: list[bytes] = []
 
     def keys(self, tokens: Sequence[int], count: int) -> list[bytes]:
-        """The keys of at least the first `count` blocks. The list may have grown since the last call, at its end."""
+        """Return the keys of at least the first `count` blocks.
+
+        Since the last call, tokens may have been added at the end of `tokens`, and nothing else may have changed.
+        """
         keys, size = self._keys, self._block_size
         parent = keys[-1] if keys else self.version.to_bytes(8, "little", signed=True)
         while len(keys) < count:
             first = len(keys) * size
-            # 16 bytes, and no cheaper hash: two different prefixes under one key would be wrong tokens, silently.
+            # A hash of 16 bytes, not a cheaper one: two prefixes with the same key would silently give wrong tokens.
             content = array("i", tokens[first : first + size]).tobytes()
             parent = blake2b(parent + content, digest_size=16).digest()
             keys.append(parent)
         return keys
 
     def fork(self, blocks: int) -> Chain:
-        """The chain of another list of tokens that is equal in the first blocks."""
+        """Return a chain for another token list whose first `blocks` blocks are equal."""
         other = Chain(self.version, self._block_size)
         other._keys = self._keys[:blocks]
         return other
 
 
 class PrefixCache:
-    """Which block holds which prefix. It refers to no block: the pool tells it when one is taken for something else."""
+    """A map from prefixes to the blocks that hold them.
+
+    The prefix cache holds no references to blocks. The pool tells it when a block is taken for something else.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -53,7 +62,10 @@ class PrefixCache:
         return len(self._blocks)
 
     def find(self, chain: Chain, tokens: Sequence[int]) -> list[int]:
-        """Blocks with the longest known beginning of these tokens, without the last one: that one gives the logits."""
+        """Return the blocks that hold the longest cached prefix of these tokens.
+
+        The last token is never part of that prefix, because it must be computed to give the next logits.
+        """
         found: list[int] = []
         for count in range(1, (len(tokens) - 1) // self._pool.block_size + 1):
             block = self._blocks.get(chain.keys(tokens, count)[count - 1])
@@ -63,14 +75,14 @@ class PrefixCache:
         return found
 
     def offer(self, key: bytes, block: int) -> None:
-        """This block, which somebody holds, is full. The first block with a key stays the one that is found."""
+        """Make a full block findable. Somebody must hold the block. The first block with a key stays the one found."""
         if key not in self._blocks and block not in self._keys:
             self._blocks[key] = block
             self._keys[block] = key
             self._pool.remember(block)
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """These blocks are not to be found any more."""
+        """Make these blocks unfindable."""
         for block in blocks:
             key = self._keys.pop(block, None)
             if key is not None:
@@ -78,7 +90,7 @@ class PrefixCache:
                 self._pool.forget(block)
 
     def clear(self) -> None:
-        """Nothing is to be found any more."""
+        """Make all blocks unfindable."""
         self.forget(list(self._keys))
 
     def _reused(self, block: int) -> None:

@@ -1,4 +1,4 @@
-"""Which runner serves a model, and how large its cache is: the GPU's where the model is on one, else the host's."""
+"""Chooses the runner of a model and the size of its KV cache. A model on a GPU gets the GPU's runner."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ from headrace.models.head import keep_logits_in_float32
 logger = logging.getLogger(__name__)
 
 CANARY_LENGTH = 16
-"""Tokens that are scored once before an engine serves."""
+"""The length of the sequence that is scored once before an engine serves, in tokens."""
 
 MakeRunner = Callable[[Any, EngineConfig, int], tuple[Runner, BlockPool]]
-"""From a model, its configuration and the longest length."""
+"""Makes a runner and its block pool from a model, the engine's configuration and the longest length."""
 
 
 def choose_device(wanted: str) -> str:
-    """The device of `[engine] device`."""
+    """Return the torch device for a value of `[engine] device`. Raises `UserError` for `cuda` without a GPU."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError('[engine] device = "cuda", but torch finds no GPU here')
     return ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
 
 
 def make_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
-    """The runner for this model, and the blocks that it computes in."""
+    """Return the runner for this model and the pool of its cache blocks."""
     if next(model.parameters()).device.type == "cuda":
         return make_device_runner(model, config, max_length)
     return make_host_runner(model, config, max_length)
 
 
 def make_host_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
-    """The runner that computes a plan at once, with plain torch, wherever the model is."""
+    """Return the host's runner, which computes each plan at once with plain torch, on any device."""
     blocks = _wanted_blocks(config, max_length)
     runner = HostRunner(model, KVCache(blocks, config.block_size), _recorded_experts(model))
     return runner, BlockPool(blocks, config.block_size)
 
 
 def _wanted_blocks(config: EngineConfig, max_length: int) -> int:
-    """As many as configured, or as `slots` sequences of the longest length need."""
+    """Return the number of blocks that is configured, or that `slots` sequences of the longest length need."""
     per_sequence = -(-max_length // config.block_size)
     return -(-config.cache_tokens // config.block_size) or config.slots * per_sequence
 
 
 def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
-    """The GPU's runner; on a model that is not on one, its kernels must be interpreted."""
-    # Imported here: Triton is only needed, and may only be there, beside a GPU.
+    """Return the GPU's runner. If the model is not on a GPU, Triton's interpreter must run the kernels."""
+    # Imported here, because Triton is needed only with a GPU, and may be installed only there.
     from headrace.engines.embedded.device.compiled import compile_layers, undo_compile
     from headrace.engines.embedded.device.memory import DeviceCache, affordable_blocks, bytes_per_block, layer_shapes
     from headrace.engines.embedded.device.runner import DeviceRunner
@@ -90,7 +90,7 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tup
         model, cache, rows=config.slots, max_length=max_length, capture=config.graphs, routing=routing
     )
     if parameter.device.type == "cuda":
-        # Compiled and captured here: the canary of the first swap would otherwise stop decoding for it.
+        # Compile and capture the scoring pass now. Otherwise the canary of the first swap would stop decoding for it.
         with runner.active():
             runner.score(np.zeros(min(CANARY_LENGTH, max_length), np.int32), again=True).result()
     return runner, BlockPool(blocks, config.block_size)

@@ -1,8 +1,8 @@
-"""What a sequence need not compute: the first tokens that the cache holds for it already.
+"""Finds the first tokens of a sequence that the KV cache already holds, so that they are not computed again.
 
-Keys and values are shared only with sequences that would compute the same ones (same tokens, same version), except by
-a fork, which asks for its parent's. Prompts that are kept for waiting members of a group hold references to their
-blocks; the prefix cache holds none.
+Sequences share keys and values only if they would compute the same ones: same tokens, same version. A fork is the
+exception: it takes its parent's keys and values, whatever their version. A prompt that is kept for waiting members of a
+group holds references to its blocks; the prefix cache holds none.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ from headrace.types import NO_VERSION
 
 @dataclass(frozen=True)
 class Beginning:
-    """The first tokens of a sequence, in blocks that exist; the last block may be shared in part only, by a copy."""
+    """The first tokens of a sequence, in blocks that already exist.
+
+    If the last block is not full, a sequence does not share that block but copies it.
+    """
 
     blocks: list[int]
     tokens: int
     version: int
-    """Under which their keys and values were begun."""
+    """The version under which the first keys and values were computed."""
     pure: int
-    """How many of them were computed under it."""
+    """The number of first tokens that were computed under `version`."""
     chain: Chain | None
 
 
 class Sharing:
-    """Finds beginnings: in a forked request's parent, in a group, in the prefix cache."""
+    """The three sources of a beginning: the parent of a fork, the group of a request, and the prefix cache."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -38,25 +41,26 @@ class Sharing:
         self._version = NO_VERSION
         self._running: dict[str, Sequence] = {}
         self._groups: dict[PrefixKey, list[Sequence]] = {}
-        # Prompts down to their partial block, for waiting members of a group. They outlive whoever computed them.
+        # Whole prompts, including the partial block, for waiting members of a group. They are kept even when the
+        # sequence that computed them has ended.
         self._kept: dict[PrefixKey, Beginning] = {}
         self._waiting: Counter[PrefixKey] = Counter()
 
     def serve(self, version: int) -> None:
-        """What is computed from here on is of this version."""
+        """Record that keys and values are computed under this version from now on."""
         self._version = version
 
     def runs(self, sequence: Sequence) -> bool:
-        """Whether it has a place in the cache."""
+        """Return whether this sequence has blocks in the KV cache."""
         return self._running.get(sequence.id) is sequence
 
     def queued(self, sequence: Sequence) -> None:
-        """It waits, for what a running member of its group may have."""
+        """Record that this sequence waits, so that its group's prompt is kept for it."""
         if sequence.key is not None:
             self._waiting[sequence.key] += 1
 
     def unqueued(self, sequence: Sequence) -> None:
-        """It waits no more; what is kept for its group goes with the last one."""
+        """Record that this sequence no longer waits. After the group's last one, its kept prompt is dropped."""
         key = sequence.key
         if key is not None:
             self._waiting[key] -= 1
@@ -65,13 +69,13 @@ class Sharing:
                 self._drop(key)
 
     def attached(self, sequence: Sequence) -> None:
-        """It has blocks now that others may share."""
+        """Record that this sequence now has blocks, which others may share."""
         self._running[sequence.id] = sequence
         if sequence.key is not None:
             self._groups.setdefault(sequence.key, []).append(sequence)
 
     def detached(self, sequence: Sequence) -> None:
-        """It is about to lose its blocks: what they hold is remembered."""
+        """Record that this sequence is about to lose its blocks. The prefix cache remembers the full ones."""
         self.remember(sequence)
         del self._running[sequence.id]
         if sequence.key is not None:
@@ -81,7 +85,10 @@ class Sharing:
                 del self._groups[sequence.key]
 
     def beginning(self, sequence: Sequence) -> Beginning | None:
-        """What a waiting sequence can share now; None while a running one is just computing more of it."""
+        """Return what a waiting sequence can share now.
+
+        Return None if the sequence should wait, because a running sequence is computing more of its prefix.
+        """
         parent, reach = self._of_parent(sequence)
         best, soon = self._of_group(sequence)
         if soon:
@@ -94,14 +101,17 @@ class Sharing:
         return best if best.tokens >= reach else None
 
     def of_cache(self, sequence: Sequence) -> Beginning:
-        """What the prefix cache has of its tokens, whoever computed it: full blocks, maybe none."""
+        """Return the full blocks that the prefix cache has for this sequence, possibly none."""
         chain = self._chain(sequence)
         blocks = self._cache.find(chain, sequence.tokens)
         tokens = len(blocks) * self._pool.block_size
         return Beginning(blocks, tokens, self._version, tokens, chain)
 
     def remember(self, sequence: Sequence) -> None:
-        """Let its full blocks be found, as far as their tokens are known and they are of the version that is served."""
+        """Offer the full blocks of this sequence to the prefix cache.
+
+        Only blocks whose tokens are all known, and which were computed under the served version, are offered.
+        """
         full = min(sequence.pure, len(sequence.tokens)) // self._pool.block_size
         if full > sequence.cached and sequence.kv_version == self._version:
             keys = self._chain(sequence).keys(sequence.tokens, full)
@@ -110,7 +120,7 @@ class Sharing:
             sequence.cached = full
 
     def keep_prompt(self, sequence: Sequence) -> None:
-        """Hold the prompt that it has just computed, if members of its group wait."""
+        """Keep the prompt that this sequence has just computed, if other members of its group wait for it."""
         key, tokens = sequence.key, sequence.prompt_length - 1
         if key is None or key in self._kept or key not in self._waiting:
             return
@@ -119,7 +129,7 @@ class Sharing:
             self._pool.share(self._kept[key].blocks)
 
     def evict(self, but: PrefixKey | None = None) -> bool:
-        """Give up the prompt that is kept for one group, if there is any."""
+        """Drop the kept prompt of one group other than `but`. Return False if there is none."""
         for key in self._kept:
             if key != but:
                 self._drop(key)
@@ -127,27 +137,30 @@ class Sharing:
         return False
 
     def evictable(self) -> int:
-        """Blocks that would be free if no prompt were kept."""
+        """Return the number of blocks that would become free if no prompt were kept."""
         held = Counter(self.kept_blocks())
         return sum(self._pool.references(block) == count for block, count in held.items())
 
     def kept_blocks(self) -> list[int]:
-        """The blocks of prompts that are kept for waiting members of a group, one entry for each reference."""
+        """Return the blocks of the kept prompts, with one entry for each reference."""
         return [block for kept in self._kept.values() for block in kept.blocks]
 
     def forget(self) -> None:
-        """Nothing that was computed so far is to be shared, except by forks."""
+        """Stop sharing everything that was computed so far, except with forks."""
         self._version = NO_VERSION
         self._cache.clear()
         while self.evict():
             pass
 
     def forget_blocks(self, blocks: list[int]) -> None:
-        """What these blocks hold is wrong: the prefix cache is not to find it."""
+        """Remove these blocks from the prefix cache, because their content is wrong."""
         self._cache.forget(blocks)
 
     def _of_parent(self, sequence: Sequence) -> tuple[Beginning | None, int]:
-        """What it can take over from the request it was forked from, and how much that will be in a while."""
+        """Return what a fork can share with its parent now, and the number of tokens that it can share later.
+
+        The second number is 0 if the parent is not computing its prompt, because then waiting gains nothing.
+        """
         parent = self._running.get(sequence.request.parent)
         if parent is None:
             return None, 0
@@ -157,7 +170,7 @@ class Sharing:
         return self._of_sequence(parent, tokens) if tokens else None, common if prefills else 0
 
     def _of_group(self, sequence: Sequence) -> tuple[Beginning | None, bool]:
-        """Its prompt, if a member of its group has computed it; and whether one is just computing it."""
+        """Return the prompt if a member of the group has computed it, and whether a member is computing it now."""
         key, wanted = sequence.key, sequence.prompt_length - 1
         if key is None:
             return None, False
@@ -187,7 +200,7 @@ class Sharing:
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """How many first tokens are equal."""
+    """Return the length of the common prefix."""
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
