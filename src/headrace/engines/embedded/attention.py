@@ -1,8 +1,8 @@
-"""Attention over the paged cache, for one forward pass of mixed chunks.
+"""Attention over the paged cache in plain torch, for one forward pass over mixed chunks.
 
-Row order: chunks of a single token first (decodes, from short to long), then longer chunks, one by one. Decodes attend
-in bands of similar length, each padded to its longest. Index tensors and masks are made once per pass and window, not
-once per layer.
+In the packed row, chunks of a single token come first (decodes, from short to long), and then the longer chunks.
+Decodes attend in bands of similar length; each band is padded to its longest sequence. A longer chunk attends alone.
+Index tensors and masks are made once per pass and window, not once per layer.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from headrace.engines.embedded.scheduler import Chunk
 from headrace.models.attention import AttentionCall
 
 BAND_TOKENS = 512
-"""What one more band costs, in padded tokens: a band is split off where it saves more than that."""
+"""The cost of one more band, in padded tokens. Rows are split into two bands if that saves more than this."""
 
 
 def bands(widths: Seq[int], cost: float) -> list[tuple[int, int]]:
-    """Cut rows of ascending widths into `(first, end)` bands, padded to their widest row, at the least total.
+    """Cut rows of ascending widths into bands `(first, end)` of the least total cost.
 
-    The total is the padded widths of all rows, and `cost` for every band.
+    Each band is padded to its widest row. The total cost is the padded widths of all rows, plus `cost` for every band.
     """
     ends = [i + 1 for i in range(len(widths)) if i + 1 == len(widths) or widths[i + 1] > widths[i]]
-    # The best way to cut the rows before each place where the width changes: (total, where its last band begins).
+    # For each place where the width changes, the best way to cut the rows before it: (total, start of the last band).
     best: dict[int, tuple[float, int]] = {0: (0.0, 0)}
     for end in ends:
         best[end] = min((best[first][0] + cost + (end - first) * widths[end - 1], first) for first in best)
@@ -42,14 +42,14 @@ def bands(widths: Seq[int], cost: float) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _View:
-    """What some rows of queries see: blocks of the cache, and a bias on every key (0 or minus infinity)."""
+    """The keys that some rows of queries see: blocks of the cache, and a bias for every key (0 or minus infinity)."""
 
     blocks: torch.Tensor
     bias: torch.Tensor
 
 
 class PagedContext:
-    """Writes the keys and values of the pass into the cache, then attends over each sequence's own blocks."""
+    """An attention context that writes new keys and values to the cache, then attends over each sequence's blocks."""
 
     def __init__(self, cache: KVCache, chunks: Seq[Chunk], device: torch.device) -> None:
         singles = sorted((c for c in chunks if c.count == 1), key=lambda c: c.start)
@@ -64,7 +64,7 @@ class PagedContext:
         self._views: dict[tuple[int, int, int | None, torch.dtype], _View] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The attention output of one layer, [1, T, H, Dv]."""
+        """Return the attention output of one layer, [1, T, H, Dv]."""
         key, value = call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)
         self._cache.write(call.layer, self._slots, key, value)
         parts = self._attend_singles(call) if self._singles else []
@@ -77,7 +77,7 @@ class PagedContext:
     def _attend_singles(self, call: AttentionCall) -> list[torch.Tensor]:
         count, heads, size = self._singles, call.query.shape[1], call.query.shape[3]
         kv_heads = call.key.shape[1]
-        # The query heads that share a key head become its query rows: nothing is repeated.
+        # The query heads that share a key head become its query rows, so no key is repeated in memory.
         query = call.query[0, :, :count].transpose(0, 1).reshape(count, kv_heads, heads // kv_heads, size)
         sinks = call.sinks.view(1, kv_heads, heads // kv_heads, 1) if call.sinks is not None else None
         parts = []
@@ -99,7 +99,7 @@ class PagedContext:
         return _attend_grouped(query, keys[0].transpose(0, 1), values[0].transpose(0, 1), view.bias, call)
 
     def _view(self, first: int, end: int, call: AttentionCall) -> _View:
-        """What these rows see, of equally many tokens each."""
+        """Return the view of these rows, which must have equally many tokens. Views are cached."""
         key = (first, end, call.window, call.query.dtype)
         if key not in self._views:
             self._views[key] = self._make_view(self.rows[first:end], call.window, call.query.dtype)
@@ -107,14 +107,14 @@ class PagedContext:
 
     def _make_view(self, chunks: Seq[Chunk], window: int | None, dtype: torch.dtype) -> _View:
         size = self._cache.block_size
-        # Blocks that lie wholly before the window are not read.
+        # Blocks that lie entirely before the window are not read.
         first = [0 if window is None else max(0, c.start - window + 1) // size for c in chunks]
         last = [(c.start + c.count - 1) // size for c in chunks]
         width = max(b - a + 1 for a, b in zip(first, last, strict=True))
         table = np.zeros((len(chunks), width), np.int64)
         for row, (chunk, a, b) in enumerate(zip(chunks, first, last, strict=True)):
             table[row, : b - a + 1] = chunk.sequence.blocks[a : b + 1]
-            # Padding reads the sequence's own block: another one's could hold numbers that are not finite.
+            # Padding reads the sequence's own last block. A foreign block could hold numbers that are not finite.
             table[row, b - a + 1 :] = chunk.sequence.blocks[b]
         keys = np.array(first)[:, None] * size + np.arange(width * size)
         queries = np.array([c.start for c in chunks])[:, None] + np.arange(chunks[0].count)
@@ -135,15 +135,15 @@ class PagedContext:
 
 
 class DenseContext:
-    """One whole sequence without a cache."""
+    """An attention context for one whole sequence without a cache."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The attention output of one layer, [1, T, H, Dv]."""
+        """Return the attention output of one layer, [1, T, H, Dv]."""
         return attend_alone(call.query[0], call.key[0], call.value[0], call)[None]
 
 
 def attend_alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    """Causal attention of the first tokens of a sequence over themselves: [H, T, D] to [T, H, Dv]."""
+    """Compute the causal attention of the first tokens of a sequence over themselves: [H, T, D] to [T, H, Dv]."""
     length = query.shape[1]
     if call.window is None or call.window >= length:
         return _attend_grouped(query, key, value, None, call)
@@ -159,7 +159,7 @@ def _attend_grouped(
     heads, length, size = query.shape
     kv_heads = key.shape[0]
     query = query.reshape(kv_heads, heads // kv_heads, length, size)
-    # Expanded with stride 0: the kernel reads one key head for all query heads that share it.
+    # Expanded with stride 0, so the kernel reads one key head for all query heads that share it.
     key = key[:, None].expand(-1, heads // kv_heads, -1, -1)
     value = value[:, None].expand(-1, heads // kv_heads, -1, -1)
     sinks = call.sinks.view(kv_heads, heads // kv_heads, 1, 1) if call.sinks is not None else None
@@ -174,7 +174,7 @@ def attention(
     call: AttentionCall,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Softmax attention with the call's scaling, softcap and sinks; without a bias it is causal over itself."""
+    """Compute softmax attention with the call's scaling, softcap and sinks. Without a bias, it is causal."""
     if call.softcap is None and sinks is None:
         return scaled_dot_product_attention(
             query, key, value, attn_mask=bias, is_causal=bias is None, scale=call.scaling

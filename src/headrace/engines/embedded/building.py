@@ -1,4 +1,4 @@
-"""How a worker process makes an embedded engine: which device, how much of its memory, which weights."""
+"""Builds an embedded engine in a worker process: it chooses the device, the share of its memory, and the weights."""
 
 from __future__ import annotations
 
@@ -40,25 +40,26 @@ _SMALLER_TRAINER = "lower [training] micro_batch_tokens, set activation_checkpoi
 
 
 def longest_sequence(configured: int, model: Any) -> int:
-    """The longest sequence that an engine takes: as configured, within what the model's positions allow."""
+    """Return the length of the longest sequence that an engine takes: as configured, within the model's positions."""
     limit = int(getattr(model.config, "max_position_embeddings", LONGEST_DEFAULT))
     return min(configured or LONGEST_DEFAULT, limit)
 
 
 def lora_spec(lora: LoraConfig) -> LoraSpec:
-    """What `[lora]` says to an engine."""
+    """Return the LoRA settings of `[lora]` that an engine needs."""
     return LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), modules=tuple(lora.modules))
 
 
 def trains_on_gpu(config: Config) -> bool:
-    """Whether the run's trainer is on a GPU of this host too."""
+    """Return whether the run's trainer is on a GPU of this host too."""
     return config.training.device == "cuda" or (config.training.device == "auto" and torch.cuda.is_available())
 
 
 def share_beside_trainer(config: Config, total: int) -> float:
-    """The share of a GPU of `total` bytes that each engine may take beside the trainer: as given, or what that leaves.
+    """Return the share of a GPU of `total` bytes that each engine may take beside the trainer.
 
-    A `UserError` where both do not fit.
+    The share is `[engine] memory_fraction`, or else what the trainer is estimated to leave. Raises `UserError` if
+    trainer and engines do not fit together.
     """
     facts, teacher = model_facts(Path(config.model.path), config.model.weights), teacher_facts(config)
     needed = trainer_memory(config, facts, teacher).total / 2**30
@@ -82,7 +83,10 @@ def share_beside_trainer(config: Config, total: int) -> float:
 
 
 def _round_as_the_trainer(model: Any, config: Config) -> None:
-    """Serve the weights that the trainer holds in 4 bits: rounded from float32, whatever is served."""
+    """Round the model's weights to the values that the trainer holds in 4 bits.
+
+    They are rounded from float32, whatever dtype is served.
+    """
     spared = tuple(config.lora.modules) if config.lora is not None else ()
     sources = None
     if config.model.dtype != "float32":
@@ -92,7 +96,7 @@ def _round_as_the_trainer(model: Any, config: Config) -> None:
 
 
 def build(link: WorkerLink, config: Config, emit: Emit) -> EngineLoop:
-    """Load the model, check it, and say that it can be served."""
+    """Load the model, check it, prepare the engine and report to the link that it is ready."""
     link.phase = "loading"
     device = choose_device(config.engine.device)
     engine = config.engine

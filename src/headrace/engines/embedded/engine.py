@@ -1,6 +1,7 @@
-"""The embedded engine inside this process: an `EngineLoop` in a thread, its deltas handed to the event loop.
+"""The embedded engine in this process: an `EngineLoop` in a thread, which hands its deltas to the event loop.
 
-Requests made in one turn of the event loop enter the engine between the same two steps. No request outlives the thread.
+Requests that are made in one turn of the event loop enter the engine between the same two steps. When the thread ends,
+all open requests end.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ T = TypeVar("T")
 
 
 class EmbeddedEngine:
-    """Implements `Engine`. Made inside a running event loop, and used from that one only."""
+    """An `Engine` in this process. It is made inside a running event loop, and used from that event loop only."""
 
     def __init__(self, core: EngineCore, config: EngineConfig, *, deadline: float = 120.0) -> None:
         self.name = core.name
         self._deadline = deadline
         self._events = asyncio.get_running_loop()
         self._loop = EngineLoop(core, self._emit, config.interrupt)
-        # No deadline for a delta: an engine without proved weights is silent for as long as its user likes.
+        # There is no deadline for a delta, because an engine without proved weights may be silent for any time.
         self._streams = DeltaStreams(core.name, self._loop.submit, lambda request_id: self._loop.abort([request_id]))
         self._thread = threading.Thread(target=self._serve, name=core.name, daemon=True)
         self._thread.start()
@@ -54,7 +55,10 @@ class EmbeddedEngine:
         seed: int = 0,
         version: int = NO_VERSION,
     ) -> EmbeddedEngine:
-        """Serve the model in this directory, after its self-check. With `version = 0` it serves its own weights."""
+        """Load the model in this directory, check it and serve it.
+
+        With `version = 0`, the engine serves the weights of the directory as version 0. By default it waits for `load`.
+        """
         model = load_model(path, weights=weights, dtype=dtype, seed=seed, device=choose_device(config.device))
         check_model(model, max_length)
         return cls(EngineCore(model, config, name=name, max_length=max_length, version=version), config)
@@ -82,7 +86,7 @@ class EmbeddedEngine:
         return await self._settled(self._loop.fork(request_id, at, n), "a fork")
 
     def counters(self) -> Counters:
-        """Counters and occupancy, as of some moment near the call."""
+        """Return the counters and the occupancy of the engine, at some moment near the call."""
         return self._loop.counters()
 
     async def close(self) -> None:
@@ -107,7 +111,7 @@ class EmbeddedEngine:
         self._hand_over(self._streams.deliver, deltas)
 
     def _hand_over(self, take: Callable[[T], None], what: T) -> None:
-        # Once the event loop is closed nobody listens.
+        # When the event loop is closed, nobody reads the deltas.
         if not self._events.is_closed():
             self._events.call_soon_threadsafe(take, what)
 

@@ -1,9 +1,9 @@
-"""The paged KV cache: blocks of token slots, counted references, and the tensors behind them.
+"""The paged KV cache: blocks of token slots with reference counts, and the tensors that store them.
 
-A block is free exactly when nobody refers to it; every taker releases what it took, once. A free block may be
-remembered for what it holds: it is taken for something else only when no other is free, least recently used first.
-Only the owner of a block's last slots writes to it: sharers read the slots that were full when they joined, or copy
-the block first.
+A block is free exactly when it has no references. Whoever takes a block releases it exactly once. A free block may be
+remembered because its content is still useful. Remembered blocks are reused only when no other block is free, the least
+recently used first. Only the owner of a block's last slots writes to the block. Other sharers read only the slots that
+were filled when they joined, or copy the block first.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import torch
 
 
 class BlockPool:
-    """Which blocks are free, and how many refer to the others. Pure bookkeeping, no tensors."""
+    """The reference counts of all blocks and the list of free blocks. It has no tensors."""
 
     def __init__(self, total: int, block_size: int) -> None:
         self.total = total
         self.block_size = block_size
         self.on_reuse: Callable[[int], None] | None = None
-        """Told of every remembered block that is taken for something else."""
+        """Called with every remembered block that is taken for something else."""
         self._references = [0] * total
-        # Last in, first out: a cache larger than the work touches little memory.
+        # Last in, first out, so that little memory is touched when the cache is larger than needed.
         self._free = list(range(total - 1, -1, -1))
         self._remembered: set[int] = set()
-        # Free and remembered, the one that was free for longest first.
+        # Blocks that are free and remembered. The block that has been free for longest comes first.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def free(self) -> int:
-        """Blocks that nobody refers to, remembered or not."""
+        """The number of blocks without references, remembered or not."""
         return len(self._free) + len(self._idle)
 
     def free_blocks(self) -> list[int]:
@@ -41,19 +41,19 @@ class BlockPool:
         return [*self._free, *self._idle]
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks hold this many tokens."""
+        """Return the number of blocks that this many tokens need."""
         return -(-tokens // self.block_size)
 
     def references(self, block: int) -> int:
-        """How many refer to this block."""
+        """Return the number of references to this block."""
         return self._references[block]
 
     def is_free(self, block: int) -> bool:
-        """Whether nobody refers to this block."""
+        """Return whether this block has no references."""
         return self._references[block] == 0
 
     def take(self, count: int) -> list[int]:
-        """Take free blocks, remembered ones last; there must be enough of them."""
+        """Take free blocks, remembered ones last. There must be enough free blocks."""
         if count > self.free:
             raise RuntimeError(f"{count} blocks wanted, {self.free} free")
         taken = [self._free.pop() if self._free else self._reuse() for _ in range(count)]
@@ -62,7 +62,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Refer once more to blocks that somebody holds, or that are remembered."""
+        """Add one reference to each of these blocks, which must be in use or remembered."""
         for block in blocks:
             if self._references[block] == 0:
                 if block not in self._idle:
@@ -71,7 +71,7 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give up one reference to each block; those without any become free."""
+        """Drop one reference to each block. A block without references becomes free."""
         for block in blocks:
             if self._references[block] == 0:
                 raise RuntimeError(f"block {block} is already free")
@@ -83,13 +83,13 @@ class BlockPool:
                     self._free.append(block)
 
     def remember(self, block: int) -> None:
-        """Take this block for something else only when no other is free. Somebody must hold it now."""
+        """Mark this block as useful, so that it is reused only when no other block is free. It must be in use now."""
         if self._references[block] == 0:
             raise RuntimeError(f"block {block} is free and cannot be remembered")
         self._remembered.add(block)
 
     def forget(self, block: int) -> None:
-        """What this block holds is of no use to anybody but its holders."""
+        """Unmark this block, because its content is useful only to its current holders."""
         self._remembered.discard(block)
         if block in self._idle:
             del self._idle[block]
@@ -104,7 +104,10 @@ class BlockPool:
 
 
 class KVCache:
-    """Keys and values by layer, `[blocks, block_size, heads, head size]`; a layer is allocated when it first writes."""
+    """The keys and values of each layer, `[blocks, block_size, heads, head size]`.
+
+    A layer is allocated at its first write.
+    """
 
     def __init__(self, blocks: int, block_size: int) -> None:
         self.blocks = blocks
@@ -119,18 +122,21 @@ class KVCache:
             store.flatten(0, 1).index_copy_(0, slots, new)
 
     def read(self, layer: int, blocks: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values in these blocks, `[rows, tokens, heads, head size]`: each row has equally many."""
+        """Return the keys and values in these blocks, `[rows, tokens, heads, head size]`.
+
+        `blocks` lists the blocks of all rows in order, and each row has equally many blocks.
+        """
         keys, values = (store.index_select(0, blocks) for store in self._layers[layer])
         return keys.view(rows, -1, *keys.shape[2:]), values.view(rows, -1, *values.shape[2:])
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero these blocks. What is stale in a block is read, with weight 0: anything finite will do, NaN will not."""
+        """Zero these blocks. Stale slots are read with weight 0, so they may hold any finite number, but not NaN."""
         for stores in self._layers.values():
             for store in stores:
                 store[torch.tensor(blocks, dtype=torch.long, device=store.device)] = 0
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, `(from, to)`, in all layers; every source is read before any target is written."""
+        """Copy whole blocks, `(from, to)`, in all layers. Every source is read before any target is written."""
         if not pairs:
             return
         sources, targets = torch.tensor(pairs).unbind(1)
@@ -142,6 +148,7 @@ class KVCache:
         shape = (self.blocks, self.block_size, *like.shape[1:])
         if like.device.type != "cpu":
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        # Zeroed, because padding is read (with weight 0); by calloc, because most of a large cache is never touched.
+        # Zeroed, because padding is read with weight 0. numpy zeroes with calloc, which does not touch the memory, and
+        # most of a large cache is never used.
         zeros = torch.from_numpy(np.zeros(prod(shape) * like.element_size(), np.uint8))
         return zeros.view(like.dtype).view(shape)

@@ -1,8 +1,8 @@
-"""The thread around a core: commands enter between two steps, in the order they were given.
+"""The thread around an engine core: it runs commands between two steps, in the order in which they were given.
 
-Waits for: a command, or work (woken by `submit`, `load`, `score`, `stop`). Loads run one after the other:
-each is staged in a side thread while decoding goes on, and swapped in between two steps. When `run` ends, for whatever
-reason, every open future is failed and every open request has got its last delta.
+The loop waits for a command or for work; `submit`, `load`, `score` and `stop` wake it. Loads run one after the other:
+each version is staged in a side thread while decoding continues, and is swapped in between two steps. When `run` ends,
+for whatever reason, every open future has failed and every open request has received its last delta.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ from headrace.errors import DeliveryError, HeadraceError, UserError
 from headrace.types import Float32Array, Int32Array
 
 _WAKE_SECONDS = 1.0
-"""A sleeping loop looks around this often; commands wake it at once."""
+"""The longest sleep of an idle loop. Commands wake it at once."""
 
 
 _TURN_SECONDS = 1e-3
-"""How often an engine looks whether the trainer has given the GPU back."""
+"""How often an engine checks whether the trainer has given the GPU back."""
 
 
 class EngineLoop:
-    """Runs a core in the thread that calls `run`. All other methods may be called from any thread."""
+    """An `EngineServer` around a core, which it runs in the thread that calls `run`.
+
+    All other methods may be called from any thread.
+    """
 
     def __init__(
         self,
@@ -41,7 +44,10 @@ class EngineLoop:
         interrupt: Interrupt = "never",
         turns: EngineTurns | None = None,
     ) -> None:
-        """`turns` are those on a GPU that a trainer shares: steps are made in the engine's turn only."""
+        """Prepare a loop around `core`.
+
+        With `turns`, the engine shares a GPU with a trainer and makes steps only in its own turn.
+        """
         self._core = core
         self._turns = turns
         self._emit = emit
@@ -52,21 +58,21 @@ class EngineLoop:
         self._loads: deque[tuple[Manifest, Future[Proof]]] = deque()
         self._loading: Future[Proof] | None = None
         self._awaited: Staged | None = None
-        """Weights that are swapped in once what they must not interrupt has ended."""
+        """Staged weights that are installed once the requests that they must not interrupt have ended."""
         self._behind: list[Request] = []
-        """Requests that came after those weights."""
+        """Requests that came after the awaited weights."""
         self._stopping = False
         self._ended = False
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{core.name}-stage")
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests; all of one call enter between the same two steps."""
+        """Queue requests. All requests of one call enter between the same two steps."""
         requests = list(requests)
         if not self._post(lambda: self._submit(requests)):
             self._emit([failed_delta(request.id, self._gone()) for request in requests])
 
     def abort(self, ids: Sequence[str] | None = None) -> Future[None]:
-        """End these requests (all, if None); done when their last deltas were emitted."""
+        """End these requests (all requests if None). The future is done when their last deltas were emitted."""
         return self._ask(lambda: self._abort(ids))
 
     def load(self, manifest: Manifest) -> Future[Proof]:
@@ -78,30 +84,30 @@ class EngineLoop:
                 return future
             self._futures.add(future)
             self._loads.append((manifest, future))
-        # From here, not from the loop's thread: that may be in a step for as long as staging takes.
+        # Called here, not in the loop's thread, which may be in a step for as long as staging takes.
         self._next_load()
         return future
 
     def score(self, token_ids: Int32Array) -> Future[Float32Array]:
-        """Log-probabilities of tokens 1..n given their prefix under the live weights."""
+        """Score tokens 1..n given their prefix, under the live weights."""
         return self._ask(lambda: self._core.score(token_ids))
 
     def fork(self, request_id: str, at: int, n: int) -> Future[list[Request]]:
-        """Requests that continue a running one in `n` ways from its first `at` tokens on."""
+        """Make `n` requests that continue a running request after its first `at` tokens."""
         return self._ask(lambda: self._core.fork(request_id, at, n))
 
     def counters(self) -> Counters:
-        """Counters and occupancy, as of some moment near the call."""
+        """Return the counters and the occupancy of the engine, at some moment near the call."""
         return self._core.counters()
 
     def stop(self) -> None:
-        """End `run` before its next step; what runs is aborted. Idempotent."""
+        """Make `run` end before its next step. Running requests are aborted. Idempotent."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
 
     def run(self) -> None:
-        """Serve until stopped. An error of ours is raised, after everything that waits for us was told."""
+        """Serve until stopped. An internal error is raised after all open requests and futures have been answered."""
         reason = self._gone()
         try:
             while not self._stopping:
@@ -128,12 +134,13 @@ class EngineLoop:
             command()
 
     def _our_turn(self) -> bool:
-        """Whether to step now; after a short wait if not, so that commands are obeyed meanwhile."""
+        """Return whether the engine may step now. If not, wait a short time, so that commands are still run."""
         turns = self._turns
         if turns is None:
             return True
         if turns.wanted:
-            # Nothing of ours may be under way on the GPU when the trainer has it. What we tell others is not there.
+            # No work of the engine may be in flight when the trainer has the GPU. Deltas are emitted later, because
+            # that does not need the GPU.
             deltas = self._core.flush()
             turns.give()
             self._deliver(deltas)
@@ -157,14 +164,14 @@ class EngineLoop:
             self._core.submit(requests)
 
     def _abort(self, ids: Sequence[str] | None) -> None:
-        # A request that waits behind a swap ends as any other does: with a delta of the core's.
+        # A request that waits for the swap is submitted first, so that the core ends it like any other request.
         ended = [request for request in self._behind if ids is None or request.id in ids]
         self._behind = [request for request in self._behind if all(request is not one for one in ended)]
         self._core.submit(ended)
         self._deliver(self._core.abort(ids))
 
     def _next_load(self) -> None:
-        """Begin to stage the next version, unless one is under way: a delivery has the staging buffer for itself."""
+        """Begin to stage the next version, unless a load is running: there is only one staging buffer."""
         with self._changed:
             if self._ended or self._loading or not self._loads:
                 return
@@ -186,7 +193,7 @@ class EngineLoop:
             self._refused(manifest.version, error)
 
     def _swap_at_rest(self) -> None:
-        """Swap in what waits for others to end, if they have."""
+        """Install the awaited weights if the requests that they wait for have ended."""
         staged = self._awaited
         if staged is None or not self._core.at_rest(waiting=self._interrupt == "block"):
             return
@@ -203,7 +210,7 @@ class EngineLoop:
         self._loaded(Proof(engine=self._core.name, version=version, accepted=False, reason=str(error)))
 
     def _report_proof(self) -> None:
-        """Steps go on while new weights are being proved; without steps there is nothing else to wait for."""
+        """Report the proof of new weights. Wait for the proof only if there are no steps to make meanwhile."""
         proof = self._core.proof(wait=not self._core.has_work)
         if proof is not None:
             self._loaded(proof)
@@ -220,7 +227,7 @@ class EngineLoop:
             self._emit(deltas)
 
     def _post(self, command: Callable[[], None], future: Future[Any] | None = None) -> bool:
-        """Queue a command; False if nobody will obey it any more."""
+        """Queue a command. Return False if the loop has ended or is stopping."""
         with self._changed:
             if self._ended or self._stopping:
                 return False
@@ -237,7 +244,7 @@ class EngineLoop:
         return future
 
     def _answer(self, future: Future[Any], command: Callable[[], Any]) -> None:
-        """A mistake in what was asked is its asker's, and nobody else's."""
+        """Run a command and settle its future. A `UserError` goes to the caller alone and does not end the loop."""
         try:
             result = command()
         except UserError as error:
@@ -251,7 +258,7 @@ class EngineLoop:
     def _settle(self, future: Future[Any], result: Any) -> None:
         with self._changed:
             self._futures.discard(future)
-        # False if the asker gave up: then nobody wants the result.
+        # False if the caller cancelled the future: then nobody wants the result.
         if future.set_running_or_notify_cancel():
             future.set_result(result)
 
@@ -275,7 +282,7 @@ class EngineLoop:
         try:
             return self._core.abort()
         except (HeadraceError, RuntimeError):
-            # The device does not answer any more; what it owes is lost, what is known is not.
+            # The device no longer answers. Its tokens in flight are lost, but the known tokens are not.
             return self._core.abandon()
 
     def _gone(self) -> str:

@@ -1,4 +1,4 @@
-"""`HostRunner` computes a plan at once, with plain torch: the CPU path, and the reference of the runner on a GPU."""
+"""The host's runner: it computes a plan at once with plain torch. CPUs use it, and it is the GPU runner's reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from headrace.types import Float32Array, Int32Array
 
 
 class HostRunner:
-    """Runs one model over packed rows against one cache, a pass at a time."""
+    """A `Runner` that computes each plan in one pass over packed tokens, and returns its tokens at once."""
 
     def __init__(self, model: Any, cache: KVCache, routing: RoutingShape | None = None) -> None:
         self.ahead = 1
@@ -44,17 +44,17 @@ class HostRunner:
         return nullcontext()
 
     def hurry(self, haste: Haste) -> None:
-        """Nothing to do: nothing is ever under way."""
+        """Do nothing, because no work is ever in flight."""
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, version: int) -> list[Sampled]:
-        """Compute the plan's chunks; a token for each sequence whose last one is among them."""
+        """Compute the plan's chunks. Return a token for each sequence whose last token is among them."""
         started = time.perf_counter()
         self._cache.copy(plan.copies)
         context = PagedContext(self._cache, plan.chunks, self._device)
         ends = np.cumsum([chunk.count for chunk in context.rows]) - 1
         sampled = [(chunk.sequence, int(end)) for chunk, end in zip(context.rows, ends, strict=True) if chunk.samples]
-        # A pass without sampled rows still projects one: an empty selection would mean "all" to some models.
+        # A pass that samples nothing still projects one token, because some models take an empty selection as "all".
         keep = [end for _, end in sampled] or [0]
         recorder = RoutingRecorder(self._routing, int(ends[-1]) + 1, self._device) if self._routing else None
         with recording(recorder):
@@ -65,11 +65,11 @@ class HostRunner:
         return drawn
 
     def collect(self) -> list[Sampled]:
-        """Nothing is ever under way."""
+        """Return nothing, because no work is ever in flight."""
         return []
 
     def drain(self) -> list[Sampled]:
-        """Nothing is ever under way."""
+        """Return nothing, because no work is ever in flight."""
         return []
 
     def release(self, sequence: Sequence) -> None:
@@ -80,7 +80,7 @@ class HostRunner:
 
     @torch.inference_mode()
     def clear(self, blocks: Seq[int]) -> None:
-        """Zero these blocks of the cache: stale slots are read, with weight 0, and must be finite."""
+        """Zero these blocks of the cache. Stale slots are read with weight 0, so they must be finite."""
         self._cache.clear(blocks)
 
     @torch.inference_mode()
@@ -109,21 +109,21 @@ class HostRunner:
 
 @dataclass(frozen=True)
 class ReadyScores:
-    """Log-probabilities that are there."""
+    """Log-probabilities that are already computed."""
 
     logprobs: torch.Tensor
 
     def ready(self) -> bool:
-        """See `Scoring.ready`."""
+        """See `PendingScores.ready`."""
         return True
 
     def result(self) -> Float32Array:
-        """See `Scoring.result`."""
+        """See `PendingScores.result`."""
         return np.asarray(self.logprobs.numpy(), np.float32)
 
 
 def score_ids(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of tokens 1..n given their prefix ([n - 1]); `ids` are on the model's device."""
+    """Return the log-probabilities of tokens 1..n given their prefix ([n - 1]). `ids` must be on the model's device."""
     if len(ids) < 2:
         return torch.zeros(0, device=ids.device)
     positions = torch.arange(len(ids) - 1, device=ids.device)

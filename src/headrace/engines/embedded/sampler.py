@@ -1,9 +1,10 @@
-"""Drawing tokens: the noise of a token is a function of (seed, position) alone.
+"""Draws tokens. The noise of a token depends only on (seed, position).
 
-One uniform number per row, hashed from its seed and absolute position, picks the token by the inverse of the
-cumulative distribution over the kept tokens in the order of their ids. So a row's draw depends on nothing beside it in
-the batch, and is the same after preemption or when a partial completion is resumed. The log-probability is that of the
-distribution really drawn from, in fp32. `kernels.sampling` keeps the same rules on a GPU; this is its reference.
+Each row has one uniform number, hashed from its seed and its absolute position. The number picks a token by inverting
+the cumulative distribution over the kept tokens, in the order of their ids. So a draw does not depend on the other rows
+of the batch, and is the same after preemption or when a partial completion is resumed. The log-probability is that of
+the distribution that was really drawn from, in fp32. `kernels.sampling` follows the same rules on a GPU, and this
+module is its reference.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from headrace.types import Float32Array, Int32Array
 
 _MASK = (1 << 64) - 1
 _HEAD = 1024
-"""Top-p looks at this many best tokens first, and sorts the whole vocabulary only where they are not enough."""
+"""Top-p looks at this many best tokens first. It sorts the whole vocabulary only for rows where they are not enough."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What was drawn, row by row."""
+    """The drawn tokens and their records, row by row."""
 
     tokens: npt.NDArray[np.int64]
     logprobs: Float32Array
     kept: list[Int32Array | None]
-    """The ids left to draw from, ascending, where they were asked for. Empty if greedy: nothing is truncated then."""
+    """The ids that truncation kept, ascending, for rows that asked for them. Empty for greedy rows."""
 
 
 class _Rule(NamedTuple):
-    """What truncation leaves; all zero but `top_p`, which is one: everything."""
+    """How a row is truncated. With `top_p` 1 and all other fields 0, every token is kept."""
 
     greedy: bool
     top_k: int
@@ -49,13 +50,13 @@ class _Rule(NamedTuple):
 
 
 def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> Drawn:
-    """A token and its log-probability for every row of `logits` [R, V]; `positions` are those of the new tokens."""
+    """Draw a token for every row of `logits` [R, V]. `positions` are the positions of the new tokens."""
     logits = _without_forbidden(logits.float(), samplings)
     best, best_ids = logits.max(dim=-1, keepdim=True)
-    # Under the row's best: what matters is near zero, where fp32 is fine enough for any temperature.
+    # Relative to the row's best logit: likely tokens are then near zero, where fp32 is precise enough.
     scaled = logits - best
     if any(s.temperature not in (0.0, 1.0) for s in samplings):
-        # Greedy rows keep their logits: their log-probabilities are the untempered ones.
+        # Greedy rows keep their logits, because their log-probabilities are untempered.
         temperatures = torch.tensor([s.temperature or 1.0 for s in samplings], device=logits.device)
         scaled /= temperatures[:, None]
     masses = scaled.exp()
@@ -84,10 +85,10 @@ def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequenc
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position), by hashing."""
+    """Hash each (seed, position) to a number in [0, 1)."""
     seed = np.array([s & _MASK for s in seeds], np.uint64)
     position = np.array(positions, np.uint64)
-    # 52 bits: the largest is so far below 1 that its product with a mass stays below the mass.
+    # 52 bits: the largest number is far enough below 1 that its product with a mass is less than the mass.
     return (_mix(_mix(seed) ^ position) >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
@@ -110,7 +111,7 @@ def _without_forbidden(logits: torch.Tensor, samplings: Sequence[Sampling]) -> t
 
 
 def _by_rule(samplings: Sequence[Sampling], vocabulary: int) -> dict[_Rule, list[int]]:
-    """Rows by how they are truncated. What a row computes then depends on its own rule only."""
+    """Group the rows by how they are truncated, so that the result of a row depends only on its own rule."""
     rules: dict[_Rule, list[int]] = defaultdict(list)
     for row, sampling in enumerate(samplings):
         if sampling.temperature == 0:
@@ -122,30 +123,36 @@ def _by_rule(samplings: Sequence[Sampling], vocabulary: int) -> dict[_Rule, list
 
 
 def _pick(masses: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first id whose cumulative mass exceeds `u` of the whole, never one of zero mass; and the whole."""
+    """Return the first id whose cumulative mass exceeds `u` times the total mass, and the total mass.
+
+    An id of zero mass is never returned.
+    """
     cumulative = masses.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     ids = torch.searchsorted(cumulative, (u * total)[:, None], right=True)[:, 0]
-    # A row of NaN finds no id; its log-probability will say so.
+    # A row of NaN finds no id. Its log-probability is NaN, which shows the error.
     return ids.clamp_(max=masses.shape[1] - 1), total
 
 
 def _keep(logits: torch.Tensor, masses: torch.Tensor, rule: _Rule) -> torch.Tensor:
-    """[R, V]: what truncation leaves: tokens above an edge, and of those at the edge the ones of the lowest ids."""
+    """Return which tokens truncation keeps, [R, V].
+
+    Tokens above an edge are kept, and of the tokens exactly at the edge those with the lowest ids.
+    """
     keep = logits > float("-inf")
     if rule.top_k or rule.top_p < 1:
         edge, places = _edge(logits, masses, rule)
         tie = logits == edge
-        # Only the lowest ids of an edge with too many tokens are taken: a row's own count decides, not its neighbours.
+        # If too many tokens are at the edge, the lowest ids are kept. The count is the row's own, not its neighbours'.
         keep &= (logits > edge) | (tie & (tie.cumsum(-1, dtype=torch.int32) <= places))
     if rule.min_p:
-        # The best token's mass is one.
+        # The mass of the best token is 1.
         keep &= masses >= rule.min_p
     return keep
 
 
 def _edge(logits: torch.Tensor, masses: torch.Tensor, rule: _Rule) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least logit that stays, and how many tokens that have it may: both [R, 1]."""
+    """Return the smallest logit that is kept, and how many tokens with exactly that logit are kept: both [R, 1]."""
     if not rule.top_k:
         limit = rule.top_p * masses.sum(-1, keepdim=True, dtype=torch.float64)
         width = min(_HEAD, logits.shape[1])
@@ -169,14 +176,17 @@ def _edge(logits: torch.Tensor, masses: torch.Tensor, rule: _Rule) -> tuple[torc
 def _edge_of_best(
     logits: torch.Tensor, masses: torch.Tensor, width: int, limit: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where the best tokens reach this mass, how many places are left there, and whether `width` of them do."""
+    """Return the logit at which the best tokens reach the mass `limit`, and how many tokens with that logit are kept.
+
+    The third result says whether the best `width` tokens reach the limit at all.
+    """
     best, ids = logits.topk(width, dim=-1)
     mass = masses.gather(1, ids).double()
     cumulative = mass.cumsum(-1)
     last = torch.searchsorted(cumulative, limit).clamp_(max=width - 1)
     edge = best.gather(1, last)
     above = (mass * (best > edge)).sum(-1, keepdim=True)
-    # A token stays while the mass before it has not reached the limit; the first always stays.
+    # A token is kept if the mass before it has not reached the limit. The first token is always kept.
     places = (
         ((limit - above) / mass.gather(1, last)).ceil().nan_to_num(nan=1.0, posinf=width).clamp_(1, logits.shape[1])
     )
@@ -186,7 +196,7 @@ def _edge_of_best(
 def _ids(logits: torch.Tensor, keep: torch.Tensor | None, rule: _Rule) -> Int32Array:
     if rule.greedy:
         return np.empty(0, np.int32)
-    # Without truncation (a small vocabulary) all that may be drawn is kept.
+    # Without truncation (a small vocabulary), every token that may be drawn is kept.
     keep = logits > float("-inf") if keep is None else keep
     ids: Int32Array = keep.nonzero()[:, 0].cpu().numpy().astype(np.int32)
     return ids

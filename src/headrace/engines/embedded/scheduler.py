@@ -1,7 +1,8 @@
-"""Which tokens the next forward pass computes. A pure function of the submissions so far: no clock, no randomness.
+"""The scheduler: it decides which tokens the next forward pass computes.
 
-The first sequence in rank order always advances: blocks are taken from the last ones, so there is no deadlock and no
-starvation. A waiting sequence holds no block, and a sequence with tokens in flight never loses one.
+Its plans follow from the submissions and results so far, without a clock or randomness. The first sequence in rank
+order always advances, because blocks are taken from the last sequences; so there is no deadlock and no starvation. A
+waiting sequence holds no blocks, and a sequence with tokens in flight never loses a block.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from headrace.engines.embedded.sharing import Beginning, Sharing
 
 @dataclass(slots=True)
 class Chunk:
-    """Neighbouring tokens of one sequence, computed in one pass."""
+    """Consecutive tokens of one sequence that are computed in one pass."""
 
     sequence: Sequence
     start: int
@@ -24,42 +25,45 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether its last token's logits give the sequence's next token."""
+        """Whether the chunk ends with the last known token, so that its logits give the next token."""
         return self.start + self.count >= len(self.sequence.tokens)
 
     @property
     def decodes(self) -> bool:
-        """Whether it is the one token that follows what the cache holds: no prefill."""
+        """Whether the chunk is a decode step, not prefill: only the last token, with all others in the cache."""
         return self.count == 1 and self.start > 0 and self.samples
 
 
 @dataclass
 class StepPlan:
-    """One step: block copies first (all sources are read before a target is written), then one pass over the chunks."""
+    """The plan of one step: first copies of blocks, then one pass over the chunks.
+
+    All sources of the copies are read before a target is written.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     refused: list[Sequence] = field(default_factory=list)
-    """Sequences that the whole cache could not hold: they are out of the scheduler."""
+    """Sequences that do not fit into the whole cache. They were removed from the scheduler."""
     grown: list[Sequence] = field(default_factory=list)
-    """Decoding sequences that got more blocks."""
+    """Decoding sequences that received more blocks."""
     preempted: list[Sequence] = field(default_factory=list)
-    """Sequences that lost their blocks, and wait again."""
+    """Sequences that lost their blocks and wait again."""
     upcoming: int = 0
-    """Sequences that could run beside these and still wait for their prompts to be computed."""
+    """The number of waiting sequences for which there are free slots. Their prompts are not computed yet."""
     ahead: int = 1
-    """Steps that decoding sequences have blocks for, beyond those in flight."""
+    """The number of steps, beyond those in flight, for which decoding sequences have blocks."""
 
 
 HELD_PLANS = 8
-"""Plans that a sequence waits for company, at most."""
+"""The largest number of plans for which a new sequence waits, so that more prompts are computed together."""
 
 
 class Scheduler:
     """Continuous batching over a pool of blocks, with chunked prefill and preemption by recomputing.
 
-    With `gather`, prompts are computed together, one for every so many sequences that run; fewer wait for others, a few
-    plans long.
+    With `gather`, new prompts wait until there is at least one for every `gather` running sequences, so that several
+    are computed together. They wait for at most `HELD_PLANS` plans.
     """
 
     def __init__(
@@ -71,25 +75,25 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.admits_new = True
-        """Whether sequences that have no token yet may begin."""
+        """Whether sequences without sampled tokens may begin."""
         self._ahead = 1
         self.preemptions = 0
         self._gather = gather
         self._held_plans = 0
         self._max_length = max_length
         self._sharing = Sharing(pool)
-        # Blocks that the copies of the plan in the making will fill, and from where.
+        # The copies of the plan that is being made: from target block to source block.
         self._origins: dict[int, int] = {}
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; it starts in a later plan."""
+        """Queue a sequence. It starts in a later plan."""
         if self._max_length is not None:
             sequence.limit = min(sequence.limit, self._max_length)
         insort(self.waiting, sequence, key=lambda s: s.rank)
         self._sharing.queued(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that has ended, and free its blocks."""
+        """Remove a sequence that has ended, and free its blocks."""
         if self._sharing.runs(sequence):
             self._sharing.remember(sequence)
             self._detach(sequence)
@@ -97,18 +101,21 @@ class Scheduler:
             self._unqueue(sequence)
 
     def shortage(self, ahead: int) -> bool:
-        """Whether `plan` with this `ahead` would have to preempt somebody: drain first, then plan one step."""
-        # What a sequence has covers what is under way: it lacks the blocks of `ahead` tokens at most.
+        """Return whether `plan` with this `ahead` would have to preempt a sequence.
+
+        The caller must then drain the runner first, and plan a single step.
+        """
+        # The blocks of a sequence cover its tokens in flight, so it lacks at most the blocks of `ahead` tokens.
         if len(self.running) * self.pool.blocks_for(ahead) <= self.pool.free:
             return False
         lacking = sum(count for _, count in self._lacking(ahead))
         return lacking > self.pool.free and lacking > self.pool.free + self._sharing.evictable()
 
     def plan(self, version: int, ahead: int = 1) -> StepPlan:
-        """The next pass under this version of the weights. Sequences may be admitted, preempted or refused.
+        """Plan the next pass under this version of the weights. Sequences may be admitted, preempted or refused.
 
-        Decoding sequences get blocks for their next `ahead` tokens, beyond those in flight; `ahead` over 1 is our
-        error while there is a `shortage`. One with tokens in flight goes on by itself, and has no chunk.
+        Decoding sequences get blocks for their next `ahead` tokens beyond those in flight. If there is a `shortage`,
+        `ahead` must be 1. A sequence with tokens in flight gets no chunk: the device continues it.
         """
         plan = StepPlan(ahead=ahead)
         self._ahead = ahead
@@ -134,7 +141,7 @@ class Scheduler:
         return plan
 
     def advance(self, plan: StepPlan, version: int) -> None:
-        """The plan's pass is done, or launched ahead of all later ones: its tokens are in the cache."""
+        """Record that the tokens of this plan are in the cache: its pass is done, or launched before all later ones."""
         size = self.pool.block_size
         for chunk in plan.chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.count
@@ -147,23 +154,26 @@ class Scheduler:
                 self._sharing.keep_prompt(sequence)
 
     def recompute_all(self) -> None:
-        """Drop all keys and values: every running sequence starts over from its tokens, in its old rank."""
+        """Drop all keys and values. Every running sequence waits again with its tokens, in its old rank."""
         self.forget_prefixes()
         for sequence in reversed(list(self.running)):
             self._send_back(sequence)
 
     def truncate(self, sequence: Sequence, sampled: int) -> None:
-        """Drop its sampled tokens beyond this many, none of which was sent; it starts over from the others."""
+        """Drop the sampled tokens beyond the first `sampled`. They must not have been sent.
+
+        The sequence waits again, and its other tokens are computed again.
+        """
         if self._sharing.runs(sequence):
             self._send_back(sequence)
         sequence.truncate(sampled)
 
     def forget_prefixes(self) -> None:
-        """The weights have changed: drop what is held for waiting or future sequences."""
+        """Drop what is kept for waiting or future sequences, because the weights have changed."""
         self._sharing.forget()
 
     def forget_blocks(self, blocks: list[int]) -> None:
-        """What these blocks hold is wrong: no future sequence is to find it."""
+        """Let no future sequence find these blocks, because their content is wrong."""
         self._sharing.forget_blocks(blocks)
 
     def kept_blocks(self) -> list[int]:
@@ -171,7 +181,7 @@ class Scheduler:
         return self._sharing.kept_blocks()
 
     def _lacking(self, ahead: int) -> list[tuple[Sequence, int]]:
-        """Decoding sequences without room for their next tokens, and how many blocks they lack."""
+        """Return the decoding sequences without room for their next tokens, and how many blocks each lacks."""
         size, more = self.pool.block_size, ahead - 1
         lacking = []
         for sequence in self.running:
@@ -179,7 +189,7 @@ class Scheduler:
                 continue
             length, blocks = len(sequence.tokens), len(sequence.blocks)
             wanted = length + sequence.in_flight + more
-            # A sequence in its prefill has blocks for all its tokens.
+            # A sequence whose prompt is being computed has blocks for all its tokens.
             if wanted > blocks * size and length - sequence.computed <= 1:
                 count = self.pool.blocks_for(min(wanted, sequence.limit)) - blocks
                 if count > 0:
@@ -187,7 +197,7 @@ class Scheduler:
         return lacking
 
     def _grow(self, plan: StepPlan, ahead: int) -> None:
-        """Give decoding sequences the blocks that their next tokens need; the last ones may lose theirs for it."""
+        """Give decoding sequences the blocks that their next tokens need. The last sequences may lose their blocks."""
         for sequence, count in self._lacking(ahead):
             while sequence.blocks and self.pool.free < count:
                 if self._sharing.evict():
@@ -205,7 +215,7 @@ class Scheduler:
             plan.grown = [sequence for sequence in plan.grown if sequence.blocks]
 
     def _gathered(self) -> bool:
-        """Whether the prompts that wait are worth a pass, or have waited for long enough."""
+        """Return whether enough prompts wait to be computed together, or they have waited long enough."""
         coming = min(len(self.waiting), self.slots - len(self.running))
         return not self._gather or coming * self._gather >= len(self.running) or self._held_plans >= HELD_PLANS
 
@@ -238,19 +248,22 @@ class Scheduler:
                 return
 
     def _place(self, sequence: Sequence, beginning: Beginning, plan: StepPlan) -> bool:
-        """Give it blocks for all its tokens, sharing those of its beginning; False if there are not enough now."""
+        """Give a sequence blocks for all its tokens, and share those of its beginning.
+
+        Return False if there are not enough blocks now.
+        """
         wanted = self.pool.blocks_for(len(sequence.tokens))
-        # One block of room, so that whoever is admitted does not at once take the block of an earlier one.
+        # One spare block, so that the new sequence does not at once take the block of an earlier one.
         room = 1 if self.running else 0
         while not self._fits(beginning, wanted + room):
             if self._sharing.evict(but=sequence.key):
                 continue
             if self.running:
                 return False
-            # Nobody runs, so only its own prompt's partial block is in the way: go without it.
+            # Nothing is running, so only the partial block of its own kept prompt is in the way: drop that too.
             self._sharing.evict()
             beginning = self._sharing.of_cache(sequence)
-        # Room for the steps that follow its prompt at once, if that takes nothing from anybody.
+        # Add room for the steps right after the prompt, if no other sequence needs these blocks.
         later = self.pool.blocks_for(min(len(sequence.tokens) + self._ahead - 1, sequence.limit))
         if self._fits(beginning, later + 2 * len(self.running)):
             wanted = max(wanted, later)
@@ -262,7 +275,7 @@ class Scheduler:
         if beginning.chain is not None and beginning.chain is not sequence.chain:
             sequence.chain = beginning.chain.fork(full)
         if partial:
-            # The block may itself be a copy of this plan: then it is empty until the copies are made.
+            # The source may itself be the target of a copy in this plan. It is still empty then, so copy its source.
             source = self._origins.get(beginning.blocks[full], beginning.blocks[full])
             self._origins[sequence.blocks[full]] = source
             plan.copies.append((source, sequence.blocks[full]))
@@ -283,7 +296,8 @@ class Scheduler:
     def _detach(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._sharing.detached(sequence)
-        # From its end: what is released first is reused first, and a prefix is of use without what follows it.
+        # The last blocks are released first, because they are then reused first. A prefix is useful without the blocks
+        # that follow it, but not the other way round.
         self.pool.release(reversed(sequence.blocks))
         sequence.leave()
 

@@ -1,7 +1,7 @@
-"""One request on its way through the engine: its tokens so far, how many of them the cache holds, and what was sent.
+"""One request inside the engine: its tokens so far, how many of them the cache holds, and how many were sent.
 
-The records of a sampled token (log-probability, version, what was kept, experts) are written once, when it becomes
-known, and survive preemption and a swap of weights.
+The records of a sampled token are its log-probability, version, kept set and experts. They are written once, when the
+token becomes known, and survive preemption and a swap of weights.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from headrace.engines.embedded.prefix_cache import Chain
 from headrace.types import NO_VERSION, Float32Array, Int16Array, Int32Array, Kept
 
 PrefixKey = tuple[str, bytes]
-"""A group and the prompt that its requests share."""
+"""A group, and the bytes of the prompt that its requests share."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a sequence ended, and with how many of the tokens that were just drawn."""
+    """How a sequence ended, and how many of the newly drawn tokens belong to it."""
 
     finish: FinishReason
     tokens: int = 0
     error: str = ""
     version: int = NO_VERSION
-    """Under which the token was drawn that ended it."""
+    """The version under which the token that ended the sequence was drawn."""
 
 
 class Sequence:
@@ -39,34 +39,34 @@ class Sequence:
         self.id = request.id
         self.sampling = request.sampling
         self.rank = (request.priority, order)
-        """Lower is served first and preempted last."""
+        """(priority, order of submission). A sequence of lower rank is served first and preempted last."""
         self.prompt_length = len(prompt)
         self.limit = len(prompt) + request.sampling.max_tokens
-        """Tokens that it never has more of."""
+        """The largest number of tokens that the sequence may have, prompt included."""
         self.tokens: list[int] = prompt.tolist()
-        """The prompt and everything sampled, as far as it is known."""
-        # All but the last prompt token can be shared: that one gives the logits of the first sampled token.
+        """The prompt and all sampled tokens that are known."""
+        # The last prompt token cannot be shared, because it gives the logits of the first sampled token.
         shareable = bool(request.group) and len(prompt) > 1
         self.key: PrefixKey | None = (request.group, prompt.tobytes()) if shareable else None
 
         self.blocks: list[int] = []
         self.computed = 0
-        """Tokens whose keys and values are in the cache."""
+        """The number of tokens whose keys and values are in the cache."""
         self.kv_version = NO_VERSION
-        """The version under which its keys and values were begun."""
+        """The version under which the first keys and values of the sequence were computed."""
         self.pure = 0
-        """How many of its first tokens were computed under `kv_version`."""
+        """The number of first tokens whose keys and values were all computed under `kv_version`."""
         self.chain: Chain | None = None
         self.cached = 0
-        """How many of its first blocks the prefix cache was told of."""
+        """The number of first blocks that were offered to the prefix cache."""
 
         self.row: int | None = None
-        """Its row in the state on a device; owned by the runner there."""
+        """The row of the sequence in the state of a device. The runner of that device owns this field."""
         self.in_flight = 0
-        """Tokens that are being sampled for it and not known yet; kept by whoever launches the passes."""
+        """The number of tokens that are being sampled and are not known yet. The runner updates this field."""
 
         self.ending: Ending | None = None
-        """How it ended, if its last tokens are still held back."""
+        """How the sequence ended; set while its last tokens are still held back."""
         self.flushed_at: float | None = None
         self._logprobs: list[float] = []
         self._versions: list[int] = []
@@ -76,16 +76,16 @@ class Sequence:
 
     @property
     def sampled(self) -> int:
-        """How many tokens were sampled so far."""
+        """The number of tokens sampled so far."""
         return len(self._logprobs)
 
     @property
     def unsent(self) -> int:
-        """How many sampled tokens no delta holds yet."""
+        """The number of sampled tokens that no delta holds yet."""
         return len(self._logprobs) - self._sent
 
     def sampled_under(self, version: int) -> int:
-        """How many of its last tokens were sampled under this version, which is the newest."""
+        """Return how many of the last tokens were sampled under this version, which must be the newest one."""
         count = 0
         while count < len(self._versions) and self._versions[-1 - count] == version:
             count += 1
@@ -100,7 +100,7 @@ class Sequence:
         kept: Int32Array | None = None,
         routing: Int16Array | None = None,
     ) -> None:
-        """Record a sampled token; see `extend`."""
+        """Record one sampled token; see `extend`."""
         self.extend(
             [token],
             [logprob],
@@ -118,10 +118,11 @@ class Sequence:
         kept: Seq[Int32Array] | None = None,
         routing: Seq[Int16Array] | None = None,
     ) -> None:
-        """Record sampled tokens, each of a pass under its version that also computed the token before it.
+        """Record sampled tokens.
 
-        `kept` (ascending ids) and `routing` ([layers, k]) are given for every token of a sequence or for none; the
-        arrays are not copied.
+        Each token was drawn by a pass under its version, and the same pass computed the keys and values of the token
+        before it. `kept` (ascending ids) and `routing` ([layers, k]) are given for every token of a sequence or for
+        none. The arrays are not copied.
         """
         last = len(self.tokens) + len(tokens) - 1
         if tokens and last > self.computed and versions[0] == versions[-1]:
@@ -146,21 +147,21 @@ class Sequence:
             raise RuntimeError(f"sequence {self.id}: {len(records)} records of {len(self._logprobs)} tokens")
 
     def cover(self, end: int, version: int) -> None:
-        """Its first `end` tokens are in the cache now, the new ones among them computed under this version."""
+        """Record that the first `end` tokens are now in the cache. The new ones were computed under this version."""
         if version == self.kv_version and self.pure == self.computed:
             self.pure = end
         self.computed = end
 
     def leave(self) -> None:
-        """It holds no block any more; in the cache it starts over."""
+        """Record that the sequence holds no blocks any more, so that all its tokens must be computed again."""
         self.blocks = []
         self.computed = self.pure = self.cached = 0
         self.kv_version = NO_VERSION
 
     def truncate(self, sampled: int) -> None:
-        """Drop the sampled tokens beyond this many. They must not have been sent; `Scheduler.truncate` is the way in.
+        """Drop the sampled tokens beyond the first `sampled`. Call this only through `Scheduler.truncate`.
 
-        Whoever has blocks may share them, so it must have left the cache.
+        The dropped tokens must not have been sent. The sequence must hold no blocks, because blocks may be shared.
         """
         if sampled < self._sent:
             raise RuntimeError(f"sequence {self.id}: {self._sent} tokens were sent, {sampled} were to be left")
@@ -172,7 +173,7 @@ class Sequence:
         self.chain = None
 
     def delta(self, finish: FinishReason | None = None, error: str = "") -> Delta:
-        """The tokens that were not sent before; they count as sent from here on."""
+        """Return a delta with the tokens that were not sent before, and count them as sent."""
         first, self._sent = self._sent, len(self._logprobs)
         token_ids: Int32Array = np.array(self.tokens[self.prompt_length + first :], np.int32)
         logprobs: Float32Array = np.array(self._logprobs[first:], np.float32)
@@ -203,19 +204,19 @@ def _joined(kept: list[Int32Array]) -> Kept:
 
 @dataclass(slots=True)
 class Sampled:
-    """Tokens drawn for one sequence, one after the other."""
+    """Consecutive tokens that were drawn for one sequence, with their records."""
 
     sequence: Sequence
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
     sound: bool = True
-    """All log-probabilities are numbers."""
+    """Whether all log-probabilities are finite."""
     kept: list[Int32Array] | None = None
     routing: list[Int16Array] | None = None
 
     def cut(self, count: int) -> None:
-        """Forget all but the first `count` tokens."""
+        """Drop all but the first `count` tokens."""
         del self.tokens[count:], self.logprobs[count:], self.versions[count:]
         for records in (self.kept, self.routing):
             if records is not None:
