@@ -1,4 +1,4 @@
-"""One way to configure: TOML on disk and `--set section.key=value`. Imports without torch."""
+"""The configuration of a run: a TOML file and `--set section.key=value`. It imports without torch."""
 
 from headrace.config.load import dump_config, load_config, make_config, with_settings
 from headrace.config.schema import (

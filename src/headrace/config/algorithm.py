@@ -1,7 +1,7 @@
-"""[algorithm] against what its loss, advantage and corrections declare about themselves: no name is matched here.
+"""Checks of [algorithm] against what its loss, advantage and corrections declare. No name is matched here.
 
-A file of the user's own is read only when a run is checked or started, so a run directory can be looked at on a machine
-that does not have the file.
+A user's own file is read only when a run is checked or started. So a run directory can be examined on a machine that
+does not have the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.errors import ConfigError
 
 
 def check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
-    """Raise `ConfigError` where values do not go together, as far as built-in parts are concerned."""
+    """Raise `ConfigError` if values contradict each other. Only built-in losses and advantages are checked here."""
     if algorithm.proximal == "recomputed" and algorithm.proximal_mix is not None:
         raise ConfigError("[algorithm] proximal_mix: a proximal policy that is recomputed has no mix (remove one)")
     for name in ("icepop", "mis"):
@@ -38,7 +38,7 @@ def check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> Non
 
 
 def check_references(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
-    """The same for the user's own loss and advantage, whose files are read."""
+    """Do the same check for the user's own loss and advantage. Their files are read."""
     if is_reference(algorithm.loss):
         check_loss(algorithm, loss_facts(algorithm.loss))
     if is_reference(algorithm.loss) or is_reference(algorithm.advantage):
@@ -46,7 +46,7 @@ def check_references(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> No
 
 
 def check_group(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
-    """An advantage that compares answers needs two, unless the loss looks at no advantage."""
+    """Raise `ConfigError` if an advantage that compares answers has only one, unless the loss uses no advantages."""
     if rollouts.group_size < 2 and loss_facts(algorithm.loss).uses_rewards and compares_answers(algorithm.advantage):
         raise ConfigError(
             f"[rollouts] group_size: advantage {algorithm.advantage!r} compares answers and needs at least 2"
@@ -54,7 +54,7 @@ def check_group(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
 
 
 def check_loss(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
-    """What the loss declares, against the teacher, the corrections and the keys that are set."""
+    """Check the loss's declarations against the teacher, the corrections and the keys that are set."""
     loss, corrections = algorithm.loss, correction_facts()
     learns = "teacher" in facts.needed(algorithm)
     if learns and algorithm.teacher is None:
@@ -75,7 +75,7 @@ def check_loss(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
 
 
 def _check_ignored(algorithm: AlgorithmConfig) -> None:
-    """A key that was set and that no correction or addition will look at is a mistake; at its default it is none."""
+    """Raise `ConfigError` if a key was changed from its default but no correction or addition reads it."""
     changed = _changed(algorithm)
     for correction, keys in correction_facts().reads.items():
         for key in changed:
@@ -88,6 +88,6 @@ def _check_ignored(algorithm: AlgorithmConfig) -> None:
 
 
 def _changed(algorithm: AlgorithmConfig) -> list[str]:
-    """The keys that are not at their defaults."""
+    """Return the keys that are not at their defaults."""
     default = AlgorithmConfig()
     return sorted(key for key in AlgorithmConfig.__struct_fields__ if getattr(algorithm, key) != getattr(default, key))

@@ -1,8 +1,8 @@
-"""What the parts that a configuration names declare about themselves, read from their files without running them.
+"""The facts that losses, advantages, corrections and transports declare, read from their files without running them.
 
-A loss or a transport imports torch, and a configuration is checked without torch. So what others must know about such a
-part stands in its file as plain assignments of literals: `NEEDS = ("teacher",)` beside the function that is named, or
-`needs_gpu = True` in the class that is named. Built-in parts and the user's own are read in the same way.
+A loss or a transport imports torch, but a configuration is checked without torch. So the facts about such a part stand
+in its file as plain assignments of literals: `NEEDS = ("teacher",)` beside the named function, or `needs_gpu = True` in
+the named class. Built-in parts and the user's own parts are read in the same way.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ Field = Literal["proximal", "reference", "teacher", "entropy"]
 
 
 class LossFacts(msgspec.Struct, frozen=True):
-    """What a loss declares beside its `build`, in capital letters: `READS = ("clip_high",)`."""
+    """The facts that a loss declares beside its `build`, in capital letters: `READS = ("clip_high",)`."""
 
     reads: tuple[str, ...] | None = None
-    """Keys of [algorithm] that only some losses read and that this one does; None: it may read any."""
+    """The loss-specific keys of [algorithm] that this loss reads. None means that it may read any key."""
     needs: tuple[Field, ...] = ()
-    """Optional fields of `TokenInputs` that it must be given."""
+    """The optional fields of `TokenInputs` that the loss always needs."""
     needs_when: dict[Field, dict[str, Any]] = {}
-    """Fields that it must be given where keys of [algorithm] have these values."""
+    """Field -> the values of [algorithm] keys with which the loss needs this field."""
     uses_rewards: bool = True
-    """Whether it looks at advantages."""
+    """Whether the loss uses advantages."""
     uses_ratios: bool = True
-    """Whether it looks at importance ratios."""
+    """Whether the loss uses importance ratios."""
 
     def needed(self, algorithm: AlgorithmConfig) -> set[str]:
-        """The optional fields of `TokenInputs` that it must be given with this configuration."""
+        """Return the optional fields of `TokenInputs` that the loss needs with this configuration."""
         chosen = {
             field
             for field, values in self.needs_when.items()
@@ -53,42 +53,42 @@ class LossFacts(msgspec.Struct, frozen=True):
 
 
 class AdvantageFacts(msgspec.Struct, frozen=True):
-    """What the file of an advantage declares: `COMPARES = ("centred",)`."""
+    """The facts that the file of an advantage declares: `COMPARES = ("centred",)`."""
 
     compares: tuple[str, ...] = ()
-    """Functions of the file that compare the answers of a group with each other and need at least two."""
+    """The functions of the file that compare the answers of a group with each other and need at least two answers."""
 
 
 class CorrectionFacts(msgspec.Struct, frozen=True):
-    """What the file of the corrections declares, by their names."""
+    """The facts that the file of the corrections declares, by the names of the corrections."""
 
     reads: dict[str, tuple[str, ...]] = {}
-    """Keys of [algorithm] that only this correction reads."""
+    """Correction -> the keys of [algorithm] that only this correction reads."""
     goes_by_rewards: tuple[str, ...] = ()
     bounds_ratios: tuple[str, ...] = ()
 
 
 class TransportFacts(msgspec.Struct, frozen=True):
-    """What the class of a transport declares: `crosses_hosts = False`."""
+    """The facts that the class of a transport declares: `crosses_hosts = False`."""
 
     needs_gpu: bool = False
-    """Whether it works only where weights are on GPUs."""
+    """Whether the transport works only where the weights are on GPUs."""
     on_device: bool = False
-    """Whether what is published lies in the memory of the trainer's GPU."""
+    """Whether published weights lie in the memory of the trainer's GPU."""
     crosses_hosts: bool = True
     """Whether an engine on another host can receive."""
     for_servers: bool = True
-    """Whether engines that are servers of their own, such as vLLM, can receive."""
+    """Whether engines that are separate servers, such as vLLM, can receive."""
     for_ranks: bool = True
-    """Whether several ranks of a trainer can send."""
+    """Whether several trainer ranks can send."""
     uses_directory: bool = False
-    """Whether it writes to `[delivery] directory`."""
+    """Whether the transport writes to `[delivery] directory`."""
     uses_keys: bool = False
-    """Whether it encrypts with keys of the run, which are made beforehand."""
+    """Whether the transport encrypts with keys of the run, which are made beforehand."""
 
 
 class Needs(NamedTuple):
-    """What a configured loss asks the trainer for, beside the policy's log-probabilities."""
+    """What a configured loss needs from the trainer, beside the policy's log-probabilities."""
 
     proximal: bool = False
     reference: bool = False
@@ -97,7 +97,7 @@ class Needs(NamedTuple):
 
 
 def needs(algorithm: AlgorithmConfig) -> Needs:
-    """Which of the optional fields of `TokenInputs` must be there: for the loss, and for what is added to it."""
+    """Return which optional fields of `TokenInputs` are needed, by the loss and by the terms that are added to it."""
     fields = loss_facts(algorithm.loss).needed(algorithm)
     weight = algorithm.entropy_weight
     return Needs(
@@ -109,12 +109,12 @@ def needs(algorithm: AlgorithmConfig) -> Needs:
 
 
 def loss_names() -> list[str]:
-    """The built-in losses: the files of their folder."""
+    """Return the names of the built-in losses, which are the files of their folder."""
     return sorted(path.stem for path in POLICY_LOSSES.glob("[!_]*.py"))
 
 
 def loss_facts(name: str) -> LossFacts:
-    """What the loss of this name or reference declares."""
+    """Return the facts that the loss of this name or reference declares."""
     if is_reference(name):
         return read_facts(name, LossFacts)
     facts = read_facts(f"headrace.algorithms.losses.policy.{name}:build", LossFacts)
@@ -122,32 +122,38 @@ def loss_facts(name: str) -> LossFacts:
 
 
 def losses_that_read(key: str) -> list[str]:
-    """The built-in losses that read this key of [algorithm]; none where the key is not a loss's."""
+    """Return the built-in losses that read this key of [algorithm].
+
+    The list is empty if the key is not a loss's key.
+    """
     return [name for name in loss_names() if key in (loss_facts(name).reads or ())]
 
 
 def compares_answers(advantage: str) -> bool:
-    """Whether the advantage of this name or reference compares the answers of a group with each other."""
+    """Return whether the advantage of this name or reference compares the answers of a group with each other."""
     reference = advantage if is_reference(advantage) else f"headrace.algorithms.advantages:{advantage}"
     return split_reference(reference)[1] in read_facts(reference, AdvantageFacts).compares
 
 
 def transport_facts(name: str) -> TransportFacts:
-    """What the transport of this name or reference declares; "auto" takes one that fits, and says nothing itself."""
+    """Return the facts that the transport of this name or reference declares.
+
+    "auto" declares nothing itself, because it chooses a transport that fits.
+    """
     if name == "auto":
         return TransportFacts()
     return read_facts(name if is_reference(name) else f"headrace.delivery.transports.{name}:Transport", TransportFacts)
 
 
 def correction_facts() -> CorrectionFacts:
-    """What the corrections declare."""
+    """Return the facts that the corrections declare."""
     return read_facts(CORRECTIONS, CorrectionFacts)
 
 
 def read_facts(reference: str, kind: type[Facts]) -> Facts:
-    """What stands in the file behind a reference, as this kind of facts; nothing of the user's is run.
+    """Read the facts that the file behind a reference declares. None of the user's code is run.
 
-    Raises `ConfigError` where the file or the attribute is not there, or a declaration is of the wrong type.
+    Raises `ConfigError` if the file or the attribute does not exist, or if a declaration has the wrong type.
     """
     where, attribute = split_reference(reference)
     source = find_source(where)
@@ -158,7 +164,7 @@ def read_facts(reference: str, kind: type[Facts]) -> Facts:
     if not {first, "*"} & {name for node in body for name in _defined(node)}:
         raise ConfigError(f"{reference!r}: {where} has no {attribute!r}")
     named = [node for node in body if isinstance(node, ast.ClassDef) and node.name == first and not inner]
-    # In a module they are written as constants are, in capital letters.
+    # Module-level facts are written like constants, in capital letters.
     found = _literals(named[-1].body) if named else {key.lower(): value for key, value in _literals(body).items()}
     try:
         return msgspec.convert({key: found[key] for key in kind.__struct_fields__ if key in found}, kind)
@@ -168,7 +174,7 @@ def read_facts(reference: str, kind: type[Facts]) -> Facts:
 
 @lru_cache(maxsize=64)
 def _parsed(path: Path, changed: int) -> ast.Module:
-    """The source of a file as it was when it was last changed."""
+    """Parse a file. The result is cached by path and modification time."""
     try:
         return ast.parse(path.read_text())
     except (SyntaxError, ValueError) as error:
@@ -176,7 +182,7 @@ def _parsed(path: Path, changed: int) -> ast.Module:
 
 
 def _defined(node: ast.stmt) -> Iterable[str]:
-    """The names that a statement of a module defines; what stands in a block is taken to be defined."""
+    """Return the names that a module's statement defines. Names in a block count as defined."""
     match node:
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return [name]
@@ -186,7 +192,7 @@ def _defined(node: ast.stmt) -> Iterable[str]:
 
 
 def _literals(body: Iterable[ast.stmt]) -> dict[str, Any]:
-    """The plain assignments of literals among these statements."""
+    """Return the plain assignments of literals among these statements."""
     found: dict[str, Any] = {}
     for node in body:
         match node:
@@ -196,6 +202,6 @@ def _literals(body: Iterable[ast.stmt]) -> dict[str, Any]:
                 pass
             case _:
                 continue
-        with suppress(ValueError):  # Not a literal: no declaration.
+        with suppress(ValueError):  # Not a literal, so not a declaration.
             found[name] = ast.literal_eval(value)
     return found

@@ -1,7 +1,7 @@
 """A rough estimate of memory and of the slower side, from the configuration and the model's figures alone.
 
-The formulas are the usual ones: training costs six floating-point operations a parameter and token, generation two but
-bounded by reading the weights once a step. They say which side will wait, not how long it will take.
+The formulas are the usual ones. Training takes six floating-point operations per parameter and token. Generation takes
+two, but each step must also read all weights once. The estimate says which side will wait, not how long it will take.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from headrace.config.schema import Config, TrainingConfig
 
 BYTES = {"float32": 4, "bfloat16": 2}
 GPU_DRIVER = Path("/dev/nvidiactl")
-"""There where a GPU can be used: a look at it needs no torch."""
+"""This path exists where a GPU can be used. Checking the path needs no torch."""
 CORE_FLOPS = 25e9
-"""Of one CPU core in float32 matrix products."""
+"""Floating-point operations per second of one CPU core in float32 matrix products."""
 CORE_BANDWIDTH = 8e9
 STEP_OVERHEAD = 60e-6
-"""Seconds a layer and forward pass, whatever its size."""
+"""Seconds for each layer of a forward pass, whatever its size."""
 PROMPT_TOKENS = 64
-"""Assumed, where nothing is known."""
+"""The assumed prompt length, since nothing is known about prompts here."""
 FRACTION_OF_MAX = 0.5
-"""Assumed mean answer length, of `max_tokens`."""
+"""The assumed mean answer length, as a fraction of `max_tokens`."""
 
 
 def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
-    """Memory in bytes by process, seconds a version on each side, and which is larger.
+    """Estimate the memory of each process in bytes, the seconds per version on each side, and the slower side.
 
-    Each of the trainer's ranks is a process; what it offloads lies in the host's memory.
+    Each trainer rank is a process. What a rank offloads is counted as host memory.
     """
     rollouts, engine = config.rollouts, config.engine
     answers = config.buffer.groups * rollouts.group_size * config.delivery.publish_every

@@ -1,4 +1,4 @@
-"""What msgspec says of a wrong value becomes one line that names `[section] key` and what would be right."""
+"""This module turns msgspec's messages into one line that names `[section] key` and what would be right."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from headrace.config.names import REFERENCES, names_of
 from headrace.config.schema import Config, Section
 
 NAMES = ("task_name", "policy_name")
-"""What `Config` holds beside sections."""
+"""The fields of `Config` that are not sections."""
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"unknown field `(?P<key>[^`]*)`")
 _MISSING = re.compile(r"missing required field `(?P<key>[^`]*)`")
 
 
 def explain(message: str, *inside: str) -> str:
-    """What msgspec says of a value, as a line that names `[section] key`; the value is `inside` this section."""
+    """Turn msgspec's message about a value into a line that names `[section] key`.
+
+    The value is `inside` this section.
+    """
     match = _WHERE.match(message)
     assert match is not None
     what, inner = match["what"], [part for part in re.split(r"\.|\[", (match["path"] or "")) if part]

@@ -1,4 +1,7 @@
-"""From a TOML file and `--set` to a checked `Config`, and back. A mistake is one line that names `[section] key`."""
+"""This module turns a TOML file and `--set` into a checked `Config`, and back.
+
+A user's mistake becomes one line that names `[section] key`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from headrace.errors import ConfigError
 
 
 def load_config(path: str | Path, settings: Iterable[str] = ()) -> Config:
-    """Read a TOML file and apply `section.key=value` settings to it."""
+    """Read a TOML file and apply `section.key=value` settings to it. Raises `ConfigError`."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{path}: no such configuration file")
@@ -44,7 +47,7 @@ def load_config(path: str | Path, settings: Iterable[str] = ()) -> Config:
 
 
 def make_config(raw: Mapping[str, Any], settings: Iterable[str] = ()) -> Config:
-    """A checked configuration from nested dictionaries."""
+    """Make a checked configuration from nested dictionaries. Raises `ConfigError`."""
     given = ShortForm(raw)
     for setting in settings:
         _apply(given, setting)
@@ -75,12 +78,12 @@ def _checked(given: ShortForm) -> Config:
 
 
 def with_settings(config: Config, settings: Iterable[str]) -> Config:
-    """The same configuration with `section.key=value` settings applied."""
+    """Return the same configuration with `section.key=value` settings applied."""
     return make_config(_written(config), settings)
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as TOML: loading it again gives an equal one."""
+    """Return the resolved configuration as TOML. Loading that TOML gives an equal configuration."""
     return tomli_w.dumps(_written(config))
 
 
@@ -106,7 +109,7 @@ def _apply(given: ShortForm, setting: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """A TOML value; what is not one is taken as a string, so that quotes are not needed on a command line."""
+    """Read a TOML value. Text that is not TOML is taken as a string, so a command line needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -114,7 +117,7 @@ def _value(text: str) -> Any:
 
 
 def _check_finite(section: str, value: Any, *keys: str) -> None:
-    """TOML has words for infinity and for what is no number; no key has a meaning for them."""
+    """Raise `ConfigError` for infinity and NaN. TOML can write them, but no key has a meaning for them."""
     if isinstance(value, float) and not math.isfinite(value):
         where = f"[{section}] {'.'.join(keys)}" if keys else section
         raise ConfigError(f"{where}: {value} is not a finite number")
@@ -124,7 +127,7 @@ def _check_finite(section: str, value: Any, *keys: str) -> None:
 
 
 def _check_scorer(name: str, given: Any) -> None:
-    """Each scorer by itself: of an entry of a table, msgspec does not say the name."""
+    """Check one scorer by itself, because msgspec does not name the entry of a table in its messages."""
     check_name("scorers", name)
     place = f"scorers.{name}"
     _check_finite(place, given)
@@ -137,7 +140,7 @@ def _check_scorer(name: str, given: Any) -> None:
 
 
 def _check_names(config: Config) -> None:
-    """A key that takes names has one of them, or a reference to the user's code."""
+    """Check that a key which takes names has one of them, or a reference to the user's code."""
     for name in Config.__struct_fields__:
         section = getattr(config, name)
         for key in getattr(section, "__struct_fields__", ()):
@@ -149,7 +152,7 @@ def _check_names(config: Config) -> None:
 
 
 def _check_together(config: Config) -> None:
-    """What no single key can say."""
+    """Check the rules that concern several keys."""
     check_algorithm(config.algorithm, config.rollouts)
     _check_engine(config.engine)
     if config.engine.kind == "vllm":
@@ -211,7 +214,7 @@ def _check_buffer(buffer: BufferConfig, rollouts: RolloutsConfig, algorithm: Alg
 
 
 def _check_ranks(config: Config) -> None:
-    """What is built for one rank so far is refused on several, in one line each."""
+    """Refuse, in one line each, features that work with only one rank so far."""
     wanted = {
         '[lora] base = "nf4"': config.lora is not None and config.lora.base == "nf4",
         '[training] optimizer = "adamw_8bit"': config.training.optimizer == "adamw_8bit",
@@ -225,7 +228,10 @@ def _check_ranks(config: Config) -> None:
 
 
 def check_transport(config: Config) -> None:
-    """What the transport declares, against the trainer's ranks and the engines; of the user's own, its file is read."""
+    """Check the transport's declarations against the trainer's ranks and the engines.
+
+    If the transport is the user's own, its file is read.
+    """
     what, facts = f'[delivery] transport = "{config.delivery.transport}"', transport_facts(config.delivery.transport)
     if (config.training.ranks > 1 or config.training.offload) and not facts.for_ranks:
         raise ConfigError(f"[training] ranks: {what} needs one rank without offload")
@@ -263,7 +269,7 @@ def _check_engine(engine: EngineConfig) -> None:
 
 
 def _check_for_vllm(config: Config) -> None:
-    """What its servers cannot take so far, in one line each."""
+    """Refuse, in one line each, features that vLLM servers do not support so far."""
     wanted = {
         '[lora] serve = "unmerged"': config.lora is not None and config.lora.serve == "unmerged",
         '[lora] on [model] weights = "random"': config.lora is not None and config.model.weights == "random",

@@ -1,7 +1,7 @@
-"""How one GPU's memory is divided between a trainer and an engine: the trainer's need is estimated, the rest is left.
+"""How one GPU's memory is divided between a trainer and engines: the trainer's need is estimated, engines get the rest.
 
-The need is that of one trainer process, so of one GPU where `[training] ranks` share the model, by what it is for: see
-`TrainerMemory`. It is meant as the most that there can be. A margin is for what nobody counts.
+`TrainerMemory` lists the need of one trainer process by purpose. With several `[training] ranks` this is the need on
+one GPU. The estimate is meant as an upper bound. A margin covers what is not counted.
 """
 
 from __future__ import annotations
@@ -14,48 +14,52 @@ from headrace.config.model_dir import ModelFacts, model_facts
 from headrace.config.schema import Config, LoraConfig, TrainingConfig
 
 STATE_BYTES = {"adamw": 16, "adamw_8bit": 10, "muon": 12}
-"""Of a trained parameter: master, gradient, moments."""
+"""Bytes of a trained parameter: its master copy, gradient and moments."""
 FOUR_BITS = 9 / 16
-"""Bytes of a weight in 4 bits, with its share of the scale of a block."""
+"""Bytes of a weight in 4 bits, including its share of the block's scale."""
 KEPT_VALUES = 34
-"""Numbers that a layer keeps of a token for the backward pass, in units of the hidden size."""
+"""How many numbers a layer keeps per token for the backward pass, in units of the hidden size."""
 CHECKPOINTED_VALUES = 2
-"""The same of a layer that is computed again."""
+"""Like `KEPT_VALUES`, for a layer whose activations are computed again."""
 CHUNK_LOGITS = 1 << 28
-"""Logits that a GPU holds at once; a CPU holds a quarter."""
+"""How many logits a GPU holds at once. A CPU holds a quarter of that."""
 PLAIN_LOGIT_BYTES = 16
-"""Of one logit, where what is done to it is not compiled: itself and what is made of it, in float32."""
+"""Bytes per logit where the operations on logits are not compiled: the logit and the intermediate values in float32."""
 MARGIN_BYTES = 4 << 30
-"""The two processes' CUDA contexts, fragments, library workspaces."""
+"""The memory for the two processes' CUDA contexts, fragmentation and library workspaces."""
 LONGEST_DEFAULT = 4096
-"""Tokens of a sequence, where neither the engine nor the model says."""
+"""The longest sequence in tokens, if neither the engine nor the model gives a limit."""
 
 
 class TrainerMemory(NamedTuple):
-    """What one process of a trainer needs on its device, in bytes, by what for."""
+    """The bytes that one trainer process needs on its device, by purpose."""
 
     state: int
-    """The weights, and of those that are trained masters, gradients and moments; nothing where they are offloaded."""
+    """All weights, plus the masters, gradients and moments of trained weights. 0 where they are offloaded."""
     publishing: int
-    """Two places to publish in, where weights travel by the GPU's memory."""
+    """Two buffers for published weights, if weights travel through GPU memory."""
     policies: int
-    """Copies of the trained weights: the reference, and a proximal policy that is recomputed."""
+    """Copies of the trained weights: the reference policy, and a recomputed proximal policy."""
     teacher: int
     gathered: int
-    """Sharded or offloaded: weights that a pass brings together, and gradients that are not yet divided."""
+    """If sharded or offloaded: the weights that a pass gathers, and gradients that are not yet distributed."""
     computing: int
-    """What the layers of a pass keep, and the vocabulary projection; or the gradients that they leave, if more."""
+    """What the layers and the vocabulary projection keep during a pass; or the gradients after a pass, if those are
+    larger."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum over all purposes."""
         return sum(self)
 
 
 def trainer_memory(
     config: Config, facts: ModelFacts, teacher: ModelFacts | None = None, *, on_gpu: bool = True
 ) -> TrainerMemory:
-    """What a trainer process needs at most, roughly. `facts` are the model's, `teacher` those of `teacher_facts`."""
+    """Estimate the most memory that a trainer process needs.
+
+    `facts` are the model's; `teacher` comes from `teacher_facts`.
+    """
     training, trained = config.training, trained_parameters(config.lora, facts)
     copy = _copy_bytes(training, on_gpu)
     sharded = _is_sharded(training)
@@ -68,20 +72,23 @@ def trainer_memory(
         gathered=_gathered(config, facts, copy) if sharded else 0,
         computing=max(
             _kept(training, facts, copy) + _head(config, facts, copy, on_gpu=on_gpu),
-            # Those of a narrower copy are moved to the masters once a pass is over.
+            # After a pass, the gradients of a copy in a narrower dtype are moved to the masters.
             0 if sharded or copy == 4 else trained * copy,
         ),
     )
 
 
 def teacher_facts(config: Config) -> ModelFacts | None:
-    """Figures of `[algorithm] teacher`, if there is one."""
+    """Return the figures of the model that `[algorithm] teacher` names, if there is one."""
     teacher = config.algorithm.teacher
     return model_facts(Path(teacher), "load") if teacher is not None else None
 
 
 def engine_share(config: Config, facts: ModelFacts, total: int, teacher: ModelFacts | None = None) -> float:
-    """The share of a GPU of `total` bytes that is left to each engine beside the trainer; not above 0 where none is."""
+    """Return the share of a GPU of `total` bytes that is left to each engine beside the trainer.
+
+    The share is 0 or negative if nothing is left.
+    """
     needed = trainer_memory(config, facts, teacher).total
     return (total - needed - MARGIN_BYTES) / total / config.engine.count
 
@@ -89,15 +96,16 @@ def engine_share(config: Config, facts: ModelFacts, total: int, teacher: ModelFa
 def excess_bytes(
     config: Config, facts: ModelFacts, total: int, fraction: float, teacher: ModelFacts | None = None
 ) -> int:
-    """By how much a trainer and engines of this share each exceed a GPU of `total` bytes; not above 0 if they fit.
+    """Return how many bytes a trainer and its engines are over a GPU of `total` bytes; 0 or negative if they fit.
 
-    No margin is counted: who gives a share has decided how much there is to be.
+    Each engine has `fraction` of the GPU. No margin is counted, because a user who sets the fraction has decided on the
+    margin.
     """
     return trainer_memory(config, facts, teacher).total + round(fraction * total) * config.engine.count - total
 
 
 def state_bytes(config: Config, facts: ModelFacts, *, on_gpu: bool = True) -> int:
-    """The weights of one process and all that the optimizer has for them, on the device or in the host's memory."""
+    """Return the bytes of one process's weights and optimizer state, on the device or in host memory."""
     training, trained = config.training, trained_parameters(config.lora, facts)
     copy = _copy_bytes(training, on_gpu)
     if _is_sharded(training):
@@ -108,7 +116,11 @@ def state_bytes(config: Config, facts: ModelFacts, *, on_gpu: bool = True) -> in
 
 
 def trained_parameters(lora: LoraConfig | None, facts: ModelFacts) -> int:
-    """All, or an adapter's: rank x (inputs + outputs) of a matrix, both taken for as wide as the model."""
+    """Return the number of trained parameters: all of the model's, or an adapter's.
+
+    An adapter has rank x (inputs + outputs) parameters for each matrix. Both sides are assumed to be as wide as the
+    model.
+    """
     if lora is None:
         return facts.parameters
     full = sum(name.endswith(("lm_head", "embed_tokens")) for name in lora.modules)
@@ -121,12 +133,12 @@ def _is_sharded(training: TrainingConfig) -> bool:
 
 
 def _part(size: int, training: TrainingConfig) -> int:
-    """What a rank has of it."""
+    """Return one rank's part of a size."""
     return -(-size // training.ranks)
 
 
 def _copy_bytes(training: TrainingConfig, on_gpu: bool) -> int:
-    """Of a number in the passes."""
+    """Return the bytes of a number in the forward and backward passes."""
     return 4 if (training.compute_dtype or ("bfloat16" if on_gpu else "float32")) == "float32" else 2
 
 
@@ -137,24 +149,30 @@ def _published_bytes(config: Config) -> int:
 
 
 def _publishes_on(config: Config, on_gpu: bool) -> bool:
-    """Whether what is published lies in the trainer's device memory; other transports take the host's."""
+    """Return whether published weights lie in the trainer's device memory. Other transports use host memory."""
     transport = config.delivery.transport
     return on_gpu and (transport == "auto" or transport_facts(transport).on_device)
 
 
 def _copies(config: Config) -> int:
-    """Whole copies of what is trained; an adapter that is switched off leaves the reference."""
+    """Return how many whole copies of the trained weights are needed.
+
+    With an adapter the reference needs no copy: it is the model with the adapter switched off.
+    """
     asked = needs(config.algorithm)
     return (asked.reference and config.lora is None) + asked.proximal
 
 
 def _outer(facts: ModelFacts) -> int:
-    """Parameters of embeddings and vocabulary projection, as if they were two matrices."""
+    """Return the number of parameters of embeddings and vocabulary projection, counted as two separate matrices."""
     return min(facts.parameters, 2 * facts.vocabulary * facts.hidden)
 
 
 def _frozen_bytes(lora: LoraConfig, facts: ModelFacts, copy: int) -> int:
-    """The base model: in 4 bits all but embeddings and projection, but for experts, which are held in full."""
+    """Return the bytes of the frozen base model.
+
+    In 4 bits, embeddings and vocabulary projection stay in full, and so does a whole model with experts.
+    """
     if lora.base != "nf4" or facts.experts:
         return facts.parameters * copy
     outer = _outer(facts)
@@ -162,7 +180,11 @@ def _frozen_bytes(lora: LoraConfig, facts: ModelFacts, copy: int) -> int:
 
 
 def _gathered(config: Config, facts: ModelFacts, copy: int) -> int:
-    """Embeddings and projection, the layer in use and the next one; gradients of all weights between two passes."""
+    """Return the bytes that a sharded pass gathers, with its gradients.
+
+    It gathers embeddings, projection, the layer in use and the next one. With several passes in a step, it also keeps
+    the gradients of all weights between two passes.
+    """
     outer, layers = _outer(facts), max(1, facts.layers)
     layer = (facts.parameters - outer) // layers
     trained = trained_parameters(config.lora, facts)
@@ -171,7 +193,7 @@ def _gathered(config: Config, facts: ModelFacts, copy: int) -> int:
 
 
 def _takes_several_passes(config: Config, facts: ModelFacts) -> bool:
-    """Whether a batch of the longest sequences is more than one pass of each rank."""
+    """Return whether a batch of the longest sequences takes more than one pass on each rank."""
     training = config.training
     longest = min(config.engine.max_length or LONGEST_DEFAULT, facts.max_positions or LONGEST_DEFAULT)
     warm = config.warm_start.batch if config.warm_start.steps else 0
@@ -180,7 +202,10 @@ def _takes_several_passes(config: Config, facts: ModelFacts) -> bool:
 
 
 def _kept(training: TrainingConfig, facts: ModelFacts, copy: int) -> int:
-    """What the layers keep of a pass; of layers that are computed again, one is whole at a time."""
+    """Return the bytes that the layers keep during a pass.
+
+    With activation checkpointing, only one layer at a time holds all its activations.
+    """
     values = KEPT_VALUES * facts.layers
     if training.activation_checkpointing:
         values = min(values, CHECKPOINTED_VALUES * facts.layers + KEPT_VALUES)
@@ -188,7 +213,11 @@ def _kept(training: TrainingConfig, facts: ModelFacts, copy: int) -> int:
 
 
 def _head(config: Config, facts: ModelFacts, copy: int, *, on_gpu: bool) -> int:
-    """A chunk of logits and their gradient; that of the projection, twice in float32 to be added, and as it is left."""
+    """Return the bytes of the vocabulary projection in a pass.
+
+    These are a chunk of logits with their gradient, and the gradient of the projection: twice in float32 while it is
+    summed, and once in the dtype of the passes.
+    """
     training = config.training
     most = CHUNK_LOGITS if on_gpu else CHUNK_LOGITS // 4
     logits = min(most, training.micro_batch_tokens * facts.vocabulary)

@@ -1,4 +1,4 @@
-"""What can be said about a model directory without loading it: is it complete, how large, how long may it read."""
+"""What is known about a model directory without loading the model: its completeness, size and context length."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from msgspec import Struct
 from headrace.errors import ModelError
 
 SHARDS = Path("trainer") / "shards"
-"""Where a checkpoint of several ranks keeps weights and optimizer, in shards."""
+"""The folder in which a checkpoint of several ranks keeps the shards of weights and optimizer."""
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):
-    """Figures of a model, read from its files."""
+    """The figures of a model, read from its files."""
 
     architecture: str
     parameters: int
     layers: int
     kv_bytes_per_token: int
-    """In float32."""
+    """The bytes of keys and values per token, in float32."""
     vocabulary: int
     max_positions: int
     hidden: int = 0
     experts: int = 0
-    """Of a layer; 0 for a model without any."""
+    """The number of experts in a layer; 0 for a model without experts."""
 
 
 def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False, key: str = "[model] path") -> dict[str, Any]:
-    """The directory's config, or a one-line `ModelError` saying what is missing; `key` is who named it."""
+    """Return the directory's config. Raises `ModelError` with one line that says what is missing.
+
+    `key` is the configuration key that named the directory, for the message.
+    """
     if not path.is_dir():
         raise ModelError(f"{key}: {path} is not a directory")
     file = path / "config.json"
@@ -56,7 +59,10 @@ def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False, key: s
 
 
 def check_teacher(path: Path, model: dict[str, Any]) -> None:
-    """A teacher scores the model's own tokens: its directory is complete and its vocabulary as large."""
+    """Check that the teacher's directory is complete and its vocabulary as large as the model's.
+
+    The teacher must be able to score the model's own tokens. Raises `ModelError`.
+    """
     key = "[algorithm] teacher"
     theirs, ours = (
         config.get("text_config", config).get("vocab_size")
@@ -67,7 +73,10 @@ def check_teacher(path: Path, model: dict[str, Any]) -> None:
 
 
 def model_facts(path: Path, weights: str) -> ModelFacts:
-    """Figures for estimates; parameters are counted in the weights' headers, else derived from the config."""
+    """Return figures for estimates.
+
+    Parameters are counted from the weights' headers, or else derived from the config.
+    """
     config = check_model_dir(path, weights)
     config = config.get("text_config", config)
     hidden = int(config.get("hidden_size", 0))

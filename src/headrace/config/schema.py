@@ -1,7 +1,7 @@
-"""The configuration: one struct per stage, every key with its type, range and default. No torch here.
+"""The configuration: one struct per section, with the type, range and default of every key. It imports no torch.
 
-The TOML sections have the names of the stages. Unknown keys are errors. `tests/unit/test_config.py` pins the keys:
-adding one is a feature, renaming one breaks every user.
+The TOML sections have the names of the stages. Unknown keys are errors. `tests/unit/test_config.py` pins the keys,
+because adding a key is a feature and renaming a key breaks every user.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 
 POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
-"""Its modules are the losses there are. They are looked up, not imported: they need torch."""
+"""The folder of the built-in losses. Its modules are listed, not imported, because they need torch."""
 
 AdvantageName = Annotated[str, Names(("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"))]
 LossName = Annotated[str, Names(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))]
@@ -34,152 +34,164 @@ LauncherName = Annotated[str, Names(("auto", "local", "forked"))]
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The base of every section: a key that is not declared is an error."""
+    """The base class of every section. A key that is not declared is an error."""
 
 
 class RunConfig(Section, frozen=True):
-    """[run]: what is common to the whole run."""
+    """[run]: settings of the whole run."""
 
     name: str = "run"
-    """Of the run and its directory."""
+    """The name of the run and of its directory."""
     directory: str = "runs"
     """The run's files go to `directory/name`."""
     seed: NonNegative = 0
-    """Of random weights, of the order of prompts and of every sampled token."""
+    """The seed of random weights, of the order of prompts, and of every sampled token."""
     versions: Positive = 100
-    """How many versions to train."""
+    """The number of versions to train."""
 
 
 class ModelConfig(Section, frozen=True):
-    """[model]: a Hugging Face directory."""
+    """[model]: the model to train, as a Hugging Face directory."""
 
     path: str
     """A directory with `config.json`, a tokenizer and, unless `weights = "random"`, safetensors weights."""
     weights: Literal["load", "random"] = "load"
-    """From the directory, or drawn at random from `[run] seed` with `config.json` alone."""
+    """`load`: read the weights from the directory. `random`: draw them from `[run] seed`; only `config.json` is
+    needed."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype that engines serve in; the trainer's own weights are float32."""
+    """The dtype in which engines serve the model. The trainer's own weights are always float32."""
 
 
 class TaskSection(Section, frozen=True, tag_field="kind"):
-    """The keys of a task of any kind."""
+    """Keys that a task of any kind has."""
 
     weight: PositiveFloat = 1.0
     """This task's share of the prompts, relative to the weights of the run's other tasks. A run has one so far."""
 
 
 class DatasetTaskConfig(TaskSection, frozen=True, kw_only=True, tag="dataset"):
-    """[task] kind = "dataset": JSON lines, judged by a function of yours."""
+    """[task] kind = "dataset": prompts from a JSON lines file, judged by a reward function of yours."""
 
     path: str
-    """Each line: `{"prompt": text or messages, ...}`; the other fields reach the reward function as `data`."""
+    """A JSON lines file. Each line is `{"prompt": text or messages, ...}`. The reward function gets the other fields as
+    `data`."""
     reward: str | None = None
-    """`module:function`, or `path/to/file.py:function`. Required unless there are `[scorers.NAME]`."""
+    """The reward function: `module:function`, or `path/to/file.py:function`. Required unless there are
+    `[scorers.NAME]`."""
     heldout_path: str | None = None
-    """A second file for evaluation; otherwise `[evaluate] prompts` lines are split off by a hash of their ids."""
+    """A second file, for evaluation. Without it, `[evaluate] prompts` lines are held out of `path`, chosen by a hash of
+    their ids."""
     system: str | None = None
     """A system message before every prompt that is given as text."""
     demonstration: str | None = "answer"
-    """The field that holds a right answer, for a supervised warm start."""
+    """The field of each line that holds a correct answer, for a supervised warm start."""
 
 
 class GymTaskConfig(TaskSection, frozen=True, kw_only=True, tag="gym"):
     """[task] kind = "gym": a reasoning-gym dataset with its own verifier."""
 
     name: str
-    """Of the reasoning-gym dataset."""
+    """The name of the reasoning-gym dataset."""
     config: dict[str, Any] = {}
     """The dataset's own settings."""
     size: Positive = 10_000
-    """How many training prompts to generate."""
+    """The number of training prompts to generate."""
     system: str | None = None
     """A system message before every question."""
     suffix: str = ""
-    """Appended to every question (how to format the answer)."""
+    """Text that is appended to every question, for example how to format the answer."""
     answer_pattern: str | None = None
-    """A regular expression whose first group (or whole match) is taken from the completion before it is judged."""
+    """A regular expression that extracts the answer from a completion before it is judged: its first group, or else the
+    whole match."""
 
 
 class EnvironmentTaskConfig(TaskSection, frozen=True, kw_only=True, tag="environment"):
-    """[task] kind = "environment": episodes of several turns."""
+    """[task] kind = "environment": episodes of several turns, from an environment of yours."""
 
     factory: str
-    """`module:name` of what makes the task: `factory(**config, seed=..., heldout=...)` returns a `headrace.Task`."""
+    """The factory of the task: `module:name`. `factory(**config, seed=..., heldout=...)` returns a `headrace.Task`."""
     config: dict[str, Any] = {}
-    """Arguments of the factory."""
+    """The arguments of the factory."""
 
 
 class AgentTaskConfig(TaskSection, frozen=True, kw_only=True, tag="agent"):
     """[task] kind = "agent": agents that speak OpenAI's API work on prompts, through the gateway of the run."""
 
     path: str
-    """Each line: `{"prompt": text or messages, ...}`; the other fields reach the agent too."""
+    """A JSON lines file. Each line is `{"prompt": text or messages, ...}`. The agent gets the other fields too."""
     agent: str | None = None
-    """`module:function`, or `path/to/file.py:function`; its reward is what it returns, or posts."""
+    """The agent: `module:function`, or `path/to/file.py:function`. The reward is what the function returns or posts."""
     command: list[str] = []
-    """Instead of `agent`: a program to start for every rollout; without either, agents come from outside."""
+    """A program that is started for every rollout, instead of `agent`. Without `agent` and `command`, agents connect
+    from outside."""
     heldout_path: str | None = None
-    """A second file for evaluation; otherwise `[evaluate] prompts` lines are split off by a hash of their ids."""
+    """A second file, for evaluation. Without it, `[evaluate] prompts` lines are held out of `path`, chosen by a hash of
+    their ids."""
     system: str | None = None
     """A system message before every prompt that is given as text."""
     demonstration: str | None = "answer"
-    """The field that holds a right answer, for a supervised warm start."""
+    """The field of each line that holds a correct answer, for a supervised warm start."""
     workers: Positive = 1
-    """Processes in which agents run."""
+    """The number of processes in which agents run."""
     concurrency: Positive = 32
-    """Agents that run at the same time in each of them, in threads."""
+    """The number of agents that run at the same time in each process, in threads."""
     timeout: PositiveFloat = 120.0
-    """Seconds from an agent's beginning in which it must have its reward; without one its rollout fails."""
+    """Seconds in which an agent must have its reward, from the start of the agent. After that its rollout fails."""
 
 
 TaskConfig = DatasetTaskConfig | GymTaskConfig | EnvironmentTaskConfig | AgentTaskConfig
 
 
 class EngineConfig(Section, frozen=True):
-    """[engine]: the inference pool."""
+    """[engine]: the engines, which generate tokens."""
 
     kind: EngineName = "embedded"
-    """What serves the model: Headrace's own engine, vLLM servers, or `module:factory` of an engine of yours."""
+    """The kind of engine: Headrace's own (`embedded`), vLLM servers, or `module:factory` of an engine of yours."""
     count: Positive = 1
-    """Engine processes (vLLM: servers to start)."""
+    """The number of engine processes (vLLM: of servers to start)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; "auto" takes a GPU if there is one."""
+    """The device on which the model runs. `auto` takes a GPU if there is one."""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """GPU: the share of its memory that an engine may take; by default nearly all that is free, and beside a trainer on
-    the same GPU what an estimate of its need leaves."""
+    """GPU: the share of the GPU's memory that an engine may take. By default nearly all free memory; beside a trainer
+    on the same GPU, what is left after an estimate of the trainer's need."""
     graphs: bool = True
     """GPU: capture decode steps as CUDA graphs."""
     compile: bool = True
-    """GPU: compile the model's layers (tens of seconds, once)."""
+    """GPU: compile the model's layers, which takes tens of seconds once."""
     threads: Positive = 1
-    """Compute threads of each engine process (CPU)."""
+    """The number of compute threads of each engine process (CPU)."""
     slots: Positive = 64
-    """Sequences that decode together."""
+    """The number of sequences that decode together."""
     block_size: Positive = 16
-    """Tokens in a block of the paged KV cache."""
+    """The number of tokens in a block of the paged KV cache."""
     cache_tokens: NonNegative = 0
-    """Tokens that the KV cache holds; 0 takes what `slots` sequences of the longest length need, or fits on the GPU."""
+    """The number of tokens that the KV cache holds. 0 takes what `slots` sequences of the longest length need, or what
+    fits on the GPU."""
     max_length: NonNegative = 0
-    """Longest sequence, its prompt included; 0 takes the model's own limit, at most 4096."""
+    """The longest sequence in tokens, including its prompt. 0 takes the model's own limit, at most 4096."""
     prefill_chunk: NonNegative = 0
-    """Prompt tokens computed in one step beside the decoding sequences; 0 takes 512 on a CPU and 16384 on a GPU."""
+    """The number of prompt tokens that are computed in one step beside the decoding sequences. 0 takes 512 on a CPU and
+    16384 on a GPU."""
     interrupt: Literal["never", "abort", "drain", "block"] = "never"
-    """When new weights arrive: running sequences go on under them; end and are resumed by prefix; end by themselves
-    first, and no other begins; or all that were asked for end first."""
+    """What happens to running requests when new weights arrive. `never`: they continue under the new weights. `abort`:
+    they return what they have and are resumed from that prefix. `drain`: running requests finish first, and no other
+    starts. `block`: all requests that were already sent finish first."""
     kv: Literal["keep", "recompute"] = "recompute"
-    """When new weights arrive: keep the KV of running sequences, or compute it again under the new weights."""
+    """What happens to the KV cache of running sequences when new weights arrive: `keep` it, or `recompute` it under the
+    new weights."""
     python: str = ""
-    """vLLM: the interpreter of the environment that it lives in (`make vllm` creates `.venv-vllm/bin/python`)."""
+    """vLLM: the Python interpreter of vLLM's own environment (`make vllm` creates `.venv-vllm/bin/python`)."""
     urls: list[str] = []
-    """vLLM: servers that already run, instead of starting `count`; their key is taken from `VLLM_API_KEY`."""
+    """vLLM: the URLs of servers that already run, instead of starting `count` servers. Their API key is read from
+    `VLLM_API_KEY`."""
     port: NonNegative = 0
-    """vLLM: the first server's port on loopback, the others follow; 0 takes free ones."""
+    """vLLM: the port of the first server on loopback; the other servers take the ports after it. 0 takes free ports."""
     arguments: list[str] = []
-    """vLLM: further arguments of every server that is started."""
+    """vLLM: further command-line arguments for every server that is started."""
 
     @property
     def processes(self) -> int:
-        """How many engine processes a run has."""
+        """The number of engine processes of the run."""
         return len(self.urls) or self.count
 
 
@@ -187,122 +199,128 @@ class RolloutsConfig(Section, frozen=True):
     """[rollouts]: how answers are sampled."""
 
     group_size: Positive = 8
-    """Answers to one prompt, compared with each other."""
+    """The number of answers to one prompt, which are compared with each other."""
     max_tokens: Positive = 256
-    """Sampled tokens of a rollout, over all its turns."""
+    """The most tokens that are sampled in a rollout, over all its turns."""
     max_turns: Positive = 8
-    """Turns of the policy in one rollout."""
+    """The most turns of the policy in one rollout."""
     temperature: PositiveFloat = 1.0
-    """Of sampling; the loss takes its log-probabilities at the same one."""
+    """The sampling temperature. The loss computes its log-probabilities at the same temperature."""
     top_k: Annotated[int, Meta(ge=0, le=1024)] = 0
-    """Draw among this many of the likeliest tokens; 0 among all. With any of `top_k`, `top_p` and `min_p` the tokens
-    left to draw from (at most the 1024 likeliest) are recorded, and the loss normalises over them."""
+    """Sample among this many of the likeliest tokens; 0 samples among all. With any of `top_k`, `top_p` and `min_p`,
+    the tokens left to sample from (at most the 1024 likeliest) are recorded, and the loss normalises over them."""
     top_p: Share = 1.0
-    """Draw among the likeliest tokens that together have this probability."""
+    """Sample among the likeliest tokens that together have this probability."""
     min_p: Fraction = 0.0
-    """Leave out tokens less likely than this share of the likeliest one."""
+    """Exclude tokens whose probability is below this share of the likeliest token's probability."""
     keep_routing: bool = True
-    """Mixtures of experts: the experts that each sampled token was drawn with are recorded, 2 bytes for each expert in
-    each layer, and training passes go through them. Otherwise the trainer's routers choose again."""
+    """Mixture-of-experts models: record the experts of each sampled token (2 bytes for each expert in each layer), and
+    use the same experts in training. Without this, the trainer's routers choose again."""
     min_group: Positive | None = None
-    """A group is closed without its stragglers when so many of its answers have ended and `straggler_seconds` have
-    passed; by default it waits for all."""
+    """Close a group without its stragglers when this many of its answers have ended and `straggler_seconds` have
+    passed. By default a group waits for all its answers."""
     straggler_seconds: PositiveFloat = 60.0
-    """From the beginning of the group; only with `min_group`."""
+    """Seconds from the start of a group after which `min_group` applies."""
     curriculum: bool = False
-    """Draw prompts by difficulty: those that were solved rest for some epochs, those that nobody solved come again
-    sooner. Solved is an answer with a reward of at least 1."""
+    """Choose prompts by difficulty. Prompts that were solved rest for some epochs; prompts that no answer solved come
+    again sooner. An answer with a reward of at least 1 counts as solved."""
     stop: list[str] = []
-    """Tokens that end a turn, beside the model's own end tokens."""
+    """Tokens that end a turn, in addition to the model's own end tokens."""
 
     @property
     def truncates(self) -> bool:
-        """Whether some tokens are never drawn."""
+        """Whether sampling excludes some tokens."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
 
 class ScoringConfig(Section, frozen=True):
-    """[scoring]: judging answers, while others are generated."""
+    """[scoring]: how answers are judged, while others are generated."""
 
     workers: Positive = 1
-    """Reward worker processes."""
+    """The number of reward worker processes."""
     timeout: PositiveFloat = 30.0
-    """Seconds after which a judgement fails its rollout."""
+    """Seconds that one judgement may take. After that its rollout fails."""
     shuffle: bool = False
-    """Control experiment: give every rollout the reward of another one of the same batch, drawn at random."""
+    """Control experiment: give every rollout the reward of another rollout of the same batch, chosen at random."""
 
 
 class ScorerConfig(Section, frozen=True):
-    """[scorers.NAME]: one of the scorers that judge rollouts. Without any, the task's own reward is the one scorer."""
+    """[scorers.NAME]: a scorer that judges rollouts. Without any, the task's own reward is the only scorer."""
 
     scorer: str
-    """`module:attribute`, or `path/to/file.py:attribute`."""
+    """The scorer: `module:attribute`, or `path/to/file.py:attribute`."""
     weight: float = 1.0
-    """What its values count in a rollout's reward."""
+    """The weight of this scorer's values in a rollout's reward."""
     config: dict[str, Any] = {}
-    """Arguments of the scorer."""
+    """The arguments of the scorer."""
 
 
 class BufferConfig(Section, frozen=True):
     """[buffer]: how far generation may run ahead of training."""
 
     depth: NonNegative | Literal["unbounded"] = 1
-    """Versions of work that may be under way beside the one in training; 0 is synchronous, and "unbounded" a stream
-    that only `max_lag`, required then, holds back."""
+    """How many versions of work may be under way beside the version in training. 0 is synchronous. `"unbounded"` is a
+    stream that only `max_lag` limits, which is then required."""
     max_lag: NonNegative | None = None
-    """No token older than this many versions is trained; by default the bound that follows from `depth`."""
+    """The largest lag: no token that is older than this many versions is trained. By default the bound that follows
+    from `depth`."""
     on_stale: Literal["wait", "drop", "salvage"] = "wait"
-    """Where a slow group would come to be over `max_lag`: batches wait for it; it is cancelled and dropped; or it is
-    cancelled, and its tokens are the untrained beginning of a new attempt under newer weights."""
+    """What happens when a slow group would exceed `max_lag`. `wait`: batches wait for it. `drop`: it is cancelled and
+    dropped. `salvage`: it is cancelled, and its tokens become the untrained beginning of a new attempt under newer
+    weights."""
     correct_above: NonNegative | None = None
-    """The `corrections` of [algorithm] touch only tokens older than this many versions; by default all tokens."""
+    """The `corrections` of [algorithm] apply only to tokens older than this many versions. By default they apply to all
+    tokens."""
     groups: Positive = 16
-    """Groups in a batch (one optimizer step)."""
+    """The number of groups in a batch (one optimizer step)."""
     filter: list[Literal["zero_variance", "overlong"]] = []
-    """Leave out groups whose rewards are all equal; leave out answers that were cut at their length limit, and groups
-    with fewer than two others. Others are generated in their place."""
+    """`zero_variance`: leave out groups whose rewards are all equal. `overlong`: leave out answers that were cut at
+    their length limit, and groups in which fewer than two answers remain. Other groups are generated in their place."""
     oversample: Annotated[float, Meta(ge=1, le=8)] = 1.0
-    """While groups are filtered, up to this many times the slots are taken: as many more as the measured rate of
-    filtered groups says. What turns out to be one too many is dropped, so the lag bound stays."""
+    """While groups are filtered, take up to this many times the slots, according to the measured rate of filtered
+    groups. Groups that turn out to be too many are dropped, so the lag bound holds."""
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """[algorithm]: from rewards to a loss."""
+    """[algorithm]: how rewards become a loss."""
 
     advantage: AdvantageName = "grpo"
-    """`(R - mean) / std` of the group, `R - mean`, `R - mean of the others`, `(R - mean) / mean`, or
-    `(R - mean) / std` of the whole step."""
+    """How the advantage follows from the reward R. `grpo`: `(R - mean) / std` of the group. `dr_grpo`: `R - mean`.
+    `rloo`: `R - mean of the others`. `maxrl`: `(R - mean) / mean`. `reinforce_plus_plus`: `(R - mean) / std` of the
+    whole step."""
     loss: LossName = "cispo"
-    """What becomes of importance ratios and advantages; `docs/losses.md` has the formulas."""
+    """The policy loss, computed from importance ratios and advantages. `docs/losses.md` has the formulas."""
     clip_low: NonNegativeFloat | None = None
-    """The ratio is clipped below at 1 - clip_low; by default where the loss has it: 0.2, for gspo 0.0003."""
+    """The ratio is clipped below at 1 - clip_low. The default depends on the loss: 0.2, and 0.0003 for gspo."""
     clip_high: NonNegativeFloat | None = None
-    """The ratio is clipped above at 1 + clip_high; by default 0.28 for cispo, dapo and distillation, 0.2 for grpo and
-    decoupled_ppo, 0.0004 for gspo."""
+    """The ratio is clipped above at 1 + clip_high. The default depends on the loss: 0.28 for cispo, dapo and
+    distillation, 0.2 for grpo and decoupled_ppo, 0.0004 for gspo."""
     sapo_tau_positive: PositiveFloat = 1.0
     """How fast the gate of sapo closes where the advantage is positive."""
     sapo_tau_negative: PositiveFloat = 1.05
     """How fast the gate of sapo closes where the advantage is not positive."""
     dppo_delta: NonNegativeFloat = 0.2
-    """How far a token's probability may move before dppo_tv silences it."""
+    """How far a token's probability may move before dppo_tv excludes the token."""
     proximal: Literal["interpolated", "recomputed"] = "interpolated"
-    """The proximal policy of decoupled_ppo: between sampler and policy, or the weights that the version in training
-    began with, which takes a copy of them and one more forward pass."""
+    """The proximal policy of decoupled_ppo. `interpolated`: between the sampler and the policy. `recomputed`: the
+    weights with which the version in training began; this needs a copy of them and one more forward pass."""
     proximal_mix: Fraction | None = None
-    """The sampler's share in the interpolated proximal policy of decoupled_ppo; by default 1 / lag of the token, and 0
+    """The sampler's share in the interpolated proximal policy of decoupled_ppo. By default 1 / lag of the token, and 0
     at lag 0."""
     teacher: str | None = None
-    """distillation: the directory of the model to learn from, whose vocabulary must be the model's own."""
+    """distillation: the directory of the model to learn from. Its vocabulary must be that of the trained model."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """An estimate of the divergence from the reference policy is added to the loss, which takes one more forward pass:
-    from the weights before the first policy step, of which a copy is kept; with [lora] from the base model, without a
-    copy, also after a warm start."""
+    """The estimate of the divergence from the reference policy that is added to the loss. It needs one more forward
+    pass. The reference is a copy of the weights before the first policy step. With [lora] it is the base model, which
+    needs no copy, also after a warm start."""
     kl_weight: NonNegativeFloat = 1e-3
-    """Of `kl`."""
+    """The weight of `kl` in the loss."""
     entropy_weight: NonNegativeFloat | None = None
-    """Of the entropy bonus at trained tokens; 0 only measures the entropy, and by default it is not computed."""
+    """The weight of the entropy bonus at trained tokens. 0 only measures the entropy. By default the entropy is not
+    computed."""
     corrections: list[Literal["tis", "icepop", "mis", "opsm"]] = []
-    """What is done about tokens on which policy and sampler disagree, whatever the loss; any of them together."""
+    """How tokens on which policy and sampler disagree are treated, with any loss. Several corrections can be
+    combined."""
     tis_cap: PositiveFloat = 2.0
     """tis: the largest importance ratio that the loss sees."""
     icepop_low: NonNegativeFloat = 0.5
@@ -318,90 +336,95 @@ class AlgorithmConfig(Section, frozen=True):
     opsm_limit: NonNegativeFloat = 1e-4
     """opsm: where a sequence's mean of log(sampler / policy) is larger, tokens of negative advantage are left out."""
     overlong_buffer: NonNegative = 0
-    """Over the last tokens before `[rollouts] max_tokens`, this many, the overlong punishment rises; 0 is off."""
+    """The length penalty rises over this many tokens before `[rollouts] max_tokens`. 0 switches it off."""
     overlong_penalty: NonNegativeFloat = 1.0
-    """What the reward loses at `max_tokens` when `overlong_buffer` is on."""
+    """How much the reward loses at `max_tokens` when `overlong_buffer` is on."""
     length_penalty: NonNegativeFloat = 0.0
-    """What the reward loses at `max_tokens`, and in proportion at smaller lengths."""
+    """How much the reward loses at `max_tokens`. Shorter answers lose in proportion to their length."""
     normalize: Literal["token", "sequence", "constant"] = "token"
-    """Average over the step's tokens, over its sequences, or over `groups x group_size x max_tokens`."""
+    """What the loss is averaged over: the step's tokens, its sequences, or `groups x group_size x max_tokens`."""
 
 
 class TrainingConfig(Section, frozen=True):
-    """[training]: from batches to new weights."""
+    """[training]: how batches become new weights."""
 
     ranks: Positive = 1
-    """Trainer processes that share the model, its optimizer and the work of a step; on GPUs, each has its own. More
-    than one not with optimizer "adamw_8bit", `[lora] base` "nf4", `[delivery] send` "delta" or transport "nccl"."""
+    """The number of trainer processes that share the model, its optimizer and the work of a step. On GPUs each process
+    has its own GPU. More than one rank is not possible with optimizer "adamw_8bit", `[lora] base` "nf4", `[delivery]
+    send` "delta" or transport "nccl"."""
     tensor_parallel: Positive = 1
-    """Ranks that work on one row of tokens together, each with a slice of every matrix; divides `ranks`."""
+    """The number of ranks that work together on one row of tokens, each with a slice of every matrix. It must divide
+    `ranks`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model is trained; "auto" takes a GPU if there is one."""
+    """The device on which the model is trained. `auto` takes a GPU if there is one."""
     compile: bool = True
-    """GPU: compile the model's layers (a minute, once)."""
+    """GPU: compile the model's layers, which takes about a minute once."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the passes, by default bfloat16 on a GPU and float32 on a CPU; master weights, optimizer and sums of
-    gradients are in float32 always."""
+    """The dtype of the passes. By default bfloat16 on a GPU and float32 on a CPU. Master weights, optimizer and
+    gradient sums are always float32."""
     activation_checkpointing: bool = False
-    """Keep only the input of each layer and compute the rest again in the backward pass: less memory, more time."""
+    """Keep only the input of each layer, and compute the rest again in the backward pass. This takes less memory and
+    more time."""
     offload: bool = False
-    """GPU: weights, gradients and optimizer lie in host memory and visit the device layer by layer."""
+    """GPU: keep weights, gradients and optimizer in host memory, and move them to the device layer by layer."""
     threads: Positive = 1
-    """Compute threads of each trainer process (CPU)."""
+    """The number of compute threads of each trainer process (CPU)."""
     learning_rate: PositiveFloat = 1e-6
-    """At its peak."""
+    """The learning rate at its peak."""
     learning_rates: dict[str, PositiveFloat] = {}
-    """Factors on the learning rate by part of a parameter's name, such as `{embed = 0.1}`; the first that fits."""
+    """Factors on the learning rate by part of a parameter's name, such as `{embed = 0.1}`. The first match applies."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    """AdamW; with states in 8 bits (bitsandbytes or torchao must be installed); or Muon for the matrices of hidden
-    layers, at AdamW's learning rates, and AdamW for all else."""
+    """The optimizer. `adamw_8bit` is AdamW with states in 8 bits (bitsandbytes or torchao must be installed). `muon` is
+    Muon for the matrices of hidden layers, at AdamW's learning rates, and AdamW for everything else."""
     warmup_steps: NonNegative = 0
-    """Optimizer steps in which the learning rate rises from 0."""
+    """The number of optimizer steps in which the learning rate rises from 0."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """How the learning rate goes on after the warm-up, over the whole run."""
+    """How the learning rate changes after the warm-up, over the whole run."""
     weight_decay: NonNegativeFloat = 0.0
-    """Of matrices; vectors (norms, biases) do not decay."""
+    """The weight decay of matrices. Vectors (norms, biases) do not decay."""
     beta1: BelowOne = 0.9
-    """Of AdamW."""
+    """AdamW's decay rate of the first moment."""
     beta2: BelowOne = 0.99
-    """Of AdamW."""
+    """AdamW's decay rate of the second moment."""
     clip_norm: PositiveFloat = 1.0
-    """Largest global norm of a step's gradient."""
+    """The largest global norm of a step's gradient. Larger gradients are scaled down."""
     max_skipped: Positive = 10
-    """Steps in a row whose gradients are not finite, and which are skipped for it, before the run ends."""
+    """A step whose gradients are not finite is skipped. The run ends after this many skipped steps in a row."""
     micro_batch_tokens: Positive = 8192
-    """Tokens that one forward and backward pass holds."""
+    """The number of tokens in one forward and backward pass."""
     share_prefixes: bool = True
-    """Compute the prompt that a group's answers share once; on a GPU where it is long enough to pay."""
+    """Compute the prompt that a group's answers share only once. On a GPU this is done where the prompt is long enough
+    to pay."""
     checkpoint_every: NonNegative = 0
-    """Versions between checkpoints; 0 writes only the last one."""
+    """The number of versions between checkpoints. 0 writes only the last one."""
     keep_checkpoints: Positive = 2
-    """How many of the newest checkpoints stay on disk."""
+    """The number of newest checkpoints that stay on disk."""
 
 
 class LoraConfig(Section, frozen=True):
-    """[lora]: train a low-rank adapter instead of the weights; without this section all weights are trained."""
+    """[lora]: train a low-rank adapter instead of the weights. Without this section all weights are trained."""
 
     rank: Positive = 16
-    """Of the adapter's matrices."""
+    """The rank of the adapter's matrices."""
     alpha: PositiveFloat = 32.0
     """The adapter's product is multiplied by alpha / rank."""
     dropout: BelowOne = 0.0
-    """Of the adapter's inputs, in training passes only; stacked experts take none."""
+    """The dropout of the adapter's inputs, in training passes only. It must be 0 for stacked experts."""
     targets: Annotated[list[str], Meta(min_length=1)] = field(default_factory=lambda: ["all-linear"])
-    """Ends of names of linear layers ("q_proj") or stacked experts ("experts.down_proj"); "all-linear" is every linear
-    layer but the vocabulary projection."""
+    """The layers to adapt, by the ends of their names: linear layers ("q_proj") or stacked experts
+    ("experts.down_proj"). "all-linear" is every linear layer except the vocabulary projection."""
     modules: list[str] = []
-    """Ends of names of modules that are trained in full, and delivered so, beside the adapter ("norm")."""
+    """The modules that are trained and delivered in full beside the adapter, by the ends of their names ("norm")."""
     base: Literal["full", "nf4"] = "full"
-    """The frozen linear layers: as they are, or rounded to 4 bits (NF4, blocks of 64), in which the trainer holds them;
-    engines serve the rounded weights."""
+    """The frozen linear layers. `full`: as they are. `nf4`: rounded to 4 bits (NF4, blocks of 64), which is how the
+    trainer holds them; engines serve the rounded weights."""
     serve: Literal["merged", "unmerged"] = "merged"
-    """How engines apply the adapter: added to their weights at every swap, or computed beside them in every pass."""
+    """How engines apply the adapter. `merged`: they add it to their weights at every swap. `unmerged`: they compute it
+    beside the weights in every pass."""
 
     @property
     def scaling(self) -> float:
-        """What the product of the adapter's two matrices is multiplied by."""
+        """The factor on the product of the adapter's two matrices."""
         return self.alpha / self.rank
 
 
@@ -409,106 +432,112 @@ class WarmStartConfig(Section, frozen=True):
     """[warm_start]: supervised steps on the task's demonstrations, before the first version is published."""
 
     steps: NonNegative = 0
-    """0 starts with the model as it is."""
+    """The number of supervised steps. 0 starts with the model as it is."""
     batch: Positive = 64
-    """Demonstrations in a step."""
+    """The number of demonstrations in a step."""
     learning_rate: PositiveFloat = 1e-3
-    """Constant over these steps."""
+    """The learning rate, constant over these steps."""
 
 
 class DeliveryConfig(Section, frozen=True):
-    """[delivery]: from new weights to the engines."""
+    """[delivery]: how new weights reach the engines."""
 
     transport: TransportName = "auto"
-    """How weights travel: shared memory of one host, files in a directory, sockets, memory that the GPUs of one host
-    share, a broadcast, or the best of them, which is said."""
+    """How weights travel. `shm`: shared memory of one host. `file`: files in a directory. `tcp`: sockets. `cuda_ipc`:
+    memory that the GPUs of one host share. `nccl`: a broadcast. `auto`: the best of them, which the run prints."""
     directory: str | None = None
-    """`file`: a directory that trainer and engines share, a path or a URL such as `s3://bucket/folder` for fsspec; by
-    default `weights/` in the run directory."""
+    """`file`: a directory that trainer and engines share. It is a path, or a URL such as `s3://bucket/folder` for
+    fsspec. By default `weights/` in the run directory."""
     keep_files: Positive = 2
-    """`file`: how many of the newest versions stay; one that is not acknowledged always does."""
+    """`file`: the number of newest versions that stay on disk. A version that is not acknowledged always stays."""
     bind: str = "127.0.0.1"
-    """`tcp`: the address of this host that the trainer listens on; beyond loopback, encrypted with keys of the run."""
+    """`tcp`: the address of this host on which the trainer listens. Beyond loopback the connection is encrypted with
+    keys of the run."""
     send: Literal["full", "delta"] = "full"
-    """What travels: all weights, or losslessly what has changed, where that is smaller. With [lora], the adapter."""
+    """What is sent. `full`: all weights. `delta`: only the changes, without loss, where that is smaller. With [lora],
+    only the adapter is sent."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """The dtype that weights travel in; by default the one that engines serve in."""
+    """The dtype in which weights are sent. By default the dtype in which engines serve."""
     rolling: bool = False
-    """One engine after the other takes a new version, so that the others serve meanwhile; otherwise all at once."""
+    """Engines take a new version one after the other, so that the others serve meanwhile. Otherwise all take it at
+    once."""
     patience: NonNegativeFloat = 10.0
-    """Seconds that a version waits for slower engines once the first has proved it; they get no new group meanwhile."""
+    """Seconds that a version waits for slower engines after the first engine has proved it. Slower engines get no new
+    groups meanwhile."""
     publish_every: Positive = 1
-    """Optimizer steps that make one version."""
+    """The number of optimizer steps that make one version."""
     canary_tokens: Positive = 16
-    """Length of the fixed sequence that trainer and engine must score alike."""
+    """The length of the canary, a fixed token sequence that trainer and engine must score alike."""
     canary_tolerance: PositiveFloat | None = None
-    """Mean difference between trainer and engine on the canary's log-probabilities, at most; by default four times that
-    of the first version, at least 1e-3."""
+    """The largest mean difference between trainer and engine in the canary's log-probabilities. By default four times
+    the difference at the first version, and at least 1e-3."""
     deadline: PositiveFloat = 120.0
     """Seconds in which an engine must prove a version."""
 
 
 class EvaluateConfig(Section, frozen=True):
-    """[evaluate]: held-out prompts, before, during and after."""
+    """[evaluate]: evaluation on held-out prompts, before, during and after training."""
 
     every: NonNegative = 0
-    """Versions between evaluations during the run; 0 evaluates only before and after."""
+    """The number of versions between evaluations during the run. 0 evaluates only before and after."""
     prompts: NonNegative | None = None
-    """Held-out prompts (never trained on); 0 switches evaluation off. By default all of a held-out file, if there is
-    one."""
+    """The number of held-out prompts, which are never trained on. 0 switches evaluation off. By default all prompts of
+    a held-out file, if there is one."""
     during: NonNegative = 0
-    """Prompts of an evaluation during the run; 0 takes all."""
+    """The number of prompts of each evaluation during the run. 0 takes all."""
     samples: Positive = 1
-    """Answers per prompt, for pass@k."""
+    """The number of answers per prompt, for pass@k."""
     temperature: NonNegativeFloat = 0.0
-    """0 is greedy."""
+    """The sampling temperature of evaluations. 0 is greedy."""
 
 
 class GatewayConfig(Section, frozen=True):
-    """[gateway]: the OpenAI-compatible server in front of the engines; always there where the task is an agent."""
+    """[gateway]: the OpenAI-compatible server in front of the engines. It always runs when the task is an agent."""
 
     serve: bool = False
-    """Serve in every other run too."""
+    """Run the gateway with tasks of other kinds too."""
     bind: str = "127.0.0.1"
-    """The address of this host that it listens on. A key is needed everywhere; beyond loopback it is not encrypted."""
+    """The address of this host on which the gateway listens. A key is always needed. Beyond loopback the connection is
+    not encrypted."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """0 takes a free one, which is said."""
+    """The port. 0 takes a free port, which the run prints."""
 
 
 class PipelineConfig(Section, frozen=True):
     """[pipeline]: processes and deadlines."""
 
     launcher: LauncherName = "auto"
-    """How worker processes start, on this host: each by itself; or forked from one that has loaded their libraries,
-    which is faster; `auto` forks where no GPU is used, on Linux."""
+    """How worker processes start on this host. `local`: each by itself. `forked`: forked from a process that has loaded
+    their libraries, which is faster. `auto` forks on Linux where no GPU is used."""
     stall_seconds: PositiveFloat = 120.0
-    """Seconds without any progress after which the run ends with a report of who waits for whom; after half of them an
-    engine that has requests and sends no token is taken for dead."""
+    """Seconds without any progress after which the run ends, with a report of who waits for whom. After half of this
+    time, an engine that has requests and sends no token is declared dead."""
     start_seconds: PositiveFloat = 300.0
-    """Seconds in which every process must be ready."""
+    """Seconds in which every process must become ready."""
     one_gpu: Literal["turns", "slices", "mps"] = "turns"
-    """Trainer and engines on one GPU: each has it for itself in turn, the trainer for a whole step; the driver slices
-    its time; or they run side by side under NVIDIA's MPS, which is started for the run. Where that cannot be started
-    they take turns, and the run says so and why."""
+    """How trainer and engines share one GPU. `turns`: each has the GPU for itself in turn, the trainer for a whole
+    step. `slices`: the driver slices the GPU's time. `mps`: they run side by side under NVIDIA's MPS, which is started
+    for the run; if MPS cannot be started, they take turns, and the run says so and why."""
     restarts: NonNegative = 3
-    """How often in a row an engine or trainer that dies is started again; with more deaths the run ends. One that has
-    served for a minute starts counting anew."""
+    """How often in a row an engine or trainer that dies is restarted. After more deaths the run ends. The count starts
+    anew when a process has served for a minute."""
     record: bool = False
-    """Journal the schedule too: admissions, completions, swaps and consumes, in their order."""
+    """Also record the schedule in the journal: admissions, completions, swaps and consumes, in their order."""
 
 
 class ObserveConfig(Section, frozen=True):
-    """[observe]: what a run shows and keeps."""
+    """[observe]: what a run displays and keeps."""
 
     display: Literal["auto", "live", "plain", "none"] = "auto"
-    """A live panel, plain lines, or nothing; `auto` is live on a terminal and plain elsewhere."""
+    """How progress is displayed: as a live panel, plain lines, or not at all. `auto` is live on a terminal and plain
+    elsewhere."""
     timeline: bool = True
     """Write `timeline.json`."""
     keep_rollouts: bool = True
     """Keep every rollout's tokens in `segments/`."""
     trackers: list[str] = []
-    """Code of your own that follows the run: `module:attribute` or `path/to/file.py:attribute` of what makes a tracker,
-    which is given every record of `metrics.jsonl`."""
+    """Trackers of your own that follow the run: `module:attribute` or `path/to/file.py:attribute` of a factory. Each
+    tracker gets every record of `metrics.jsonl`."""
 
 
 class PolicyConfig(Section, frozen=True):
@@ -525,7 +554,10 @@ class PolicyConfig(Section, frozen=True):
 
 
 class Config(Section, frozen=True):
-    """A whole run, in the short form: `task` is the one task, and `model`, `training` and so on the one policy's."""
+    """The configuration of a whole run, in the short form.
+
+    `task` is the run's one task; `model`, `training` and so on are the sections of its one policy.
+    """
 
     model: ModelConfig
     task: TaskConfig
@@ -549,11 +581,11 @@ class Config(Section, frozen=True):
 
     @property
     def tasks(self) -> dict[str, TaskConfig]:
-        """Every task of the run by its name: one so far."""
+        """The tasks of the run by name. A run has one task so far."""
         return {self.task_name: self.task}
 
     @property
     def policies(self) -> dict[str, PolicyConfig]:
-        """Every policy of the run by its name, which is the policy's id in all records: one so far."""
+        """The policies of the run by name. The name is the policy's id in all records. A run has one policy so far."""
         sections = {key: getattr(self, key) for key in PolicyConfig.__struct_fields__}
         return {self.policy_name: PolicyConfig(**sections)}

@@ -1,8 +1,8 @@
 """The long form of a configuration: `[tasks.NAME]`, `[policies.NAME]`, `[scorers.NAME]`.
 
-`[task]` is short for `[tasks.task]`, and `[model]`, `[training]` and the other sections of a policy are short for
-`[policies.policy.model]` and so on. Everything after this module sees the short form and the two names. A run has one
-task and one policy so far: a second one is refused here, in one line.
+`[task]` is short for `[tasks.task]`. `[model]`, `[training]` and the other sections of a policy are short for
+`[policies.policy.model]` and so on. All other modules see only the short form and the two names. A run has one task and
+one policy so far, so a second one is refused here, in one line.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _SECTION = re.compile(r"\[(\w+)\]")
 
 
 class ShortForm:
-    """A configuration as nested dictionaries in the short form, with the names and places of its long form."""
+    """A configuration as nested dictionaries in the short form. It remembers the names and places of the long form."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         data: dict[str, Any] = _copied(raw)
         self.data = data
         self._places: dict[str, str] = {}
-        """For each section that was given in the long form: its place there, such as `policies.writer.model`."""
+        """Section -> its place in the long form, such as `policies.writer.model`, if it was given there."""
         self._task = TASK if "task" in data else None
         self._policy = None
         if (tasks := data.pop("tasks", None)) is not None:
@@ -50,7 +50,7 @@ class ShortForm:
         return self._policy or POLICY
 
     def path(self, parts: list[str]) -> list[str]:
-        """The path of a `--set` in the short form. A name that is new is taken where nothing has a name yet."""
+        """Translate the path of a `--set` to the short form. A new name is accepted if nothing has a name yet."""
         if parts[0] not in ("tasks", "policies"):
             return parts
         table, name, *rest = parts
@@ -67,7 +67,7 @@ class ShortForm:
         return rest
 
     def as_given(self, message: str) -> str:
-        """A message about the short form, with its sections named as the user wrote them."""
+        """Rewrite a message about the short form, so that it names sections as the user wrote them."""
         return _SECTION.sub(lambda found: f"[{self._places.get(found[1], found[1])}]", message)
 
     def _take_task(self, tasks: Any) -> None:
@@ -91,7 +91,7 @@ class ShortForm:
 
 
 def long_form(data: dict[str, Any], task: str, policy: str) -> dict[str, Any]:
-    """A configuration in the short form, with what has a name of its own in the long form."""
+    """Turn the short form into what is written to disk: a task or policy with a name of its own in the long form."""
     written = dict(data)
     if task != TASK:
         written["tasks"] = {task: written.pop("task")}
@@ -105,7 +105,7 @@ def _copied(value: Any) -> Any:
 
 
 def _one(table: str, given: Any) -> tuple[str, Mapping[str, Any]]:
-    """The name and the entry of a table of which a run takes one entry so far."""
+    """Return the name and the entry of a table that may have only one entry so far."""
     entries = _table(table, given)
     if len(entries) > 1:
         raise ConfigError(
@@ -128,7 +128,7 @@ def _table(table: str, given: Any) -> Mapping[str, Mapping[str, Any]]:
 
 
 def check_name(table: str, name: str) -> None:
-    """Names are parts of keys in TOML and of a `--set`: one that could not be written there is refused."""
+    """Refuse a name that could not be written in a TOML key or in a `--set`."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"[{table}] {name!r}: a name is made of letters, digits, - and _")
 
