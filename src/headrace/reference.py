@@ -86,7 +86,7 @@ def _load_module(name: str) -> ModuleType:
 
 def _load_file(name: str) -> ModuleType:
     path = _file(name)
-    # The name comes from the resolved path: one file is one module, and never shadows an installed module.
+    # The name comes from the resolved path: one file is one module, and it never shadows an installed module.
     module_name = f"headrace_file_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if module_name in sys.modules:
         return sys.modules[module_name]

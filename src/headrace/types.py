@@ -200,7 +200,10 @@ class Trace(msgspec.Struct, kw_only=True):
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """What one scorer says about a rollout or about some of its tokens. A score about tokens names their positions."""
+    """The score that one scorer gave to a rollout or to some of its tokens.
+
+    A score about tokens names their positions.
+    """
 
     value: float
     scorer: str = ""
@@ -263,7 +266,7 @@ class Group(msgspec.Struct, kw_only=True):
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """What the trainer gets for one optimizer step: S sequences, flat over T tokens. A batch names no algorithm.
+    """The input of the trainer for one optimizer step: S sequences, flat over T tokens. A batch names no algorithm.
 
     The loss of the step is `sum(weights * token_loss)`. The normalisation is already inside `weights`, so it spans the
     whole optimizer step, no matter how the trainer cuts the batch into micro-batches.

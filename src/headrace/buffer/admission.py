@@ -1,10 +1,10 @@
-"""How far generation may run ahead of training: pure arithmetic without state. `docs/staleness.md` has the drawings.
+"""The arithmetic of how far generation may run ahead of training. It is pure and has no state.
 
-A batch has `groups` groups and `publish_every` batches make one version, so N = groups x publish_every groups make one
-version. There are W = (depth + 1) x N slots. A group takes a slot before its generation starts. It frees the slot when
-the engines have proved the weights that it trained, or when it is dropped or fails. A group that is neither dropped nor
-failed is *live*. Counted from the first version, version R is proved only after N x R live groups were consumed and
-released. This gives the one inequality that everything here rests on:
+`docs/staleness.md` has the drawings. A batch has `groups` groups and `publish_every` batches make one version, so N =
+groups x publish_every groups make one version. There are W = (depth + 1) x N slots. A group takes a slot before its
+generation starts. It frees the slot when the engines have proved the weights that it trained, or when it is dropped or
+fails. A group that is neither dropped nor failed is *live*. Counted from the first version, version R is proved only
+after N x R live groups were consumed and released. This gives the one inequality that everything here rests on:
 
     (slots)   right after an admission, live groups ever admitted <= W + N x R,   R = the version proved at that moment.
 

@@ -34,7 +34,7 @@ def sift(group: Group, filters: Collection[Filter]) -> FilteredGroup:
     left = {rollout.id: why for rollout in group.rollouts if (why := _unwanted(rollout, filters))}
     kept = msgspec.structs.replace(group, rollouts=[rollout for rollout in group.rollouts if rollout.id not in left])
     if len(kept.usable) < min(COMPARED, len(group.rollouts)):
-        # If a configured filter removed a rollout, that filter is the reason. If rollouts only failed, no filter is.
+        # A configured filter that removed a rollout is the reason. Otherwise no filter is: the group fails.
         return FilteredGroup(kept, left, "overlong" if "overlong" in left.values() else "")
     rewards = [rollout.reward for rollout in kept.usable]
     if "zero_variance" in filters and len(set(rewards)) == 1:

@@ -31,7 +31,7 @@ STALE, SURPLUS, INTERRUPTED = "stale", "surplus", "interrupted"
 
 
 class Attempt(NamedTuple):
-    """What a group begins with."""
+    """The start of a group: its prompt, and the tokens that its rollouts continue from."""
 
     prompt: Prompt
     prefixes: Mapping[int, Trace] = {}

@@ -27,7 +27,7 @@ class Picture:
 
     @property
     def phase(self) -> str:
-        """What the run as a whole is doing."""
+        """The present phase of the run as a whole."""
         return self._shown.phase
 
     @phase.setter

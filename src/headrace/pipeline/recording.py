@@ -83,7 +83,7 @@ class Recorder:
 
     @property
     def phase(self) -> str:
-        """What the run as a whole is doing."""
+        """The present phase of the run as a whole."""
         return self._picture.phase
 
     @phase.setter

@@ -1,4 +1,1 @@
-"""Scoring gives scores to rollouts: a stage of scorers, which see tokens as they arrive.
-
-Reward functions are one kind.
-"""
+"""Scoring gives scores to rollouts. Its scorers see tokens as they arrive; reward functions are one kind of scorer."""

@@ -1,4 +1,4 @@
-"""The messages between a reward worker and its owner, beside `Question`."""
+"""The messages between a reward worker and its owner, in addition to `Question`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ class RewardSetup(msgspec.Struct, kw_only=True):
 
     reference: str
     arguments: dict[str, Any] | None = None
-    """If given, the reference names a factory, which is called once with them and returns the reward function."""
+    """The arguments of a factory. If they are given, the reference names a factory, which is called once with them and
+    returns the reward function."""
 
 
 class ScoreReply(msgspec.Struct, kw_only=True):

@@ -41,8 +41,8 @@ class Stage:
         self._timeout = timeout
         self._listeners = {name: one for name, one in self.scorers.items() if type(one).span is not Scorer.span}
         self._told: dict[str, str] = {}
-        """The rollouts whose spans were sent to scorers, by id, each with the first error of a scorer about a span, or
-        ""."""
+        """The rollouts whose spans were sent to scorers, by id. The value is the first error that a scorer raised about
+        a span; empty if there was none."""
 
     async def start(self) -> None:
         """Start every scorer. Raises `ConfigError`. After an error, no scorer is left open."""

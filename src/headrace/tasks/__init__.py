@@ -1,1 +1,4 @@
-"""Prompts and environments: datasets, reasoning-gym, environments with tools, and the model's chat format."""
+"""Tasks supply prompts and environments: datasets, reasoning-gym, environments with tools.
+
+The chat format is here too.
+"""

@@ -1,4 +1,4 @@
-"""Exact arithmetic on text: + - * / and parentheses over numbers, by a parser of our own; nothing is ever executed."""
+"""Exact arithmetic on text: + - * / and parentheses over numbers. The text is parsed and never executed."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import re
 from fractions import Fraction
 
 LONGEST = 120
-"""Characters of an expression: bounds the depth of the parser and the size of every number."""
+"""The most characters of an expression. This bounds the depth of the parser and the size of every number."""
 
 _TOKEN = re.compile(r"\s*(\d+\.\d+|\d+|[-+*/()])")
 _BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
 class ArithmeticProblem(ValueError):
-    """An expression that has no value; the text says why, for the policy to read."""
+    """An expression that has no value. The text says why, for the policy to read."""
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value of an expression; raises `ArithmeticProblem`."""
+    """Return the exact value of an expression. Raises `ArithmeticProblem`."""
     if len(expression) > LONGEST:
         raise ArithmeticProblem(f"longer than {LONGEST} characters")
     parser = _Parser(_tokens(expression))
@@ -28,7 +28,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def render(value: Fraction) -> str:
-    """A value as people write it: whole numbers exactly, others to six significant digits."""
+    """Return a value as people write it: whole numbers exactly, others to six significant digits."""
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
 
 
@@ -46,7 +46,7 @@ def _tokens(expression: str) -> list[str]:
 
 
 class _Parser:
-    """Precedence climbing: an operator takes to its right all that binds tighter than itself."""
+    """A precedence-climbing parser: an operator takes to its right everything that binds tighter than itself."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens

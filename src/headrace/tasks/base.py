@@ -1,6 +1,6 @@
-"""What a task is: prompts with stable ids, and an environment that answers turn by turn.
+"""The protocols of a task, which has prompts with stable ids, and of an environment, which answers turn by turn.
 
-A task knows messages and text; the tokens of a conversation belong to `rollouts`, which renders each new message once
+A task knows messages and text. The tokens of a conversation belong to `rollouts`, which renders each new message once
 and never tokenises an earlier turn again.
 """
 
@@ -15,13 +15,13 @@ from headrace.types import Prompt
 
 
 class EnvironmentStep(msgspec.Struct, kw_only=True):
-    """What an environment answers to the policy's turn."""
+    """An environment's answer to the policy's turn."""
 
     messages: list[dict[str, str]] = []
-    """Messages that follow (a tool's answer, a user's reply); tokens of these are never trained on."""
+    """The messages that follow, such as a tool's answer or a user's reply. Their tokens are never trained on."""
     done: bool = False
     reward: float | None = None
-    """The episode's reward. An environment without one leaves it to the run's scorers (see `scoring`)."""
+    """The episode's reward. If an environment gives none, the run's scorers do (see `scoring`)."""
     metrics: dict[str, float] = {}
 
 
@@ -29,15 +29,15 @@ class Environment(Protocol):
     """One episode, used once: `reset`, then `step` after every turn of the policy, then `close`."""
 
     async def reset(self) -> list[dict[str, str]]:
-        """The opening messages."""
+        """Return the opening messages."""
         ...
 
     async def step(self, completion: str) -> EnvironmentStep:
-        """Answer the policy's turn, given as text (rendered from its tokens, without end tokens)."""
+        """Answer the policy's turn. `completion` is the turn as text, rendered from its tokens without end tokens."""
         ...
 
     async def close(self) -> None:
-        """Free what the episode holds. Called exactly once, also after an error."""
+        """Free everything that the episode holds. Called exactly once, also after an error."""
         ...
 
 
@@ -46,24 +46,24 @@ class Budgeted(Protocol):
     """An environment whose episode may be shorter than `[rollouts] max_tokens` allows."""
 
     max_tokens: int
-    """Sampled tokens of the episode, over all its turns."""
+    """The most tokens that may be sampled in the episode, over all its turns."""
 
 
 class Task(Protocol):
-    """Prompts, held-out prompts, and how an episode with one of them goes."""
+    """The training prompts, the held-out prompts, and how an episode with a prompt runs."""
 
     train: Sequence[Prompt]
     heldout: Sequence[Prompt]
-    """Disjoint from `train`, by id and by content."""
+    """The held-out prompts. They share no id and no content with `train`."""
 
     def episode(self, prompt: Prompt) -> Environment:
-        """A fresh environment for one rollout of this prompt."""
+        """Make a fresh environment for one rollout of this prompt."""
         ...
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        """A right answer to this prompt, for a supervised warm start; None if the task has none."""
+        """Return a right answer to this prompt, for a supervised warm start; None if the task has none."""
         ...
 
     async def close(self) -> None:
-        """End what the task holds for all its episodes. Idempotent."""
+        """Release everything that the task holds for all its episodes. Idempotent."""
         ...

@@ -4,9 +4,9 @@
     environment  12*34 = 408
     policy       <answer>415</answer>
 
-What the environment says is context, never trained on. `CalculatorTask` is also the pattern for an environment of your
-own: `[task] kind = "environment"` names a factory that is called as `factory(**config, seed=..., heldout=...)` and
-returns a `Task`.
+The environment's messages are context and are never trained on. `CalculatorTask` is also the pattern for your own
+environment: `[task] kind = "environment"` names a factory, which is called as `factory(**config, seed=...,
+heldout=...)` and returns a `Task`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CALLS_PER_TURN = 8
 
 
 class CalculatorTask:
-    """Seeded arithmetic questions, each answered with the help of a calculator."""
+    """A task of seeded arithmetic questions, which the policy answers with the help of a calculator."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class CalculatorTask:
         call_reward: float = 0.0,
         role: str = "user",
     ) -> None:
-        """`size` training questions of `operations` operators on numbers of up to `digits` digits.
+        """Make `size` training questions of `operations` operators on numbers of up to `digits` digits.
 
-        After `max_turns` turns without an answer the episode ends with reward 0. A right answer earns 1, of which
-        `call_reward` only if the calculator was used. `role` is who speaks for the calculator: chat templates that know
-        it may take `tool`.
+        After `max_turns` turns without an answer the episode ends with reward 0. A right answer earns 1, but only 1 -
+        `call_reward` if the calculator was never used successfully. `role` is the role that speaks for the calculator;
+        chat templates that know the role `tool` may take it.
         """
         for name, value in (("size", size), ("digits", digits), ("operations", operations), ("max_turns", max_turns)):
             if value < 1:
@@ -70,19 +70,22 @@ class CalculatorTask:
         self._role = role
 
     def episode(self, prompt: Prompt) -> CalculatorEpisode:
-        """A fresh environment for one rollout of this prompt."""
+        """Make a fresh environment for one rollout of this prompt."""
         return CalculatorEpisode(prompt, max_turns=self._max_turns, call_reward=self._call_reward, role=self._role)
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        """The answer alone, as the last turn of an episode would give it."""
+        """Return the answer alone, as the last turn of an episode would give it."""
         return f"<answer>{prompt.data['answer']}</answer>"
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the task holds nothing."""
 
 
 class CalculatorEpisode:
-    """One question; the policy's turns are calls of the calculator until one of them is an answer."""
+    """An environment for one question.
+
+    The policy's turns are calls of the calculator until one of them is an answer.
+    """
 
     def __init__(self, prompt: Prompt, *, max_turns: int, call_reward: float, role: str) -> None:
         self._prompt = prompt
@@ -94,11 +97,11 @@ class CalculatorEpisode:
         self._bad_calls = 0
 
     async def reset(self) -> list[dict[str, str]]:
-        """The question and how to use the calculator."""
+        """Return the question and how to use the calculator."""
         return list(self._prompt.messages or [])
 
     async def step(self, completion: str) -> EnvironmentStep:
-        """Compute what is asked for, or judge the answer; an answer ends the episode."""
+        """Compute what the policy asks for, or judge its answer. An answer ends the episode."""
         self._turns += 1
         answers = _ANSWER.findall(completion)
         if answers:
@@ -109,7 +112,7 @@ class CalculatorEpisode:
         return EnvironmentStep(messages=[{"role": self._role, "content": reply}])
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the environment holds nothing."""
 
     def _reply(self, calls: list[str]) -> str:
         if not calls:
@@ -142,7 +145,7 @@ def _prompt(expression: str) -> Prompt:
 
 
 def _expressions(rng: random.Random, count: int, digits: int, operations: int, operators: Sequence[str]) -> list[str]:
-    """Different expressions, in the order in which the seed gives them."""
+    """Return different expressions, in the order in which the seed gives them."""
     found: dict[str, None] = {}
     for _ in range(20 * count + 1000):
         if len(found) == count:
@@ -160,6 +163,6 @@ def _expressions(rng: random.Random, count: int, digits: int, operations: int, o
 
 
 def _equal(answer: str, right: str) -> bool:
-    """Equal as numbers, and the answer must *be* one: an expression left to compute is not an answer."""
+    """Return whether the answer equals the right one as a number. The answer must *be* a number, not an expression."""
     text = answer.strip().replace(",", "")
     return _NUMBER.fullmatch(text) is not None and Fraction(text) == Fraction(right)

@@ -1,7 +1,7 @@
-"""A model's chat format: messages to tokens and back, without torch or transformers.
+"""The chat format of a model converts messages to tokens and back, without torch or transformers.
 
-Only new messages are ever rendered: `open` begins a conversation, `continue_` gives the tokens that follow the policy's
-own turn, so that what the policy sampled stays in the stream token by token.
+Only new messages are ever rendered. `open` begins a conversation, and `continue_` gives the tokens that follow the
+policy's own turn, so the tokens that the policy sampled stay in the stream unchanged.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from headrace.tasks.template import ChatTemplate
 from headrace.types import Int32Array
 
 Tools = Sequence[Mapping[str, Any]] | None
-"""Descriptions of functions that the policy may call, for the chat template."""
+"""The descriptions of functions that the policy may call, for the chat template."""
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OPENING = {"role": "user", "content": "Hello"}
 _DUMMIES = ("QzJvTurnAlpha", "WxKpTurnBeta")
-"""Stand-ins for the policy's turn: two, to see that what follows a turn does not depend on its words."""
+"""Stand-ins for the policy's turn. There are two, to check that the text after a turn does not depend on its words."""
 
 
 class ChatFormat:
@@ -39,7 +39,7 @@ class ChatFormat:
         *,
         origin: str = "the model",
     ) -> None:
-        """Use `load`. The end of turn that the template itself writes counts as a stop token too."""
+        """Use `load` instead. The end of turn that the template itself writes also counts as a stop token."""
         self._tokenizer = tokenizer
         self._template = template
         self._origin = origin
@@ -50,7 +50,7 @@ class ChatFormat:
 
     @classmethod
     def load(cls, model_dir: str | Path) -> ChatFormat:
-        """The chat format of this directory; a directory without a chat template is good for plain text only."""
+        """Load the chat format of this directory. Without a chat template, it works for plain text only."""
         path = Path(model_dir)
         if not path.is_dir():
             raise ModelError(f"[model] path: {path} is not a directory")
@@ -69,36 +69,39 @@ class ChatFormat:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens with which the model ends its turn, ascending."""
+        """The tokens with which the model ends its turn, in ascending order."""
         return self._stop_token_ids
 
     def open(self, messages: Sequence[Mapping[str, Any]], *, tools: Tools = None) -> Int32Array:
-        """The tokens of the opening messages, up to where the policy's first turn begins."""
+        """Return the tokens of the opening messages, up to where the policy's first turn begins."""
         return self.encode(self._chat_template().render(messages, add_generation_prompt=True, tools=tools))
 
     def continue_(self, messages: Sequence[Mapping[str, Any]], *, ended: bool, tools: Tools = None) -> Int32Array:
-        """The tokens to append after the policy's turn: these messages, up to where its next turn begins.
+        """Return the tokens of these messages, to append after the policy's turn, up to where its next turn begins.
 
-        `ended` says that the policy's last token was a stop token; if it was not, the end of the turn is part of the
-        answer. Raises `ModelError` where the template renders a turn differently once messages follow it.
+        `ended` says that the policy's last token was a stop token. If it was not, the returned tokens begin with the
+        end of the turn. Raises `ModelError` if the template renders a turn differently once messages follow it.
         """
         tokens = self.encode(self._following(messages, tools))
         end = self._leading(tokens, self._stop_token_ids)
         if end is None:
             return tokens
-        # White space before the end token is the template's habit, not something that a policy ends its turn with.
+        # White space before the end token is written by the template; a policy does not end its turn with it.
         return tokens[end + 1 :] if ended else tokens[end:]
 
     def encode(self, text: str) -> Int32Array:
-        """The tokens of a text, as it is: nothing is added to it, special tokens written in it count as such."""
+        """Return the tokens of a text, as it is.
+
+        Nothing is added; special tokens that are written in the text count as such.
+        """
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, token_ids: Sequence[int] | npt.NDArray[np.integer[Any]], *, skip_special: bool = True) -> str:
-        """The text of these tokens, for judges and people."""
+        """Return the text of these tokens, for scorers and people."""
         return self._tokenizer.decode([int(token) for token in token_ids], skip_special_tokens=skip_special)
 
     def token_id(self, token: str) -> int:
-        """The id of one token by its text (for `[rollouts] stop`)."""
+        """Return the id of one token by its text (for `[rollouts] stop`)."""
         found = self._tokenizer.token_to_id(token)
         if found is None:
             tokens = self.encode(token)
@@ -116,7 +119,7 @@ class ChatFormat:
         return self._template
 
     def _following(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> str:
-        """The text between the policy's turn and its next one, the end of the turn included."""
+        """Return the text between the policy's turn and its next one, including the end of the turn."""
         found = {self._after_turn(dummy, messages, tools) for dummy in _DUMMIES}
         if len(found) != 1 or None in found:
             raise ModelError(
@@ -134,14 +137,14 @@ class ChatFormat:
         return following if found and again and following.startswith(end) else None
 
     def _end_of_turn(self) -> int | None:
-        """The special token that the template writes right after an assistant's turn, if it does."""
+        """Return the special token that the template writes right after an assistant's turn; None if it writes none."""
         if self._template is None:
             return None
         turns = [_OPENING, {"role": "assistant", "content": _DUMMIES[0]}]
         try:
             text = self._template.render(turns, add_generation_prompt=False)
         except ModelError:
-            # Such a template may still open conversations; `continue_` will say what it refuses.
+            # The template may still be able to open conversations; `continue_` will report what it refuses.
             return None
         tokens = self.encode(text.partition(_DUMMIES[0])[2])
         special = {id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -149,7 +152,7 @@ class ChatFormat:
         return None if end is None else int(tokens[end])
 
     def _leading(self, tokens: Int32Array, wanted: Iterable[int]) -> int | None:
-        """Where one of the wanted tokens is, with nothing but white space before it."""
+        """Return the position of the first wanted token with only white space before it; None if there is none."""
         wanted = set(wanted)
         for position, token in enumerate(tokens):
             if int(token) in wanted:
@@ -164,7 +167,7 @@ def _load_tokenizer(path: Path, settings: dict[str, Any], special: Mapping[str, 
         tokenizer: Tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     except Exception as error:  # the library raises bare Exceptions
         raise ModelError(f"{path}/tokenizer.json cannot be read: {_first_line(error)}") from error
-    # Limits saved by whoever trained the tokenizer would silently cut or pad prompts.
+    # Limits that were saved with the tokenizer would silently cut or pad prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     for id, token in settings.get("added_tokens_decoder", {}).items():
@@ -213,7 +216,7 @@ def _stop_token_ids(path: Path, tokenizer: Tokenizer, special: Mapping[str, str]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in this file; an empty one where there is no file."""
+    """Read the object in this file; an empty object if there is no file."""
     if not path.is_file():
         return {}
     try:

@@ -1,33 +1,35 @@
-"""Which prompts are worth drawing, by what became of them: a fold over outcomes, so a journal holds all of its state.
+"""The curriculum chooses which prompts are worth drawing, based on the outcomes of earlier attempts.
 
-A prompt that every answer solved rests: for 1 epoch, then 2, 4, 8, each time that it is solved again. One that no
-answer solved is drawn again between two others, at most `RETRIES` times in a row. Every prompt comes back, whatever it
-is. Time is counted in group attempts, whose ids are the same after a restart.
+Its state depends on the outcomes alone, so it can be rebuilt from a journal. A prompt that every answer solved rests:
+for 1 epoch, then for 2, 4 and 8, each time that it is solved again. A prompt that no answer solved is drawn again
+between two others, at most `RETRIES` times in a row. Every prompt is drawn again at some time. Time is counted in group
+attempts, whose ids are the same after a restart.
 """
 
 from __future__ import annotations
 
 LONGEST_REST = 8
-"""Epochs."""
+"""The longest rest of a prompt, in epochs."""
 RETRIES = 2
 RETRY_EVERY = 4
-"""One draw in so many may be a retry, so that prompts nobody can solve do not crowd out the others."""
+"""At most one draw in `RETRY_EVERY` is a retry, so that prompts that nobody can solve do not crowd out the others."""
 
 
 class Curriculum:
-    """What is known of the prompts that were tried."""
+    """The state of the prompts that were tried."""
 
     def __init__(self, prompts: int) -> None:
         self._epoch = prompts
         self._solved: dict[str, tuple[int, int]] = {}
-        """Prompt -> (times in a row that it was solved, the attempt from which on it is drawn again)."""
+        """How often in a row each solved prompt was solved, and the attempt from which on it is drawn again, by prompt
+        id."""
         self._tried: dict[str, int] = {}
-        """Prompt -> times in a row that nobody solved it."""
+        """How often in a row no answer solved a prompt, by prompt id."""
         self._retries: dict[str, None] = {}
-        """Prompts to draw again, oldest first."""
+        """The prompts to draw again, oldest first."""
 
     def note(self, prompt_id: str, right: int, answers: int, at: int) -> None:
-        """So many of the answers to a prompt were right, in attempt `at`."""
+        """Record that in attempt `at`, `right` of the `answers` answers to a prompt were right."""
         self._retries.pop(prompt_id, None)
         if right == answers:
             times = self._solved.get(prompt_id, (0, 0))[0] + 1
@@ -40,11 +42,11 @@ class Curriculum:
             self._retries[prompt_id] = None
 
     def rests(self, prompt_id: str, at: int) -> bool:
-        """Whether a prompt is passed over in attempt `at`."""
+        """Return whether a prompt is skipped in attempt `at`."""
         return at < self._solved.get(prompt_id, (0, 0))[1]
 
     def retry(self, at: int) -> str | None:
-        """The prompt to draw again in attempt `at`, if one is due."""
+        """Return the prompt to draw again in attempt `at`; None if no retry is due."""
         if not self._retries or at % RETRY_EVERY:
             return None
         prompt_id = next(iter(self._retries))

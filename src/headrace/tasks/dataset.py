@@ -1,6 +1,6 @@
-"""JSON lines become prompts: ids that never change, and training and held-out prompts that never meet.
+"""This module makes prompts from JSON lines. Ids never change, and training and held-out prompts never overlap.
 
-Every line is checked before anything starts; a bad one is a `DataError` that names the file and the line.
+Every line is checked before anything starts. A bad line raises a `DataError` that names the file and the line.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from headrace.types import Prompt
 
 
 def load_prompts(path: str | Path, *, system: str | None = None) -> list[Prompt]:
-    """The prompts of a file, in its order: `prompts[i]` is line `i + 1`.
+    """Load the prompts of a file, in its order: `prompts[i]` is line `i + 1`.
 
-    A line is an object with `prompt` (text, or messages), optionally `id`, and whatever the reward function wants.
-    Without an `id`, a line's id is a hash of its content. A text becomes a user's message, after `system` if given.
+    A line is an object with `prompt` (text, or messages), optionally `id`, and any fields that the reward function
+    needs. Without an `id`, a line's id is a hash of its content. A text becomes a user's message, after `system` if
+    that is given.
     """
     path = Path(path)
     if not path.is_file():
@@ -43,9 +44,9 @@ def load_prompts(path: str | Path, *, system: str | None = None) -> list[Prompt]
 def split_heldout(
     prompts: Sequence[Prompt], count: int, origin: str = "the dataset"
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """(training, held-out) with exactly `count` held-out prompts, chosen by a hash of their ids.
+    """Split prompts into (training, held-out), with exactly `count` held-out prompts, chosen by a hash of their ids.
 
-    A prompt whose content occurs more than once is never held out, so the two sides cannot share one.
+    A prompt whose content occurs more than once is never held out, so the two sides cannot share a prompt.
     """
     copies = Counter(map(prompt_content, prompts))
     candidates = [prompt.id for prompt in prompts if copies[prompt_content(prompt)] == 1]
@@ -63,7 +64,7 @@ def split_heldout(
 def check_disjoint(
     train: Sequence[Prompt], heldout: Sequence[Prompt], train_path: str | Path, heldout_path: str | Path
 ) -> None:
-    """Raise a `DataError` if two files (as `load_prompts` gave them) share an id or a prompt."""
+    """Raise `DataError` if two files, loaded by `load_prompts`, share an id or a prompt."""
     ids = {prompt.id: line for line, prompt in enumerate(train, start=1)}
     contents = {prompt_content(prompt): line for line, prompt in enumerate(train, start=1)}
     for line, prompt in enumerate(heldout, start=1):
@@ -74,7 +75,7 @@ def check_disjoint(
 
 
 def prompt_content(prompt: Prompt) -> str:
-    """What the policy is shown, as a key: equal for two prompts exactly if they ask the same."""
+    """Return a key of what the policy is shown. Two prompts have the same key exactly if they ask the same."""
     return _hash(msgspec.json.encode([prompt.messages, prompt.text]))
 
 

@@ -1,7 +1,8 @@
-"""Any reasoning-gym dataset as a task; its own verifier is the reward function (`verifier`).
+"""Any reasoning-gym dataset as a task. The dataset's own verifier is the reward function (`verifier`).
 
-Held-out questions come from another seed and are fixed first; a training question that equals one of them is replaced
-by the next that does not, so the two never meet, and training questions are only generated when they are drawn.
+Held-out questions come from another seed and are fixed first. A training question that equals a held-out one is
+replaced by the next that does not, so the two sets never overlap. Training questions are generated only when they are
+drawn.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from headrace.tasks.single_turn import SingleTurnTask
 from headrace.types import Prompt
 
 VERIFIER = "headrace.tasks.gym:verifier"
-"""What reward workers are started with; its arguments are `GymTask.verifier_arguments`."""
+"""The reference that reward workers are started with. Its arguments are `GymTask.verifier_arguments`."""
 
 _HELDOUT_SEED_OFFSET = 10**9
-"""Far away, since these datasets derive item i from `seed + i`."""
+"""The distance to the held-out seed. It is large because these datasets derive item i from `seed + i`."""
 
 
 class GymTask(SingleTurnTask):
-    """`size` training questions of a dataset, and `heldout` different ones."""
+    """A task of `size` training questions of a dataset, and `heldout` different ones."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class GymTask(SingleTurnTask):
         phrase = _Phrasing(system, suffix)
         chosen: list[dict[str, Any]] = []
         if heldout:
-            # Some questions come twice, so more are at hand than are wanted.
+            # Some questions come twice, so more are generated than are needed.
             source = create_dataset(name, {**config, "seed": _heldout_seed(seed), "size": 4 * heldout + 16})
             chosen = _distinct(name, source, heldout)
         data = create_dataset(name, {**config, "seed": seed, "size": size})
@@ -55,11 +56,14 @@ class GymTask(SingleTurnTask):
 
     @staticmethod
     def verifier_arguments(name: str, config: dict[str, Any], answer_pattern: str | None) -> dict[str, Any]:
-        """What `verifier` is called with in each reward worker."""
+        """Return the arguments that `verifier` is called with in each reward worker."""
         return {"name": name, "config": config, "answer_pattern": answer_pattern}
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        """The dataset's own answer, where it has one and `answer_pattern` would find it as it stands."""
+        """Return the dataset's own answer.
+
+        Return None if there is none, or if `answer_pattern` would not find it unchanged.
+        """
         answer = prompt.data["entry"]["answer"]
         if not isinstance(answer, str) or extract_answer(self._pattern, answer) != answer:
             return None
@@ -67,7 +71,7 @@ class GymTask(SingleTurnTask):
 
 
 class GymPrompts(Sequence[Prompt]):
-    """The training prompts of a dataset, generated when they are asked for."""
+    """The training prompts of a dataset, which are generated when they are asked for."""
 
     def __init__(self, dataset: Any, origin: str, phrase: _Phrasing, avoid: frozenset[str]) -> None:
         self._dataset = dataset
@@ -98,7 +102,7 @@ class GymPrompts(Sequence[Prompt]):
 
 @dataclasses.dataclass(frozen=True)
 class _Phrasing:
-    """How a question is put to the policy."""
+    """The form in which a question is put to the policy."""
 
     system: str | None
     suffix: str
@@ -110,7 +114,7 @@ class _Phrasing:
 
 
 def verifier(name: str, config: dict[str, Any], answer_pattern: str | None) -> Callable[..., dict[str, float]]:
-    """The reward function of a dataset, made once in each reward worker."""
+    """Make the reward function of a dataset. Each reward worker calls this once."""
     dataset = create_dataset(name, {**config, "seed": 0, "size": 1})
     pattern = compile_pattern(answer_pattern)
 
@@ -124,7 +128,7 @@ def verifier(name: str, config: dict[str, Any], answer_pattern: str | None) -> C
 
 
 def create_dataset(name: str, config: dict[str, Any]) -> Any:
-    """A reasoning-gym dataset; what is wrong with its name or configuration is one line."""
+    """Make a reasoning-gym dataset. A mistake in its name or configuration raises a one-line `ConfigError`."""
     try:
         from reasoning_gym.factory import DATASETS
         from reasoning_gym.factory import create_dataset as create
@@ -148,7 +152,7 @@ def create_dataset(name: str, config: dict[str, Any]) -> Any:
 
 
 def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:
-    """The configured `answer_pattern`; dots match line breaks."""
+    """Compile the configured `answer_pattern`. Dots match line breaks."""
     if pattern is None:
         return None
     try:
@@ -158,9 +162,9 @@ def compile_pattern(pattern: str | None) -> re.Pattern[str] | None:
 
 
 def extract_answer(pattern: re.Pattern[str] | None, completion: str) -> str | None:
-    """The first group (or the whole) of the pattern's *last* match, since a policy may change its mind.
+    """Return the first group (or the whole) of the pattern's *last* match, since a policy may change its mind.
 
-    Without a pattern it is the whole completion; None if the pattern does not match.
+    Without a pattern the whole completion is the answer. Return None if the pattern does not match.
     """
     if pattern is None:
         return completion.strip()
@@ -172,9 +176,9 @@ def extract_answer(pattern: re.Pattern[str] | None, completion: str) -> str | No
 
 
 def pack(value: Any) -> Any:
-    """An entry as JSON values, from which `unpack` restores it exactly.
+    """Turn an entry into JSON values, from which `unpack` restores it exactly.
 
-    Verifiers tell tuples from lists, and wires end at 64 bits.
+    Verifiers distinguish tuples from lists, and messages cannot carry integers of more than 64 bits.
     """
     if isinstance(value, tuple | set | frozenset):
         items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
@@ -195,7 +199,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """The value that `pack` was given."""
+    """Restore the value that `pack` was given."""
     if isinstance(value, list):
         return [unpack(item) for item in value]
     if not isinstance(value, dict):
@@ -213,7 +217,7 @@ def _heldout_seed(seed: int) -> int:
 
 
 def _distinct(name: str, dataset: Any, count: int) -> list[dict[str, Any]]:
-    """`count` entries with different questions."""
+    """Return `count` entries with different questions."""
     found: dict[str, dict[str, Any]] = {}
     for index in range(len(dataset)):
         if len(found) == count:

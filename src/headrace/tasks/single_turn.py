@@ -1,4 +1,4 @@
-"""The plain task: one question, one answer. It has no reward of its own: the run's scorers give one."""
+"""The plain task: one question, one answer. The task gives no reward of its own; the run's scorers do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.types import Prompt
 
 
 class SingleTurnTask:
-    """Prompts that are each answered once."""
+    """A task whose prompts are each answered once."""
 
     def __init__(
         self,
@@ -23,11 +23,11 @@ class SingleTurnTask:
         self._demonstration_field = demonstration_field
 
     def episode(self, prompt: Prompt) -> SingleTurn:
-        """A fresh environment for one rollout of this prompt."""
+        """Make a fresh environment for one rollout of this prompt."""
         return SingleTurn(prompt)
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        """The right answer in the prompt's data, if it has one as text or as a number."""
+        """Return the right answer in the prompt's data; None if it has none as text or as a number."""
         if self._demonstration_field is None:
             return None
         value = prompt.data.get(self._demonstration_field)
@@ -36,22 +36,22 @@ class SingleTurnTask:
         return str(value)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the task holds nothing."""
 
 
 class SingleTurn:
-    """One answer; an `Environment` of one turn without a reward."""
+    """An `Environment` of one turn, without a reward."""
 
     def __init__(self, prompt: Prompt) -> None:
         self._prompt = prompt
 
     async def reset(self) -> list[dict[str, str]]:
-        """The prompt's messages; none for a prompt that is plain text, which is opened as it is."""
+        """Return the prompt's messages. A prompt that is plain text has none, and is opened as it is."""
         return list(self._prompt.messages or [])
 
     async def step(self, completion: str) -> EnvironmentStep:
-        """The answer ends the episode."""
+        """End the episode: the answer is its only turn."""
         return EnvironmentStep(done=True)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the environment holds nothing."""

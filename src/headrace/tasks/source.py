@@ -1,8 +1,8 @@
-"""An endless, seeded, resumable order over prompts.
+"""An endless, seeded, resumable order of prompts.
 
 The order is a pure function of (seed, number of prompts): the n-th draw is the same in every run, on every machine and
-after every restart, and each epoch holds every prompt once. Only one epoch's permutation is ever in memory. With a
-curriculum, prompts that rest are passed over in this order, and prompts to retry come in between.
+after every restart, and each epoch has every prompt once. Only the permutation of one epoch is in memory. With a
+curriculum, prompts that rest are skipped in this order, and prompts to retry are inserted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ UInt64Array = npt.NDArray[np.uint64]
 
 
 class PromptSource:
-    """Draws prompts, epoch after epoch, each in a new order; with `curriculum`, by what became of them."""
+    """A source that draws prompts, each epoch in a new order.
+
+    With `curriculum`, earlier outcomes change what is drawn.
+    """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, *, curriculum: bool = False) -> None:
         if not len(prompts):
@@ -35,17 +38,17 @@ class PromptSource:
 
     @property
     def position(self) -> int:
-        """How far the order is used, over all epochs: what `seek` takes to go on from here."""
+        """The position in the order, over all epochs. `seek` takes this number to continue from here."""
         return self._position
 
     def seek(self, position: int) -> None:
-        """Go to where the order is used up to `position`."""
+        """Set the position in the order."""
         if position < 0:
             raise ValueError(f"a position cannot be {position}")
         self._position = position
 
     def draw(self, at: int = 0) -> Prompt:
-        """The next prompt, for the group attempt `at`, which only a curriculum looks at."""
+        """Return the next prompt, for the group attempt `at`. Only a curriculum uses `at`."""
         if self._curriculum is None:
             return self._next_in_order()
         again = self._curriculum.retry(at)
@@ -58,12 +61,12 @@ class PromptSource:
         return self._next_in_order()  # all of them rest
 
     def outcome(self, at: int, prompt_id: str, rewards: Sequence[float]) -> None:
-        """The answers to this prompt in the group attempt `at` have these rewards."""
+        """Record the rewards of the answers to this prompt in the group attempt `at`."""
         if rewards:
             self.restore([(at, prompt_id, sum(reward >= 1.0 for reward in rewards), len(rewards))])
 
     def restore(self, outcomes: Iterable[tuple[int, str, int, int]]) -> None:
-        """Take over earlier (group attempt, prompt id, right answers, answers), oldest first."""
+        """Take over earlier outcomes, oldest first: (group attempt, prompt id, right answers, number of answers)."""
         if self._curriculum is not None:
             for at, prompt_id, right, answers in outcomes:
                 self._curriculum.note(prompt_id, right, answers, at)
@@ -78,14 +81,14 @@ class PromptSource:
 
 
 def permutation(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
-    """The order of one epoch. Keyed hashes are sorted, so that no library's random stream is part of the contract."""
+    """Return the order of one epoch. It sorts keyed hashes, so that it depends on no library's random stream."""
     key = _mix(np.asarray([seed % 2**64], np.uint64))
     key = _mix(key ^ np.asarray([epoch % 2**64], np.uint64))
     return np.argsort(_mix(np.arange(size, dtype=np.uint64) ^ key), kind="stable")
 
 
 def _mix(values: UInt64Array) -> UInt64Array:
-    """The splitmix64 finaliser: a bijection of 64 bits, so equal keys cannot occur."""
+    """Apply the splitmix64 finaliser. It is a bijection of 64 bits, so two sort keys are never equal."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

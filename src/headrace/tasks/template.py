@@ -1,6 +1,6 @@
-"""A model's chat template: messages in, text out, exactly as Hugging Face would render them, without importing it.
+"""The chat template of a model turns messages into text, exactly as Hugging Face does, without importing its libraries.
 
-Templates come with models and are code of others: they run in jinja's sandbox, and what they raise is one `ModelError`.
+Templates come with models and are foreign code. They run in jinja's sandbox, and their errors become one `ModelError`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ChatTemplate:
     """A compiled chat template with the model's special tokens."""
 
     def __init__(self, source: str, variables: Mapping[str, str], origin: str) -> None:
-        """`variables` are `bos_token`, `eos_token`, ...; `origin` names the model in errors."""
+        """`variables` are the special tokens `bos_token`, `eos_token`, ...; `origin` names the model in errors."""
         self._variables = dict(variables)
         self._origin = origin
         try:
@@ -38,9 +38,9 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The conversation as text; with the generation prompt, up to where the assistant's next turn begins.
+        """Return the conversation as text. With the generation prompt, it ends where the assistant's next turn begins.
 
-        `tools` are descriptions of functions, as the template wants them (usually OpenAI's JSON).
+        `tools` holds descriptions of functions, in the form that the template wants (usually OpenAI's JSON).
         """
         try:
             return self._template.render(
@@ -58,7 +58,10 @@ class ChatTemplate:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's words; for rendering it is transparent."""
+    """The block `{% generation %}...{% endgeneration %}`, which marks the assistant's words.
+
+    Rendering ignores the marks.
+    """
 
     tags = {"generation"}
 
@@ -85,7 +88,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: jinja's own filter escapes HTML, which models have never seen."""
+    """Return plain JSON. jinja's own filter escapes HTML, which models have never seen."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
