@@ -1,15 +1,16 @@
-"""From the rewards of a step's groups to their advantages: pure functions, one per estimator. No torch here.
+"""Advantages from the rewards of a step's groups: pure functions, one per estimator. No torch is imported here.
 
-Each estimator follows a reordering of the rollouts and sums to zero, over a group or over the step: where all earned
-the same, nothing is to be learned.
+If rollouts are reordered, the result of an estimator is reordered with them. Advantages sum to zero, over a group or
+over the step: where all rollouts earned the same, there is nothing to learn.
 
-The smallest estimator of a user's own, named in the configuration by `advantage = "my_advantage.py:centred"`:
+A minimal estimator of your own, selected in the configuration by `advantage = "my_advantage.py:centred"`:
 
     def centred(groups):
         return [rewards - rewards.mean() for rewards in groups]
 
-It gets one array of rewards for each group of the step and returns one array of advantages for each. If it compares the
-answers of a group, its file may say so, and groups of one answer are refused: `COMPARES = ("centred",)`.
+The function gets one array of rewards for each group of the step, and returns one array of advantages for each group.
+If the function compares the answers of a group, its file may declare `COMPARES = ("centred",)`. Then groups of one
+answer are refused.
 """
 
 from __future__ import annotations
@@ -24,38 +25,39 @@ from headrace.reference import describe, import_function
 
 FloatArray = npt.NDArray[np.float64]
 AdvantageFunction = Callable[[Sequence[FloatArray]], list[FloatArray]]
-"""From the rewards of each group of a step to the advantages of each group."""
+"""A function from the rewards of each group of a step to the advantages of each group."""
 
 COMPARES = ("grpo", "dr_grpo", "rloo", "maxrl")
-"""Estimators that compare the answers of a group with each other, and so need at least two."""
+"""The estimators that compare the answers of a group with each other, and so need at least two answers."""
 EPSILON = 1e-6
-"""Added to a standard deviation: small beside any real spread of rewards, large beside rounding."""
+"""The constant that is added to a standard deviation: small compared with any real spread of rewards, large compared
+with rounding."""
 
 
 def grpo(rewards: FloatArray) -> FloatArray:
-    """(R - mean) / (std + EPSILON) with the population's standard deviation; zeros where all rewards are equal."""
+    """Return (R - mean) / (std + EPSILON) with the population's standard deviation; zeros if all rewards are equal."""
     centred = dr_grpo(rewards)
     return centred / (centred.std() + EPSILON) if len(centred) else centred
 
 
 def dr_grpo(rewards: FloatArray) -> FloatArray:
-    """R - mean: no division by the spread, so easy and hard prompts keep their scale."""
+    """Return R - mean. There is no division by the spread, so easy and hard prompts keep their scale."""
     if len(rewards) == 0 or bool(np.all(rewards == rewards[0])):
-        # The mean of equal numbers may be off by rounding, and grpo would blow that up.
+        # The mean of equal numbers may be off by rounding, and grpo would amplify that error.
         return np.zeros(len(rewards), np.float64)
     return np.asarray(rewards - rewards.mean(), np.float64)
 
 
 def rloo(rewards: FloatArray) -> FloatArray:
-    """R - mean of the others; a group of one has no others and gets zero."""
+    """Return R - mean of the others. A group of one has no others and gets zero."""
     n = len(rewards)
     return dr_grpo(rewards) * (n / (n - 1)) if n > 1 else np.zeros(n, np.float64)
 
 
 def maxrl(rewards: FloatArray) -> FloatArray:
-    """(R - mean) / mean: hard prompts count for more; zeros where the mean is not above 0.
+    """Return (R - mean) / mean, so that hard prompts count more; zeros if the mean is not above 0.
 
-    For rewards that are not negative: a negative mean would turn every sign around.
+    This is for rewards that are not negative: a negative mean would reverse every sign.
     """
     if len(rewards) == 0 or rewards.mean() <= 0:
         return np.zeros(len(rewards), np.float64)
@@ -63,7 +65,7 @@ def maxrl(rewards: FloatArray) -> FloatArray:
 
 
 def reinforce_plus_plus(groups: Sequence[FloatArray]) -> list[FloatArray]:
-    """(R - mean) / (std + EPSILON) over all rollouts of the step: prompts are compared with each other."""
+    """Return (R - mean) / (std + EPSILON) over all rollouts of the step, so prompts are compared with each other."""
     if not groups:
         return []
     cuts = np.cumsum([len(rewards) for rewards in groups])[:-1]
@@ -71,7 +73,7 @@ def reinforce_plus_plus(groups: Sequence[FloatArray]) -> list[FloatArray]:
 
 
 def each(estimate: Callable[[FloatArray], FloatArray]) -> AdvantageFunction:
-    """An estimator that compares the rollouts of a group with each other, over the groups of a step."""
+    """Turn an estimator for one group, which compares its rollouts, into a function over the groups of a step."""
     return lambda groups: [estimate(rewards) for rewards in groups]
 
 
@@ -82,17 +84,17 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "maxrl": each(maxrl),
     "reinforce_plus_plus": reinforce_plus_plus,
 }
-"""Every estimator by the name that `[algorithm] advantage` gives it."""
+"""Every estimator by its name in `[algorithm] advantage`."""
 
 
 def advantages(name: str, groups: Sequence[npt.ArrayLike]) -> list[FloatArray]:
-    """The advantages of a step's rollouts: for each group, in the order of its rewards."""
+    """Return the advantages of a step's rollouts: for each group, in the order of its rewards."""
     rewards = [np.asarray(each, np.float64) for each in groups]
     return ADVANTAGES[name](rewards) if name in ADVANTAGES else _advantages_of_user(name, rewards)
 
 
 def _advantages_of_user(reference: str, rewards: Sequence[FloatArray]) -> list[FloatArray]:
-    """What the user's own function says, if it says one finite number for each reward."""
+    """Return the result of the user's own function. Raises unless it gives one finite number for each reward."""
     estimate = import_function(reference)
     try:
         found = [np.asarray(values, np.float64) for values in estimate(rewards)]

@@ -1,7 +1,7 @@
-"""Scored groups become a batch: sequences, advantages, weights. No torch here.
+"""Assembly of scored groups into a batch: sequences, advantages, weights. No torch is imported here.
 
-The batch is a function of the set of groups, never of the order in which they arrived, and its weights already hold
-the normalisation of the whole optimizer step.
+The batch depends on the set of groups, never on the order in which they arrived. The weights in the batch already
+contain the normalisation of the whole optimizer step.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ def assemble(
     length_penalty: float = 0.0,
     republished: Sequence[int] = (),
 ) -> Batch:
-    """The batch of one optimizer step: every trace of every usable rollout is one sequence.
+    """Assemble the batch of one optimizer step: every trace of every usable rollout becomes one sequence.
 
-    A trained token weighs 1 / (trained tokens of the step) with "token", 1 / (rollouts x trained tokens of its rollout)
-    with "sequence" (rollouts without a trained token are not counted), and 1 / (groups x group_size x max_tokens) with
-    "constant". Advantages are taken of rewards shaped by length (see `shaping`). All groups train one policy.
+    The weight of a trained token depends on `normalize`. With "token" it is 1 / (trained tokens of the step). With
+    "sequence" it is 1 / (rollouts x trained tokens of its rollout), where rollouts without a trained token are not
+    counted. With "constant" it is 1 / (groups x group_size x max_tokens). Advantages are computed from rewards shaped
+    by length (see `shaping`). All groups must train the same policy.
     """
     policies = {group.policy for group in groups} or {POLICY}
     if len(policies) > 1:
@@ -75,7 +76,8 @@ def assemble(
             traces.append(trace)
             values_of.append(value)
             weights_of.append(weight(rollout))
-            # The n-th traces of a group's rollouts begin alike; a rollout's own traces (several agents) need not.
+            # The n-th traces of a group's rollouts begin with the same tokens. The traces of one rollout (several
+            # agents) need not.
             keys.append((index, position))
     named = {"step": step, "version": version, "temperature": temperature, "republished": list(republished)}
     return _batch(traces, values_of, weights_of, _numbered(keys), **named, policy=policies.pop())
@@ -84,9 +86,9 @@ def assemble(
 def assemble_demonstrations(
     pairs: Sequence[tuple[Int32Array, Int32Array]], *, step: int, version: int, policy: str = POLICY
 ) -> Batch:
-    """The batch of one supervised step on (prompt ids, answer ids): the mean likelihood of the answers' tokens.
+    """Assemble the batch of one supervised step on (prompt ids, answer ids): mean likelihood of the answers' tokens.
 
-    No policy sampled these tokens: their versions are `NO_VERSION` and their recorded log-probabilities 0.
+    No policy sampled these tokens, so their versions are `NO_VERSION` and their recorded log-probabilities are 0.
     """
     traces = []
     for prompt_ids, answer_ids in pairs:

@@ -1,4 +1,4 @@
-"""Hugging Face causal language models, unmodified: loading, one attention function, and the check that it fits.
+"""Hugging Face causal language models, unmodified: loading, one attention function, and the check that a model fits.
 
-Engines and the trainer share this, which is what keeps generation and training the same function.
+Engines and the trainer share this code, so that generation and training compute the same function.
 """

@@ -1,7 +1,7 @@
-"""One attention function, registered with transformers, that hands every call to the context in force.
+"""One attention function, registered with transformers, that hands every call to the current context.
 
-The engine's context reads and writes a paged KV cache; the trainer's attends within packed sequences. Model code is
-Hugging Face's in both. No mask is ever built by the model: the context alone decides who sees whom. Under
+The engine's context reads and writes a paged KV cache; the trainer's context attends within packed sequences. Both use
+Hugging Face's model code. The model never builds a mask: the context alone decides which tokens see each other. Under
 `torch.compile` the call is one operation that the compiler does not look into, forward or backward.
 """
 
@@ -28,48 +28,49 @@ _IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", 
 _IGNORED |= {"output_router_logits", "return_dict", "num_items_in_batch", "past_key_values", "cu_seq_lens_q"}
 
 UNTOLD = -1
-"""The layer of a call that is compiled for training: who looks at the index compiles the first layers one by one."""
+"""The layer of a call that is compiled for training. If compiled code read the index, the first layers would be
+compiled one by one."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One layer's attention over packed tokens. T tokens, H query heads, K key/value heads, D the head size."""
+    """One layer's attention over packed tokens: T tokens, H query heads, K key/value heads, head size D."""
 
     layer: int
-    """Or `UNTOLD`."""
+    """The index of the layer, or `UNTOLD`."""
     query: torch.Tensor  # [1, H, T, D]
     key: torch.Tensor  # [1, K, T, D], not repeated
     value: torch.Tensor  # [1, K, T, Dv]
     scaling: float
     window: int | None
-    """A token sees itself and the `window - 1` before it; None sees all before it."""
+    """The window size: a token sees itself and the `window - 1` tokens before it. None means no limit."""
     softcap: float | None
     sinks: torch.Tensor | None
-    """[H]: logits of an attention sink per head (GPT-OSS)."""
+    """The logits of one attention sink per head (GPT-OSS), [H]."""
 
 
 class AttentionContext(Protocol):
-    """Decides who sees whom for one forward pass."""
+    """The context of one forward pass, which decides which tokens see each other."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The attention output, [1, T, H, Dv]."""
+        """Return the attention output, [1, T, H, Dv]."""
         ...
 
 
 class TrainedContext(AttentionContext, Protocol):
-    """One whose attention can be differentiated without autograd; it must outlive the backward pass."""
+    """A context whose attention can be differentiated without autograd. The context must outlive the backward pass."""
 
     ticket: int
-    """From `keep_for_backward`."""
+    """The number that `keep_for_backward` returned."""
 
     def attend_saving(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """The attention output, [1, T, H, Dv], and the log-sum-exp of each query's scores, float32 [H, T]."""
+        """Return the attention output, [1, T, H, Dv], and the log-sum-exp of each query's scores, float32 [H, T]."""
         ...
 
     def attend_backward(
         self, call: AttentionCall, output: torch.Tensor, lse: torch.Tensor, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The gradients of queries, keys and values, [1, T, H or K, D], and of the sinks, if there are any."""
+        """Return the gradients of queries, keys and values, [1, T, H or K, D], and of the sinks, if there are any."""
         ...
 
 
@@ -78,7 +79,7 @@ _kept: WeakValueDictionary[int, TrainedContext] = WeakValueDictionary()
 
 
 def keep_for_backward(context: TrainedContext) -> int:
-    """A number by which a compiled backward pass, in a thread of its own, finds the context of its forward pass."""
+    """Return a number by which a compiled backward pass, in another thread, finds the context of its forward pass."""
     ticket = next(_tickets)
     _kept[ticket] = context
     return ticket
@@ -89,7 +90,7 @@ _context: ContextVar[AttentionContext | None] = ContextVar("headrace_attention",
 
 @contextmanager
 def attending(context: AttentionContext) -> Iterator[None]:
-    """Every attention call of the body goes to this context."""
+    """Hand every attention call inside this context manager to this context."""
     token = _context.set(context)
     try:
         yield
@@ -98,7 +99,7 @@ def attending(context: AttentionContext) -> Iterator[None]:
 
 
 def current_context() -> AttentionContext:
-    """The context in force."""
+    """Return the current context. Raises outside `attending`."""
     context = _context.get()
     if context is None:
         raise RuntimeError("a model loaded for Headrace was called outside of `attending(...)`")
@@ -106,7 +107,8 @@ def current_context() -> AttentionContext:
 
 
 def _window_of(module: torch.nn.Module, kwargs: dict[str, Any]) -> int | None:
-    # A keyword wins over the attribute: some families set the attribute on every layer and pass None for full ones.
+    # A keyword wins over the attribute: some families set the attribute on every layer and pass None for full
+    # attention.
     window = kwargs.pop("sliding_window") if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
     return int(window) if window else None
 
@@ -152,7 +154,7 @@ def _in_context(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    # In the layout that the compiler was promised.
+    # The output is contiguous, because the compiler was promised that layout.
     return current_context().attend(_call(query, key, value, sinks, layer, scaling, window, softcap)).contiguous()
 
 
@@ -178,7 +180,7 @@ def _call(
     )
 
 
-# To the compiler attention is one opaque operation: the context is found when it runs, not when it is compiled.
+# To the compiler, attention is one opaque operation: the context is looked up when it runs, not when it is compiled.
 @torch.library.custom_op("headrace::attend", mutates_args=())
 def _opaque(
     query: torch.Tensor,
@@ -218,7 +220,7 @@ def _trained(
     window: int,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output, the log-sum-exps, and the number of the context, which the backward pass needs."""
+    """Return the output, the log-sum-exps, and the number of the context, which the backward pass needs."""
     context = cast(TrainedContext, current_context())
     output, lse = context.attend_saving(_call(query, key, value, sinks, layer, scaling, window, softcap))
     return output.contiguous(), lse.contiguous(), torch.tensor(context.ticket)

@@ -1,7 +1,7 @@
-"""One experts function, registered with transformers, that says which experts each token went to.
+"""One experts function, registered with transformers, that records which experts each token went to.
 
-What is recorded is the very index tensor that the products are made with, so it cannot differ from what ran; and
-recording waits for nothing on the host, so it holds inside a compiled layer and a captured graph.
+The record is the very index tensor that the products are computed with, so the record cannot differ from what ran.
+Recording does not wait for the host, so it also works inside a compiled layer and a captured graph.
 """
 
 from __future__ import annotations
@@ -21,35 +21,41 @@ from headrace.errors import ModelError
 from headrace.models.compiling import COLUMN, number_of
 
 EXPERTS = "headrace"
-"""The name to set: `model.set_experts_implementation(EXPERTS)`; `prepare_experts` does it."""
+"""The name for `model.set_experts_implementation(EXPERTS)`, which `prepare_experts` calls."""
 
 _DISPATCHED = ("is_transposed", "has_gate", "has_bias")
-"""What transformers' decorator leaves on a module that it dispatches; there is no base class to ask for."""
+"""The attributes that transformers' decorator leaves on a module that it dispatches. There is no common base class."""
 _ROUTING_CLASS = re.compile(r"(Experts?|Router|Gating|MoE|Moe|Mo[eE]Block)$")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
 _TRAINED_IN_FULL = ".modules_to_save."
 _MOST_EXPERTS = torch.iinfo(torch.int16).max
 _BLOCK = 8
-"""Experts computed at once where every expert is; a number that does not depend on the pass, for compiled layers."""
+"""How many experts are computed at once when every expert is computed. The number does not depend on the pass, as
+compiled layers require."""
 
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """Where a model routes. A record of T tokens is [T, len(layers), per_token] of numbers below `experts`."""
+    """The routing layout of a model.
+
+    A record of T tokens is [T, len(layers), per_token], with numbers below `experts`.
+    """
 
     layers: tuple[int, ...]
-    """The decoder layers that route, ascending; empty where that cannot be known."""
+    """The decoder layers that route, in ascending order. Empty where they cannot be known."""
     per_token: int
     experts: int
     recorded: bool = True
-    """False for models that route outside of transformers' experts interface: they are served, never recorded."""
+    """False for models that route outside transformers' experts interface. Such models are served but never
+    recorded."""
 
 
 class RoutingRecorder:
-    """The experts of the pass in force: row t of `chosen` is the pass's token t, whatever it was before.
+    """The recorder of the experts of the current pass: row t of `chosen` belongs to token t of the pass.
 
-    The buffer is allocated once and never replaced, so a captured graph keeps writing where the host reads.
+    Rows from an earlier pass are overwritten. The buffer is allocated once and never replaced, so a captured graph
+    keeps writing where the host reads.
     """
 
     def __init__(self, shape: RoutingShape, tokens: int, device: torch.device | str) -> None:
@@ -59,7 +65,7 @@ class RoutingRecorder:
         self.chosen = torch.zeros(tokens, len(shape.layers), shape.per_token, dtype=torch.int16, device=device)
 
     def write(self, column: int, index: torch.Tensor) -> None:
-        """Keep one layer's experts, [T, k], as rows 0..T-1."""
+        """Store the experts of one layer, [T, k], in rows 0..T-1."""
         tokens, per_token = index.shape
         if tokens > self.chosen.shape[0] or per_token != self.shape.per_token:
             raise ValueError(f"{tokens} tokens of {per_token} experts do not fit into {tuple(self.chosen.shape)}")
@@ -71,7 +77,7 @@ _recorder: ContextVar[RoutingRecorder | None] = ContextVar("headrace_routing", d
 
 @contextmanager
 def recording(recorder: RoutingRecorder | None) -> Iterator[None]:
-    """Every pass of the body writes its experts into this recorder, if there is one."""
+    """Make every pass inside this context write its experts into this recorder, if there is one."""
     token = _recorder.set(recorder)
     try:
         yield
@@ -80,7 +86,7 @@ def recording(recorder: RoutingRecorder | None) -> Iterator[None]:
 
 
 def prepare_experts(model: Any) -> RoutingShape | None:
-    """Route this model's experts through Headrace; where it routes, or None for a dense model."""
+    """Route this model's experts through Headrace. Return its routing layout, or None for a dense model."""
     shape, modules = routing_shape(model), experts_modules(model)
     if shape is None or not modules:
         return shape
@@ -94,12 +100,12 @@ def prepare_experts(model: Any) -> RoutingShape | None:
 
 
 def routing_shape(model: Any) -> RoutingShape | None:
-    """Where a model routes, or None for a dense one. The model is not changed."""
+    """Return the routing layout of a model, or None for a dense model. The model is not changed."""
     config = model.config.get_text_config()
     experts, per_token = _first(config, _EXPERT_COUNTS) or 0, _first(config, _EXPERTS_PER_TOKEN) or 0
     modules = experts_modules(model)
     if not modules:
-        # By class: a configuration may speak of experts that no layer has.
+        # The test is by class, because a configuration may mention experts that no layer has.
         if not any(_ROUTING_CLASS.search(type(module).__name__) for module in model.modules()):
             return None
         return RoutingShape(layers=(), per_token=per_token, experts=experts, recorded=False)
@@ -110,9 +116,9 @@ def routing_shape(model: Any) -> RoutingShape | None:
 
 
 def experts_modules(model: torch.nn.Module) -> dict[str, Any]:
-    """The modules that transformers dispatches through its experts interface, by path, in the order of a record.
+    """Return the modules that transformers dispatches through its experts interface, by path, in the order of a record.
 
-    Experts that peft trains in full are there twice: the original stands for both.
+    Experts that peft trains in full exist twice; only the original is returned.
     """
     return {
         path: module
@@ -123,8 +129,8 @@ def experts_modules(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _layers_of(modules: dict[str, Any]) -> tuple[int, ...]:
-    """The layer of each experts module, ascending; empty where they do not tell, or one routes more than once."""
-    # The layer's number is the first in the path: `model.layers.3.mlp.experts`.
+    """Return the layer of each experts module, ascending. Empty if a layer is not known, or routes more than once."""
+    # The layer's number is the first number in the path: `model.layers.3.mlp.experts`.
     numbers = [[int(part) for part in path.split(".") if part.isdecimal()] for path in modules]
     layers = tuple(found[0] for found in numbers if found)
     return layers if len(layers) == len(modules) and layers == tuple(sorted(set(layers))) else ()
@@ -137,7 +143,7 @@ def _first(config: Any, names: tuple[str, ...]) -> int | None:
 
 @torch.library.custom_op("headrace::record_routing", mutates_args=())
 def _record_routing(index: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    # Returning the index makes the record a step on the way to the products: a compiler can neither drop nor move it.
+    # The returned index is used by the products, so a compiler can neither drop nor move the recording.
     _record(index, int(column))
     return index.clone()
 
@@ -153,11 +159,11 @@ def _record(index: torch.Tensor, column: int) -> None:
 
 
 def _experts(module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of each token's experts, [T, H], by transformers' experts interface."""
+    """Return the weighted sum of each token's experts, [T, H]. This is transformers' experts interface."""
     if torch.compiler.is_compiling():
         column = number_of(module, COLUMN)
         if column is not None:
-            # Opaque to the compiler, so that one compiled layer serves passes with and without a recorder.
+            # The operation is opaque to the compiler, so one compiled layer serves passes with and without a recorder.
             top_k_index = _record_routing(top_k_index, column)
     elif hasattr(module, COLUMN):
         _record(top_k_index, getattr(module, COLUMN))
@@ -168,7 +174,7 @@ def _experts(module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k
 
 
 def _groups(module: Any, hidden: torch.Tensor) -> bool:
-    """Whether torch's grouped product takes these tensors here; it waits for the host where it has no kernel."""
+    """Return whether torch's grouped product can take these tensors. Where it has no kernel, it waits for the host."""
     first = _up(module)
     if hidden.dtype != first.dtype or hidden.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
@@ -180,7 +186,7 @@ def _groups(module: Any, hidden: torch.Tensor) -> bool:
 
 
 def _grouped(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Pairs of token and expert sorted by expert, and one product per expert over its stretch of them."""
+    """Sort the pairs of token and expert by expert, and compute one product per expert over its range of pairs."""
     tokens, per_token = index.shape
     expert, order = torch.sort(index.reshape(-1).to(torch.int16), stable=True)  # narrow keys sort in fewer rounds
     numbers = torch.arange(module.num_experts, device=expert.device, dtype=expert.dtype)
@@ -192,13 +198,17 @@ def _grouped(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: to
     if module.has_bias:
         outer = outer + module.down_proj_bias[expert.int()]
     outer = _normed(module, outer) * weights.reshape(-1)[order, None]
-    # Back in the tokens' order, where the sum over a token's experts has a fixed order too: no atomic additions.
+    # The results go back to the order of tokens, where the sum over a token's experts has a fixed order too. There are
+    # no atomic additions.
     back = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     return outer[back].view(tokens, per_token, outer.shape[-1]).sum(1)
 
 
 def _every_expert(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Every expert over every token, most of it for nothing: for what the grouped product does not take."""
+    """Compute every expert over every token, most of it unused.
+
+    This is for tensors that the grouped product cannot take.
+    """
     spread = weights.new_zeros((index.shape[0], module.num_experts)).scatter_add(1, index, weights).t()[..., None]
     total = torch.zeros_like(hidden)
     for start in range(0, module.num_experts, _BLOCK):
@@ -209,7 +219,7 @@ def _every_expert(module: Any, hidden: torch.Tensor, index: torch.Tensor, weight
         outer = torch.bmm(_activate(module, inner), _input_first(module, module.down_proj[part]))
         if module.has_bias:
             outer = outer + module.down_proj_bias[part, None]
-        # What an expert that was not chosen makes of a token may overflow: it must not come back as 0 times infinity.
+        # The result of an expert that was not chosen may overflow, and must not become 0 times infinity.
         outer = _normed(module, outer).masked_fill(spread[part] == 0, 0.0)
         total = total + (outer * spread[part]).sum(0)
     return total

@@ -1,7 +1,7 @@
-"""A frozen linear layer in 4 bits: blocks of 64 weights, each the nearest of 16 levels times the block's largest.
+"""Frozen linear layers in 4 bits: in each block of 64 weights, a weight is one of 16 levels times the block's maximum.
 
-The levels are those of NF4, equally likely where weights are normally distributed. Rounding is one function of the
-float32 weights, wherever it is made: trainer and engines hold the same numbers, one in 4 bits and the other dense.
+The levels are those of NF4, which are equally likely for normally distributed weights. Rounding is a function of the
+float32 weights alone. So trainer and engines hold the same numbers, the trainer in 4 bits and the engines dense.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ LEVELS = (
 
 @torch.no_grad()
 def round_weights(layers: Mapping[str, nn.Linear], sources: Mapping[str, nn.Linear] | None = None) -> None:
-    """Make the weights of these layers what 4 bits hold of them, in place.
+    """Round the weights of these layers, in place, to values that 4 bits can hold.
 
-    `sources` are the same layers in float32, where these are not: what is rounded is always that.
+    `sources` are the same layers in float32, if `layers` are in another dtype: the rounding always starts from float32.
     """
     for name, layer in layers.items():
         weight = (sources or layers)[name].weight.float()
@@ -33,27 +33,27 @@ def round_weights(layers: Mapping[str, nn.Linear], sources: Mapping[str, nn.Line
 
 @torch.no_grad()
 def hold_in_four_bits(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
-    """Replace these layers by such that hold their weights in 4 bits; they are frozen from then on."""
+    """Replace these layers by layers that hold the weights in 4 bits. The new layers are frozen."""
     for name, layer in layers.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, FourBitLinear(layer))
 
 
 class FourBitLinear(nn.Linear):
-    """Computes what a frozen linear layer does; its weights exist only while a pass needs them, backward too."""
+    """A frozen linear layer whose dense weights exist only while a pass needs them, in the backward pass too."""
 
     packed: torch.Tensor
     scales: torch.Tensor
     pairs: torch.Tensor
 
     def __init__(self, layer: nn.Linear) -> None:
-        nn.Module.__init__(self)  # a linear layer to others, without a linear layer's parameter
+        nn.Module.__init__(self)  # other code sees an nn.Linear, but there is no weight parameter
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.rounding: torch.dtype | None = None
-        """What the weights are rounded to once more before they are used, see `models.rounding`."""
+        """The dtype to which weights are rounded once more before use, see `models.rounding`."""
         packed, scales = _packed(layer.weight.detach().float())
-        # No part of what is saved or published: both know the base model by its files. As integers: a cast of the
-        # module would round them.
+        # The buffers are not saved or published: both know the base model by its files. They are kept as integers,
+        # because a cast of the module would round floating-point buffers.
         self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("scales", scales.view(torch.int32), persistent=False)
         self.register_buffer("pairs", _pairs(packed.device).view(torch.int32), persistent=False)
@@ -65,13 +65,14 @@ class FourBitLinear(nn.Linear):
         return _unpacked(self.packed, self.scales, (self.out_features, self.in_features), self.pairs)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As of `nn.Linear`, in the dtype of what comes in."""
+        """Compute the same as `nn.Linear`, in the dtype of the input."""
         held = self.packed, self.scales, self.pairs, self.out_features, self.in_features
         output: torch.Tensor = _linear(input, *held, self.bias, self.rounding)
         return output
 
 
-# Opaque to a compiler, which would see one weight in both passes, and keep it from the first to the second.
+# The operation is opaque to the compiler. A compiler would see the same weight in both passes and keep it in memory
+# from the first to the second.
 @torch.library.custom_op("headrace::four_bit_linear", mutates_args=())
 def _linear(
     hidden: torch.Tensor,
@@ -119,7 +120,7 @@ _linear.register_autograd(_gradients, setup_context=_setup)
 
 
 def _packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two levels' numbers to a byte, and the largest magnitude of each block."""
+    """Return the level numbers, two to a byte, and the largest magnitude of each block."""
     flat = weight.reshape(-1)
     blocks = nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)
@@ -131,7 +132,7 @@ def _packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _pairs(device: torch.device) -> torch.Tensor:
-    """The two levels that each byte stands for, [256, 2]."""
+    """Return the two levels that each byte stands for, [256, 2]."""
     levels = torch.tensor(LEVELS, device=device)
     byte = torch.arange(256, device=device)
     return torch.stack([levels[byte & 15], levels[byte >> 4]], 1)
@@ -140,7 +141,7 @@ def _pairs(device: torch.device) -> torch.Tensor:
 def _unpacked(
     packed: torch.Tensor, scales: torch.Tensor, shape: Sequence[int], pairs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The weights, in float32."""
+    """Return the weights in float32."""
     table = _pairs(packed.device) if pairs is None else pairs.view(torch.float32)
     values = table.index_select(0, packed.int()).view(-1, BLOCK) * scales.view(torch.float32)[:, None]
     rows, columns = shape

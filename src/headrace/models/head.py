@@ -1,7 +1,7 @@
-"""Logits in float32: the last matrix product of a 16-bit model is not rounded back to 16 bits.
+"""Float32 logits: the last matrix product of a 16-bit model is not rounded back to 16 bits.
 
-Near the likeliest tokens a bfloat16 logit is only good to some hundredths, which is what a log-probability's error
-would then be; the product itself accumulates in float32 anyway.
+Near the likeliest tokens, a bfloat16 logit is only exact to some hundredths, and a log-probability would have the same
+error. The product itself accumulates in float32 anyway.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def keep_logits_in_float32(model: Any) -> bool:
-    """Make this model's vocabulary projection answer in float32; False where it is not a plain 16-bit one on a GPU."""
+    """Make this model's vocabulary projection return float32. Return False if it is not a plain 16-bit one on a GPU."""
     head = model.get_output_embeddings()
     plain = isinstance(head, torch.nn.Linear) and head.bias is None
     if not plain or head.weight.device.type != "cuda" or head.weight.dtype not in _HALF:
@@ -33,7 +33,10 @@ def keep_logits_in_float32(model: Any) -> bool:
 
 @contextmanager
 def float32_head(model: Any) -> Iterator[None]:
-    """Inside, the vocabulary projection is computed wholly in float32: slow, and the reference of the one above."""
+    """Compute the vocabulary projection wholly in float32 inside this context.
+
+    This is slow. It is the reference for `keep_logits_in_float32`.
+    """
     head = model.get_output_embeddings()
     before = head.__dict__.get("forward")
     head.forward = lambda hidden: torch.nn.functional.linear(

@@ -1,4 +1,4 @@
-"""A model directory becomes a model: from its weights, or from its config alone with random ones."""
+"""Loading of a model directory: with its weights, or from its config alone with random weights."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from headrace.models.attention import ATTENTION
 def load_model(
     path: str | Path, *, weights: str = "load", dtype: str = "float32", seed: int = 0, device: str = "cpu"
 ) -> Any:
-    """The causal LM in this directory, in eval mode, with Headrace's attention.
+    """Load the causal LM in this directory, in eval mode, with Headrace's attention.
 
-    Random weights depend on `seed` alone. The dtype is given to the loader, never cast afterwards: a cast would round
-    rotary frequencies too.
+    Random weights depend on `seed` alone. The dtype is given to the loader, and the model is never cast afterwards,
+    because a cast would also round rotary frequencies.
     """
     path = Path(path)
     check_model_dir(path, weights)
@@ -41,9 +41,9 @@ def load_model(
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What is published and what is swapped: every parameter once, by canonical name (tied ones under their first).
+    """Return the weights that are published and swapped: every parameter once, by canonical name.
 
-    Persistent buffers belong to it too, where a model has any.
+    Tied parameters are under their first name. Persistent buffers, if the model has any, are included.
     """
     found: dict[str, torch.Tensor] = {name: p.detach() for name, p in model.named_parameters()}
     persistent = model.state_dict().keys()

@@ -1,8 +1,8 @@
-"""A LoRA adapter on a served model, merged into its weights or applied beside them; only the adapter is ever delivered.
+"""A LoRA adapter on a served model, merged into its weights or applied beside them. Only the adapter is delivered.
 
-Merged weights are always computed from the pristine ones, never from what the last adapter left: any series of swaps
-ends where its last adapter alone would have led, and the zero adapter gives back the pristine weights bit for bit.
-Parameters keep their addresses, and both modes know the adapter's tensors by the same names.
+Merged weights are always computed from the original weights, never from the result of the previous adapter. So a series
+of swaps gives the same weights as its last adapter alone, and the zero adapter restores the original weights bit for
+bit. Parameters keep their addresses, and both modes use the same names for the adapter's tensors.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from headrace.models.lora_targets import ALL_LINEAR as ALL_LINEAR
 from headrace.models.lora_targets import Targets, find_targets
 
 CHUNK = 1 << 24
-"""Elements of a weight that are merged at once: bounds the float32 product that exists beside the weights (64 MiB)."""
+"""How many elements of a weight are merged at once. This bounds the float32 product beside the weights (64 MiB)."""
 
-# `base_layer` stays where an adapter wraps an adapter (peft on experts): without it two tensors would share a name.
+# `base_layer` stays where an adapter wraps an adapter (peft on experts). Without it two tensors would have the same
+# name.
 _PEFT_PARTS = re.compile(r"^base_model\.model\.|(?<=\.lora_[AB])\.default(?=\.)|\.base_layer(?=\.)(?!\.lora_)")
 _PEFT_PLACE = re.compile(r"^base_model\.model\.|\.base_layer(?=\.|$)")
 _ADAPTER = "default"
@@ -31,14 +32,14 @@ _ADAPTER = "default"
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """Which weights an adapter changes, and how strongly. `find_targets` says what targets and modules may be."""
+    """The weights that an adapter changes, and how strongly. `find_targets` explains targets and modules."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
     use_rslora: bool = False
     modules: tuple[str, ...] = ()
-    """Trained in full beside the adapter, and delivered with it."""
+    """The modules that are trained in full beside the adapter, and delivered with it."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -50,15 +51,18 @@ class LoraSpec:
 
     @property
     def scaling(self) -> float:
-        """What the product of the adapter's two matrices is multiplied by."""
+        """The factor of the product of the adapter's two matrices."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 class MergedAdapter:
-    """Live weights W = W0 + scaling * B @ A: a step costs what it did, a swap passes over the targeted weights."""
+    """An adapter merged into the live weights: W = W0 + scaling * B @ A.
+
+    A decode step costs the same as without an adapter; a swap passes over the targeted weights.
+    """
 
     def __init__(self, model: Any, spec: LoraSpec, *, seed: int = 0, dtype: torch.dtype | None = None) -> None:
-        """The adapter's own tensors are float32 unless `dtype` says otherwise: they are read once a swap only."""
+        """Merge an adapter. Its own tensors are float32 unless `dtype` says otherwise, because only swaps read them."""
         generator = torch.Generator().manual_seed(seed)
         self._scaling = spec.scaling
         targets = find_targets(model, spec.targets, spec.modules)
@@ -73,28 +77,29 @@ class MergedAdapter:
         self._merges += _stack_merges(targets, first, dtype or torch.float32, self._weights)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The adapter's tensors by canonical name; write into them, then call `apply`."""
+        """Return the adapter's tensors by canonical name. Write into them, then call `apply`."""
         return dict(self._weights)
 
     def apply(self) -> None:
-        """Make the live weights those of the adapter as it is now. In place, and without waiting for the device."""
+        """Compute the live weights from the current adapter, in place and without waiting for the device."""
         with torch.no_grad():
             for merge in self._merges:
                 merge.apply(self._scaling)
 
 
 class UnmergedAdapter:
-    """Linear layers stay as they are and peft's layers add B(A(x)): the function that the trainer computes.
+    """An adapter beside unchanged linear layers: peft's layers add B(A(x)). The trainer computes the same function.
 
-    Stacked experts are merged here too: peft itself adds their product to the weights, in every pass anew.
+    Stacked experts are merged here too. peft would add their product to the weights again in every pass.
     """
 
     def __init__(self, model: Any, spec: LoraSpec, *, seed: int = 0, dtype: torch.dtype | None = None) -> None:
-        """The adapter's tensors have their layer's dtype unless `dtype` says otherwise: a wider one casts activations.
+        """Add the adapter. Its tensors have their layer's dtype, unless `dtype` is given.
 
-        Targeted modules are replaced, so attach before layers are compiled or graphs are captured.
+        A wider dtype casts activations. Targeted modules are replaced, so attach the adapter before layers are compiled
+        or graphs are captured.
         """
-        from peft import LoraConfig, inject_adapter_in_model  # late: it takes seconds, and merging needs none of it
+        from peft import LoraConfig, inject_adapter_in_model  # late: it takes seconds, and merging does not need it
 
         generator = torch.Generator().manual_seed(seed)
         targets = find_targets(model, spec.targets, spec.modules)
@@ -112,9 +117,10 @@ class UnmergedAdapter:
             inference_mode=True,
         )
         with torch.random.fork_rng(devices=[]):
-            # Inside of a plain module: from the model's own config peft would infer more targets (a MoE's experts).
+            # The wrapper is a plain module: from the model's own config, peft would infer more targets (a MoE's
+            # experts).
             inject_adapter_in_model(config, nn.ModuleDict({"model": model}))
-        model.train(model.training)  # the new layers too
+        model.train(model.training)  # sets the mode of the new layers too
         for name in targets.linears:
             layer = model.get_submodule(name)
             parts = [getattr(layer, side)["default"].to(dtype).weight.detach() for side in ("lora_A", "lora_B")]
@@ -123,11 +129,11 @@ class UnmergedAdapter:
             self._weights |= _named(name, *parts)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The adapter's tensors by canonical name; write into them, then call `apply`."""
+        """Return the adapter's tensors by canonical name. Write into them, then call `apply`."""
         return dict(self._weights)
 
     def apply(self) -> None:
-        """Merge the experts' part; the linear layers read the adapter's tensors themselves."""
+        """Merge the experts' part. The linear layers read the adapter's tensors directly."""
         with torch.no_grad():
             for merge in self._merges:
                 merge.apply(self._scaling)
@@ -146,7 +152,7 @@ def attach(
 ) -> Adapter:
     """Give this model an adapter that changes nothing yet (B is zero; A depends on `seed` alone).
 
-    Raises a one-line `ModelError` for a target that is missing, not an `nn.Linear`, or shares its weight.
+    Raises a one-line `ModelError` for a target that is missing, is not an `nn.Linear`, or shares its weight.
     """
     if mode == "merged":
         return MergedAdapter(model, spec, seed=seed, dtype=dtype)
@@ -154,14 +160,17 @@ def attach(
 
 
 def canonical(peft_name: str) -> str:
-    """The name of a weight of a peft model without what peft put into it: the same in the trainer and both modes."""
+    """Return the name of a weight without the parts that peft adds.
+
+    The name is the same in the trainer and in both modes.
+    """
     return _PEFT_PARTS.sub("", peft_name)
 
 
 def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of the adapter that peft put into this model, and of modules trained in full, by canonical name.
+    """Return the tensors of peft's adapter in this model, and of modules trained in full, by canonical name.
 
-    The same names as those of both modes: an expert stack's are told apart by their parameter, not by peft's nesting.
+    Both modes use the same names. The tensors of an expert stack are named by their parameter, not by peft's nesting.
     """
     found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
@@ -179,7 +188,7 @@ def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class _Merge:
-    """One targeted weight: where it lives, what it was, and the two matrices that change it."""
+    """One targeted weight: the live tensor, its original values, and the two matrices that change it."""
 
     live: torch.Tensor  # [out, in]
     pristine: torch.Tensor  # [out, in]
@@ -188,7 +197,7 @@ class _Merge:
 
     def apply(self, scaling: float) -> None:
         wide = torch.promote_types(self.live.dtype, torch.float32)
-        # The product's sign is turned and turned back: 0 * -scaling is -0, which leaves a pristine -0 what it is.
+        # The sign of the product is flipped twice: 0 * -scaling is -0, and adding -0 keeps an original -0 as it is.
         a, b = self.a.to(wide).neg(), self.b.to(wide)
         for rows in _row_chunks(*self.live.shape):
             torch.add(self.pristine[rows], b[rows] @ a, alpha=-scaling, out=self.live[rows])
@@ -196,7 +205,7 @@ class _Merge:
 
 @dataclass(frozen=True, eq=False)
 class _StackMerge:
-    """The same for the experts of a layer, all at once."""
+    """The stacked experts of a layer, merged all at once like `_Merge`."""
 
     live: torch.Tensor  # [experts, out, in]
     pristine: torch.Tensor  # [experts, out, in]
@@ -206,7 +215,7 @@ class _StackMerge:
     def apply(self, scaling: float) -> None:
         experts, rows, columns = self.live.shape
         wide = torch.promote_types(self.live.dtype, torch.float32)
-        # peft counts experts before ranks in A, and after them in B.
+        # In peft's A the expert index comes before the rank; in B it comes after the rank.
         a = self.a.to(wide).neg().view(experts, -1, columns)
         b = self.b.to(wide).view(rows, -1, experts).permute(2, 0, 1)
         step = max(1, CHUNK // (rows * columns))
@@ -225,7 +234,10 @@ _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 def _initial(targets: Targets, rank: int, generator: torch.Generator) -> dict[str, _Pair]:
-    """A and B as peft begins with them, on the CPU in float32 so that no device or dtype changes the draw."""
+    """Return A and B as peft initialises them.
+
+    They are drawn on the CPU in float32, so that device and dtype do not change the draw.
+    """
     drawn = {}
     for name, (a_shape, b_shape) in targets.shapes(rank).items():
         a = torch.empty(a_shape, dtype=torch.float32)
@@ -237,7 +249,7 @@ def _initial(targets: Targets, rank: int, generator: torch.Generator) -> dict[st
 def _stack_merges(
     targets: Targets, first: Mapping[str, _Pair], dtype: torch.dtype, weights: dict[str, torch.Tensor]
 ) -> list[_StackMerge]:
-    """The merges of the stacked experts; their adapters' tensors are added to `weights`."""
+    """Return the merges of the stacked experts. The tensors of their adapters are added to `weights`."""
     merges = []
     for name, stack in targets.stacks.items():
         live = stack.oriented

@@ -1,7 +1,7 @@
-"""Which weights of a model an adapter changes: what trainer and engine both read from the same few names.
+"""The weights of a model that an adapter changes, found by the same few names for trainer and engines.
 
-A target either names weights that both of them compute alike, or it is refused in one line; nothing is left out in
-silence.
+A target either names weights that trainer and engines compute in the same way, or is refused with a one-line error.
+Nothing is left out silently.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from headrace.errors import ModelError
 from headrace.models.four_bits import FourBitLinear
 
 ALL_LINEAR = "all-linear"
-"""As a target: every linear layer but the vocabulary projection. Stacked experts and routers of their own kind are not
-linear layers here, though peft counts them in for some families."""
+"""A target that means every linear layer except the vocabulary projection. Stacked experts, and routers with classes of
+their own, do not count as linear layers here, although peft includes them for some families."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,15 +36,18 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What was found, by name, in the model's order."""
+    """The targets that were found, by name, in the order of the model."""
 
     linears: dict[str, nn.Linear]
     stacks: dict[str, Stack]
     modules: dict[str, nn.Module]
-    """Trained in full."""
+    """The modules that are trained in full."""
 
     def shapes(self, rank: int) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-        """The shapes of A and B of every adapted weight; as in peft, those of all experts of a stack are one matrix."""
+        """Return the shapes of A and B for every adapted weight.
+
+        As in peft, the A of all experts of a stack are stored as one matrix, and so are the B.
+        """
         found = {}
         for name, layer in self.linears.items():
             found[name] = ((rank, layer.in_features), (layer.out_features, rank))
@@ -54,7 +57,7 @@ class Targets:
         return found
 
     def full_weights(self) -> dict[str, torch.Tensor]:
-        """The live parameters of the modules that are trained in full."""
+        """Return the live parameters of the modules that are trained in full."""
         return {
             f"{name}.{inner}": parameter.detach()
             for name, module in self.modules.items()
@@ -63,9 +66,10 @@ class Targets:
 
 
 def find_targets(model: Any, targets: tuple[str, ...], modules: tuple[str, ...] = ()) -> Targets:
-    """Targets are ends of names: of linear layers (`q_proj`), of stacked experts (`experts.down_proj`), or ALL_LINEAR.
+    """Find the weights that an adapter changes. Raises a one-line `ModelError` if that is not possible.
 
-    `modules` are ends of names of modules that are trained in full. Raises a one-line `ModelError`.
+    A target is the end of a name: of linear layers (`q_proj`) or stacked experts (`experts.down_proj`). It may also be
+    `ALL_LINEAR`. `modules` are ends of names of modules that are trained in full.
     """
     named = dict(model.named_modules())
     parameters = dict(model.named_parameters())
@@ -89,9 +93,9 @@ def find_targets(model: Any, targets: tuple[str, ...], modules: tuple[str, ...] 
 
 
 def frozen_linears(model: Any, modules: tuple[str, ...] = ()) -> dict[str, nn.Linear]:
-    """The linear layers that stay what they are beside an adapter: those that it changes, and all others.
+    """Return the linear layers that stay frozen beside an adapter, whether the adapter changes them or not.
 
-    Without the vocabulary projection, and without what lies in `modules`, see `find_targets`.
+    The vocabulary projection is left out, and so is everything inside `modules` (see `find_targets`).
     """
     named = dict(model.named_modules())
     full = {inner for module in modules for name in _full_modules(named, module) for inner in named[name].modules()}
@@ -110,7 +114,7 @@ def _matches(model: Any, name: str, module: nn.Module, target: str) -> bool:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    # Conv1D is linear too, and a trainer's "all-linear" would adapt it: it must be refused, not passed over.
+    # Conv1D is linear too, and a trainer's "all-linear" would adapt it. It must be refused, not ignored.
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 

@@ -1,7 +1,7 @@
-"""Matrix products on a CPU, from weights laid out once for the processor instead of anew in every call.
+"""Faster matrix products on a CPU: weights are laid out for the processor once, not again in every call.
 
-The parameters stay what they are: names, shapes, addresses, digests. A packed copy is used only as long as its
-parameters are those that it was made of, so a swap of weights is never answered from the old ones.
+The parameters keep their names, shapes, addresses and digests. A packed copy is used only while its parameters are
+unchanged, so a swap of weights is never answered with old weights.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch.nn.functional import linear
 from headrace.errors import ModelError
 
 SMALLEST = 1 << 18
-"""Products with fewer weights than this are not packed: the fixed cost of a packed call outweighs what it saves."""
+"""Products with fewer weights than this are not packed, because the fixed cost of a packed call outweighs the gain."""
 
 _switch = threading.Lock()
 _inside = 0
 _before = True
 
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of one module that read the same input: one product computes them all."""
+"""Layers of one module that read the same input. One product computes all of them."""
 
 
 class PackedLinears:
-    """Serves the linear layers of a model from packed copies wherever no gradient is wanted.
+    """The linear layers of a model, computed from packed copies wherever no gradient is needed.
 
-    Copies follow their parameters by themselves, except after writes that torch does not count (through `.data`):
-    after those, call `refresh`. Memory: the packed layers, once more.
+    Copies follow their parameters automatically, except after writes that torch does not count (through `.data`). After
+    such writes, call `refresh`. The packed layers take their memory a second time.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """`model` must be in float32 on a CPU (see `can_pack`)."""
+        """Pack the layers. `model` must be in float32 on a CPU (see `can_pack`)."""
         if not can_pack(model):
             raise ModelError("weights are packed for float32 models on a CPU only")
         self._products = [
@@ -48,11 +48,11 @@ class PackedLinears:
             product.install()
 
     def __len__(self) -> int:
-        """How many products are packed; several layers may share one."""
+        """Return how many products are packed. Several layers may share one product."""
         return len(self._products)
 
     def refresh(self) -> None:
-        """Pack every layer anew from its live parameters."""
+        """Pack every layer again from its live parameters."""
         for product in self._products:
             product.pack()
 
@@ -65,13 +65,13 @@ class PackedLinears:
 
 @contextmanager
 def small_products() -> Iterator[None]:
-    """Inside, the products that are too small to pack go the shorter way to the processor.
+    """Compute small, unpacked products inside this context by BLAS without oneDNN, if torch has one thread.
 
-    That is BLAS without oneDNN, with one thread: with more, its threads wait for each other whenever they share cores.
-    Only for float32: oneDNN is the fast way for every other dtype.
+    With more threads, BLAS threads would wait for each other whenever they share cores. Only for float32: oneDNN is the
+    fast way for every other dtype.
     """
     global _inside, _before
-    # The switch is the whole process's: the first thread that comes in turns it, the last one out turns it back.
+    # The setting belongs to the whole process: the first thread to enter changes it, and the last to leave restores it.
     with _switch:
         if not _inside:
             _before = torch._C._get_mkldnn_enabled()
@@ -87,12 +87,12 @@ def small_products() -> Iterator[None]:
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Whether this model's layers can be packed: float32 on a CPU, in a torch with oneDNN."""
+    """Return whether this model's layers can be packed: float32 on a CPU, in a torch with oneDNN."""
     return torch._C._has_mkldnn and all(p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters())
 
 
 def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
-    """Every plain linear layer once, those that read one input together."""
+    """Yield every plain linear layer once, grouped with the layers that read the same input."""
     taken: set[nn.Linear] = set()
     for parent in model.modules():
         for names in _SIBLINGS:
@@ -114,7 +114,8 @@ def _alike(linears: Sequence[nn.Linear]) -> bool:
 class _Product:
     """Linear layers over one input, stacked into one packed weight.
 
-    The first of them to be called computes all; the others take their part if they are called with that very tensor.
+    The first layer that is called computes all of them. The others take their part if they are called with that same
+    tensor.
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -131,7 +132,7 @@ class _Product:
         self._call: Any = torch.ops.mkldnn._linear_pointwise.default
 
     def install(self) -> None:
-        """Pack, and take over the layers' forward."""
+        """Pack the weights, and replace the layers' forward."""
         self.pack()
         for index, member in enumerate(self._linears):
             member.forward = self._forward_of(index)  # type: ignore[method-assign]
@@ -144,8 +145,9 @@ class _Product:
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Lay the live weights out anew."""
-        # Read before the copy: a write beside it leaves the counts behind, and the next call packs again.
+        """Lay out the live weights again."""
+        # The counters are read before the copy: after a concurrent write they are outdated, and the next call packs
+        # again.
         self._versions = [p._version for p in self._parameters]
         self._input, self._parts = None, []
         weights: list[torch.Tensor] = [member.weight for member in self._linears]
@@ -159,7 +161,7 @@ class _Product:
         member = self._linears[index]
 
         def forward(input: torch.Tensor) -> torch.Tensor:
-            # A single row is a product of matrix and vector, for which the plain layout is the fast one.
+            # A single row is a product of matrix and vector, for which the plain layout is the faster one.
             if torch.is_grad_enabled() or input.numel() <= self._width:
                 return linear(input, member.weight, member.bias)
             return self._part(input, index)

@@ -1,7 +1,8 @@
-"""A model as another process computes it that holds its weights in fewer bits, without a second copy of them.
+"""This module makes a model compute as if its weights were held in fewer bits, without a second copy of the weights.
 
-Inside of `rounded`, every module computes with its own parameters rounded to a dtype and back, one module at a time;
-the parameters themselves are as before when its pass ends, whatever happens in it.
+The trainer uses it to compute what an engine with such weights computes. Inside `rounded`, every module computes with
+its own parameters rounded to a dtype and back, one module at a time. When the pass of the module ends, its parameters
+are restored, also after an error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headrace.models.four_bits import FourBitLinear
 
 @contextmanager
 def rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Passes inside see weights of this dtype. Not for gradients."""
+    """Make passes inside this context see weights of this dtype. Not for gradients."""
     with ExitStack() as stack:
         for module in model.modules():
             own = [p for p in module.parameters(recurse=False) if p.is_floating_point() and p.dtype != dtype]
@@ -33,7 +34,7 @@ def rounded(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 class _Rounding:
-    """One module's parameters and what they hold outside of its pass."""
+    """The parameters of one module, and the values that they have outside its pass."""
 
     def __init__(self, parameters: list[nn.Parameter], dtype: torch.dtype) -> None:
         self._parameters = parameters

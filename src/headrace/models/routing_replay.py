@@ -1,7 +1,7 @@
-"""Recorded experts, forced on a model's own routers: which experts run is the record's, how they weigh is the router's.
+"""Replay of recorded experts on a model's own routers: the record says which experts run, the router how they weigh.
 
-A router is not rewritten: the one `topk` by which it chooses is answered from the record. A router that chooses in
-another way, or twice, is refused, so a pass under `forcing` never routes freely without saying so.
+A router is not rewritten: the single `topk` call by which it chooses is answered from the record. A router that chooses
+in another way, or twice, is refused, so a pass inside `forcing` never routes freely without an error.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from headrace.types import NO_EXPERT
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _WRAPPED = re.compile(r"\.(base_layer|original_module)(?=\.|$)")
-"""Where peft puts a module that it adapts, or trains in full."""
+"""The names under which peft puts a module that it adapts or trains in full."""
 Told = Callable[[torch.Tensor], None]
 
 
 class Forced:
-    """What forcing changed in the last pass."""
+    """The changes that forcing made in the last pass."""
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
         self._changed: dict[int, torch.Tensor] = {}
 
     def tell(self, column: int, changed: torch.Tensor) -> None:
-        """Which tokens [T] had another choice forced on them in this layer; a pass that is repeated counts once."""
+        """Note which tokens [T] had another choice forced on them in one layer. A repeated pass counts once."""
         self._changed[column] = changed
 
     def changed(self, places: torch.Tensor) -> torch.Tensor:
-        """How many choices the routers would have made otherwise, at these places of the pass, in all layers."""
+        """Return how many choices of the routers were changed, at these places of the pass, in all layers."""
         return torch.stack([layer[places].sum() for layer in self._changed.values()]).sum()
 
 
@@ -49,11 +49,11 @@ def forcing(
     routing: np.ndarray[Any, Any] | torch.Tensor,
     device: torch.device | None = None,
 ) -> Iterator[Forced]:
-    """Every pass of the body has T tokens, and they go to the experts of `routing` [T, layers, k].
+    """Force the experts of `routing` [T, layers, k] on every pass inside this context. Each pass must have T tokens.
 
-    `NO_EXPERT` is where nothing is known: there the router chooses. `device` is where passes compute, if not where the
-    parameters lie. With activation checkpointing the body must hold the backward pass too, which computes the layers
-    again.
+    Where the record is `NO_EXPERT`, the router chooses. `device` is where passes compute, if the parameters are
+    elsewhere. With activation checkpointing the backward pass must be inside the context too, because it computes the
+    layers again.
     """
     device = device or next(model.parameters()).device
     record = _checked(shape, torch.as_tensor(routing)).to(device, torch.int64, non_blocking=True)
@@ -85,7 +85,7 @@ def _forced_block(block: torch.nn.Module, forced: torch.Tensor, experts: int, to
     patched = vars(block).get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        # Entered by the block itself, so that a pass repeated on another thread (checkpointing) is forced as well.
+        # The block itself enters the mode, so that a pass repeated on another thread (checkpointing) is forced as well.
         with _Choice(forced, experts, told) as choice:
             output = inner(*args, **kwargs)
         if choice.made != 1:
@@ -104,7 +104,7 @@ def _forced_block(block: torch.nn.Module, forced: torch.Tensor, experts: int, to
 
 
 class _Choice(TorchFunctionMode):
-    """Answers the topk over all experts from the record, counts how often, and tells what that changed."""
+    """The mode that answers the topk over all experts from the record, counts these calls, and reports the changes."""
 
     def __init__(self, forced: torch.Tensor, experts: int, told: Told) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class _Choice(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The call's own result, except for a choice of experts or of their groups."""
+        """Return the call's own result, except for a choice of experts or of their groups."""
         kwargs = kwargs or {}
         if func not in _TOPK:
             return func(*args, **kwargs)
@@ -134,16 +134,19 @@ class _Choice(TorchFunctionMode):
             self.made += 1
             own = torch.topk(input, k, dim, **kwargs).indices
             index = torch.where(self._forced >= 0, self._forced, own)
-            # As sets: the order in which a router names its experts means nothing.
+            # The choices are compared as sets, because the order in which a router names its experts means nothing.
             self._told((own.sort(1).values != index.sort(1).values).any(1))
         else:
             index = torch.topk(self._with_forced_groups(input), k, dim, **kwargs).indices
         return torch.return_types.topk((input.gather(1, index), index))
 
     def _with_forced_groups(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores by which the groups of all forced experts are chosen: a router hides the experts of all others."""
+        """Return scores by which the groups of all forced experts are chosen.
+
+        A router hides the experts of other groups.
+        """
         groups = scores.shape[1]
-        # One more column takes what the free rows point to, and is cut off again.
+        # Tokens without a record point to one extra column, which is cut off again.
         group = torch.where(self._forced >= 0, self._forced // (self._experts // groups), groups)
         held = scores.new_zeros(scores.shape[0], groups + 1, dtype=torch.bool).scatter(1, group, True)[:, :groups]
         return scores.detach().masked_fill(held, float("inf"))

@@ -1,7 +1,7 @@
-"""The check before a model is served or trained: what our attention computes is what the model's own code would.
+"""The check before a model is served or trained: Headrace's attention computes what the model's own code would compute.
 
-A model that does not fit (recurrent layers, position biases, masks that only the model knows) would answer, fluently
-and wrongly. So it is refused at load, in one line.
+A model that does not fit (recurrent layers, position biases, masks that only the model knows) would give fluent but
+wrong answers. So such a model is refused when it is loaded, with a one-line error.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ from headrace.models.attention import ATTENTION, AttentionCall, attending
 
 _STATEFUL = ("linear", "conv", "mamba", "recurrent", "ssm", "rwkv", "chunked")
 _LONGEST_WINDOW = 64
-"""Windows up to this size are crossed by the tiny forward; longer ones are compared with the configuration only."""
+"""The tiny forward pass is longer than windows up to this size. Longer windows are only compared with the
+configuration."""
 _TOLERANCE = {torch.float32: 5e-4, torch.float64: 5e-4}
-"""Largest difference of log-probabilities, relative to their spread."""
+"""The largest allowed difference of log-probabilities, relative to their spread."""
 _COARSE, _COARSE_MEAN = 0.3, 0.05
-"""The same for dtypes of 16 bits, where rounding alone makes a deep model's differ by 0.15; and their mean."""
+"""The same for 16-bit dtypes, where rounding alone makes a deep model differ by 0.15; and the largest mean
+difference."""
 
 
 class ReferenceContext:
-    """Attention within packed sequences, in the plainest form, recording every call. Slow and obvious on purpose."""
+    """Attention within packed sequences in its plainest form, which records every call.
+
+    It is slow and obvious on purpose.
+    """
 
     def __init__(self, lengths: list[int]) -> None:
         self.layers: list[int] = []
@@ -36,11 +41,14 @@ class ReferenceContext:
         self._visible = (sequence[:, None] == sequence[None]) & (self._distance >= 0)
 
     def visible(self, window: int | None) -> torch.Tensor:
-        """Which token (row) attends to which (column), [T, T]: those of its sequence up to itself, in its window."""
+        """Return which token (row) sees which token (column), [T, T].
+
+        A token sees the tokens of its sequence up to itself, within the window.
+        """
         return self._visible if window is None else self._visible & (self._distance < window)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The attention output of one layer, [1, T, H, Dv]."""
+        """Return the attention output of one layer, [1, T, H, Dv]."""
         self.layers.append(call.layer)
         self.windows[call.layer] = call.window
         visible = self.visible(call.window)
@@ -61,7 +69,8 @@ class ReferenceContext:
 def check_model(model: Any, max_length: int | None = None) -> None:
     """Raise a one-line `ModelError` unless this model, loaded with Headrace's attention, computes what it should.
 
-    `max_length` is the longest sequence it will see, where that is known: some rotary embeddings are safe only below.
+    `max_length` is the longest sequence that the model will see, if known: some rotary embeddings are safe only below a
+    certain length.
     """
     name = type(model).__name__
     config = model.config.get_text_config()

@@ -1,6 +1,6 @@
 """Named shapes: models that are measured without weights. The same name, dtype, device and seed give the same model.
 
-Parameters are made on the device in the dtype; rotary frequencies stay in float32, as in a model that was loaded.
+Parameters are created on the device in the given dtype. Rotary frequencies stay in float32, as in a loaded model.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
 
 
 def build_shape(name: str, dtype: str, device: str, seed: int) -> Any:
-    """A random model of this shape on the device, in eval mode, with Headrace's attention."""
+    """Build a random model of this shape on the device, in eval mode, with Headrace's attention."""
     if name not in SHAPES:
         raise ModelError(f"there is no shape {name!r}: one of {', '.join(SHAPES)}")
     devices = [torch.cuda.current_device()] if device.startswith("cuda") else []
@@ -95,7 +95,10 @@ def build_shape(name: str, dtype: str, device: str, seed: int) -> Any:
 
 
 def _check_buffers(name: str, model: torch.nn.Module) -> None:
-    """Rounded rotary frequencies would be wrong by whole radians at long positions, and nothing else would show it."""
+    """Raise if rotary frequencies were rounded: they would be wrong by whole radians at long positions.
+
+    Nothing else would show that error.
+    """
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith("inv_freq") and buffer.dtype != torch.float32:
             raise ModelError(f"shape {name}: {buffer_name} was made as {buffer.dtype}, not in float32")

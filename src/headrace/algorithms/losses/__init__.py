@@ -1,4 +1,4 @@
-"""Token losses. Importing the package brings all of them, and what goes with any; start reading at `base`."""
+"""Token losses. Importing the package imports all losses, corrections and additions. Start reading at `base`."""
 
 from headrace.algorithms.losses import corrections, entropy, imitation, kl, policy
 

@@ -1,9 +1,10 @@
-"""What a loss is: a pure function of flat arrays over trained tokens, blind to batches and weights.
+"""The interface of losses: a loss is a pure function of flat arrays over trained tokens.
 
-A loss never normalises: the step multiplies it by the batch's weights and adds up. Its metrics are sums over tokens,
-so those of micro-batches add up too. All tokens of a sequence come in one call, so a loss may look at whole sequences.
+A loss knows no batches or weights, and it never normalises: the step multiplies its values by the batch's weights and
+adds them up. Metrics are sums over tokens, so the metrics of micro-batches add up too. All tokens of a sequence come in
+one call, so a loss may look at whole sequences.
 
-The smallest loss is a file with a `build`, named in the configuration by `loss = "my_loss.py:build"`:
+A minimal loss is a file with a `build` function, selected in the configuration by `loss = "my_loss.py:build"`:
 
     from headrace.algorithms.losses.base import TokenLoss
 
@@ -13,8 +14,8 @@ The smallest loss is a file with a `build`, named in the configuration by `loss 
     def build(config):
         return policy_gradient
 
-A loss that needs more than that declares it beside `build`, see `headrace.config.declared.LossFacts`:
-`NEEDS = ("reference",)` asks for a field of `TokenInputs`, `READS = ("clip_high",)` names keys of [algorithm].
+A loss that needs more declares it beside `build`, see `headrace.config.declared.LossFacts`: `NEEDS = ("reference",)`
+asks for a field of `TokenInputs`, and `READS = ("clip_high",)` names keys of [algorithm].
 """
 
 from __future__ import annotations
@@ -29,89 +30,92 @@ from headrace.errors import ConfigError
 from headrace.reference import call_factory, import_function
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are cut here: beyond it only overflow is to be had."""
+"""Log-ratios are clamped at this value, because larger ones only lead to overflow."""
 
 
 class TokenInputs(NamedTuple):
-    """What is known of N trained tokens; every array is [N]. The last four are there where a loss asks for them.
+    """The inputs of a loss for N trained tokens; every array is [N]. The last four are present if a loss asks for them.
 
-    Every policy's log-probabilities are at the sampling temperature, among the tokens that sampling kept.
+    The log-probabilities of every policy are at the sampling temperature, and over the tokens that sampling kept.
     """
 
     logprobs: torch.Tensor
-    """Log pi, differentiable: the policy in training."""
+    """Log pi, differentiable: the log-probabilities of the policy in training."""
     behaviour: torch.Tensor
-    """Log mu, as the engine recorded it when it sampled the token."""
+    """Log mu: the log-probability that the engine recorded when it sampled the token."""
     advantages: torch.Tensor
     sequences: torch.Tensor
-    """int64: which sequence a token belongs to, numbered from 0 within the call; never a part of one."""
+    """int64: the sequence that a token belongs to, numbered from 0 within the call. A call always has whole
+    sequences."""
     lags: torch.Tensor
     """How many versions old the token is, in the dtype of `logprobs`."""
     proximal: torch.Tensor | None = None
-    """Of the weights that the version in training began with."""
+    """The log-probabilities under the weights with which the version in training began."""
     reference: torch.Tensor | None = None
-    """Of the weights before the first policy step; of a model with an adapter, of its base."""
+    """The log-probabilities under the weights before the first policy step; for a model with an adapter, under its
+    base."""
     teacher: torch.Tensor | None = None
-    """Of the model to learn from."""
+    """The log-probabilities under the teacher, the model to learn from."""
     entropy: torch.Tensor | None = None
-    """Of pi at the token's position, differentiable if there is a bonus on it."""
+    """The entropy of pi at the token's position, differentiable if the loss has an entropy bonus."""
 
 
 class TokenLoss(NamedTuple):
     """The losses of N trained tokens."""
 
     values: torch.Tensor
-    """[N], differentiable with respect to the policy's log-probabilities."""
+    """The loss of each token, [N], differentiable with respect to the policy's log-probabilities."""
     sums: dict[str, torch.Tensor]
-    """Metrics as detached sums over the N tokens: divide by the tokens of the step for means."""
+    """Metrics as detached sums over the N tokens. Divide by the number of tokens of the step to get means."""
 
 
 class Loss(Protocol):
     """A loss function."""
 
     def __call__(self, inputs: TokenInputs, /) -> TokenLoss:
-        """The loss of each token."""
+        """Return the loss of each token."""
         ...
 
 
 class Corrected(NamedTuple):
-    """What a correction makes of N tokens."""
+    """The result of a correction for N tokens."""
 
     behaviour: torch.Tensor
-    """[N], the log mu that the loss is to see: the recorded one, or a larger one, which bounds the ratio."""
+    """[N], the log mu that the loss uses: the recorded value, or a larger one that bounds the ratio."""
     kept: torch.Tensor
-    """[N], bool; the loss of the others is zero."""
+    """[N], bool: whether a token is kept. The loss of the other tokens is zero."""
 
 
 class Correction(Protocol):
-    """Tames tokens on which policy and sampler disagree, before any loss sees them."""
+    """A rule for tokens on which policy and sampler disagree, applied before the loss sees them."""
 
     def __call__(self, inputs: TokenInputs, /) -> Corrected:
-        """Look at the recorded ratios; nothing here is differentiable."""
+        """Decide from the recorded ratios. Nothing here is differentiable."""
         ...
 
 
 LOSSES: dict[str, Callable[[AlgorithmConfig], Loss]] = {}
-"""Every policy loss by the name that `[algorithm] loss` gives it: the modules of `policy`."""
+"""Every policy loss by its name in `[algorithm] loss`. The losses are the modules of `policy`."""
 
 CORRECTIONS: dict[str, Callable[[AlgorithmConfig], Correction]] = {}
-"""Every correction by the name that `[algorithm] corrections` gives it."""
+"""Every correction by its name in `[algorithm] corrections`."""
 
 
 ADDITIONS: list[Callable[[AlgorithmConfig, Loss], Loss]] = []
-"""What may be added to any loss, whatever its corrections; each gives the loss back as it is where it is off."""
+"""The terms that can be added to any loss, after its corrections. A term that is switched off returns the loss as it
+is."""
 
 
 def given(field: torch.Tensor | None) -> torch.Tensor:
-    """An optional field that the loss has declared among its `NEEDS`."""
+    """Return an optional field, which the loss must have declared among its `NEEDS`."""
     assert field is not None
     return field
 
 
 def build_loss(config: AlgorithmConfig, correct_above: int | None = None) -> Loss:
-    """The policy loss that the configuration names, with its corrections and what it adds to them.
+    """Build the configured policy loss, with its corrections and additional terms.
 
-    With `correct_above`, corrections touch only tokens of a larger lag.
+    With `correct_above`, corrections change only tokens with a larger lag.
     """
     loss = LOSSES[config.loss](config) if config.loss in LOSSES else _loss_of_user(config)
     corrections: dict[str, Correction] = {name: CORRECTIONS[name](config) for name in config.corrections}
@@ -123,7 +127,7 @@ def build_loss(config: AlgorithmConfig, correct_above: int | None = None) -> Los
 
 
 def _loss_of_user(config: AlgorithmConfig) -> Loss:
-    """What the `build` that `[algorithm] loss` refers to makes."""
+    """Build the loss with the user's `build` function, which `[algorithm] loss` refers to."""
     loss: Loss = call_factory(f"[algorithm] loss: {config.loss}", import_function(config.loss), config)
     if not callable(loss):
         raise ConfigError(f"[algorithm] loss: {config.loss} returned a {type(loss).__name__}, not a loss function")
@@ -131,11 +135,13 @@ def _loss_of_user(config: AlgorithmConfig) -> Loss:
 
 
 def corrected(loss: Loss, corrections: Mapping[str, Correction], above: int | None = None) -> Loss:
-    """The loss with these corrections; each looks at what was recorded, so their order does not matter.
+    """Return the loss with these corrections.
 
-    A correction sees all tokens, whole sequences too; with `above`, its verdict counts for those of a larger lag only.
+    Each correction looks only at the recorded log-probabilities, so the order of corrections does not matter. A
+    correction sees all tokens of whole sequences. With `above`, its decision counts only for tokens with a larger lag.
 
-    Metrics of the ratio stay those of the recorded tokens; `<name>_fraction` counts what a correction touched.
+    The metrics of the ratio are those of the recorded tokens. `<name>_fraction` counts the tokens that a correction
+    changed.
     """
 
     def whole(inputs: TokenInputs) -> TokenLoss:
@@ -159,28 +165,28 @@ def corrected(loss: Loss, corrections: Mapping[str, Correction], above: int | No
 
 
 def log_ratio(logprobs: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
-    """Log pi / mu, cut to +-`MAX_LOG_RATIO`."""
+    """Return log pi / mu, clamped to +-`MAX_LOG_RATIO`."""
     return (logprobs - behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def sequence_sums(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """For each token, the sum of the values over its sequence."""
-    # There are at most as many sequences as tokens; counting them would wait for the device.
+    """Return, for each token, the sum of the values over its sequence."""
+    # There are at most as many sequences as tokens. Counting the sequences would wait for the device.
     return torch.zeros_like(values).index_add(0, sequences, values)[sequences]
 
 
 def sequence_means(values: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """For each token, the mean of the values over the trained tokens of its sequence."""
+    """Return, for each token, the mean of the values over the trained tokens of its sequence."""
     return sequence_sums(values, sequences) / sequence_sums(torch.ones_like(values), sequences)
 
 
 def policy_sums(log_ratios: torch.Tensor, clipped: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The metrics of every policy loss: the ratio, and how many tokens the loss clips."""
+    """Return the metrics of every policy loss: the ratio, and how many tokens the loss clips."""
     return ratio_sums(log_ratios) | {"clip_fraction": clipped.sum().to(log_ratios.dtype)}
 
 
 def ratio_sums(log_ratios: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The ratio and two estimates of KL(mu || pi).
+    """Return the ratio and two estimates of KL(mu || pi).
 
     `kl_k1` is -log r (unbiased, may be negative), `kl_k3` is r - 1 - log r (unbiased, never negative).
     """

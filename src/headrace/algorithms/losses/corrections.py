@@ -1,7 +1,8 @@
-"""Corrections: what is done about tokens on which policy and sampler disagree, whatever the loss.
+"""Corrections: rules for tokens on which policy and sampler disagree, for any loss.
 
-Each looks at the recorded ratio rho = sg(pi) / mu and nothing else but advantages and sequences. Every loss takes its
-importance ratio against the recorded mu already, so a correction bounds or removes, and never multiplies by rho again.
+A correction looks only at the recorded ratio rho = sg(pi) / mu, at advantages and at sequences. Every loss already
+takes its importance ratio against the recorded mu, so a correction bounds or removes, and never multiplies by rho
+again.
 """
 
 from __future__ import annotations
@@ -27,27 +28,28 @@ READS = {
     "mis": ("mis_ratio", "mis_low", "mis_high"),
     "opsm": ("opsm_limit",),
 }
-"""Keys of [algorithm] that only this correction reads."""
+"""The keys of [algorithm] that only this correction reads."""
 GOES_BY_REWARDS = ("opsm",)
 BOUNDS_RATIOS = ("tis",)
 
 
 def tis(inputs: TokenInputs, *, cap: float) -> Corrected:
-    """Truncated importance sampling: the ratio that the loss sees is min(rho, cap)."""
+    """Truncated importance sampling: the loss sees the ratio min(rho, cap)."""
     behaviour = torch.maximum(inputs.behaviour, inputs.logprobs - math.log(cap))
     return Corrected(behaviour, torch.ones_like(behaviour, dtype=torch.bool))
 
 
 def icepop(inputs: TokenInputs, *, low: float, high: float) -> Corrected:
-    """IcePop: a token counts only where low <= rho <= high."""
+    """IcePop: a token counts only if low <= rho <= high."""
     ratio = log_ratio(inputs.logprobs, inputs.behaviour).exp()
     return Corrected(inputs.behaviour, (ratio >= low) & (ratio <= high))
 
 
 def mis(inputs: TokenInputs, *, low: float, high: float, ratio: Literal["product", "mean"]) -> Corrected:
-    """Sequence masking: a sequence counts only where low <= its ratio <= high.
+    """Sequence masking: a sequence counts only if low <= its ratio <= high.
 
-    Its ratio is the product of its tokens' rho, or their geometric mean, which does not grow with its length.
+    The ratio of a sequence is the product of its tokens' rho, or their geometric mean, which does not grow with the
+    length.
     """
     over = {"product": sequence_sums, "mean": sequence_means}[ratio]
     whole = over(log_ratio(inputs.logprobs, inputs.behaviour), inputs.sequences)
@@ -56,7 +58,7 @@ def mis(inputs: TokenInputs, *, low: float, high: float, ratio: Literal["product
 
 
 def opsm(inputs: TokenInputs, *, limit: float) -> Corrected:
-    """Off-policy sequence masking: drop A < 0 in sequences whose mean of log mu - log pi is over the limit."""
+    """Off-policy sequence masking: drop tokens with A < 0 if the sequence mean of log mu - log pi exceeds `limit`."""
     drift = -sequence_means(log_ratio(inputs.logprobs, inputs.behaviour), inputs.sequences)
     return Corrected(inputs.behaviour, ~((inputs.advantages < 0) & (drift > limit)))
 

@@ -1,6 +1,6 @@
-"""The entropy of the policy at trained tokens: a bonus on any loss, or only a metric.
+"""The entropy of the policy at trained tokens, as a bonus on any loss or only as a metric.
 
-It is the entropy of what is sampled from: at the sampling temperature, among the tokens that sampling kept.
+The entropy is that of the sampling distribution: at the sampling temperature, over the tokens that sampling kept.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from headrace.config.schema import AlgorithmConfig
 
 
 def with_entropy(loss: Loss, weight: float) -> Loss:
-    """The loss less weight x entropy at every trained token; weight 0 only measures it."""
+    """Return the loss minus weight x entropy at every trained token. With weight 0 the entropy is only measured."""
 
     def whole(inputs: TokenInputs) -> TokenLoss:
         result, entropy = loss(inputs), given(inputs.entropy)
@@ -21,7 +21,7 @@ def with_entropy(loss: Loss, weight: float) -> Loss:
 
 
 def extend(config: AlgorithmConfig, loss: Loss) -> Loss:
-    """The loss with the configured bonus, if there is one."""
+    """Return the loss with the configured entropy bonus, if there is one."""
     return loss if config.entropy_weight is None else with_entropy(loss, config.entropy_weight)
 
 

@@ -1,4 +1,4 @@
-"""Imitation: plain likelihood of somebody else's tokens. Behaviour and advantages play no part."""
+"""Imitation: the plain likelihood of demonstrated tokens. Behaviour and advantages are not used."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from headrace.algorithms.losses.base import TokenInputs, TokenLoss
 
 
 def imitation(inputs: TokenInputs) -> TokenLoss:
-    """-log pi."""
+    """Return -log pi."""
     values = -inputs.logprobs
     return TokenLoss(values, {"nll": values.detach().sum()})

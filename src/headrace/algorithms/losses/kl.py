@@ -1,6 +1,7 @@
 """The divergence of the policy from a reference, estimated from the sampled tokens and added to any loss.
 
-On-policy the expected gradient of k1 and k2 is that of KL(pi || reference), that of k3 is that of KL(reference || pi).
+On-policy, the expected gradient of k1 and k2 is that of KL(pi || reference), and the expected gradient of k3 is that of
+KL(reference || pi).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from headrace.config.schema import AlgorithmConfig
 
 
 def divergence(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Literal["k1", "k2", "k3"]) -> torch.Tensor:
-    """With d = log(pi / reference): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, of each token.
+    """Return the estimate for each token, with d = log(pi / reference): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
 
-    The plain derivative of k1 is that of log pi, whose mean is zero: it would hold nothing back. So k1 has the gradient
-    of the mean that it estimates, d times that of log pi, which is also that of k2.
+    The plain derivative of k1 is that of log pi, whose mean is zero, so it would not hold the policy to the reference.
+    So k1 gets the gradient of the mean that it estimates: d times the gradient of log pi. This is also the gradient of
+    k2.
     """
     gap = logprobs - reference
     if estimator == "k1":
@@ -30,7 +32,7 @@ def divergence(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Liter
 
 
 def held_to_reference(loss: Loss, estimator: Literal["k1", "k2", "k3"], weight: float) -> Loss:
-    """The loss plus weight x divergence at every trained token, those that corrections leave out included."""
+    """Return the loss plus weight x divergence at every trained token, also at tokens that corrections leave out."""
 
     def whole(inputs: TokenInputs) -> TokenLoss:
         result = loss(inputs)
@@ -41,7 +43,7 @@ def held_to_reference(loss: Loss, estimator: Literal["k1", "k2", "k3"], weight: 
 
 
 def extend(config: AlgorithmConfig, loss: Loss) -> Loss:
-    """The loss with the configured divergence, if there is one."""
+    """Return the loss with the configured divergence, if there is one."""
     return loss if config.kl == "none" else held_to_reference(loss, config.kl, config.kl_weight)
 
 

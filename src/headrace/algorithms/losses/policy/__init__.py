@@ -1,7 +1,8 @@
-"""Policy losses. A module here is one: its name is the one in `[algorithm] loss`, and its `build` makes the loss.
+"""Policy losses. Each module here is one loss: its name is the value of `[algorithm] loss`, and its `build` makes it.
 
-Beside `build` a module declares what others must know about the loss, in literals that are read without importing the
-module, because it needs torch: `headrace.config.declared.LossFacts` says which. A user's own file is read the same way.
+Beside `build`, a module declares what other code must know about the loss, as literals.
+`headrace.config.declared.LossFacts` lists them. They are read without importing the module, because the module needs
+torch. A user's own file is read in the same way.
 """
 
 import importlib

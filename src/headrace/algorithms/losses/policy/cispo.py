@@ -1,6 +1,6 @@
-"""CISPO: REINFORCE with the importance weight clipped from above and held constant.
+"""CISPO: REINFORCE with an importance weight that is clipped from above and held constant.
 
-Every token keeps a gradient: clipping bounds its weight and never silences it.
+Every token keeps a gradient: clipping bounds the token's weight but never removes the token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CLIP_HIGH = 0.28
 
 
 def cispo(inputs: TokenInputs, *, clip_high: float = CLIP_HIGH) -> TokenLoss:
-    """-sg(min(r, 1 + clip_high)) * A * log pi, with r = pi / mu."""
+    """Return -sg(min(r, 1 + clip_high)) * A * log pi, with r = pi / mu."""
     log_ratios = log_ratio(inputs.logprobs.detach(), inputs.behaviour)
     ratio = log_ratios.exp()
     values = -ratio.clamp(max=1.0 + clip_high) * inputs.advantages * inputs.logprobs
@@ -23,5 +23,5 @@ def cispo(inputs: TokenInputs, *, clip_high: float = CLIP_HIGH) -> TokenLoss:
 
 
 def build(config: AlgorithmConfig) -> Loss:
-    """CISPO with the configuration's `clip_high`."""
+    """Build CISPO with the configuration's `clip_high`."""
     return partial(cispo, clip_high=CLIP_HIGH if config.clip_high is None else config.clip_high)

@@ -1,6 +1,6 @@
 """DAPO's loss: clipped GRPO with more room above than below, so that unlikely tokens can become likely.
 
-The rest of DAPO is configuration, not loss: the mean over the step's tokens and the shaping of overlong answers.
+The rest of DAPO is configuration, not loss: the mean over the step's tokens, and the shaping of overlong answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 
 def build(config: AlgorithmConfig) -> Loss:
-    """Clipped GRPO with DAPO's clipping, unless the configuration has its own."""
+    """Build clipped GRPO with DAPO's clipping, unless the configuration sets its own."""
     return partial(
         clipped_grpo,
         clip_low=CLIP_LOW if config.clip_low is None else config.clip_low,

@@ -1,8 +1,8 @@
-"""Decoupled PPO: the trust region is around a proximal policy, the importance weight against the sampler.
+"""Decoupled PPO: the trust region is around a proximal policy, and the importance weight is against the sampler.
 
-Stale tokens are not silenced for their age. The proximal policy is interpolated, between sampler and policy on the
-straight line of their log-probabilities and the nearer to the policy the older a token, which costs no forward pass;
-or it is recomputed: the weights that the version in training began with.
+So stale tokens are not clipped only for their age. The proximal policy is interpolated or recomputed. An interpolated
+one lies on the line between the log-probabilities of sampler and policy, nearer to the policy the older a token is; it
+costs no forward pass. A recomputed one uses the weights with which the version in training began.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.2
 def decoupled_ppo(
     inputs: TokenInputs, *, clip_low: float = CLIP_LOW, clip_high: float = CLIP_HIGH, proximal_mix: float | None = None
 ) -> TokenLoss:
-    """-sg(prox / mu) min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r = pi / prox, interpolated.
+    """Return -sg(prox / mu) min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r = pi / prox, interpolated.
 
-    Log prox = sg(mix log mu + (1 - mix) log pi); the mix is 1 / lag unless it is given, and 0 at lag 0.
+    Log prox = sg(mix log mu + (1 - mix) log pi). By default the mix is 1 / lag, and 0 at lag 0.
     """
     recorded = log_ratio(inputs.logprobs.detach(), inputs.behaviour)
     if proximal_mix is None:
         mix = torch.where(inputs.lags >= 1, 1.0 / inputs.lags.clamp(min=1.0), 0.0)
     else:
         mix = torch.full_like(recorded, proximal_mix)
-    # Both halves are taken from the cut log-ratio, so that their product never overflows.
+    # Both factors are computed from the clamped log-ratio, so that their product never overflows.
     weight = ((1.0 - mix) * recorded).exp()
     ratio = (mix * recorded + inputs.logprobs - inputs.logprobs.detach()).exp()
     values, clipped = clipped_surrogate(ratio, inputs.advantages, clip_low, clip_high)
@@ -42,7 +42,7 @@ def decoupled_ppo(
 def recomputed_decoupled_ppo(
     inputs: TokenInputs, *, clip_low: float = CLIP_LOW, clip_high: float = CLIP_HIGH
 ) -> TokenLoss:
-    """The same with the proximal policy that `inputs` brings."""
+    """Return the same loss as `decoupled_ppo`, with the proximal policy from `inputs`."""
     proximal = given(inputs.proximal)
     weight = log_ratio(proximal, inputs.behaviour).exp()
     ratio = log_ratio(inputs.logprobs, proximal).exp()
@@ -51,7 +51,7 @@ def recomputed_decoupled_ppo(
 
 
 def build(config: AlgorithmConfig) -> Loss:
-    """Decoupled PPO with the configuration's clipping and proximal policy."""
+    """Build decoupled PPO with the configuration's clipping and proximal policy."""
     low = CLIP_LOW if config.clip_low is None else config.clip_low
     high = CLIP_HIGH if config.clip_high is None else config.clip_high
     if config.proximal == "recomputed":

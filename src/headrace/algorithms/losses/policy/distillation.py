@@ -1,7 +1,7 @@
-"""On-policy distillation: the policy's own tokens, judged by a teacher one by one.
+"""On-policy distillation: a teacher judges the policy's own tokens one by one.
 
-A token's advantage is log teacher - log pi, so that on-policy the expected gradient is that of KL(pi || teacher).
-Rewards have no part in it.
+The advantage of a token is log teacher - log pi, so the expected on-policy gradient is that of KL(pi || teacher).
+Rewards are not used.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ USES_REWARDS = False
 
 
 def distillation(inputs: TokenInputs, *, clip_high: float = CLIP_HIGH) -> TokenLoss:
-    """-sg(min(r, 1 + clip_high) * log(teacher / pi)) * log pi, with r = pi / mu."""
+    """Return -sg(min(r, 1 + clip_high) * log(teacher / pi)) * log pi, with r = pi / mu."""
     gap = log_ratio(given(inputs.teacher), inputs.logprobs.detach())
     result = cispo(inputs._replace(advantages=gap), clip_high=clip_high)
     return result._replace(sums=result.sums | {"teacher_kl": -gap.sum()})
 
 
 def build(config: AlgorithmConfig) -> Loss:
-    """Distillation with the configuration's `clip_high`."""
+    """Build distillation with the configuration's `clip_high`."""
     return partial(distillation, clip_high=CLIP_HIGH if config.clip_high is None else config.clip_high)

@@ -1,6 +1,6 @@
 """DPPO with total variation: the trust region is in probabilities, not in ratios.
 
-A rare token may change by a large ratio, a common one may not move far: a token is silenced where its probability has
+A rare token may change by a large ratio, but a common token may not. A token gets no gradient if its probability has
 moved by more than `delta` in the direction of its advantage.
 """
 
@@ -17,7 +17,7 @@ READS = ("dppo_delta",)
 
 
 def dppo_tv(inputs: TokenInputs, *, delta: float) -> TokenLoss:
-    """-r A, with r = pi / mu; 0 where A > 0 and pi - mu > delta, or A < 0 and mu - pi > delta."""
+    """Return -r A, with r = pi / mu; 0 if A > 0 and pi - mu > delta, or if A < 0 and mu - pi > delta."""
     log_ratios = log_ratio(inputs.logprobs, inputs.behaviour)
     moved = inputs.logprobs.detach().exp() - inputs.behaviour.exp()
     masked = torch.sign(inputs.advantages) * moved > delta
@@ -26,5 +26,5 @@ def dppo_tv(inputs: TokenInputs, *, delta: float) -> TokenLoss:
 
 
 def build(config: AlgorithmConfig) -> Loss:
-    """DPPO-TV with the configuration's `dppo_delta`."""
+    """Build DPPO-TV with the configuration's `dppo_delta`."""
     return partial(dppo_tv, delta=config.dppo_delta)

@@ -1,6 +1,6 @@
 """Clipped GRPO: the pessimistic minimum of the plain and the clipped surrogate.
 
-A token whose ratio has left the trust region in the direction of its advantage gets no gradient.
+A token gets no gradient if its ratio has left the trust region in the direction of its advantage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.2
 
 
 def clipped_grpo(inputs: TokenInputs, *, clip_low: float = CLIP_LOW, clip_high: float = CLIP_HIGH) -> TokenLoss:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r = pi / mu."""
+    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), with r = pi / mu."""
     log_ratios = log_ratio(inputs.logprobs, inputs.behaviour)
     values, clipped = clipped_surrogate(log_ratios.exp(), inputs.advantages, clip_low, clip_high)
     return TokenLoss(values, policy_sums(log_ratios, clipped))
@@ -26,14 +26,14 @@ def clipped_grpo(inputs: TokenInputs, *, clip_low: float = CLIP_LOW, clip_high: 
 def clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-min(r A, clip(r) A) of each token for any ratio r, and whether the clipped one is the smaller."""
+    """Return -min(r A, clip(r) A) of each token for any ratio r, and whether the clipped term is the smaller one."""
     plain = ratio * advantages
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     return -torch.minimum(plain, bounded), (bounded < plain).detach()
 
 
 def build(config: AlgorithmConfig) -> Loss:
-    """Clipped GRPO with the configuration's `clip_low` and `clip_high`."""
+    """Build clipped GRPO with the configuration's `clip_low` and `clip_high`."""
     return partial(
         clipped_grpo,
         clip_low=CLIP_LOW if config.clip_low is None else config.clip_low,

@@ -1,6 +1,6 @@
 """GSPO: one importance ratio for a whole sequence, the geometric mean of its tokens' ratios, clipped as one.
 
-The tokens of a sequence are clipped together or not at all, and each gets the sequence's ratio as its weight.
+The tokens of a sequence are clipped together or not at all, and each token has the sequence's ratio as its weight.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 
 
 def gspo(inputs: TokenInputs, *, clip_low: float = CLIP_LOW, clip_high: float = CLIP_HIGH) -> TokenLoss:
-    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), with s = exp(mean log r) over the token's sequence.
+    """Return -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), with s = exp(mean log r) over the token's sequence.
 
-    In place of s stands sg(s) * pi / sg(pi): equal to s, with a gradient that reaches the token's own log pi alone.
-    Where a sequence's tokens have one advantage and one weight, the gradient of the sum is that of s itself.
+    The code uses sg(s) * pi / sg(pi) in place of s. It is equal to s, but its gradient reaches only the token's own log
+    pi. If all tokens of a sequence have the same advantage and the same weight, the gradient of the sum is that of s
+    itself.
     """
     fixed = inputs.logprobs.detach()
     log_ratios = log_ratio(fixed, inputs.behaviour)
@@ -36,7 +37,7 @@ def gspo(inputs: TokenInputs, *, clip_low: float = CLIP_LOW, clip_high: float = 
 
 
 def build(config: AlgorithmConfig) -> Loss:
-    """GSPO with the configuration's `clip_low` and `clip_high`."""
+    """Build GSPO with the configuration's `clip_low` and `clip_high`."""
     return partial(
         gspo,
         clip_low=CLIP_LOW if config.clip_low is None else config.clip_low,

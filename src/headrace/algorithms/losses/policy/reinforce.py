@@ -1,6 +1,6 @@
-"""REINFORCE without importance weights: every token is taken as if the policy in training had sampled it.
+"""REINFORCE without importance weights: every token is treated as if the policy in training had sampled it.
 
-It is right on-policy only. It is what the other losses are compared with: what age costs when nothing is done about it.
+The loss is correct on-policy only. It is the baseline for the other losses: it shows what lag costs without a remedy.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ USES_RATIOS = False
 
 
 def reinforce(inputs: TokenInputs) -> TokenLoss:
-    """-A log pi."""
+    """Return -A log pi."""
     log_ratios = log_ratio(inputs.logprobs.detach(), inputs.behaviour)
     return TokenLoss(-inputs.advantages * inputs.logprobs, policy_sums(log_ratios, torch.zeros_like(log_ratios)))
 
 
 def build(config: AlgorithmConfig) -> Loss:
-    """REINFORCE, which has nothing to set."""
+    """Build REINFORCE, which has no settings."""
     return reinforce

@@ -1,7 +1,7 @@
 """SAPO: a soft gate in place of a clip.
 
-A token's gradient fades as its ratio leaves 1, in either direction, and never ends abruptly; it fades faster where
-probability is taken away.
+The gradient of a token fades as its ratio moves away from 1, in either direction, and never stops abruptly. With the
+default temperatures it fades faster for tokens with a negative advantage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ READS = ("sapo_tau_positive", "sapo_tau_negative")
 
 
 def sapo(inputs: TokenInputs, *, tau_positive: float, tau_negative: float) -> TokenLoss:
-    """-(4 / tau) sigmoid(tau (r - 1)) A, with r = pi / mu, and tau by the sign of A."""
+    """Return -(4 / tau) sigmoid(tau (r - 1)) A, with r = pi / mu, where tau depends on the sign of A."""
     log_ratios = log_ratio(inputs.logprobs, inputs.behaviour)
     tau = torch.full_like(inputs.behaviour, tau_negative).masked_fill(inputs.advantages > 0, tau_positive)
     gate = 4.0 / tau * torch.sigmoid(tau * (log_ratios.exp() - 1.0))
@@ -25,5 +25,5 @@ def sapo(inputs: TokenInputs, *, tau_positive: float, tau_negative: float) -> To
 
 
 def build(config: AlgorithmConfig) -> Loss:
-    """SAPO with the configuration's two temperatures."""
+    """Build SAPO with the configuration's two temperatures."""
     return partial(sapo, tau_positive=config.sapo_tau_positive, tau_negative=config.sapo_tau_negative)

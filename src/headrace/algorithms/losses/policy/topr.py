@@ -1,7 +1,7 @@
-"""TOPR: good answers are imitated as they are, bad ones are pushed away only as far as they are still likely.
+"""TOPR: good answers are imitated as they are, and bad answers are pushed away only as far as they are still likely.
 
-The weight of a bad answer is its whole importance ratio, at most 1: what the policy no longer says is left alone, so
-unlikely answers cannot be driven down without end.
+The weight of a bad answer is the importance ratio of the whole answer, at most 1. Answers that the policy no longer
+gives are left alone, so unlikely answers are not pushed down without end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.config.schema import AlgorithmConfig
 
 
 def topr(inputs: TokenInputs) -> TokenLoss:
-    """-w A log pi, with w = 1 where A >= 0, else sg(min(prod r, 1)) over the token's sequence, r = pi / mu."""
+    """Return -w A log pi. If A >= 0, w = 1; else w = sg(min(prod r, 1)) over the token's sequence, with r = pi / mu."""
     log_ratios = log_ratio(inputs.logprobs.detach(), inputs.behaviour)
     whole = sequence_sums(log_ratios, inputs.sequences)
     negative = inputs.advantages < 0
@@ -30,5 +30,5 @@ def topr(inputs: TokenInputs) -> TokenLoss:
 
 
 def build(config: AlgorithmConfig) -> Loss:
-    """TOPR, which has nothing to set."""
+    """Build TOPR, which has no settings."""
     return topr
