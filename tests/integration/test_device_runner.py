@@ -34,12 +34,14 @@ SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
     "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "head_dim": 8,
     "initializer_range": 0.5,
 }
+"""The interpreter takes as long for each layer and each head of keys: several are in `WIDE`."""
+WIDE = {**SHAPE, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -67,10 +69,14 @@ def passes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(prompts, "HOST_BOUND", 0)
 
 
+def llama(shape: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM._from_config(LlamaConfig(**shape), attn_implementation=ATTENTION).eval().to(DEVICE)
+
+
 @pytest.fixture
 def model() -> Any:
-    torch.manual_seed(0)
-    return LlamaForCausalLM._from_config(LlamaConfig(**SHAPE), attn_implementation=ATTENTION).eval().to(DEVICE)
+    return llama(SHAPE)
 
 
 def cores(
@@ -154,8 +160,8 @@ def assert_same(left: dict[str, Joined], right: dict[str, Joined]) -> None:
 
 
 @pytest.mark.usefixtures("passes")
-def test_a_crowd_of_requests_gets_the_same_tokens(model: Any) -> None:
-    host, device = cores(model)
+def test_a_crowd_of_requests_gets_the_same_tokens() -> None:
+    host, device = cores(llama(WIDE))
     requests = [
         ask("greedy", [1, 2, 3], temperature=0.0),
         ask("one token", [7], max_tokens=9),
@@ -393,13 +399,13 @@ def test_the_canary_is_scored_behind_the_first_token(model: Any, runs: bool, mon
 def moe_model() -> Any:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, mlp_only_layers=[], norm_topk_prob=True
+        **WIDE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, mlp_only_layers=[], norm_topk_prob=True
     )
     return Qwen3MoeForCausalLM._from_config(config, attn_implementation=ATTENTION).eval().to(DEVICE)
 
 
 @pytest.mark.parametrize("family", ["llama", "moe"])
-def test_layers_are_compiled_once(model: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_compiled_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe of the memory, the canary, prompts of any number and length, and steps of any batch share one graph."""
     graphs: list[torch.fx.GraphModule] = []
 
@@ -410,7 +416,7 @@ def test_layers_are_compiled_once(model: Any, family: str, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))  # what is traced is the same
     torch._dynamo.reset()
     config = EngineConfig(slots=4, block_size=4, prefill_chunk=16)
-    served = model if family == "llama" else moe_model()
+    served = llama(WIDE) if family == "llama" else moe_model()
     core = EngineCore(served, config, name="device", max_length=64, version=1, make_runner=make_device_runner)
     core.score(np.arange(16, dtype=np.int32))
     for name, lengths in (("a", [5]), ("b", [1, 8]), ("c", [20, 2, 2, 16, 3])):
