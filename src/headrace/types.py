@@ -254,7 +254,7 @@ class Group(msgspec.Struct, kw_only=True):
     """The number of the attempt. It is unique in a run and increases in the order of admission."""
     prompt: Prompt
     version: int
-    """The version that the engines had proved when the group was admitted. No token of the group is older."""
+    """The version that the engines had proved when the group was admitted. No trained token of the group is older."""
     policy: str = POLICY
     """The policy that this group trains; `version` is a version of this policy."""
     rollouts: list[Rollout] = []

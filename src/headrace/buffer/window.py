@@ -156,7 +156,10 @@ class Window:
         return self.free > 0
 
     def admit(self, group_id: int, version: int) -> None:
-        """Charge a slot for a group. All its tokens will be of `version`, which its engine has proved, or newer."""
+        """Charge a slot for a group.
+
+        Tokens sampled for it will be of `version`, which its engine has proved, or newer.
+        """
         if not self.may_admit():
             raise HeadraceError(f"group {group_id} was admitted without a free slot: {self.explain()}")
         if not self.proved <= version <= self.trained_version:
