@@ -1,12 +1,13 @@
-"""Weights inside the GPUs of one host: two buffers of the trainer's, which every engine maps once and copies out of.
+"""The `cuda_ipc` transport: the trainer owns two buffers on its GPU; every engine of the host maps them and copies out.
 
-A buffer is found through a small segment: its header says which version the buffer holds, its payload how to map it.
-The order on the GPU is kept by an event that all processes share; the segment's header, read before and after a copy,
-shows a buffer that was written again. Locations are the segments' paths: what a killed trainer leaves is swept.
+Each buffer has a small shared-memory segment. The segment's header says which version the buffer holds, and its payload
+says how to map the buffer. An event that all processes share orders the work on the GPU. A reader checks the header
+before and after its copy, so a buffer that was overwritten meanwhile is noticed. A location is the path of a segment,
+so the segments of a killed trainer are swept like any others.
 
-What engines may have mapped is not freed before the end, so a buffer serves all sizes up to its own: a change to the
-weights lies where all of them have lain. Both are there from the first version on, and each tells of the other: an
-engine maps the second before it serves, for that takes longer than decoding should stand still.
+A buffer that engines may have mapped is not freed before the end, so it is used for every size up to its own (a delta
+goes into a buffer that held all weights). Both buffers exist from the first version on, and each segment names the
+other one. An engine maps both before it serves, because mapping takes longer than decoding should be stopped.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ TICKET_BYTES = 2048
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """How to map a buffer; the payload of its segment."""
+    """The payload of a segment: how to map its buffer."""
 
     token: str
-    """Of the buffer: a process cannot map its own memory, and knows it by this."""
+    """An id of the buffer. A process cannot map its own memory, so it recognises its own buffers by this id."""
     gpu: str
-    """The GPU's UUID: its number may be another one in another process."""
+    """The GPU's UUID, because the GPU may have another index in another process."""
     nbytes: int
     memory: bytes
     event: bytes
     others: list[str] = []
-    """Where the trainer's other buffers are found, in which later versions will lie."""
+    """The locations of the trainer's other buffers, which will hold later versions."""
 
 
 class _Place:
-    """One buffer of this process: its segment, its memory, and the event after the last write."""
+    """One buffer of this process: its segment, its memory, and an event that is recorded after each write."""
 
     def __init__(self, run_id: str, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
@@ -63,12 +64,12 @@ class _Place:
         _own[self.token] = self
 
     def announce(self, places: Collection[str]) -> None:
-        """Say in its segment how it is mapped, and where the others of these places are found."""
+        """Write into the segment how to map this buffer, and the locations of the other places."""
         others = [place for place in places if place != str(self.segment.path)]
         write_ticket(self.segment, msgspec.structs.replace(self._ticket, others=others))
 
     def views(self, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Its tensors; the views are made once, for a model has hundreds."""
+        """Return views of the buffer's tensors; they are made once per plan, because a model has hundreds."""
         if self._views is None or self._views[0] != plan.digest:
             self._views = plan.digest, unpack(self.memory, plan.entries)
         return self._views[1]
@@ -78,17 +79,17 @@ _own: WeakValueDictionary[str, _Place] = WeakValueDictionary()
 
 
 class CudaIpcSender:
-    """The trainer's end: owns the buffers."""
+    """The trainer's end, which owns the buffers."""
 
     name = "cuda_ipc"
 
     def __init__(self, run_id: str, *, device: torch.device | str = "cuda") -> None:
-        """`device` is the GPU that the trainer's weights are on."""
+        """Create a sender; `device` is the GPU with the trainer's weights."""
         self._device = _gpu(device, "trainer")
         self._run_id = run_id
         self._held: dict[str, _Place] = {}
         self._outgrown: list[_Place] = []
-        """Buffers that became too small. Freeing what another process has mapped is undefined."""
+        """Buffers that became too small. They are kept: to free memory that another process has mapped is undefined."""
         self._copies = DeviceCopies(self._device)
         self._places = SenderPlaces("buffer")
 
@@ -99,7 +100,7 @@ class CudaIpcSender:
     def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Enqueue a copy into a free buffer on the current stream; see `Sender.write`.
 
-        What the caller does to its weights on that stream comes after the copy.
+        Later changes that the caller makes to its weights on this stream run after the copy.
         """
         with self._places.filling(version, partial(self._free, plan.nbytes), self.release) as location:
             place = self._held[location]
@@ -111,22 +112,22 @@ class CudaIpcSender:
         return location
 
     def finish(self, location: str) -> None:
-        """Nothing is left to do: who reads the buffer waits for the event."""
+        """Do nothing: readers of the buffer wait for its event."""
 
     def follow(self, location: str) -> None:
-        """The current stream waits until the buffer is written."""
+        """Make the current stream wait until the buffer is written."""
         self._holding(location)
 
     def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Views of the buffer; the current stream waits until they are written."""
+        """Return views of the buffer, and make the current stream wait until it is written."""
         return self._holding(location).views(plan)
 
     def release(self, location: str) -> None:
-        """The buffer may be written again."""
+        """Allow the buffer to be overwritten."""
         self._places.release(location)
 
     def close(self) -> None:
-        """Remove the segments; the memory goes with the last view of it."""
+        """Remove the segments; the GPU memory is freed with the last view of it."""
         self._places.close()
         self._copies.close()
         places, self._held = self._held, {}
@@ -152,14 +153,14 @@ class CudaIpcSender:
         while len(self._held) < LIMIT:
             new.append(_Place(self._run_id, max(nbytes, largest), self._device))
             self._held[str(new[-1].segment.path)] = new[-1]
-            # Where memory is short the next one fails, and this one may be written and closed as it is.
+            # Announced inside the loop: if memory is short, the next buffer fails and this one is still usable.
             for place in new:
                 place.announce(self._held)
         return str(new[0].segment.path)
 
 
 class _Mapped:
-    """Somebody's buffer, mapped."""
+    """A buffer of the trainer, mapped into this process."""
 
     def __init__(self, path: Path) -> None:
         self.segment = MappedSegment(path)
@@ -189,14 +190,14 @@ class _Mapped:
             raise DeliveryError(f"the event of buffer {self.segment.path.name} cannot be opened: {reason}") from error
 
     def check(self, version: int, nbytes: int = 0) -> None:
-        """Raise `DeliveryError` unless its owner lives and it holds all of exactly this version."""
+        """Raise `DeliveryError` unless the owner is alive and the buffer holds exactly this version, complete."""
         self.segment.check(version)
         self._check_owner()
         if len(self.memory) < nbytes:
             raise DeliveryError(f"buffer {self.segment.path.name} has {len(self.memory)} bytes, not {nbytes}")
 
     def views(self, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-        """Its tensors; the views are made once, for a model has hundreds."""
+        """Return views of the buffer's tensors; they are made once per plan, because a model has hundreds."""
         if self._unpacked is None or self._unpacked[0] != tuple(entries):
             self._unpacked = tuple(entries), unpack(self.memory, entries)
         return self._unpacked[1]
@@ -207,18 +208,18 @@ class _Mapped:
 
 
 class CudaIpcSource:
-    """An engine's end: maps each buffer once."""
+    """An engine's end, which maps each buffer once."""
 
     private = False
 
     def __init__(self, *, device: torch.device | str = "cuda") -> None:
-        """`device` is the GPU that the engine's weights are on; the trainer's may be another one of this host."""
+        """Create a source; `device` is the GPU with the engine's weights. The trainer's GPU may be another one."""
         _gpu(device, "engine")
         self._mapped: dict[str, _Mapped] = {}
         self._upcoming: list[_Mapped] = []
 
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-        """Views of the buffer; the current stream waits until they are written. See `Source.open`."""
+        """Return views of the buffer, and make the current stream wait until it is written. See `Source.open`."""
         if location not in self._mapped:
             self._drop([old for old, mapped in self._mapped.items() if mapped.segment.removed])
             self._map(location)
@@ -232,14 +233,14 @@ class CudaIpcSource:
         return mapped.views(entries)
 
     def upcoming(self, entries: Sequence[Entry]) -> list[dict[str, torch.Tensor]]:
-        """Views of the other buffers; see `PredictsPlaces.upcoming`."""
+        """Return views of the other buffers; see `PredictsPlaces.upcoming`."""
         nbytes = max(entry.offset + entry.nbytes for entry in entries)
         found = [mapped.views(entries) for mapped in self._upcoming if len(mapped.memory) >= nbytes]
         self._upcoming.clear()
         return found
 
     def verify(self, location: str, version: int) -> None:
-        """Check the segment's header again; what was enqueued since `open` must be done."""
+        """Check the segment's header again; work that was enqueued since `open` must have finished."""
         if location not in self._mapped:
             raise DeliveryError(f"version {version} was not opened at {location}")
         self._mapped[location].check(version)
@@ -252,7 +253,7 @@ class CudaIpcSource:
     def _map(self, location: str) -> None:
         mapped = self._mapped[location] = _Mapped(Path(location))
         for other in mapped.others:
-            # One that is gone was outgrown.
+            # A buffer that is gone was replaced by a larger one.
             with suppress(DeliveryError):
                 if other not in self._mapped:
                     self._mapped[other] = _Mapped(Path(other))
@@ -264,7 +265,7 @@ class CudaIpcSource:
 
 
 def write_ticket(segment: SharedSegment, ticket: Ticket) -> None:
-    """Put the ticket into the segment's payload."""
+    """Write the ticket into the segment's payload."""
     text = msgspec.json.encode(ticket)
     if len(text) > TICKET_BYTES:
         raise DeliveryError(f"a ticket has at most {TICKET_BYTES} bytes, not {len(text)}")
@@ -272,7 +273,7 @@ def write_ticket(segment: SharedSegment, ticket: Ticket) -> None:
 
 
 def read_ticket(segment: MappedSegment) -> Ticket:
-    """The ticket in the segment's payload; raises `DeliveryError` where there is none."""
+    """Return the ticket in the segment's payload; raises `DeliveryError` if there is none."""
     try:
         return msgspec.json.decode(segment.buffer[HEADER_BYTES : HEADER_BYTES + TICKET_BYTES], type=Ticket)
     except msgspec.DecodeError as error:
@@ -300,7 +301,7 @@ def _index_of(gpu: str) -> int:
 
 
 class Transport:
-    """Memory that the GPUs of one host share."""
+    """The `cuda_ipc` transport: GPU memory that the processes of one host share."""
 
     needs_gpu = True
     on_device = True

@@ -1,7 +1,7 @@
-"""Memory of a GPU that another process can map: allocated apart from torch's allocator, seen as a tensor of bytes.
+"""GPU memory that another process can map. It is allocated outside torch's allocator and used as a tensor of bytes.
 
-A region is its own allocation, so a handle names exactly it, whatever torch's allocator is set to. It goes with the
-last tensor that looks at it, and with the process in any case.
+Each region is a separate allocation, so a handle names exactly this region, whatever the settings of torch's allocator.
+A region is freed with the last tensor that views it, and at the latest when the process ends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 class DriverError(DeliveryError):
-    """The driver refused a call."""
+    """A call of the CUDA driver failed."""
 
     def __init__(self, what: str, code: int) -> None:
         text = ctypes.c_char_p()
@@ -54,7 +54,7 @@ class DriverError(DeliveryError):
 
 
 def allocate(nbytes: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
-    """New bytes on this GPU, and the handle by which another process maps them."""
+    """Allocate bytes on this GPU; return them with the handle by which another process maps them."""
     with _context(device):
         pointer = _Pointer()
         try:
@@ -62,7 +62,7 @@ def allocate(nbytes: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
         except DriverError as error:
             if error.code != _OUT_OF_MEMORY:
                 raise
-            # What torch keeps for later is ours to take.
+            # Free the memory that torch caches, then try again.
             torch.cuda.empty_cache()
             _call("cuMemAlloc_v2", f"{nbytes / 2**20:.0f} MiB on {device}", ctypes.byref(pointer), nbytes)
         memory = _tensor(pointer.value, nbytes, device, "cuMemFree_v2")
@@ -72,7 +72,7 @@ def allocate(nbytes: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
 
 
 def open_handle(handle: bytes, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Another process's bytes on this GPU. Raises `DeliveryError` when that process is gone."""
+    """Map another process's bytes on this GPU. Raises `DeliveryError` if that process is gone."""
     if len(handle) != HANDLE_BYTES:
         raise DeliveryError(f"a handle of GPU memory has {HANDLE_BYTES} bytes, not {len(handle)}")
     with _context(device):
@@ -83,7 +83,7 @@ def open_handle(handle: bytes, nbytes: int, device: torch.device) -> torch.Tenso
 
 
 class _Region:
-    """A range of a GPU's addresses, as torch wants to be told of it."""
+    """A range of GPU addresses in the form from which torch makes a tensor."""
 
     def __init__(self, pointer: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
@@ -105,7 +105,7 @@ def _end(function: str, pointer: int, device: torch.device) -> None:
 
 @contextmanager
 def _context(device: torch.device) -> Iterator[None]:
-    """The context that torch uses on this GPU, current in this thread."""
+    """Make the CUDA context that torch uses on this GPU current in this thread."""
     _call("cuCtxPushCurrent_v2", f"using {device}", _primary(device.index))
     try:
         yield

@@ -1,7 +1,7 @@
-"""Weights through a directory: one safetensors file per version, which any reader of the directory can take.
+"""The `file` transport: one safetensors file per version, in a directory that trainer and engines can reach.
 
-The trainer copies to memory and goes on; the file is written by the publisher's thread. The newest `keep` files stay,
-and so does every one that is not acknowledged. Locations are paths, or URLs of whatever fsspec reaches.
+The trainer waits only for a copy in memory; the publisher's thread writes the file. The newest `keep` files are kept,
+and so is every file whose version is not acknowledged. A location is a path, or a URL that fsspec can reach.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from headrace.delivery.transports.storage import opened, stamp_of, storage_at
 from headrace.errors import DeliveryError
 
 _PIECE = 64 << 20
-"""The most bytes read at once: a store's file makes a copy of them."""
+"""The most bytes read at once, because the file object of a store makes a copy of them."""
 
 
 class FileSender:
-    """The trainer's end: owns the directory's versions."""
+    """The trainer's end, which owns the versions in the directory."""
 
     name = "file"
 
     def __init__(self, directory: Path | str, *, keep: int = 2, owner: str = "") -> None:
-        """`owner` names the run where the storage has no locks."""
+        """Create a sender; `owner` names the run for storage that has no locks."""
         self._storage = storage_at(directory, owner)
         self._keep = keep
         self._places = SenderPlaces("file")
@@ -59,7 +59,7 @@ class FileSender:
         return location
 
     def finish(self, location: str) -> None:
-        """Write the file, to the disk or the store; remove those that are too old."""
+        """Write the file to the disk or the store, and remove files that are too old."""
         with self._lock:
             if self._closed or location not in self._unwritten:
                 raise DeliveryError(f"{location}: nothing to write, or the transport is closed")
@@ -78,7 +78,10 @@ class FileSender:
         self._prune()
 
     def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """The file, mapped; of a store what was sent there, so that what a store does to it shows in the digest."""
+        """Return views of the mapped file; for a store, views of the bytes that were uploaded.
+
+        The digest is then that of the uploaded bytes, so an engine notices if the store changed them.
+        """
         with self._lock:
             version = self._files.get(location)
             uploaded = self._uploaded.get(location)
@@ -89,12 +92,15 @@ class FileSender:
         layout = layout_of(version, plan.entries)
         with Path(location).open("rb") as file:
             check_header(file, location, os.fstat(file.fileno()).st_size, version, layout)
-            # Copy-on-write, not read-only: torch takes no read-only buffer without a warning, and this is as safe.
+            # Copy-on-write instead of read-only, because torch warns about read-only buffers; this is as safe.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return unpack(torch.frombuffer(mapped, dtype=torch.uint8), layout.entries)
 
     def release(self, location: str) -> None:
-        """The file goes once `keep` newer ones are there; from a store with the next version, beside the training."""
+        """Allow the file to be removed once there are `keep` newer ones.
+
+        From a store it is removed with the next version, by the publisher's thread, so that training does not wait.
+        """
         with self._lock:
             self._unwritten.pop(location, None)
             if (packed := self._uploaded.pop(location, None)) is not None:
@@ -122,12 +128,12 @@ class FileSender:
             newest_first = sorted(self._files, key=self._files.__getitem__, reverse=True)
             old = newest_first[self._keep :]
             doomed = {location: self._files.pop(location) for location in old if not self._places.holds(location)}
-        # Outside the lock, which the trainer's copy needs: a store may take its time.
+        # Outside the lock, because a store may be slow and the trainer's copy needs the lock.
         for location, version in doomed.items():
             try:
                 self._storage.delete(location)
             except DeliveryError:
-                # A file that stays too long harms nobody: it is tried again with the next version, and at the end.
+                # A file that stays too long does no harm. Removal is tried again with the next version and at the end.
                 with self._lock:
                     self._files[location] = version
 
@@ -140,7 +146,7 @@ class FileSender:
 
 
 class FileSource:
-    """An engine's end: reads a file into memory of its own, so nothing that happens to the file later reaches it."""
+    """An engine's end, which reads a file into its own memory, so later changes to the file do not matter."""
 
     private = True
 
@@ -160,14 +166,14 @@ class FileSource:
         return unpack(self._buffer, entries)
 
     def verify(self, location: str, version: int) -> None:
-        """Check that the file is the one that was read."""
+        """Check that the file is still the file that was read."""
         if self._opened is None or self._opened[:2] != (location, version):
             raise DeliveryError(f"file {location} was not opened for version {version}")
         if stamp_of(location) != self._opened[2]:
             raise DeliveryError(f"file {location} was changed while it was read")
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._buffer = self._opened = None
 
     def _read(self, file: BinaryIO, location: str, layout: FileLayout, entries: Sequence[Entry]) -> None:
@@ -189,7 +195,7 @@ def _read_all(file: BinaryIO, target: memoryview, location: str) -> None:
 
 
 class Transport:
-    """Files in a directory."""
+    """The `file` transport: files in a directory or an object store."""
 
     uses_directory = True
 

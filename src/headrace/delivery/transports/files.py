@@ -1,7 +1,8 @@
-"""The directory of the `file` transport: one safetensors file per version, whole or absent, under one writer's lock.
+"""The directory of the `file` transport: one safetensors file per version, complete or absent, and one writer.
 
-A file appears by an atomic rename after its bytes are on the disk, and is never written to again. Who holds the lock
-may remove everything that another writer left. No torch here: the controller sweeps.
+A file appears by an atomic rename after its bytes are on the disk, and is never written to again. The writer holds a
+lock; the process that gets the lock may remove everything that a previous writer left. This module does not import
+torch, because the controller sweeps directories.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ _DTYPES = {
 }
 _ALIGNMENT = 8
 _LONGEST_HEADER = 100 << 20
-"""The format's own limit."""
+"""The limit of the safetensors format."""
 
 
 class FileLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the tensors lie in a file: those of the widest elements first, so that every one is aligned."""
+    """The layout of a version's file. Tensors with the widest elements come first, so that every tensor is aligned."""
 
     header: bytes
     entries: tuple[Entry, ...]
-    """In the order of the file, with offsets from its beginning."""
+    """The tensors in the order of the file, with offsets from its beginning."""
     nbytes: int
 
 
 def layout_of(version: int, entries: Iterable[Entry]) -> FileLayout:
-    """The file of this version; a pure function of the entries."""
+    """Return the layout of this version's file; a pure function of version and entries."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "headrace_version": str(version)}}
     end = 0
     ordered = sorted(entries, key=lambda entry: (-_dtype(entry)[1], entry.name))
@@ -70,17 +71,17 @@ def layout_of(version: int, entries: Iterable[Entry]) -> FileLayout:
 
 
 def file_of(version: int) -> str:
-    """The name of a version's file."""
+    """Return the name of a version's file."""
     return f"version-{version:08d}.safetensors"
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file of this name is a version, whole or not."""
+    """Return whether a file of this name holds a version, complete or partial."""
     return _OURS.fullmatch(name) is not None
 
 
 def check_header(file: BinaryIO, location: str, size: int, version: int, expected: FileLayout) -> None:
-    """Raise `DeliveryError` unless the file is whole and begins as a file of this version and layout does."""
+    """Raise `DeliveryError` unless the file has the header and the size of this version and layout."""
     name = location.rsplit("/", 1)[-1]
     start = file.read(len(expected.header))
     if start != expected.header:
@@ -90,7 +91,7 @@ def check_header(file: BinaryIO, location: str, size: int, version: int, expecte
 
 
 def _difference(file: BinaryIO, start: bytes, version: int) -> str:
-    """What is wrong with a header that is not the expected one."""
+    """Say what is wrong with a header that is not the expected one."""
     length = int.from_bytes(start[:8], "little")
     if len(start) < 8 or length > _LONGEST_HEADER:
         return "is not a safetensors file"
@@ -109,7 +110,7 @@ def _difference(file: BinaryIO, start: bytes, version: int) -> str:
 
 
 class Directory:
-    """A directory with its writer's lock, from `__init__` to `remove`; see `Storage`."""
+    """A directory of versions. It holds the writer's lock from `__init__` to `remove`; see `Storage`."""
 
     mounted = True
 
@@ -128,11 +129,11 @@ class Directory:
         self.clear()
 
     def location_of(self, version: int) -> str:
-        """The path of a version's file."""
+        """Return the path of a version's file."""
         return str(self.path / file_of(version))
 
     def write(self, location: str, layout: FileLayout, chunks: Iterable[memoryview]) -> None:
-        """Make a file of a header and these chunks, on the disk, at once under its name."""
+        """Write the header and these chunks to the disk; the complete file then appears under its name at once."""
         path = Path(location)
         partial = path.with_name(path.name + ".partial")
         try:
@@ -149,20 +150,20 @@ class Directory:
             raise DeliveryError(f"{path} cannot be written: {error.strerror}") from error
 
     def delete(self, location: str) -> None:
-        """Remove a version's file; one that is gone is fine."""
+        """Remove a version's file; it is no error if the file is gone."""
         try:
             Path(location).unlink(missing_ok=True)
         except OSError as error:
             raise DeliveryError(f"{location} cannot be removed: {error.strerror}") from error
 
     def clear(self) -> None:
-        """Remove every version, whole or not, and nothing else."""
+        """Remove every version, complete or partial, and nothing else."""
         for path in self.path.iterdir():
             if is_ours(path.name) and not path.is_dir():
                 path.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Leave nothing of ours; the directory itself stays where something else is in it."""
+        """Remove all versions and the lock; the directory itself stays if it contains anything else."""
         self.clear()
         (self.path / LOCK).unlink(missing_ok=True)
         os.close(self._lock)
@@ -171,7 +172,7 @@ class Directory:
 
 
 def sweep_directory(path: Path) -> bool:
-    """Remove what a writer that is dead left there; False where there is nothing, or its writer lives."""
+    """Remove what a dead writer left in a directory; return False if there is nothing or the writer is alive."""
     if not (path / LOCK).exists():
         return False
     try:
@@ -182,7 +183,7 @@ def sweep_directory(path: Path) -> bool:
 
 
 def _dtype(entry: Entry) -> tuple[str, int]:
-    """The format's name of the entry's dtype, and its bytes per element."""
+    """Return the safetensors name of the entry's dtype, and its bytes per element."""
     if entry.dtype not in _DTYPES:
         raise DeliveryError(f"{entry.name} is of dtype {entry.dtype}, which safetensors does not have")
     return _DTYPES[entry.dtype]

@@ -1,7 +1,7 @@
-"""The keys of a run: whoever can read one file of the run directory may fetch its weights, and nobody else.
+"""The keys of a run are in one file of the run directory: only a process that can read this file may fetch the weights.
 
-The file is readable by its owner alone, and one that others can read is refused. It is made when a run starts and
-removed when it ends. No torch here: the controller makes it.
+Only the owner can read the file, and a file that others can read is refused. The file is made when a run starts and
+removed when the run ends. This module does not import torch, because the controller makes the file.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import zmq
 from headrace.errors import DeliveryError
 
 KEYS = "delivery.keys"
-"""The file's name in the run directory."""
+"""The name of the file in the run directory."""
 
 
 class RunKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """Two CURVE key pairs, in Z85: the trainer's, and the one that all engines of the run share."""
+    """Two CURVE key pairs, encoded as Z85: the pair of all servers of the run, and the pair of all clients."""
 
     server_public: str
     server_secret: str
@@ -29,7 +29,7 @@ class RunKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_keys(path: Path) -> RunKeys:
-    """New keys, in a file of mode 0600 which replaces an older one."""
+    """Make new keys and write them to a file of mode 0600, which replaces an older file."""
     server, client = zmq.curve_keypair(), zmq.curve_keypair()
     keys = RunKeys(
         server_public=server[0].decode(),
@@ -47,7 +47,7 @@ def make_keys(path: Path) -> RunKeys:
 
 
 def read_keys(path: Path | None) -> RunKeys:
-    """The keys of the run; raises `DeliveryError` for a file that is missing, damaged, or open to others."""
+    """Read the keys of the run; raises `DeliveryError` if the file is missing, damaged, or readable by others."""
     if path is None:
         raise DeliveryError("weights travel between hosts only with the keys of a run, and none were given")
     try:

@@ -1,7 +1,7 @@
-"""Weights by broadcast, the trainer's end: a packed version goes to all engines that ask for it at once.
+"""The trainer's end of the `nccl` transport: one broadcast sends a packed version to all engines that asked for it.
 
-A version is broadcast from the bytes that were packed, and only while it is whole and not released: a place says in the
-store which write it holds, and every engine looks there before and after.
+A version is broadcast from its packed bytes, and only while it is complete and not released. A key-value store says
+which write each place holds, and every engine checks the store before and after a broadcast.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from headrace.delivery.transports.tcp_wire import is_loopback
 from headrace.errors import ConfigError, DeliveryError
 
 HOST = "127.0.0.1"
-"""Broadcasts are neither encrypted nor authenticated: nothing of them leaves this host."""
+"""The address to listen on. Broadcasts are neither encrypted nor authenticated, so they never leave this host."""
 _IDLE_SECONDS = 0.1
 
 logger = logging.getLogger(__name__)
 
 
 class NcclSender:
-    """The trainer's end: a store that engines put their questions in, and a thread that broadcasts."""
+    """The trainer's end: a store into which engines put their requests, and a thread that broadcasts."""
 
     name = "nccl"
 
@@ -51,10 +51,11 @@ class NcclSender:
         joining: float = 0.5,
         patience: float = 10.0,
     ) -> None:
-        """With weights on the CPU the same broadcasts go through gloo.
+        """Create a sender; for weights on the CPU, gloo makes the same broadcasts.
 
-        A broadcast begins when as many engines as there are `receivers` have asked or have the version, at the latest
-        `joining` seconds after the first question. `patience` is the longest wait for one step of it.
+        `receivers` is the number of engines. A broadcast begins when all of them have asked for the version or have it
+        already, but at the latest `joining` seconds after the first request. `patience` is the longest wait for one
+        step of a broadcast, in seconds.
         """
         if not is_loopback(bind):
             raise ConfigError(f'[delivery] bind: the "nccl" transport does not leave the host, so not on {bind}')
@@ -101,7 +102,7 @@ class NcclSender:
         return location
 
     def finish(self, location: str) -> None:
-        """From now on engines may ask for it."""
+        """Allow engines to request the version."""
         place = self._locations.index(location)
         with self._changed:
             if not self._places.holds(location):
@@ -110,20 +111,20 @@ class NcclSender:
             self._changed.notify_all()
 
     def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Views of a snapshot that was written and not released."""
+        """Return views of a snapshot that was written and not released."""
         if not self._places.holds(location):
             raise DeliveryError(f"snapshot {location} holds nothing")
         return unpack(self._snapshots[self._locations.index(location)].ready(), plan.entries)
 
     def release(self, location: str) -> None:
-        """The snapshot is no longer broadcast and may be written again."""
+        """Stop broadcasting the snapshot and allow it to be overwritten."""
         place = self._locations.index(location)
         with self._changed:
             self._hold(place, msgspec.structs.replace(self._snapshots[place].held, whole=False))
         self._places.release(location)
 
     def close(self) -> None:
-        """End the group, and let go of the port and the memory. A broadcast that is under way fails."""
+        """End the group, and release the port and the memory. A broadcast that is under way fails."""
         self._places.close()
         with self._changed:
             self._closed = True
@@ -155,7 +156,7 @@ class NcclSender:
                 time.sleep(POLL_SECONDS)
 
     def _armed(self) -> bool:
-        """Wait until there is something that could be asked for; False when the transport is closed."""
+        """Wait until there is a version that engines may request; return False if the transport is closed."""
         with self._changed:
             while not self._closed:
                 if any(snapshot.held.whole for snapshot in self._snapshots):
@@ -165,7 +166,7 @@ class NcclSender:
 
 
 def _store(patience: float) -> TCPStore:
-    """The store of the questions, on a port of loopback: a store that makes its own port listens on every address."""
+    """Make the store for requests on a loopback port. A store that opens its own port would listen on every address."""
     listening = socket.create_server((HOST, 0))
     port = listening.getsockname()[1]
     return TCPStore(
@@ -179,7 +180,7 @@ def _store(patience: float) -> TCPStore:
 
 
 class Transport:
-    """A broadcast, by NCCL between GPUs and by gloo elsewhere."""
+    """The `nccl` transport: a broadcast, by NCCL between GPUs and by gloo elsewhere."""
 
     on_device = True
     for_servers = False

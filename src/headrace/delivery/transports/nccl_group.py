@@ -1,7 +1,7 @@
-"""A communicator of delivery's own, for one broadcast after another: no step of it outlasts its deadline.
+"""A communicator that only delivery uses, for one broadcast after another: every step has a deadline.
 
-It touches no default process group. Whatever may block in a library runs in a thread that is given up when it makes no
-progress; the communicator and the memory that it was given are then of no more use to anybody.
+It does not touch the default process group. Calls that may block inside a library run in a separate thread, which is
+abandoned when it makes no progress. After that, the communicator and the memory passed to it must not be used again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from headrace.errors import DeliveryError
 
 WINDOW = 2
-"""Broadcasts under way at a time: the next is enqueued before the last is done."""
+"""The number of broadcasts in flight: the next is enqueued before the previous one is done."""
 POLL_SECONDS = 0.0002
 _GRACE_SECONDS = 1.0
 _ABORT_SECONDS = 5.0
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class ProgressWatch:
-    """When something last happened, and how long nothing may."""
+    """Watches that work makes progress: it knows the time of the last progress and the longest allowed pause."""
 
     def __init__(self, patience: float, what: str) -> None:
         self._patience = patience
@@ -47,21 +47,24 @@ class ProgressWatch:
         self._last = time.monotonic()
 
     def made(self) -> None:
-        """Something happened."""
+        """Record that there was progress."""
         self._last = time.monotonic()
 
     def left(self) -> float:
-        """Seconds in which something must happen."""
+        """Return the seconds until the next progress is due."""
         return self._last + self._patience - time.monotonic()
 
     def check(self, grace: float = 0.0) -> None:
-        """Raise `DeliveryError` when nothing happened for too long."""
+        """Raise `DeliveryError` if the last progress was too long ago; `grace` seconds are allowed on top."""
         if self.left() < -grace:
             raise DeliveryError(f"{self._what}: nothing happened for {self._patience:g} s")
 
 
 def bounded(work: Callable[[], T], progress: ProgressWatch) -> T:
-    """What `work` returns or raises; its thread is given up when there is no progress, and `DeliveryError` raised."""
+    """Run `work` in a thread and return or raise its outcome.
+
+    If there is no progress in time, the thread is abandoned and `DeliveryError` is raised.
+    """
     results: list[T] = []
     failures: list[Exception] = []
     done = threading.Event()
@@ -77,7 +80,7 @@ def bounded(work: Callable[[], T], progress: ProgressWatch) -> T:
     thread = threading.Thread(target=run, name="broadcast", daemon=True)
     thread.start()
     while not done.wait(max(0.0, progress.left() + _GRACE_SECONDS)):
-        # `work` looks at the deadline too, unless it hangs in a library.
+        # `work` checks the deadline too, unless it hangs in a library.
         progress.check(_GRACE_SECONDS)
     thread.join()
     if failures:
@@ -86,9 +89,9 @@ def bounded(work: Callable[[], T], progress: ProgressWatch) -> T:
 
 
 def connect(host: str, port: int, patience: float) -> TCPStore:
-    """A line to the sender's store. Raises `DeliveryError` at once when nobody listens there."""
+    """Connect to the sender's store. Raises `DeliveryError` at once if nobody listens there."""
     try:
-        # The store's own client would try again until its deadline.
+        # Tried with a plain socket first, because the store's own client would retry until its deadline.
         socket.create_connection((host, port), timeout=patience).close()
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=patience))
     except (OSError, dist.DistError) as error:
@@ -96,13 +99,13 @@ def connect(host: str, port: int, patience: float) -> TCPStore:
 
 
 def exact(device: torch.device | str) -> torch.device:
-    """The device, with its number: a GPU without one is another in another thread."""
+    """Return the device with its index, because `cuda` without an index can mean another GPU in another thread."""
     wanted = torch.device(device)
     return torch.device("cuda", torch.cuda.current_device()) if str(wanted) == "cuda" else wanted
 
 
 class BroadcastGroup:
-    """The members of a broadcast; rank 0 sends. Used by one thread at a time, and of no use after an exception."""
+    """The members of a broadcast; rank 0 sends. Used by one thread at a time, and not usable after an exception."""
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class BroadcastGroup:
         device: torch.device,
         patience: float,
     ) -> None:
-        """Form it; all members must do so within `patience` seconds."""
+        """Form the group; all members must do so within `patience` seconds."""
         self.key = key
         self._device = device
         self._patience = patience
@@ -122,16 +125,16 @@ class BroadcastGroup:
 
         def form() -> Any:
             with on_device(device, None):
-                # A line of its own: one that hangs holds up nobody else's.
+                # A separate connection, so that one that hangs does not block others.
                 store = PrefixStore(key, connect(*address, patience))
                 return _communicator(backend, store, rank, size, patience)
 
         self._communicator = bounded(form, progress)
 
     def broadcast(self, session: int, packed: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> None:
-        """Send the pieces of the packed bytes, or receive them in place: done on return.
+        """Send the pieces of the packed bytes, or receive them in place; all is done on return.
 
-        All members must name one session. On a GPU it is ordered after the work on the current stream.
+        All members must pass the same session. On a GPU the broadcast runs after the work on the current stream.
         """
         progress = ProgressWatch(self._patience, f"broadcast {session}")
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
@@ -150,14 +153,14 @@ class BroadcastGroup:
         bounded(run, progress)
 
     def abort(self) -> None:
-        """End it, whatever the others do."""
+        """End the group, whatever the other members do."""
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             with contextlib.suppress(DeliveryError, RuntimeError):
                 bounded(communicator.abort, ProgressWatch(_ABORT_SECONDS, "ending a group"))
 
     def _greet(self, session: int, progress: ProgressWatch) -> None:
-        """A broadcast of the session's number: connects all members before the bytes, and shows who is lost."""
+        """Broadcast the session's number first: this connects all members, and fails if one of them is lost."""
         number = torch.tensor([session], dtype=torch.int64, device=self._device)
         _finish(self._communicator.broadcast(number, 0), progress)
         if (said := int(number.item())) != session:
@@ -187,9 +190,10 @@ def _communicator(backend: str, store: Store, rank: int, size: int, patience: fl
 
 @contextlib.contextmanager
 def _errors_are_raised() -> Iterator[None]:
-    """By default a communicator that loses a member ends the process; ours must not end a trainer or an engine.
+    """Set NCCL options under which errors are raised, while a communicator is made.
 
-    The settings are read when a communicator is made, so they are there for no longer than that.
+    By default, a communicator that loses a member ends the process; it must not end a trainer or an engine. The
+    environment is read when a communicator is made, so it is restored afterwards.
     """
     with _environment:
         before = {name: os.environ.get(name) for name in _SETTINGS}
@@ -206,7 +210,7 @@ def _errors_are_raised() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_device(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """The device and the stream of who asked: both belong to a thread."""
+    """Use the caller's device and stream in this thread; both are set per thread."""
     if device.type != "cuda":
         yield
         return

@@ -1,7 +1,8 @@
-"""The broadcasts of a sender, one after another: who asked is invited, who joined is served, who died is left behind.
+"""The broadcasts of a sender, one after another: engines that ask are invited, join, and receive the version.
 
-The group of a broadcast is made of exactly the engines that asked for one write, and is kept while they stay the same.
-An engine that dies costs the others that one broadcast: every wait has a deadline, and the next has a new group.
+The group of a broadcast has exactly the engines that asked for the same write, and is kept while its members stay the
+same. If an engine dies, the others lose only that one broadcast: every wait has a deadline, and the next broadcast has
+a new group.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ POLL_SECONDS = 0.001
 
 
 class HeldSnapshot:
-    """One place of a sender: its bytes, what they are, and on a GPU when they are there."""
+    """One place of a sender: its bytes, the version they hold, and on a GPU the event after which they are written."""
 
     def __init__(self, device: torch.device) -> None:
         self.held = HeldVersion()
@@ -40,7 +41,7 @@ class HeldSnapshot:
         self._packed: torch.cuda.Event | None = None
 
     def fill(self, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy the weights, on the current stream."""
+        """Copy the weights into this place, on the current stream."""
         if len(self.buffer) != plan.nbytes:
             self.buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self.buffer.device)
         self.plan = plan
@@ -49,14 +50,14 @@ class HeldSnapshot:
             self._packed = torch.cuda.current_stream(self.buffer.device).record_event()
 
     def ready(self) -> torch.Tensor:
-        """The bytes; what comes next on the current stream comes after they are there."""
+        """Return the bytes, and make the current stream wait until they are written."""
         if self._packed is not None:
             torch.cuda.current_stream(self.buffer.device).wait_event(self._packed)
         return self.buffer
 
 
 class _Pending(msgspec.Struct):
-    """A question that waits for its broadcast."""
+    """A request that waits for its broadcast."""
 
     number: int
     ask: BroadcastRequest
@@ -64,12 +65,12 @@ class _Pending(msgspec.Struct):
 
     @property
     def wanted(self) -> tuple[int, int]:
-        """The place and the write of it: who wants the same can be served together."""
+        """The wanted place and write; requests for the same can be served together."""
         return self.ask.place, self.ask.sequence
 
 
 class BroadcastSessions:
-    """Questions and broadcasts of one sender. Used by one thread, except `close`, which comes after it."""
+    """The requests and broadcasts of one sender. Used by one thread, except `close`, which is called after it ended."""
 
     def __init__(
         self,
@@ -83,12 +84,12 @@ class BroadcastSessions:
         joining: float,
         patience: float,
     ) -> None:
-        """`snapshots` are the sender's places; see `NcclSender` for the rest."""
+        """Create the sessions; `snapshots` are the sender's places. See `NcclSender` for the other arguments."""
         self._snapshots = snapshots
         self._backend = backend
         self._address = address
         self._device = device
-        # On the trainer's, a broadcast would stand behind the steps that are already enqueued.
+        # A separate stream: on the trainer's, a broadcast would wait for training steps that are already enqueued.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._receivers = receivers
         self._bucket_bytes = bucket_bytes
@@ -103,9 +104,9 @@ class BroadcastSessions:
         self._members: list[str] = []
 
     def serve(self) -> bool:
-        """Read new questions and serve those whose time has come; False when there are none.
+        """Read new requests and serve those that are due; return False if none are due.
 
-        Raises what ends a broadcast; the next call goes on with another group.
+        An error of a broadcast is raised; the next call continues with another group.
         """
         self._read_questions()
         members = self._due()
@@ -122,7 +123,7 @@ class BroadcastSessions:
         return True
 
     def close(self) -> None:
-        """End the group and let go of the line."""
+        """End the group and close the connection to the store."""
         self._drop_group()
         self._line = None
 
@@ -131,7 +132,7 @@ class BroadcastSessions:
             self._read += 1
             ask = msgspec.json.decode(self._line.get(ask_key(self._read)), type=BroadcastRequest)
             self._line.delete_key(ask_key(self._read))
-            # Who asks again has given up its last question.
+            # An engine that asks again has given up its previous request.
             self._pending = [pending for pending in self._pending if pending.ask.receiver != ask.receiver]
             if refusal := self._refusal(ask):
                 self._answer(self._read, BroadcastReply(refusal=refusal))
@@ -139,7 +140,7 @@ class BroadcastSessions:
                 self._pending.append(_Pending(self._read, ask, time.monotonic()))
 
     def _due(self) -> list[_Pending]:
-        """Those who are to be served now, together."""
+        """Return the requests that are to be served together now; empty if none are due."""
         if not self._pending:
             return []
         oldest = self._pending[0]
@@ -178,7 +179,7 @@ class BroadcastSessions:
         self._served.setdefault(first.sequence, set()).update(names)
 
     def _assemble(self, members: int) -> None:
-        """Wait until all who were invited are there: an engine that died since it asked is found here."""
+        """Wait until all invited engines have joined; an engine that died after its request is noticed here."""
         self._line.delete_key(begin_key(self._session - 1))
         progress = ProgressWatch(self._patience, "waiting for engines to join")
         ranks = range(1, members + 1)

@@ -1,7 +1,7 @@
-"""Weights by broadcast, an engine's end: asks for a version, joins the group that the sender forms, and receives.
+"""An engine's end of the `nccl` transport: it asks for a version, joins the group that the sender forms, and receives.
 
-What was received counts only if the place still holds the same write afterwards. After any failure the group, the line
-to the sender and the memory are given up: a broadcast that comes late reaches nothing that is used.
+The received bytes count only if the place still holds the same write afterwards. After any failure, the group, the
+connection to the sender and the memory are discarded, so a late broadcast cannot change memory that is in use.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _POLL_SECONDS = 0.001
 
 
 class NcclSource:
-    """An engine's end: one line to the sender, one group, one buffer of its own."""
+    """An engine's end: one connection to the sender, one group, and one buffer of its own."""
 
     private = True
 
     def __init__(self, *, device: torch.device | str = "cpu", patience: float = 10.0) -> None:
-        """`patience` is the longest wait for the group or for one bucket, in seconds."""
+        """Create a source; `patience` is the longest wait for the group or for one bucket, in seconds."""
         self._device = exact(device)
         self._patience = patience
         self._name = uuid.uuid4().hex
@@ -76,7 +76,7 @@ class NcclSource:
             return unpack(self._buffer, entries)
 
     def verify(self, location: str, version: int) -> None:
-        """Ask whether the place still holds what was broadcast."""
+        """Check in the sender's store that the place still holds what was broadcast."""
         if self._complete is None or self._complete[:2] != (location, version):
             raise DeliveryError(f"version {version} was not received from {location}")
         place = parse_location(location)
@@ -85,7 +85,7 @@ class NcclSource:
                 raise DeliveryError(f"{location} was written again while version {version} was received")
 
     def close(self) -> None:
-        """Leave the group, and let go of the line and the memory."""
+        """Leave the group, close the connection and release the memory."""
         if self._group is not None:
             self._group.abort()
         self._line = self._group = self._buffer = self._complete = None
@@ -116,7 +116,7 @@ class NcclSource:
     def _invited(self, line: TCPStore, ask: BroadcastRequest) -> BroadcastReply:
         number = line.add(ASKS, 1)
         line.set(ask_key(number), _text(ask))
-        # Twice: the sender may be busy with a broadcast that fails.
+        # Twice the patience, because the sender may be busy with a broadcast that fails.
         said = self._await(line, answer_key(number), 2 * self._patience)
         line.delete_key(answer_key(number))
         answer = msgspec.json.decode(said, type=BroadcastReply)
@@ -139,7 +139,7 @@ class NcclSource:
         return self._group
 
     def _await(self, line: TCPStore, key: str, patience: float) -> bytes:
-        # Asked again and again: a wait of the store's own that ends without an answer fills the log.
+        # Polled, because a wait inside the store writes to the log when it times out.
         progress = ProgressWatch(patience, "waiting for the sender of weights")
         while not line.check([key]):
             progress.check()

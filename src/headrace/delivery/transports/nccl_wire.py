@@ -1,7 +1,7 @@
-"""What the two ends of the `nccl` transport say to each other through a store: who wants what, who is in a broadcast.
+"""The messages that the two ends of the `nccl` transport exchange through a key-value store.
 
-Every message names the write that it is about, and the pieces of a broadcast are a pure function of the plan, so that
-nobody receives bytes of two writes or in another order. No torch here.
+Every request names the write that it is about, and the pieces of a broadcast are a pure function of the plan, so nobody
+receives bytes of two writes or in another order. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,48 +16,49 @@ from headrace.delivery.transports.tcp_wire import is_loopback
 from headrace.errors import DeliveryError
 
 BUCKET_BYTES = 64 << 20
-"""The bytes of one broadcast."""
+"""The bytes of one broadcast call."""
 ASKS = "asks"
-"""The store's counter of questions."""
+"""The key of the store's request counter."""
 _LOCATION = re.compile(r"(nccl|gloo)://([0-9.]+):(\d+)/(\d+)")
 
 
 class HeldVersion(msgspec.Struct, frozen=True, array_like=True):
-    """What a place holds, kept in the store under `held_key`."""
+    """What a place holds. It is kept in the store under `held_key`."""
 
     version: int = -1
     sequence: int = 0
-    """Of the write that made it."""
+    """The number of the write that filled the place."""
     nbytes: int = 0
     whole: bool = False
+    """Whether the version is completely written and not released."""
 
 
 class BroadcastRequest(msgspec.Struct, frozen=True, array_like=True):
-    """An engine wants a version. The answer comes under `answer_key` of the question's number."""
+    """An engine's request for a version. The reply is put under `answer_key` with the number of the request."""
 
     receiver: str
     place: int
     version: int
     sequence: int
     group: str
-    """The group that it still holds, or an empty string."""
+    """The key of the group that the engine is still in, or an empty string."""
 
 
 class BroadcastReply(msgspec.Struct, frozen=True, array_like=True):
-    """The broadcast that an engine is to join, or a refusal."""
+    """The broadcast that an engine must join, or a refusal."""
 
     session: int = 0
     group: str = ""
-    """To be formed, unless the engine named it in its question."""
+    """The key of the group. The engine forms this group unless it is still in it."""
     rank: int = 0
     size: int = 0
     bucket_bytes: int = 0
-    """0: tensor by tensor."""
+    """The bytes of one broadcast call; 0 means tensor by tensor."""
     refusal: str = ""
 
 
 class NcclLocation(msgspec.Struct, frozen=True):
-    """A place of a sender, and how its bytes are broadcast."""
+    """A place of a sender, and the backend that broadcasts its bytes."""
 
     backend: str
     host: str
@@ -69,7 +70,7 @@ class NcclLocation(msgspec.Struct, frozen=True):
 
 
 def parse_location(text: str) -> NcclLocation:
-    """The location that a manifest names; one beyond this host is refused, for its bytes would travel in the clear."""
+    """Parse the location in a manifest. Broadcasts are not encrypted, so a location beyond this host is refused."""
     match = _LOCATION.fullmatch(text)
     if match is None:
         raise DeliveryError(f"{text!r} is not a location of the nccl transport")
@@ -79,32 +80,32 @@ def parse_location(text: str) -> NcclLocation:
 
 
 def held_key(place: int) -> str:
-    """Where the store says what a place holds."""
+    """Return the key of what a place holds."""
     return f"held/{place}"
 
 
 def ask_key(number: int) -> str:
-    """Where question `number`, from 1, is put."""
+    """Return the key of a request; numbers begin with 1."""
     return f"ask/{number}"
 
 
 def answer_key(number: int) -> str:
-    """Where its answer is put."""
+    """Return the key of the reply to a request."""
     return f"answer/{number}"
 
 
 def joined_key(session: int, rank: int) -> str:
-    """Where a member says that it is there."""
+    """Return the key under which a member says that it has joined."""
     return f"joined/{session}/{rank}"
 
 
 def begin_key(session: int) -> str:
-    """Where the sender says that all are there (`yes`), or who is not."""
+    """Return the key under which the sender says `yes` when all members joined, or else what is missing."""
     return f"begin/{session}"
 
 
 def pieces(entries: Sequence[Entry], bucket_bytes: int) -> list[tuple[int, int]]:
-    """The byte ranges that are broadcast, in order: buckets of the packed bytes, or with 0 the tensors."""
+    """Return the byte ranges to broadcast, in order: buckets of the packed bytes, or tensors if `bucket_bytes` is 0."""
     if bucket_bytes:
         nbytes = max(entry.offset + entry.nbytes for entry in entries)
         return [(start, min(nbytes, start + bucket_bytes)) for start in range(0, nbytes, bucket_bytes)]
