@@ -1,5 +1,6 @@
-"""The embedded engine on a GPU: rows live on the device, a decode step never returns to Python.
+"""The embedded engine on a GPU: rows live on the device, and a decode step never returns to Python.
 
-`runner` launches several steps at a time and reads their tokens when later ones already run; `state` holds the rows,
-`step` is what one step does, `graphs` captures it by batch size, `context` attends, `memory` sizes the cache.
+`runner` launches several steps at a time and reads their tokens while later steps already run. `pace` decides how many.
+`state` holds the rows, `step` is one decode step, `prompts` computes prompts, and `graphs` captures steps by batch
+size. `context` computes attention, `scoring` scores sequences, `transfer` copies numbers, and `memory` sizes the cache.
 """

@@ -1,6 +1,6 @@
-"""Compiled layers: one compilation for all layers of a kind and all batch sizes.
+"""Compiles decoder layers: one compilation serves all layers of a kind and all batch sizes.
 
-Attention is opaque to the compiler, so what is fused is the rest: norms, rotary embeddings, activations, residuals.
+Attention is opaque to the compiler. The compiler fuses the rest: norms, rotary embeddings, activations and residuals.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from headrace.models.compiling import prepare_to_compile
 
 
 def compile_layers(model: Any) -> bool:
-    """Compile every decoder layer in place, lazily; False if the model's layers were not found."""
+    """Compile every decoder layer in place, lazily. Return False if the model has no list of layers."""
     layers = getattr(model.get_decoder() if hasattr(model, "get_decoder") else model, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList):
         return False
@@ -24,6 +24,6 @@ def compile_layers(model: Any) -> bool:
 
 
 def undo_compile(model: Any) -> None:
-    """Give every layer its own forward back."""
+    """Restore the original forward of every layer."""
     for layer in model.get_decoder().layers:
         layer.__dict__.pop("forward", None)

@@ -1,4 +1,4 @@
-"""Attention of one pass on the device: a batch of single tokens, or packed chunks of prompts."""
+"""Attention contexts for one pass on the device: for a batch of single tokens, and for packed chunks of prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.models.attention import AttentionCall
 
 
 class DecodeContext:
-    """One new token per entry; the kernel stores its key and value, then attends over the row's blocks."""
+    """Attention of one new token per entry. The kernel stores its key and value and attends over the row's blocks."""
 
     def __init__(
         self, cache: DeviceCache, tables: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, splits: int
@@ -24,7 +24,7 @@ class DecodeContext:
         self._splits = splits
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The attention output of one layer, [1, T, H, Dv]."""
+        """Return the attention output of one layer, [1, T, H, Dv]."""
         keys, values = self._cache.layers[call.layer]
         out = paged_decode(
             call.query[0].transpose(0, 1),
@@ -45,7 +45,7 @@ class DecodeContext:
 
 
 class PrefillContext:
-    """Chunks of prompts, one after the other; what a chunk sees is in the cache, itself included."""
+    """Attention of packed chunks of prompts. All keys that a chunk sees, its own included, are in the cache."""
 
     def __init__(
         self,
@@ -59,9 +59,10 @@ class PrefillContext:
         tiles: torch.Tensor,
         queries: int,
     ) -> None:
-        """Chunk c holds the tokens `offsets[c]:offsets[c + 1]`, from position `starts[c]` of row `rows[c]` on.
+        """Describe the chunks of a pass.
 
-        `tiles` are those of `tiles_of` for so many queries.
+        Chunk c holds the tokens `offsets[c]:offsets[c + 1]`. They begin at position `starts[c]` of row `rows[c]`.
+        `tiles` is the result of `tiles_of` for the same number of queries.
         """
         self._cache = cache
         self._tables = tables
@@ -73,7 +74,7 @@ class PrefillContext:
         self._queries = queries
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The attention output of one layer, [1, T, H, Dv]."""
+        """Return the attention output of one layer, [1, T, H, Dv]."""
         keys, values = self._cache.layers[call.layer]
         write_cache(call.key[0].transpose(0, 1), call.value[0].transpose(0, 1), keys, values, self._slots)
         out = paged_prefill(

@@ -1,7 +1,7 @@
-"""CUDA graphs: how anything is captured, and the steps, one graph per batch size and variant, when first needed.
+"""CUDA graphs: a recorder for any work, and the graphs of decode steps, one per batch size and variant.
 
-All graphs share one memory pool. A capture that fails is said in one line, and what it was of runs uncaptured from then
-on.
+A step is captured when it is first needed. All graphs share one memory pool. If a capture fails, one line of the log
+says so, and that kind of work runs uncaptured from then on.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from headrace.engines.embedded.device.step import DecodeStep, Variant
 logger = logging.getLogger(__name__)
 
 Replay = Callable[[], object]
-"""Does again what was recorded, with what its buffers hold now."""
+"""Repeats recorded work on the current content of its buffers."""
 Record = Callable[[Callable[[], object]], Replay]
-"""Records what a function enqueues, which has run before; nothing is done yet."""
+"""Records the work that a function enqueues, without executing it. The function must have run once before."""
 CAPTURE_ERRORS = (RuntimeError, torch.AcceleratorError)
 
 
 def make_recorder(device: torch.device, *, capture: bool) -> Record | None:
-    """Captures CUDA graphs in one memory pool: they are replayed on one stream, one after the other."""
+    """Return a function that captures CUDA graphs, or None if nothing is to be captured.
+
+    All graphs share one memory pool, because they are replayed one after the other on one stream.
+    """
     if not capture or device.type != "cuda":
         return None
     pool = torch.cuda.graph_pool_handle()
@@ -33,7 +36,7 @@ def make_recorder(device: torch.device, *, capture: bool) -> Record | None:
     def record(body: Callable[[], object]) -> Replay:
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may stage weights meanwhile.
+        # `thread_local`, because other threads may stage weights during the capture.
         with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
             body()
         return graph.replay
@@ -42,23 +45,23 @@ def make_recorder(device: torch.device, *, capture: bool) -> Record | None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first."""
+    """Return the first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def buckets(rows: int) -> list[int]:
-    """Batch sizes that are captured: powers of two and their halfway points, up to `rows`."""
+    """Return the batch sizes that are captured: powers of two and their halfway points, up to `rows`."""
     sizes = {2, rows}
     size = 4
     while size < rows:
         sizes |= {size, size + size // 2}
         size *= 2
-    # A batch of one would be a shape of its own to a compiler; it runs as two.
+    # A compiler treats a batch of one as a special shape, so it runs as a batch of two.
     return sorted(size for size in sizes if size <= max(rows, 2))
 
 
 class StepGraphs:
-    """Runs a step for a number of entries, by replay where that is possible."""
+    """Runs decode steps, by replay of a captured graph if possible."""
 
     def __init__(self, step: DecodeStep, state: DeviceState, record: Record | None) -> None:
         self._step = step
@@ -68,15 +71,18 @@ class StepGraphs:
         self._replays: dict[tuple[int, Variant], Replay] = {}
 
     def bucket(self, entries: int) -> int:
-        """The smallest batch size that holds this many entries."""
+        """Return the smallest batch size that holds this many entries."""
         return self._buckets[bisect_left(self._buckets, entries)]
 
     def prepare(self, bucket: int, variant: Variant) -> None:
-        """Capture, unless that has been done. Changes the batch and the ring: call it before they are set."""
+        """Capture the step, unless that was done before.
+
+        This changes the current batch and the ring, so call it before they are set.
+        """
         if self._record is not None and (bucket, variant) not in self._replays:
             self._state.choose([], bucket)
             self._state.cursor.zero_()
-            # Once outside of the graph: kernels are compiled and library handles made.
+            # Run once outside of the graph, so that kernels are compiled and library handles are made.
             self._step.run(bucket, variant)
             self._state.cursor.zero_()
             try:
@@ -86,7 +92,7 @@ class StepGraphs:
                 self._record = None
 
     def step(self, bucket: int, variant: Variant) -> None:
-        """One step of the current batch."""
+        """Run one step of the current batch."""
         replay = self._replays.get((bucket, variant))
         if replay is not None:
             replay()

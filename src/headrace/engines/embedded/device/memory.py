@@ -1,7 +1,7 @@
-"""The cache on the device: one allocation per layer, at fixed addresses, sized from the memory that is free.
+"""The KV cache on the device: tensors at fixed addresses, one pair per layer, sized from the free memory.
 
-What the cache may take is what is free when the model is loaded, less a margin for activations, captured graphs and a
-second copy of the weights, which a delivery stages beside the live ones.
+The cache may take the memory that is free after the model is loaded, minus a second copy of the weights, which a
+delivery stages beside the live ones, and minus a margin for activations and captured graphs.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from headrace.errors import UserError
 from headrace.models.attention import AttentionCall, attending
 
 LayerShape = tuple[int, int, int]
-"""Key/value heads, the size of a key, the size of a value."""
+"""The number of key/value heads, the size of a key, the size of a value."""
 MARGIN = 0.10
-"""Share of the device's memory that the cache leaves to activations and graphs."""
+"""The share of the device's memory that the cache leaves to activations and graphs."""
 
 
 class DeviceCache:
-    """Keys and values by layer, `[blocks, heads, block_size, head size]`: a block of one head is one piece."""
+    """The keys and values of each layer, `[blocks, heads, block_size, head size]`.
+
+    The part of a block that belongs to one head is one piece of memory.
+    """
 
     def __init__(
         self, shapes: Seq[LayerShape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -38,30 +41,31 @@ class DeviceCache:
         ]
 
     def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy whole blocks in all layers; every source is read before any target is written."""
+        """Copy whole blocks in all layers. Every source is read before any target is written."""
         for keys, values in self.layers:
             copy_blocks(keys, values, sources, targets)
 
 
 def layer_shapes(model: Any) -> list[LayerShape]:
-    """What each layer stores of a token, found by asking the model."""
+    """Return the shapes of what each layer stores for a token, found by a pass through the model."""
     probe = _Probe()
     with torch.inference_mode(), attending(probe):
-        # Made in inference mode, as in every pass: layers would be compiled again for tensors that were not.
+        # Made in inference mode, as in every pass. Otherwise the layers would be compiled again.
         ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
         model(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=1)
     return [probe.shapes[layer] for layer in sorted(probe.shapes)]
 
 
 def bytes_per_block(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:
-    """Memory of one block over all layers."""
+    """Return the bytes of one block over all layers."""
     return block_size * dtype.itemsize * sum(heads * (key + value) for heads, key, value in shapes)
 
 
 def affordable_blocks(block_bytes: int, weight_bytes: int, device: torch.device, fraction: float | None = None) -> int:
-    """How many blocks the device has room for beside a second copy of the weights and the margin.
+    """Return how many blocks the device has room for beside a second copy of the weights and the margin.
 
-    With `fraction`, the cache and all that this process holds stay within that share of the device's memory.
+    With `fraction`, the cache and everything else in this process stay within that share of the device's memory. Raises
+    `UserError` if there is no room for one block.
     """
     free, total = torch.cuda.mem_get_info(device)
     if fraction is not None:
@@ -76,7 +80,7 @@ def affordable_blocks(block_bytes: int, weight_bytes: int, device: torch.device,
 
 
 class _Probe:
-    """Attends to nothing and remembers what a layer would have stored."""
+    """An attention context that returns zeros and records the shapes of what each layer would store."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}

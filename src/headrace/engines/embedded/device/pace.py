@@ -1,9 +1,9 @@
-"""How much is launched at once: enough that the device never waits for the host, and no more.
+"""Decides how many steps a launch has: enough that the device never waits for the host, and no more.
 
-What is under way can not be called back, and new weights get their turn behind it. So launches are as short as the host
-can follow, one is under way while the next is planned, and none is begun behind another once weights have arrived. Nor
-is one begun before them, if their proof takes less than a step: they would wait longer than the device stands still,
-which is never longer than a step.
+A launch cannot be called back, and new weights wait for its end. So launches are as short as the host can follow. One
+launch is in flight while the host plans the next. Once new weights have arrived, no launch is enqueued behind another.
+If checking the weights takes less than one step, no launch at all is made before the swap: the weights would wait for
+that launch longer than the device is idle without it, which is at most one step.
 """
 
 from __future__ import annotations
@@ -15,45 +15,52 @@ from collections.abc import Callable
 from headrace.engines.embedded.base import Haste
 
 STEPS = 8
-"""Decode steps of one launch at most: an ended row idles for as many."""
+"""The largest number of decode steps in one launch. A row that ends is idle for up to this many steps."""
 LAUNCHES = 1
-"""Launches that are under way while the host plans the next: each lasts longer than that takes."""
+"""The number of launches in flight while the host plans the next one. A launch lasts longer than planning takes."""
 LAUNCH_SECONDS = 2e-3
-"""A launch that lasts longer need not have more steps."""
+"""A launch that lasts this long needs no more steps, unless the host is slower."""
 SLACK = 1.5
-"""A launch lasts this many times what the host needs for one, so that a slow turn of the host is no gap."""
+"""A launch lasts this many times as long as the host needs for a launch, so that a slow turn leaves no gap."""
 NOTICE_SECONDS = 2e-3
-"""Within so long proved weights are installed, by whoever was told of them; if not, steps go on."""
+"""Checked weights should be installed within this time. If they are not, steps continue."""
 LONGEST_TURN = 0.05
-"""A turn of the host that lasts longer captured a step or waited for somebody, and says nothing of the next."""
+"""The longest turn of the host that counts in full. A longer turn captured a step or had to wait, so it does not
+predict the next one."""
 _NEW = 0.1
-"""Weight of the newest measurement."""
+"""The weight of the newest measurement in a running mean."""
 
 
 class Pace:
-    """Follows what steps and the host's turns take; until it knows, launches have as many steps as they may."""
+    """Running means of the time of a step and of the host's turns, and the launch lengths that follow from them.
+
+    Until both times are known, a launch has the largest number of steps.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.haste: Haste = "none"
         self.single = False
-        """The next launch is of one step: somebody waits for its token."""
+        """Whether the next launch has one step only, because its token is awaited."""
         self._step: float | None = None
         self._turn: float | None = None
         self._prompts: float | None = None
         self._arrived: float | None = None
         self._proof = math.inf
-        """Seconds from the last weights' arrival until they were proved."""
+        """The time from the arrival of the last weights until they were checked, in seconds."""
         self._held_until = -math.inf
 
     def hurry(self, haste: Haste) -> None:
-        """New weights have arrived, are proved, or nobody waits any more. From any thread."""
+        """Record that new weights have arrived (`soon`), are checked (`now`), or are no longer awaited (`none`).
+
+        This method may be called from any thread.
+        """
         now, step = self._clock(), self._step or math.inf
         if haste == "soon":
             self._arrived = now
             self._held_until = now + step if self._proof < step < math.inf else now
         elif haste == "now":
-            # Steps that were not begun for the proof have waited since the weights arrived.
+            # If steps were held back for the check, the device has waited since the weights arrived.
             since = self._arrived if self._arrived is not None and self.held else now
             if self._arrived is not None:
                 self._proof = now - self._arrived
@@ -62,12 +69,12 @@ class Pace:
 
     @property
     def held(self) -> bool:
-        """Whether new weights are so near that no step is begun before them."""
+        """Whether new weights will be ready so soon that no step may begin before them."""
         return self.haste != "none" and self._clock() < self._held_until
 
     @property
     def steps(self) -> int:
-        """Steps of the next launch."""
+        """The number of steps of the next launch."""
         if self.single or self.haste != "none":
             return 1
         if not self._step or self._turn is None:
@@ -77,7 +84,7 @@ class Pace:
 
     @property
     def cover(self) -> int:
-        """Steps that last about as long as the host needs to enqueue a pass over prompts."""
+        """The number of steps that last about as long as the host needs to enqueue a pass over prompts."""
         if self.single or self.haste != "none":
             return 1
         if not self._step or self._prompts is None:
@@ -85,21 +92,21 @@ class Pace:
         return max(1, math.ceil(min(STEPS, self._prompts / self._step)))
 
     def spare(self, steps: int) -> float:
-        """Seconds of a launch of so many steps that are more than the host needs to have the next one ready."""
+        """Return how many seconds a launch of this many steps lasts beyond what the host needs to prepare the next."""
         if not self._step or self._turn is None:
             return 0.0
         return max(0.0, steps * self._step - max(LAUNCH_SECONDS, SLACK * self._turn))
 
     def stepped(self, seconds: float) -> None:
-        """A decode step took the device so long."""
+        """Record how long a decode step took on the device."""
         self._step = _follow(self._step, seconds)
 
     def enqueued_prompts(self, seconds: float) -> None:
-        """The host needed so long for a pass over prompts."""
+        """Record how long the host needed to enqueue a pass over prompts."""
         self._prompts = _follow(self._prompts, min(seconds, LONGEST_TURN))
 
     def turned(self, seconds: float) -> None:
-        """The host was busy so long for one launch: with reading, planning and launching, not with waiting."""
+        """Record how long the host worked for one launch: reading, planning and launching, without waiting."""
         self._turn = _follow(self._turn, min(seconds, LONGEST_TURN))
 
 

@@ -1,8 +1,8 @@
-"""Passes over prompts: packed chunks of any number and length, sent to the device in one piece.
+"""Passes over prompts: packed chunks of any number and length, described to the device in one upload.
 
-Enqueuing a pass takes the host tens of milliseconds, whatever its size, and a small model computes it in fewer. So
-where the host would be the slower one, passes are filled up to a few sizes, captured when a size comes for the second
-time, and replayed from then on.
+Enqueuing a pass takes the host tens of milliseconds, whatever its size. A small model computes the pass in less time.
+If the host would be slower than the GPU, passes are padded to a few sizes. A size is captured when it comes for the
+second time, and replayed from then on.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ from headrace.models.experts import RoutingRecorder, RoutingShape, recording
 logger = logging.getLogger(__name__)
 
 LEAST_TOKENS, MOST_TOKENS = 256, 16384
-"""Captured sizes are the powers of two between them."""
+"""The smallest and the largest captured size, in tokens. Captured sizes are powers of two."""
 CHUNK_TOKENS = 8
-"""A captured pass has room for one chunk per so many tokens, and for `LEAST_CHUNKS`."""
+"""A captured pass has room for one chunk per so many tokens, and for at least `LEAST_CHUNKS`."""
 LEAST_CHUNKS = 8
 HOST_BOUND = 15 * 10**12
-"""Tokens times parameters of a pass that a GPU computes about as fast as a host enqueues it. Beyond it nothing is won,
-and what fills a pass up is computed for nothing."""
+"""The number of tokens times parameters of a pass that a GPU computes about as fast as the host enqueues it. Above this
+number, capturing gains nothing, and the padding would be wasted work."""
 
 
 @dataclass(frozen=True)
 class PassShape:
-    """What a pass has room for."""
+    """The size of a pass: how many tokens and chunks it has room for."""
 
     tokens: int
     chunks: int
     queries: int
-    """See `choose_queries`."""
+    """The queries of one attention program; see `choose_queries`."""
 
     @property
     def tiles(self) -> int:
-        """See `tiles_of`."""
+        """The largest number of attention tiles; see `tiles_of`."""
         return self.tokens // self.queries + self.chunks
 
     @property
     def fields(self) -> dict[str, tuple[int, int]]:
-        """What the device is told of a pass, and what that holds where there is nothing to tell."""
+        """The fields of a pass's description: for each name its length, and the value of unused places."""
         return {
             "ids": (self.tokens, 0),
             "owners": (self.tokens, -1),
@@ -73,7 +73,7 @@ class PassShape:
 
 @dataclass(eq=False)
 class _Pass:
-    """A captured size: where its description lies, and how it is run again."""
+    """A size that is captured: the buffer of its description on the device, and its replays."""
 
     told: torch.Tensor
     recorder: RoutingRecorder | None
@@ -82,7 +82,7 @@ class _Pass:
 
 
 class PromptPasses:
-    """Computes chunks, stores their keys and values, and draws the tokens after those that end their sequences."""
+    """Computes chunks, stores their keys and values, and draws the next token of each sequence that is complete."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class PromptPasses:
         self._passes: dict[PassShape, _Pass] = {}
 
     def run(self, chunks: Seq[Chunk], variant: Variant) -> None:
-        """Enqueue one pass. The tokens drawn are those of the chunks that sample, in their order."""
+        """Enqueue one pass. Tokens are drawn for the chunks that sample, in their order."""
         counts = np.array([c.count for c in chunks], np.int32)
         shape = self._captured_shape(counts)
         if shape is None:
-            # A pass of one token would be a shape of its own to a compiler; the second one is stored nowhere.
+            # A compiler treats a pass of one token as a special shape, so a second token is added, which is not stored.
             shape = PassShape(max(2, int(counts.sum())), len(chunks), self._queries(int(counts.max())))
             told = self._state.upload(describe(shape, chunks, counts, self._state.spare))
             self._compute(shape, told, self._recorder(shape), variant)
@@ -124,7 +124,7 @@ class PromptPasses:
         def compute() -> None:
             self._compute(shape, captured.told, captured.recorder, variant)
 
-        # The first of its kind is computed as it is: kernels are compiled, and most sizes never come again.
+        # The first pass of a kind runs uncaptured: it compiles the kernels, and most sizes never come again.
         if variant in captured.ran and variant not in captured.replays and self._record is not None:
             try:
                 captured.replays[variant] = self._record(compute)
@@ -162,7 +162,7 @@ class PromptPasses:
         self._step.draw(logits, part["entries"], part["positions"], variant)
 
     def _captured_shape(self, counts: npt.NDArray[np.int32]) -> PassShape | None:
-        """The smallest size that has room for these chunks; None where capturing is of no use."""
+        """Return the smallest captured size that has room for these chunks; None if capturing has no use."""
         if self._record is None:
             return None
         tokens = LEAST_TOKENS
@@ -186,7 +186,7 @@ class PromptPasses:
 
 
 def describe(shape: PassShape, chunks: Seq[Chunk], counts: npt.NDArray[np.int32], spare: int) -> npt.NDArray[np.int32]:
-    """All that the device is told of a pass, in one piece; whoever samples nothing draws for the spare row."""
+    """Return the description of a pass for the device, in one array. Unused entries draw for the spare row."""
     table = np.empty(_size(shape), np.int32)
     part = split_table(shape, table)
     for name, (_, nothing) in shape.fields.items():
@@ -213,9 +213,9 @@ def describe(shape: PassShape, chunks: Seq[Chunk], counts: npt.NDArray[np.int32]
 
 
 def split_table(shape: PassShape, whole: Any) -> dict[str, Any]:
-    """The fields of what `describe` made.
+    """Return the fields of a description, which `describe` made, as views.
 
-    Each begins at a multiple of 16 bytes: kernels are compiled anew where it is none.
+    Each field begins at a multiple of 16 bytes, because kernels would be compiled again for another alignment.
     """
     parts, begin = {}, 0
     for name, (length, _) in shape.fields.items():

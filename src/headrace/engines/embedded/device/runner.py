@@ -1,7 +1,7 @@
-"""The runner of the GPU: it launches several steps at a time, and reads their tokens while later ones run.
+"""The GPU's runner: it launches several steps at a time, and reads their tokens while later steps run.
 
-A row is touched by the host only to admit it, to give it blocks and to forget it. The order of the stream is the order
-of everything: a row or a block that is handed on was last used by work that was enqueued before.
+The host touches a row only to admit it, to give it blocks and to forget it. All work goes through one stream, in order.
+So the last work that used a row or a block is done before that row or block is used for something else.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from headrace.models.experts import RoutingShape
 from headrace.types import Int32Array
 
 _WAITED = 2e-4
-"""A host that waited for a launch longer than this knows when the next one began."""
+"""If the host waited longer than this for a launch to end, the next launch has just begun."""
 _LOOK_SECONDS = 5e-5
-"""How often a host that waits for nothing but new weights looks for them."""
+"""How often the host looks for new weights when it waits for nothing else."""
 GATHER = 32
-"""A pass over a few prompts takes about as long as one over many: where so many decode, one more new sequence waits for
-company."""
+"""New sequences wait until there is one for every so many that decode, because a pass over a few prompts takes about as
+long as a pass over many."""
 SKIPS = 4
-"""Passes over prompts alone, one after the other, while a batch fills up; then whoever decodes has its turn."""
+"""The largest number of passes over prompts in a row without a decode step, while a batch fills up."""
 
 
 @dataclass
 class _Launch:
-    """Steps that were enqueued, and their records on the way to the host."""
+    """Steps that were enqueued, and their records, which are being copied to the host."""
 
     entries: list[Sequence]
     steps: int
     decodes: bool
-    """Whether it is decode steps alone."""
+    """Whether the launch consists of decode steps only."""
     after: StreamMark | None
-    """Where the launch before it ends, unless the device was left without work since."""
+    """The end of the previous launch; None if the device was drained since."""
     begun: StreamMark
     records: Arriving
     kept: Arriving | None
@@ -61,7 +61,7 @@ class _Launch:
 
 
 class DeviceRunner:
-    """Implements `Runner`. Without a CUDA device it computes the same, step by step (Triton's interpreter)."""
+    """A `Runner` for a GPU. Without a CUDA device it computes the same, step by step, in Triton's interpreter."""
 
     def __init__(
         self,
@@ -94,11 +94,11 @@ class DeviceRunner:
         self._variants: dict[int, Variant] = {}
         self._launches: deque[_Launch] = deque()
         self._ended: StreamMark | None = None
-        """Where the last launch ends; see `_Launch.after`."""
+        """The end of the last launch; see `_Launch.after`."""
         self._skipped = 0
         self._pace = Pace()
         self._busy_since: float | None = None
-        """When the host's turn began, put off by what it waited; unknown if nothing was under way then."""
+        """When the host's turn began, plus the time it has waited since; None if nothing was in flight then."""
 
     @property
     def ahead(self) -> int:
@@ -115,7 +115,7 @@ class DeviceRunner:
         return self._pace.haste != "none" and (bool(self._launches) or self._pace.held)
 
     def active(self) -> AbstractContextManager[Any]:
-        """The engine's own stream: graphs cannot be captured on the default one."""
+        """Return a context with the engine's own stream. Graphs cannot be captured on the default stream."""
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     @property
@@ -125,22 +125,23 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, version: int) -> list[Sampled]:
-        """See `Runner.run`. `version` is what `installed` was told last; the device tags tokens itself.
+        """See `Runner.run`. `version` must be the last installed one; the device itself tags tokens with it.
 
-        Chunks that are left for a later plan are taken out of this one.
+        Chunks that are left for a later plan are removed from this plan.
         """
         started = time.perf_counter()
         self._admit(plan)
         prefill = [c for c in plan.chunks if not c.decodes]
         launched = len(self._launches)
-        # While as many sequences begin as decode, a batch that is filling up would step at a fraction of its size.
+        # If at least as many sequences begin as decode, wait for them: a step now would run a nearly empty batch.
         beginning = len(prefill) + plan.upcoming
         filling = bool(prefill) and beginning >= len(self._decoding) and self._skipped < SKIPS
         self._skipped = self._skipped + 1 if filling else 0
         if filling:
             plan.chunks = prefill
         else:
-            # Before prompts, which the host enqueues for longer than a step lasts: the device has work meanwhile.
+            # Launch steps before prompts. Enqueuing prompts takes the host longer than a step, and the device needs
+            # work meanwhile.
             self._decode(min(plan.ahead, self._pace.cover if prefill else self._pace.steps))
         if prefill:
             self._enqueue_prompts(prefill)
@@ -149,7 +150,7 @@ class DeviceRunner:
 
     def collect(self) -> list[Sampled]:
         """See `Runner.collect`."""
-        # Nothing was launched since the last time: that is no turn to learn from.
+        # Nothing was launched since the last call, so this turn must not be measured.
         self._busy_since = None
         if not self._launches:
             time.sleep(_LOOK_SECONDS)
@@ -176,11 +177,11 @@ class DeviceRunner:
     def installed(self, version: int) -> None:
         """See `Runner.installed`."""
         self._state.version.fill_(version)
-        # Whoever waits for the first token under these weights waits for its step alone.
+        # The first token under these weights is awaited, so it must not wait for a launch of several steps.
         self._pace.single = True
 
     def clear(self, blocks: Seq[int]) -> None:
-        """Nothing to do: the kernels do not read slots that were not written for their sequence."""
+        """Do nothing, because the kernels never read a slot that was not written for their sequence."""
 
     @torch.inference_mode()
     def score(self, token_ids: Int32Array, *, again: bool = False) -> Arriving:
@@ -193,7 +194,7 @@ class DeviceRunner:
         if plan.copies:
             sources, targets = self._state.upload(np.array(plan.copies, np.int64)).unbind(1)
             self._cache.copy(sources, targets)
-        # A sequence that lacks its last token only needs no prefill: it decodes from here on.
+        # A sequence for which only the last token is missing in the cache needs no prefill: it decodes at once.
         new = [c for c in plan.chunks if c.sequence.row is None or (c.decodes and c.sequence.row not in self._decoding)]
         for sequence in (c.sequence for c in new if c.sequence.row is None):
             sequence.row = self._state.take()
@@ -217,11 +218,11 @@ class DeviceRunner:
         seconds = time.perf_counter() - started
         self._pace.enqueued_prompts(seconds)
         if self._busy_since is not None:
-            # No part of the turn: the device had steps to cover it.
+            # This time does not count as part of the turn, because the device had steps meanwhile.
             self._busy_since += seconds
 
     def _prefill(self, chunks: list[Chunk]) -> None:
-        """Compute chunks; the rows of those that end their sequences get their next token, and decode from here on."""
+        """Compute chunks of prompts. Sequences that are complete get their next token and decode from now on."""
         begun = StreamMark(self._state.device)
         sampled = [c.sequence for c in chunks if c.samples]
         variant = self._variant(sampled)
@@ -282,7 +283,10 @@ class DeviceRunner:
         self._ended = self._launches[-1].records.mark
 
     def _collect(self, *, idle: bool) -> list[Sampled]:
-        """Results that are there; the oldest too if too many are not, or if there is nothing else to do."""
+        """Return the results of finished launches.
+
+        Wait for the oldest launch if too many are in flight, or if the host is idle and has nothing else to do.
+        """
         started, waited = time.perf_counter(), 0.0
         if self._busy_since is not None:
             self._pace.turned(started - self._busy_since)
@@ -301,7 +305,10 @@ class DeviceRunner:
         return sampled
 
     def _linger(self, launch: _Launch) -> float:
-        """Put off the next launch while this one, which just began, lasts: what is not under way can be forestalled."""
+        """Delay the next launch while this launch, which has just begun, keeps the device busy.
+
+        New weights can then go before the next launch. Return the seconds waited.
+        """
         began = time.perf_counter()
         until = began + self._pace.spare(launch.steps)
         launch.records.wait(lambda: self._pace.haste != "none" or time.perf_counter() >= until)
@@ -339,7 +346,7 @@ class DeviceRunner:
 
 
 def _without_idle(sampled: list[Sampled], ran: npt.NDArray[np.bool_]) -> list[Sampled]:
-    """Without the steps in which an entry was idle: it runs from the first on, if at all, and stops once."""
+    """Remove the steps in which an entry was idle. An entry runs from the first step on, if at all, and stops once."""
     for new, steps in zip(sampled, ran.sum(1).tolist(), strict=True):
         new.cut(steps)
     return [new for new in sampled if new.tokens]
@@ -360,5 +367,5 @@ def _kept(launch: _Launch, entry: int, count: int) -> list[Int32Array] | None:
 
 
 def _routing(launch: _Launch, entry: int, count: int) -> list[Any] | None:
-    # Copied: a view would keep the records of the whole launch for as long as the sequence lives.
+    # Copied, because a view would keep the records of the whole launch in memory as long as the sequence lives.
     return None if launch.routing is None else list(launch.routing.numpy()[:count, entry].copy())

@@ -1,6 +1,6 @@
-"""Scoring without the cache. What is scored again and again, as canaries are, is captured once and replayed.
+"""Scores sequences without the cache. Lengths that are scored often, such as canaries, are captured once and replayed.
 
-Launching a pass by hand costs the host more than a step lasts: decoding would stand still for every canary.
+Enqueuing a pass kernel by kernel takes the host longer than a decode step lasts, so every canary would stop decoding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Captured:
-    """A pass over `ids`, whose log-probabilities are in `scores` when it was replayed."""
+    """A captured pass over `ids`. A replay writes its log-probabilities to `scores`."""
 
     replay: Replay
     ids: torch.Tensor
@@ -30,7 +30,7 @@ class _Captured:
 
 
 class TokenScores:
-    """Scores rows of tokens on the current stream."""
+    """Scores token sequences on the current stream."""
 
     def __init__(self, model: Any, device: torch.device, record: Record | None) -> None:
         self._model = model
@@ -39,11 +39,11 @@ class TokenScores:
         self._captured: dict[int, _Captured] = {}
 
     def prepare(self, length: int) -> None:
-        """Capture the pass over rows of this length, unless that was done: they are scored by replay from here on."""
+        """Capture the pass over sequences of this length once, so that they are scored by replay from now on."""
         if self._record is None or length in self._captured:
             return
         ids = torch.zeros(length, dtype=torch.int64, device=self._device)
-        # Once outside of the graph: kernels are compiled and library handles made.
+        # Run once outside of the graph, so that kernels are compiled and library handles are made.
         scores = torch.empty_like(score_ids(self._model, ids))
         try:
             replay = self._record(lambda: scores.copy_(score_ids(self._model, ids)))
@@ -56,7 +56,7 @@ class TokenScores:
     def begin(self, token_ids: Int32Array) -> Arriving:
         """Begin to score tokens 1..n given their prefix."""
         host = torch.from_numpy(np.array(token_ids, np.int64))
-        # Pinned: a copy of other memory would wait for all that was launched before.
+        # Pinned, because a copy from other memory would wait for all work that was launched before.
         host = host.pin_memory() if self._device.type == "cuda" else host
         captured = self._captured.get(len(host))
         if captured is None:

@@ -1,7 +1,7 @@
-"""What the device knows of every row, and the patches that the host enqueues between two launches.
+"""The state of every row on the device, and the changes to it that the host enqueues between two launches.
 
-The last row is a spare that is never live: entries that only fill a batch up to its bucket point at it. All patches
-go through the engine's stream, so a launch that is under way never sees them.
+The last row is a spare that is never live: entries that only fill a batch up to its bucket point at the spare row. All
+changes go through the engine's stream, so a launch that is in flight never sees them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from headrace.engines.embedded.kernels.sampling_rows import SamplingRows
 from headrace.engines.embedded.sequence import Sequence
 
 STOPS = 16
-"""Stop tokens that the device knows of each row; the host, which decides, looks at all of them."""
+"""The number of stop tokens per row that the device knows. The host checks all stop tokens, and its result counts."""
 RECORDS = 3
-"""What the ring holds of a token: itself, the bits of its log-probability, its version."""
+"""The number of values that the ring holds for a token: the token, the bits of its log-probability, its version."""
 
 
 class DeviceState:
-    """Buffers at fixed addresses, one entry per row."""
+    """The buffers of all rows, at fixed addresses, with one entry per row."""
 
     def __init__(self, rows: int, table_width: int, ring_slots: int, device: torch.device) -> None:
         self.rows = rows
@@ -35,13 +35,13 @@ class DeviceState:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         self.token = ints(rows + 1)
-        """The last token, which the next step computes."""
+        """The last token of the row, which the next step computes."""
         self.position = ints(rows + 1)
-        """Its place in the sequence."""
+        """The position of that token in the sequence."""
         self.limit = ints(rows + 1)
-        """The longest that the sequence may become."""
+        """The largest number of tokens that the sequence may have."""
         self.capacity = ints(rows + 1)
-        """Tokens that the row's blocks hold."""
+        """The number of tokens that fit into the row's blocks."""
         self.live = ints(rows + 1)
         self.stops = torch.full((rows + 1, STOPS), -1, dtype=torch.int32, device=device)
         self.tables = ints(rows + 1, table_width)
@@ -49,25 +49,25 @@ class DeviceState:
         self.version = torch.full((1,), -1, dtype=torch.int32, device=device)
         self.entries = torch.full((rows,), self.spare, dtype=torch.int32, device=device)
         """The rows of the current batch."""
-        # As the device has them.
+        # The host's copy of `entries`, as the device has them.
         self._chosen: list[int | None] = []
         self.ring = ints(ring_slots, RECORDS, rows)
         self.cursor = ints(1)
         self._free = list(range(rows - 1, -1, -1))
-        # How many blocks of each row the tables hold.
+        # The number of blocks of each row that are in the tables.
         self._known = [0] * rows
         self._uploads = Uploads(device)
 
     def take(self) -> int:
-        """A row that nobody uses."""
+        """Take a free row."""
         return self._free.pop()
 
     def release(self, row: int) -> None:
-        """Nobody uses this row any more; launches under way still may, and are done before it is set again."""
+        """Free a row. Launches in flight may still use it, and they are done before the row is set again."""
         self._free.append(row)
 
     def set_rows(self, sequences: Seq[Sequence], block_size: int, live: Seq[bool]) -> None:
-        """Describe sequences that just got their rows; live ones decode from their last token on."""
+        """Write all fields of the rows of these sequences. Live rows decode from their last token."""
         fields = np.array(
             [
                 (s.tokens[-1], len(s.tokens) - 1, s.limit, len(s.blocks) * block_size, alive)
@@ -94,7 +94,7 @@ class DeviceState:
         self.sampling.set(rows, self.sampling.pack([s.sampling for s in sequences]))
 
     def grow(self, sequences: Seq[Sequence], block_size: int) -> None:
-        """Tell the device of blocks that rows were given."""
+        """Add the new blocks of these sequences to their rows."""
         width = self.tables.shape[1]
         cells: list[int] = []
         blocks: list[int] = []
@@ -110,13 +110,13 @@ class DeviceState:
         self.capacity.index_copy_(0, rows[0], rows[1].to(torch.int32))
 
     def choose(self, sequences: Seq[Sequence], bucket: int) -> None:
-        """Make these rows the batch, filled up with the spare one."""
+        """Make these rows the current batch, and fill it up to `bucket` entries with the spare row."""
         rows = [s.row for s in sequences] + [self.spare] * (bucket - len(sequences))
-        # Most launches have the batch of the one before: then nothing stands between their steps.
+        # Most launches have the same batch as the previous one. Then no upload delays their steps.
         if rows != self._chosen:
             self.entries[:bucket].copy_(self.upload(np.array(rows, np.int32)))
             self._chosen = rows
 
     def upload(self, values: npt.NDArray[Any], into: torch.Tensor | None = None) -> torch.Tensor:
-        """These numbers on the device, in a tensor of their own or in this one, without waiting for it."""
+        """Copy these numbers to the device, into a new tensor or into `into`, without waiting for the device."""
         return self._uploads.send(values, into)

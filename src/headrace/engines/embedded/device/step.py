@@ -1,6 +1,6 @@
-"""One decode step, start to end on the device: embed, layers, sample, record, advance.
+"""One decode step, which runs entirely on the device: embed, run the layers, sample, record, advance.
 
-It reads and writes buffers at fixed addresses only, so it can be captured once for a batch size and replayed.
+The step reads and writes only buffers at fixed addresses, so it can be captured once per batch size and replayed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from headrace.models.attention import attending
 from headrace.models.experts import RoutingRecorder, RoutingShape, recording
 
 Variant = Literal["plain", "filtered", "recorded"]
-"""Every token may be drawn; some may not; and those that may are recorded."""
+"""The kind of sampling of a step. `plain`: every token may be drawn. `filtered`: some tokens may not be drawn.
+`recorded`: as `filtered`, and the kept tokens are recorded."""
 
 
 def variant_of(sampling: Sampling) -> Variant:
-    """What a step must do for a row that is sampled like this."""
+    """Return the variant of a step that these sampling settings need."""
     if sampling.record_kept:
         return "recorded"
     truncated = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0 or bool(sampling.forbidden)
@@ -32,7 +33,7 @@ def variant_of(sampling: Sampling) -> Variant:
 
 
 class DecodeStep:
-    """The step of one model over one state and cache."""
+    """The decode step of one model over one state and one cache."""
 
     def __init__(self, model: Any, state: DeviceState, cache: DeviceCache, routing: RoutingShape | None) -> None:
         device, rows = state.device, state.rows
@@ -45,7 +46,7 @@ class DecodeStep:
         self._positions = torch.zeros(rows, dtype=torch.int32, device=device)
         self._input_ids = torch.zeros(rows, dtype=torch.int64, device=device)
         with torch.inference_mode():
-            # As the positions of prompts are: layers would be compiled again for tensors of another kind.
+            # Made in inference mode, like the positions of prompts. Otherwise the layers would be compiled again.
             self._position_ids = torch.zeros(rows, dtype=torch.int64, device=device)
         slots = state.ring.shape[0]
         self.recorder = RoutingRecorder(routing, rows, device) if routing is not None else None
@@ -56,7 +57,7 @@ class DecodeStep:
         self.count_ring: torch.Tensor | None = None
 
     def run(self, bucket: int, variant: Variant) -> None:
-        """Step the first `bucket` entries of the batch, and write the ring's next slot."""
+        """Run one step for the first `bucket` entries of the batch, and write the next slot of the ring."""
         state = self._state
         entries, positions = state.entries[:bucket], self._positions[:bucket]
         ids, places = self._input_ids[:bucket], self._position_ids[:bucket]

@@ -1,4 +1,4 @@
-"""Numbers on their way to the device, and from it to the host."""
+"""Copies numbers from the host to the device and back, without blocking the host."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from headrace.errors import DeadlineError
 from headrace.types import Float32Array
 
 GPU_SECONDS = 120.0
-"""A GPU that takes longer than this for a few steps hangs."""
+"""A GPU that needs longer than this for a few steps hangs."""
 _POLL_SECONDS = 5e-5
 
 
 class Uploads:
-    """Sends numbers to a device from pieces of pinned memory, taken in turn: nothing is allocated, nobody waits."""
+    """Sends numbers to a device through pieces of pinned memory that are used in turn.
+
+    The host never waits. It allocates pinned memory only if the numbers do not fit or the next piece is still in use.
+    """
 
     PIECES, PIECE_BYTES = 64, 1 << 18
 
@@ -32,7 +35,7 @@ class Uploads:
             self._read: list[Any] = [torch.cuda.Event() for _ in pieces]  # type: ignore[no-untyped-call]
 
     def send(self, values: npt.NDArray[Any], into: torch.Tensor | None = None) -> torch.Tensor:
-        """These numbers on the device, in a tensor of their own or in this one."""
+        """Copy these numbers to the device, into a new tensor or into `into`."""
         host = torch.from_numpy(np.ascontiguousarray(values))
         if self._device.type != "cuda":
             return host if into is None else into.copy_(host)
@@ -49,7 +52,7 @@ class Uploads:
 
 
 class StreamMark:
-    """A point of the stream."""
+    """A point in the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: Any = None
@@ -58,16 +61,16 @@ class StreamMark:
             self._event.record()
 
     def passed(self) -> bool:
-        """Whether the device has come here."""
+        """Return whether the device has reached this point."""
         return self._event is None or bool(self._event.query())
 
     def seconds_since(self, earlier: StreamMark) -> float:
-        """How long the device took from there to here, both passed; 0 where host and device are one."""
+        """Return the device's time from `earlier` to this point. Both must have passed. It is 0 without a GPU."""
         return 0.0 if self._event is None else float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
 class Arriving:
-    """A copy of a tensor as it is at this point of the stream; it is there when `ready`."""
+    """A copy of a tensor on its way to the host, as the tensor is at this point of the stream."""
 
     def __init__(self, source: torch.Tensor) -> None:
         self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type == "cuda")
@@ -75,26 +78,26 @@ class Arriving:
         self.mark = StreamMark(source.device)
 
     def ready(self) -> bool:
-        """Whether `numpy` would not wait."""
+        """Return whether `numpy` would return without waiting."""
         return self.mark.passed()
 
     def wait(self, unless: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until it is there; False if `unless` holds and it is not."""
+        """Wait until the copy is complete. Return False if `unless` becomes true before that."""
         deadline = time.monotonic() + GPU_SECONDS
         while not self.ready():
             if time.monotonic() > deadline:
                 raise DeadlineError(f"the GPU has not finished what was asked of it within {GPU_SECONDS:.0f} s")
-            # First of all: whoever makes `unless` hold needs the interpreter for what comes of it.
+            # Sleep before `unless` is asked: the thread that makes it true needs the interpreter to finish its work.
             time.sleep(_POLL_SECONDS)
             if unless():
                 return self.ready()
         return True
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The numbers, as soon as they are here."""
+        """Wait for the numbers and return them."""
         self.wait()
         return np.asarray(self._host.numpy())
 
     def result(self) -> Float32Array:
-        """The same, as float32."""
+        """Wait for the numbers and return them as float32."""
         return np.asarray(self.numpy(), np.float32)

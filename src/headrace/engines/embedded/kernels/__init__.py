@@ -1,1 +1,1 @@
-"""Triton kernels of the embedded engine. `headrace.engines.embedded.attention` and `.sampler` are their references."""
+"""The embedded engine's Triton kernels. `headrace.engines.embedded.attention` and `.sampler` are their references."""

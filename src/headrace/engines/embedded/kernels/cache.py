@@ -1,7 +1,7 @@
-"""Writes to the paged cache, `[blocks, kv_heads, block_size, D]`, outside decode: whole chunks, and copies of blocks.
+"""Writes to the paged cache, `[blocks, kv_heads, block_size, D]`, outside of decode: chunks, and copies of blocks.
 
-A write touches the slots it is given and no other; nothing is read back, so it may be captured in a CUDA graph. A slot
-is block * block_size + offset.
+A write touches only the slots that it is given. Nothing is read back to the host, so a write may be captured in a CUDA
+graph. A slot is block * block_size + offset.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def find_places(
     positions: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Fill in the positions and slots of packed tokens; token t is of chunk `owners[t]`.
+    """Fill in the positions and slots of packed tokens. Token t belongs to chunk `owners[t]`.
 
-    Chunk c holds the tokens from `offsets[c]` on, from position `starts[c]` of row `rows[c]` on. A token of no chunk
+    The tokens of chunk c begin at index `offsets[c]`, and at position `starts[c]` of row `rows[c]`. A token of no chunk
     (-1) gets position 0 and slot -1.
     """
     tokens = len(owners)
@@ -79,7 +79,7 @@ def _places_kernel(
 
 
 def copy_blocks(keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copy whole blocks; every source is read before any target is written."""
+    """Copy whole blocks. Every source is read before any target is written."""
     for store in (keys, values):
         store.index_copy_(0, targets.long(), store.index_select(0, sources))
 

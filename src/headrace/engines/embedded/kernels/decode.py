@@ -1,7 +1,7 @@
-"""Attention of one new token per row over the paged cache, which also stores that token's key and value.
+"""Attention of one new token per row over the paged cache. The kernel also stores that token's key and value.
 
-The slot being written is read by nobody: the program that writes it attends to the new token from registers, and all
-others read earlier positions only. A launch reads nothing back, so it may be captured in a CUDA graph.
+No program reads the slot that is being written: the program that writes it attends to the new token from registers, and
+all others read only earlier positions. Nothing is read back to the host, so a launch may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TILE_BYTES = 16384
 
 
 def choose_splits(batch: int, kv_heads: int, processors: int) -> int:
-    """Into how many programs to split each row's keys: a power of two that gives a processor 2 to 4 programs."""
+    """Return the number of programs that share the keys of a row: a power of two with 2 to 4 programs per processor."""
     splits = 1
     while splits < MAX_SPLITS and batch * kv_heads * splits < 2 * processors:
         splits *= 2
@@ -35,7 +35,7 @@ def choose_splits(batch: int, kv_heads: int, processors: int) -> int:
 
 
 def choose_tile(size: int, itemsize: int) -> int:
-    """How many keys of this size a program reads at once: enough bytes in flight, little enough for three stages."""
+    """Return how many keys of this size a program reads at once: many bytes in flight, but room for three stages."""
     return min(64, max(16, _TILE_BYTES // (padded(size) * itemsize)))
 
 
@@ -55,11 +55,12 @@ def paged_decode(
     sinks: torch.Tensor | None = None,
     splits: int = 1,
 ) -> torch.Tensor:
-    """The output, `[B, H, Dv]`, of the token at `positions` of each of `rows`, stored in the cache on the way.
+    """Return the attention output, `[B, H, Dv]`, of the new token of each row, and store its key and value.
 
-    `query` is `[B, H, D]`, `key` and `value` are `[B, Hk, D]` and `[B, Hk, Dv]`, with any strides but the last. `keys`
-    and `values` are `[blocks, Hk, block_size, D]` and change at the new tokens' slots alone. An entry whose position
-    is negative is idle: it writes nothing and its output is zero.
+    The new token of entry i is at `positions[i]` of row `rows[i]`. `query` is `[B, H, D]`, `key` and `value` are
+    `[B, Hk, D]` and `[B, Hk, Dv]`; the last stride of each must be 1. `keys` and `values` are
+    `[blocks, Hk, block_size, D]` and change only in the slots of the new tokens. An entry whose position is negative is
+    idle: it writes nothing to the cache and its output is zero.
     """
     return launch_decode(
         *(query, key, value, keys, values, tables, rows, positions),
@@ -91,7 +92,7 @@ def launch_decode(
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> torch.Tensor:
-    """`paged_decode` with the kernel's shape spelt out."""
+    """Do the same as `paged_decode`, with explicit launch parameters of the kernel."""
     batch, heads, size = query.shape
     kv_heads, block_size, value_size = keys.shape[1], keys.shape[2], values.shape[3]
     assert keys.is_contiguous() and values.is_contiguous() and tables.stride(1) == 1
@@ -139,11 +140,12 @@ def launch_decode(
 
 @triton.jit
 def _visible_tiles(position, window, TILE: tl.constexpr, SPLITS: tl.constexpr):
-    """Of the cached keys a token sees: the first one, its tile, how many tiles, and how many splits share them."""
+    """Return the first cached key that a token sees, its tile, the number of tiles, and how many splits share them."""
     start = tl.maximum(position + 1 - window, 0)
     first = start // TILE
     tiles = (position + TILE - 1) // TILE - first
-    # A split without a tile would write nothing worth combining: there are only as many as tiles, and at least one.
+    # A split without a tile would have no result to combine. So there are at most as many splits as tiles, and at
+    # least one.
     return start, first, tiles, tl.maximum(tl.minimum(tiles, SPLITS), 1)
 
 
@@ -183,7 +185,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    # Heads vary fastest: programs that run together read neighbouring memory of a block.
+    # Heads vary fastest, so that programs that run together read neighbouring memory of a block.
     head, entry, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     position, row = tl.load(positions + entry), tl.load(rows + entry)
     group, d, dv = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
@@ -199,8 +201,8 @@ def _decode_kernel(
     if split >= used:
         return
     begin, end = first + tiles * split // used, first + tiles * (split + 1) // used
-    # The last of the splits owns the new token. Its loads are issued here and first used after the loop, where their
-    # latency is hidden.
+    # The last split owns the new token. Its loads are issued here and used only after the loop, which hides their
+    # latency.
     owner = split == used - 1
     table = tables + row.to(tl.int64) * table_row
     blocks = tile_blocks(table, begin, position, BLOCK, TILE)
@@ -215,7 +217,7 @@ def _decode_kernel(
     result = tl.zeros([GROUP_PAD, DV_PAD], tl.float32)
     for tile in range(begin, end):
         slots = tile_slots(blocks, head, tile, KV_HEADS, BLOCK, TILE)
-        # One tile ahead, so that no tile waits for its own addresses.
+        # Loaded one tile ahead, so that no tile waits for its own addresses.
         blocks = tile_blocks(table, tile + 1, position, BLOCK, TILE)
         spots = tile * TILE + tl.arange(0, TILE)
         visible = (spots >= start) & (spots < position)
@@ -229,7 +231,7 @@ def _decode_kernel(
         result = dot(weights.to(v.dtype), v, result * shrink[:, None])
         highest = raised
 
-    # The owner stores the new token, attends to it, and counts the sink, once per query.
+    # The owner stores the new token, attends to it, and adds the sink, once per query.
     new_slot = (new_block.to(tl.int64) * KV_HEADS + head) * BLOCK + position % BLOCK
     tl.store(keys + new_slot * D + d, new_key, mask=owner & (d < D))
     tl.store(values + new_slot * DV + dv, new_value, mask=owner & (dv < DV))
@@ -274,7 +276,7 @@ def _combine_kernel(
     position = tl.load(positions + entry)
     _, _, _, used = _visible_tiles(position, window, TILE, SPLITS)
     split, dv = tl.arange(0, SPLITS_PAD), tl.arange(0, DV_PAD)
-    # Splits that took no part (all of them, in an idle entry) left their scratch as it was.
+    # Splits that took no part (all splits of an idle entry) did not write their scratch memory.
     took_part = (split < used) & (position >= 0)
     part = (entry * HEADS + head) * SPLITS + split
     highest = tl.load(stats + part, mask=took_part, other=NOTHING)

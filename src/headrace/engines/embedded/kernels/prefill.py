@@ -1,7 +1,7 @@
-"""Causal attention of chunks of new tokens over the paged cache, in which their own keys and values already lie.
+"""Causal attention of chunks of new tokens over the paged cache, which already holds the chunks' own keys and values.
 
-A token sees itself and what is before it in its own row, and nothing else: neither its chunk's neighbours nor the
-slots of its last block that are not written yet.
+A token sees itself and the earlier tokens of its own row, and nothing else: no other chunk, and no slot of its last
+block that is not written yet.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from headrace.engines.embedded.kernels.tiles import (
 
 
 def choose_queries(longest: int, size: int, itemsize: int) -> int:
-    """How many queries of heads of this size a program takes, where a chunk has `longest` tokens at most."""
-    # Wide numbers are multiplied outside the tensor cores, from registers: few queries at a time.
+    """Return how many queries a program takes, for heads of this size and chunks of at most `longest` tokens."""
+    # Numbers wider than 16 bits are multiplied from registers, outside of the tensor cores: few queries at a time.
     return 16 if itemsize > 2 else 64 if longest <= 64 or size > 128 else 128
 
 
 def tiles_of(counts: npt.NDArray[np.integer], queries: int) -> npt.NDArray[np.int32]:
-    """The tiles of chunks of these many tokens, `[2, n]`: which chunk, and from which of its tokens on.
+    """Return the tiles of chunks with these numbers of tokens, `[2, n]`: the chunk, and the tile's first token in it.
 
-    There are at most sum(counts) // queries + len(counts).
+    There are at most sum(counts) // queries + len(counts) tiles.
     """
     tiles = -(-counts // queries)
     chunks = np.repeat(np.arange(len(counts)), tiles)
@@ -59,10 +59,11 @@ def paged_prefill(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The output, `[T, H, Dv]`, of the queries, `[T, H, D]`, of chunks packed one after the other.
+    """Return the attention output, `[T, H, Dv]`, for the queries, `[T, H, D]`, of chunks packed one after the other.
 
-    Chunk c holds the tokens `offsets[c]:offsets[c + 1]` of `rows[c]`, from position `starts[c]` on. `tiles` are those
-    of `tiles_of` for so many queries, in any order; a tile of chunk -1 is none. Tokens of no tile get zeros.
+    Chunk c holds the tokens `offsets[c]:offsets[c + 1]`, which begin at position `starts[c]` of row `rows[c]`. `tiles`
+    is the result of `tiles_of` for the same number of queries, in any order. A tile of chunk -1 is skipped. Tokens of
+    no tile get zeros.
     """
     size = max(keys.shape[3], values.shape[3])
     return launch_prefill(
@@ -97,7 +98,7 @@ def launch_prefill(
     num_warps: int,
     num_stages: int,
 ) -> torch.Tensor:
-    """`paged_prefill` with the kernel's shape spelt out."""
+    """Do the same as `paged_prefill`, with explicit launch parameters of the kernel."""
     tokens, heads, size = query.shape
     kv_heads, block_size, value_size = keys.shape[1], keys.shape[2], values.shape[3]
     assert keys.is_contiguous() and values.is_contiguous() and query.stride(2) == tables.stride(1) == 1
@@ -172,12 +173,12 @@ def _prefill_kernel(
     q_addresses = query + tokens[:, None] * query_token + head * query_head + d[None, :]
     q = tl.load(q_addresses, mask=(indices < count)[:, None] & (d < D)[None, :], other=0.0)
 
-    # What the tile of queries sees together: from the first one's window to the last one itself.
+    # The keys that the queries of the tile see together: from the window of the first query to the last query itself.
     begin = tl.maximum(start + query_first + 1 - window, 0)
     end = start + tl.minimum(query_first + QUERIES, count)
     result = tl.zeros([QUERIES, DV_PAD], tl.float32)
     if sinks is not None:
-        # The maximum of anything is finite, a sink that is switched off (minus infinity) included.
+        # The maximum must be finite, also for a sink that is switched off (minus infinity).
         sink = tl.maximum(tl.load(sinks + head).to(tl.float32) * LOG2E, NOTHING)
         highest = tl.full([QUERIES], 1.0, tl.float32) * sink
         total = tl.full([QUERIES], 1.0, tl.float32)
@@ -188,7 +189,7 @@ def _prefill_kernel(
     blocks = tile_blocks(table, begin // TILE, end, BLOCK, TILE)
     for tile in range(begin // TILE, (end + TILE - 1) // TILE):
         slots = tile_slots(blocks, kv_head, tile, KV_HEADS, BLOCK, TILE)
-        # One tile ahead, so that no tile waits for its own addresses.
+        # Loaded one tile ahead, so that no tile waits for its own addresses.
         blocks = tile_blocks(table, tile + 1, end, BLOCK, TILE)
         spots = tile * TILE + tl.arange(0, TILE)
         written = (spots >= begin) & (spots < end)
@@ -204,7 +205,7 @@ def _prefill_kernel(
         result = dot(weights.to(v.dtype), v, result * shrink[:, None])
         highest = raised
 
-    # Queries past the chunk's end may have seen nothing; they are not stored.
+    # Queries past the end of the chunk may have seen no key. They are not stored.
     result = result / tl.where(indices < count, total, 1.0)[:, None]
     out_addresses = out + (tokens[:, None] * HEADS + head) * DV + dv[None, :]
     tl.store(out_addresses, result.to(out.dtype.element_ty), mask=(indices < count)[:, None] & (dv < DV)[None, :])

@@ -1,7 +1,7 @@
-"""The two ends of a captured step: what every row computes now, and what it computes next.
+"""The first and the last kernel of a captured step: `begin` chooses what each row computes, `advance` moves it on.
 
-A row that is not live, or whose next token has no block yet, is idle: it reads nothing, writes nothing and stays as it
-is. So a row can never run past its end or past its blocks, however late the host looks.
+A row is idle if it is not live, or if there is no block for its next token. An idle row reads nothing, writes nothing
+and stays as it is. So a row can never run past its end or past its blocks, however late the host looks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ IDLE = -1
 
 
 LEAST_SIZE = 256
-"""Smaller batches are computed as if they were as large: that takes no longer, and every size is compiled by itself."""
+"""The smallest size that is computed. A smaller batch would not be faster, and every size is compiled separately."""
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -103,11 +103,11 @@ def advance(
     ring: torch.Tensor,
     cursor: torch.Tensor,
 ) -> None:
-    """Give every entry that ran its drawn token, end those that are done, and write one slot of the ring.
+    """Give every entry that ran its drawn token, end the rows that are done, and write one slot of the ring.
 
     The ring is int32 `[slots, 3, width]`: token (`IDLE` for an idle entry), log-probability (as bits), version.
     """
-    # One program: it also moves the cursor that the others would read.
+    # A single program, because it also moves the cursor, which other programs would read.
     size = max(LEAST_SIZE, triton.next_power_of_2(len(rows)))
     _advance[(1,)](
         rows,

@@ -1,9 +1,10 @@
-"""Sampling on the GPU, inside a captured step: the rules of `sampler`, without a sort and without a word to the host.
+"""Sampling on the GPU inside a captured step. It follows the rules of `sampler`, without a sort and without the host.
 
-Every row is drawn from its own logits, parameters, seed and position alone. Unfiltered, the logits are read once and a
-tile of them twice: `_tiles` weighs tiles of the vocabulary, `_pick` finds the tile and the token where the row's noise
-falls. Filtered, `_truncate` stands between the two: it searches the least logit that stays among the values a logit
-can have, three of them a pass, and weighs the tiles again with what stays. Masses are relative to the row's best token.
+A draw depends only on the row's own logits, parameters, seed and position. Without a filter, all logits are read once,
+and one tile a second time: `_tiles` sums the masses of each tile of the vocabulary, and `_pick` finds the tile and the
+token where the row's noise falls. With a filter, `_truncate` runs between the two. It searches for the smallest logit
+that is kept, testing three possible values in each pass over the logits, and sums the tiles again over the kept tokens
+only. Masses are relative to the row's best token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from headrace.engines.embedded.kernels.sampling_rows import SamplingRows
 
 _TILE = 2048
 _BLOCK = tl.constexpr(2048)
-"""Tokens that a program weighs at a time: eight a thread, one wide load."""
+"""The number of tokens that a program reads at a time: eight per thread, in one wide load."""
 _UNROLL = tl.constexpr(4)
 _REALS = tl.constexpr(3)
 _WHOLES = tl.constexpr(3 + FORBIDDEN_LIMIT)
@@ -25,7 +26,8 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 _KEPT_LIMIT = tl.constexpr(KEPT_LIMIT)
 _FORBIDDEN_LIMIT = tl.constexpr(FORBIDDEN_LIMIT)
 
-# A logit's bits as a signed integer sort like its value; narrower types leave this many low bits of an fp32 unused.
+# The bits of a logit, as a signed integer, sort like its value. A narrower type leaves this many low bits of an fp32
+# unused.
 _UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
@@ -39,12 +41,13 @@ def sample(
     kept_ids: torch.Tensor | None = None,
     kept_counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (int32 [B]) and log-probabilities (fp32 [B]) for `logits` [B, V], contiguous; no host read, no sync.
+    """Return tokens (int32 [B]) and log-probabilities (fp32 [B]) for `logits` [B, V], which must be contiguous.
 
-    Entry i is drawn by the parameters of row `rows[i]` (int32) for position `positions[i]` (int32). Without `filtered`,
-    truncation, forbidden tokens and recording are ignored; with it, the logits of forbidden tokens are overwritten
-    with -inf. `kept_ids` (int32 [B, KEPT_LIMIT]) and `kept_counts` (int32 [B]), given together, receive what was kept
-    for rows that record it, ascending, and a count of zero for others. A row with a NaN gets log-probability NaN.
+    Nothing is read back to the host. Entry i is drawn with the parameters of row `rows[i]` (int32) for position
+    `positions[i]` (int32). Without `filtered`, truncation, forbidden tokens and recording are ignored. With `filtered`,
+    the logits of forbidden tokens are overwritten with -inf. `kept_ids` (int32 [B, KEPT_LIMIT]) and `kept_counts`
+    (int32 [B]) are given together. For rows that record, they receive the kept ids, ascending; for other rows the count
+    is zero. A row that holds a NaN gets log-probability NaN.
     """
     batch, vocabulary = logits.shape
     tokens = torch.empty(batch, dtype=torch.int32, device=logits.device)
@@ -87,7 +90,7 @@ def _forbid(logits, rows, wholes, VOCABULARY: tl.constexpr):
 
 @triton.jit
 def _temperature(reals, row):
-    """The row's temperature, one for greedy rows; and whether it is one."""
+    """Return the row's temperature (1 for a greedy row), and whether the row is greedy."""
     temperature = tl.load(reals + row * _REALS).to(tl.float32)
     greedy = temperature == 0
     return tl.where(greedy, 1.0, temperature), greedy
@@ -101,12 +104,12 @@ def _read(logits, start, VOCABULARY: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _tiles(logits, rows, reals, maxima, masses, VOCABULARY: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr):
-    """The maximum of a tile, and its mass relative to that."""
+    """Store the maximum of a tile, and the tile's mass relative to that maximum."""
     entry = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     temperature, _ = _temperature(reals, tl.load(rows + entry).to(tl.int64))
     x = _read(logits + entry * VOCABULARY, tile * TILE, VOCABULARY, TILE)
-    # Whether a maximum sees a NaN differs from device to device; the mass shows it.
+    # Devices differ in whether a maximum returns NaN, so NaN is left out here. The mass shows it.
     best = tl.max(tl.where(x == x, x, float("-inf")), axis=0)
     under = tl.where(best == float("-inf"), 0.0, best)
     tl.store(maxima + entry * TILES + tile, best)
@@ -115,7 +118,7 @@ def _tiles(logits, rows, reals, maxima, masses, VOCABULARY: tl.constexpr, TILES:
 
 @triton.jit
 def _weigh_tiles(maxima, masses, TILES: tl.constexpr, scale, WIDTH: tl.constexpr):
-    """The row's best logit, the tiles' maxima, and their masses relative to the best."""
+    """Return the row's best logit, the tiles' maxima, and the tiles' masses relative to the best logit."""
     index = tl.arange(0, WIDTH)
     tops = tl.load(maxima + index, mask=index < TILES, other=float("-inf"))
     mass = tl.load(masses + index, mask=index < TILES, other=0.0)
@@ -141,10 +144,11 @@ def _value(key, UNUSED: tl.constexpr):
 def _search(
     logits, best, scale, target, low, floor, VOCABULARY: tl.constexpr, COUNT: tl.constexpr, UNUSED: tl.constexpr
 ):
-    """The greatest key at or above which the tokens' mass (or number) reaches the target, and the mass above it.
+    """Return the greatest key such that the tokens at or above it reach the target, and the mass above that key.
 
-    Those at `low` and above must reach it. Passes quarter the values that are left and the keys that are left by
-    turns: keys are dense around zero, values are not. `floor` is a guess where to begin with the values.
+    The target is a mass or, with COUNT, a number of tokens. The tokens at `low` and above must reach it. Passes divide
+    by turns the remaining values and the remaining keys into quarters, because keys are dense around zero and values
+    are not. `floor` is a first guess for the lower end of the values.
     """
     high = _key(best, UNUSED) + 1
     above = tl.full((), 0.0, tl.float64)
@@ -175,7 +179,7 @@ def _search(
         masses = tl.where(quarters == 2, tl.sum(from_second.to(tl.float64), axis=0), masses)
         masses = tl.where(quarters == 3, tl.sum(from_third.to(tl.float64), axis=0), masses)
         reached = masses >= target
-        # The lower the key, the greater its mass: the greatest that falls short belongs to the new `high`.
+        # A lower key has a greater mass. The greatest mass that misses the target belongs to the new `high`.
         above = tl.max(tl.where(reached, above, masses), axis=0)
         low = tl.max(tl.where(reached, keys, low), axis=0)
         high = tl.min(tl.where(reached, high, keys), axis=0)
@@ -185,7 +189,10 @@ def _search(
 
 @triton.jit
 def _floor_of_best(tops, number, best):
-    """A value that so many tokens reach, -inf if the tiles cannot tell; and a guess where to look from."""
+    """Return a value that at least `number` tokens reach, and a guess where the search may begin.
+
+    The value is -inf if the tiles' maxima cannot tell.
+    """
     reach = tl.sum((tops[None, :] >= tops[:, None]).to(tl.int32), axis=1)
     sure = tl.max(tl.where(reach >= number, tops, float("-inf")), axis=0)
     least = tl.min(tl.where(tops > float("-inf"), tops, best), axis=0)
@@ -194,7 +201,7 @@ def _floor_of_best(tops, number, best):
 
 @triton.jit
 def _mass_of_best(logits, best, scale, edge, places, VOCABULARY: tl.constexpr):
-    """The mass of the tokens above the edge and of so many at it."""
+    """Return the mass of the tokens above the edge and of `places` tokens at the edge."""
     mass = tl.full([_BLOCK], 0.0, tl.float32)
     for start in range(0, VOCABULARY, _BLOCK * _UNROLL):
         for part in tl.static_range(_UNROLL):
@@ -205,7 +212,7 @@ def _mass_of_best(logits, best, scale, edge, places, VOCABULARY: tl.constexpr):
 
 @triton.jit
 def _edge(logits, best, tops, total, temperature, top_k, top_p, VOCABULARY: tl.constexpr, UNUSED: tl.constexpr):
-    """The least logit that stays, and how many tokens that have it may."""
+    """Return the smallest logit that is kept, and how many tokens with exactly that logit are kept."""
     scale = _LOG2E / temperature
     edge = tl.full((), float("-inf"), tl.float32)
     places = top_k * 0 + VOCABULARY
@@ -219,13 +226,13 @@ def _edge(logits, best, tops, total, temperature, top_k, top_p, VOCABULARY: tl.c
             total = _mass_of_best(logits, best, scale, edge, places, VOCABULARY)
     if top_p < 1:
         limit = top_p * total
-        # All tokens below this floor together weigh less than what may be dropped; a tenth is left for rounding.
+        # All tokens below this floor together have less mass than may be dropped. The 0.1 allows for rounding.
         spare = tl.log((1 - top_p) * total / VOCABULARY) - 0.1
         floor = tl.maximum(best + spare.to(tl.float32) * temperature, edge)
         key, above = _search(logits, best, scale, limit, _key(floor, UNUSED), floor, VOCABULARY, False, UNUSED)
         higher = _value(key, UNUSED)
         here = tl.exp2((higher - best) * scale).to(tl.float64)
-        # A token stays while the mass before it has not reached the limit; the first always stays.
+        # A token is kept if the mass before it has not reached the limit. The first token is always kept.
         fit = tl.minimum(tl.maximum(tl.ceil((limit - above) / here), 1.0), VOCABULARY).to(tl.int64)
         places = tl.where(higher == edge, tl.minimum(fit, places), fit)
         edge = higher
@@ -238,7 +245,7 @@ def _truncate(
     VOCABULARY: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
     RECORDING: tl.constexpr, UNUSED: tl.constexpr,
 ):  # fmt: skip
-    """Find a row's edge, weigh its tiles again with what stays, and write down what that is."""
+    """Find the edge of a row, sum its tiles again over the kept tokens, and record the kept tokens."""
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + entry).to(tl.int64)
     temperature, greedy = _temperature(reals, row)
@@ -254,7 +261,7 @@ def _truncate(
     edge = tl.full((), float("-inf"), tl.float32)
     room = tl.full((), 0, tl.int32)
     count = tl.full((), 0, tl.int32)
-    # Broken logits are not searched: no order, no end.
+    # Logits that are not finite are not searched, because they have no order and the search might not end.
     sound = (total > 0) & (total < float("inf"))
     if sound & (greedy == 0) & (record | (top_k > 0) | (top_p < 1) | (min_p > 0)):
         edge, room = _edge(logits, best, tops, total, temperature, top_k, top_p, VOCABULARY, UNUSED)
@@ -262,7 +269,7 @@ def _truncate(
         ahead = _read(logits, 0, VOCABULARY, TILE)
         for tile in range(TILES):
             x = ahead
-            # On its way while this tile is weighed; after the last there is none to read.
+            # The next tile is loaded while this one is summed. After the last tile, everything is masked out.
             ahead = _read(logits, (tile + 1) * TILE, VOCABULARY, TILE)
             weight = tl.exp2((x - best) * (_LOG2E / temperature))
             tied = tl.sum((x == edge).to(tl.int32), axis=0)
@@ -282,9 +289,9 @@ def _truncate(
 
 @triton.jit
 def _keep(x, weight, edge, tied, room, min_p):
-    """What stays of a tile that has `tied` tokens at the edge and `room` for so many of them."""
+    """Return which tokens of a tile are kept. `tied` of them are at the edge, of which at most `room` are kept."""
     tie = x == edge
-    # Most tiles hold no more such tokens than there is room for, and need no count along the ids.
+    # Most tiles have room for all tokens at the edge, and need no count along the ids.
     if tied > room:
         tie = tie & (tl.cumsum(tie.to(tl.int32), axis=0) <= room)
     return ((x > edge) | tie) & (x > float("-inf")) & (weight >= min_p)
@@ -292,7 +299,7 @@ def _keep(x, weight, edge, tied, room, min_p):
 
 @triton.jit
 def _write_down(kept_ids, keep, start, count, record, SIZE: tl.constexpr):
-    """Append what stays of a tile; so many are there then."""
+    """Append the kept tokens of a tile, and return the new number of recorded tokens."""
     if record:
         slots = count + tl.cumsum(keep.to(tl.int32), axis=0) - 1
         tl.store(kept_ids + slots, start + tl.arange(0, SIZE), mask=keep & (slots < _KEPT_LIMIT))
@@ -315,7 +322,7 @@ def _mix(x):
 
 @triton.jit
 def _uniform(seed, position):
-    """The noise of `sampler.uniforms`, bit for bit."""
+    """Return the same noise as `sampler.uniforms`, bit for bit."""
     hashed = _mix(_mix(seed.to(tl.uint64, bitcast=True)) ^ position.to(tl.uint64))
     return (hashed >> 12).to(tl.float64) * 2.220446049250313e-16
 
@@ -325,7 +332,10 @@ def _pick(
     logits, rows, positions, reals, wholes, maxima, masses, edges, places, ties, tokens, logprobs,
     VOCABULARY: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, FILTERED: tl.constexpr,
 ):  # fmt: skip
-    """The first token where the cumulative mass exceeds the row's noise, in the order of ids; the best, if greedy."""
+    """Pick the first token, in the order of ids, where the cumulative mass exceeds the row's noise.
+
+    A greedy row picks its best token.
+    """
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + entry).to(tl.int64)
     temperature, greedy = _temperature(reals, row)
@@ -337,7 +347,7 @@ def _pick(
     index = tl.arange(0, WIDTH)
     hit = tl.where(greedy, tops == best, (tl.cumsum(mass, axis=0) > target) & (mass > 0))
     first = tl.min(tl.where(hit, index, WIDTH), axis=0)
-    # Rounding can leave the last bit of noise beyond the end: that is the last token that weighs anything.
+    # By rounding, the noise can lie beyond the end. Then the last tile, and the last token, with a mass is taken.
     tile = tl.where(first < WIDTH, first, tl.max(tl.where(mass > 0, index, 0), axis=0))
     before = tl.sum(tl.where(index < tile, mass, 0.0), axis=0)
 
