@@ -57,7 +57,7 @@ def _section_type(parts: list[str]) -> type[Section] | None:
 
 
 def _kinds(section: str) -> list[type[Section]]:
-    """The structs of a section: one, also where it may be absent or has names of its own; several for a task."""
+    """Return the structs of a section: several for a task, otherwise one, even for an optional section or a table."""
     hint = typing.get_type_hints(Config).get(section)
     kinds = typing.get_args(hint) or (hint,)
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]

@@ -1,1 +1,1 @@
-"""Agents become rollouts: an OpenAI-compatible server over the run's engines, and the agents that talk to it."""
+"""The gateway turns agents into rollouts: an OpenAI-compatible server over the run's engines, and its agents."""

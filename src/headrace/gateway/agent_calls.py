@@ -1,4 +1,4 @@
-"""How an agent is called, in a worker's thread: a function by the names of its parameters, or a command.
+"""This module calls an agent in a worker's thread: a function, by the names of its parameters, or a command.
 
     base_url, api_key   of the gateway, for `openai.OpenAI(base_url=..., api_key=...)`: the key is that of the session
     model, session      the model's name; the session's id
@@ -7,8 +7,8 @@
     **fields            everything above
 
 A function returns its reward: a number, or a dict with "reward" and further numbers. A function that posts its reward
-returns None. A command finds OPENAI_BASE_URL, OPENAI_API_KEY and HEADRACE_SESSION in its environment and the rest as
-JSON on its standard input; it posts its reward.
+returns None. A command finds OPENAI_BASE_URL, OPENAI_API_KEY and HEADRACE_SESSION in its environment, and the rest as
+JSON on its standard input. A command posts its reward.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class AgentProblem(Exception):
-    """A function cannot be given what it wants, or raised."""
+    """A function raised an exception, or has a parameter for which there is no value."""
 
 
 class FunctionAgent:
-    """A function of the user's; `async` ones get an event loop of their own."""
+    """The user's function. An `async` function gets an event loop of its own."""
 
     def __init__(self, reference: str) -> None:
         self._function = import_function(reference)
@@ -49,7 +49,7 @@ class FunctionAgent:
             raise ConfigError(f"{reference!r}: its parameters cannot be read: {error}") from error
 
     def run(self, id: int, job: Job) -> AgentResult:
-        """Call it; whatever it raises is a reason."""
+        """Call the function. An exception that it raises becomes the error of the result."""
         try:
             return _done(self._call(bind(self._parameters, job)))
         except AgentProblem as error:
@@ -63,14 +63,14 @@ class FunctionAgent:
             raise AgentProblem(f"the agent raised {describe(error)}") from error
 
     def halt(self, id: int) -> None:
-        """A thread cannot be ended; its session is closed, and its worker is replaced."""
+        """Do nothing, because a thread cannot be ended. Its session is closed, and its worker is replaced."""
 
     def end(self) -> None:
-        """The process ends with all its threads."""
+        """Do nothing, because the threads end with the process."""
 
 
 class CommandAgent:
-    """A program of the user's, one process a session, each with a process group of its own."""
+    """The user's program. Each session starts one process, in a process group of its own."""
 
     def __init__(self, command: list[str]) -> None:
         self._command = command
@@ -79,7 +79,7 @@ class CommandAgent:
         self._turn = threading.Lock()
 
     def run(self, id: int, job: Job) -> AgentResult:
-        """Start it and wait for its end."""
+        """Start the program and wait until it ends."""
         environment = {"OPENAI_BASE_URL": job.base_url, "OPENAI_API_KEY": job.api_key, "HEADRACE_SESSION": job.id}
         try:
             with self._turn:
@@ -91,7 +91,7 @@ class CommandAgent:
                     env={**os.environ, **environment},
                     start_new_session=True,
                 )
-            # A program need not read what it is told.
+            # A program need not read its standard input.
             with contextlib.suppress(BrokenPipeError):
                 process.communicate(msgspec.json.encode(_fields(job)))
             code = process.wait()
@@ -102,7 +102,7 @@ class CommandAgent:
         return AgentResult(error=f"the agent's command ended with exit code {code}" if code else "")
 
     def halt(self, id: int) -> None:
-        """Kill it with all that it started."""
+        """Kill the program of this session and everything that it started."""
         with self._turn:
             self._halted.add(id)
             process = self._processes.pop(id, None)
@@ -111,13 +111,13 @@ class CommandAgent:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill all of them."""
+        """Kill the programs of all sessions."""
         for id in list(self._processes):
             self.halt(id)
 
 
 def bind(parameters: Mapping[str, inspect.Parameter], job: Job) -> dict[str, Any]:
-    """The arguments of a function, by its parameters' names."""
+    """Return the arguments of a function, chosen by the names of its parameters. Raises `AgentProblem`."""
     fields = _fields(job)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return fields

@@ -1,4 +1,4 @@
-"""A worker that runs agents: `python -m headrace.gateway.agent_main`, several at a time, each in a thread."""
+"""A worker that runs agents: `python -m headrace.gateway.agent_main`. It runs several at a time, each in a thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Agent = FunctionAgent | CommandAgent
 
 
 def main() -> None:
-    """Say hello, then run agents until the owner closes the pipe."""
+    """Greet the owner, then run agents until the owner closes the pipe."""
     owner = Owner()
     agent = owner.greet(AgentSetup, load)
     if agent is None:
@@ -27,9 +27,9 @@ def main() -> None:
 
 
 def load(setup: AgentSetup) -> Agent:
-    """What the first frame names; raises `ConfigError`."""
+    """Make the agent that the first frame names. Raises `ConfigError`."""
     if setup.command is not None:
-        # No foreign code runs in this process, and it must outlive its owner to end the commands.
+        # No foreign code runs in this process, and the process must outlive its owner to end the commands.
         return CommandAgent(setup.command)
     die_with_owner()
     return FunctionAgent(setup.function or "")

@@ -1,7 +1,7 @@
-"""The run's own agents, in worker processes: foreign code that hangs, raises or dies costs its rollouts, never the run.
+"""The run's own agents run in worker processes. An agent that hangs, raises or dies fails its rollouts, never the run.
 
-A worker runs several agents at a time. One with an agent that overran its time gets no new ones, and is killed with all
-that it started when its other agents have ended; a fresh one takes its place.
+A worker runs several agents at a time. When one of them exceeds its time, the worker gets no new agents. Once its other
+agents have ended, the worker is killed together with everything that it started, and a new worker replaces it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from headrace.gateway.messages import AgentResult, AgentSetup, Job
 
 
 class AgentError(Exception):
-    """An agent ended without a reward; the text is the reason, in one line."""
+    """An agent ended without a reward. The text is the reason, in one line."""
 
 
 class AgentPool:
-    """Runs agents, `workers` processes with `concurrency` agents each; more wait for their turn."""
+    """A pool of `workers` processes that run `concurrency` agents each. Further agents wait for a place."""
 
     def __init__(self, setup: AgentSetup, *, workers: int, concurrency: int, log: Path | None = None) -> None:
-        """What agents print goes to `log`, or to this process's standard error."""
+        """Make a pool without starting workers.
+
+        What agents print goes to `log`, or to this process's standard error.
+        """
         self._pool = WorkerPool(
             "headrace.gateway.agent_main",
             setup,
@@ -33,19 +36,19 @@ class AgentPool:
             log=log,
         )
         self.places = self._pool.places
-        """Room for so many agents; whoever is ahead in it holds its place no longer than its session may last."""
+        """The places for agents. A caller waits for a place at most as long as the sessions before it may last."""
 
     async def start(self) -> None:
-        """Start every worker; raises `ConfigError` if the agent cannot be used."""
+        """Start every worker. Raises `ConfigError` if the agent cannot be used."""
         try:
             await self._pool.start()
         except ConfigError as error:
             raise ConfigError(_refusal(error)) from error
 
     async def run(self, job: Job) -> AgentResult:
-        """Run an agent, in a place, to its end; cancelling this gives it up. Raises `AgentError`.
+        """Run an agent to its end. Raises `AgentError`. Cancelling this call gives the agent up.
 
-        The caller owns this wait: a session has its deadline.
+        The caller must hold one of the `places`. The caller owns this wait, because a session has its own deadline.
         """
         try:
             question = encode(job)

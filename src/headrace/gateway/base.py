@@ -1,12 +1,13 @@
-"""What the parts of the gateway share: its errors, its chat format, and what an agent's session comes to.
+"""What the parts of the gateway share: errors, the chat format, and the result of an agent's session.
 
-    agent ──HTTP──▶ server ──▶ wants ──▶ completions ──▶ engines
-                      │                      │
+    agent ──HTTP──▶ server ──▶ requests ──▶ completions ──▶ engines
+                      │                          │
                       └──── session ◀── conversation (tokens, log-probabilities, versions)
                                │
                     episode ◀──┴── reward: one session is one rollout
 
-An error of a client is an `ApiError` and reaches it as OpenAI's JSON; nothing that a client sends ends a run.
+A client's error is an `ApiError`, which the client receives as OpenAI's JSON. Nothing that a client sends can end a
+run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 
 class ApiError(Exception):
-    """A request that is answered with an error, in OpenAI's shape."""
+    """An error with which a request is answered, in OpenAI's format."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -36,13 +37,13 @@ class ApiError(Exception):
         self.param = param
 
     def body(self) -> dict[str, Any]:
-        """What `openai.APIStatusError` reads."""
+        """Return the JSON body that `openai.APIStatusError` reads."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class Chat(Protocol):
-    """A `rollouts.ChatFormat` that knows tools."""
+    """A `rollouts.ChatFormat` that supports tools."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -50,35 +51,35 @@ class Chat(Protocol):
         ...
 
     def open(self, messages: Sequence[Mapping[str, Any]], *, tools: Tools = None) -> Int32Array:
-        """The tokens of the opening messages, up to where the policy's first turn begins."""
+        """Return the tokens of the opening messages, up to the start of the policy's first turn."""
         ...
 
     def continue_(self, messages: Sequence[Mapping[str, Any]], *, ended: bool, tools: Tools = None) -> Int32Array:
-        """The tokens to append after the policy's turn, up to where its next turn begins."""
+        """Return the tokens to append after the policy's turn, up to the start of its next turn."""
         ...
 
     def encode(self, text: str) -> Int32Array:
-        """The tokens of a text, as it is."""
+        """Return the tokens of a text, without a chat template."""
         ...
 
     def decode(self, token_ids: Sequence[int] | Int32Array) -> str:
-        """The text of these tokens."""
+        """Return the text of these tokens."""
         ...
 
 
 class EpisodeMaker(Protocol):
-    """What the episodes of a run need of its gateway."""
+    """The part of the gateway that the episodes of a run use."""
 
     def episode(self, plan: EpisodePlan, scoring: Scoring | None = None) -> AnyEpisode:
-        """A rollout in the making whose turns an agent takes; `scoring` is told of its tokens."""
+        """Make an episode whose turns an agent takes. `scoring` gets its tokens."""
         ...
 
 
 class AgentServer(Protocol):
-    """What the start and the end of a run need of its gateway."""
+    """The part of the gateway that starting and ending a run use."""
 
     async def start(self) -> None:
-        """Listen, and say where. Raises `UserError` if that is not possible."""
+        """Listen, and report the address. Raises `UserError` if the server cannot listen."""
         ...
 
     async def close(self) -> None:
@@ -87,13 +88,13 @@ class AgentServer(Protocol):
 
 
 class Reward(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent says its session was worth."""
+    """The reward that an agent reports for its session."""
 
     reward: float
     metrics: dict[str, float] = {}
 
     def problem(self) -> str:
-        """Why this cannot be a reward, or nothing."""
+        """Return why this reward is invalid, or an empty text."""
         if not math.isfinite(self.reward):
             return f"the reward is {self.reward}, not a finite number"
         odd = [name for name, value in self.metrics.items() if not math.isfinite(value)]

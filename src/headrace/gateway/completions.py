@@ -1,7 +1,8 @@
-"""From a request to answers: tokens are drawn, recorded in the session's conversation, and told piece by piece.
+"""This module answers requests: it samples tokens, records them in the session's conversation, and passes text on.
 
-A session is sampled as its run says, never as its client says: the loss knows one distribution. A client that asks for
-another is told so once, in the run's output. A turn is recorded when its client could have read it.
+A session is sampled as its run says, never as its client says, because the loss knows only one distribution. If a
+client asks for another distribution, the run's output says so once. A turn is recorded as soon as the client could have
+read it: a streamed one even if it breaks off, others when they are complete.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from headrace.gateway.streamed_answer import StreamedAnswer
 from headrace.rollouts.base import derive_seed
 
 Say = Callable[[int, str, StreamedAnswer], Awaitable[None]]
-"""Told a choice's number, its next text, and all of it so far."""
+"""A callback that gets a choice's number, its next piece of text, and the whole answer so far."""
 
 
 END_SECONDS = 10.0
-"""In which an engine is told that nobody waits for an answer any more."""
+"""Seconds for telling the engines that nobody waits for an answer any more."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,12 @@ class Answered:
 
     @property
     def completion_tokens(self) -> int:
-        """Sampled tokens, over all choices."""
+        """The number of sampled tokens, over all choices."""
         return sum(len(choice) for choice in self.choices)
 
 
 class Completions:
-    """Answers requests from the engines."""
+    """Answers requests with the help of the engines."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Completions:
         stop_token_ids: tuple[int, ...] = (),
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`max_tokens` is what a request without a session gets if it names no limit."""
+        """Make an answerer; `max_tokens` is the limit of a request without a session that names no limit."""
         self._engine = engine
         self._chat = chat
         self._max_length = max_length
@@ -68,7 +69,7 @@ class Completions:
         self._noted: set[str] = set()
 
     async def answer(self, want: CompletionRequest, session: Session | None, say: Say) -> Answered:
-        """Draw all choices; raises `ApiError`."""
+        """Sample all choices. Raises `ApiError`."""
         if session is None:
             return await self._free(want, say)
         session.enter()
@@ -81,7 +82,7 @@ class Completions:
             session.leave()
 
     async def _free(self, want: CompletionRequest, say: Say) -> Answered:
-        """Outside of any session: as the client likes, and nothing is recorded."""
+        """Answer a request outside of any session. It is sampled as the client asks, and nothing is recorded."""
         opening = self._open(Conversation(self._chat), want)
         seed = secrets.randbits(62) if want.seed is None else want.seed
         base = Sampling(
@@ -152,7 +153,7 @@ class Completions:
             session.exhausted = True
 
     async def _draw(self, requests: list[Request], answered: Answered, say: Say) -> None:
-        """All choices side by side; the first failure of one ends the others and is the request's."""
+        """Sample all choices at the same time. If one fails, the others are cancelled and the request fails."""
         tasks = [
             asyncio.create_task(self._choice(request, number, streamed, say), name=request.id)
             for number, (request, streamed) in enumerate(zip(requests, answered.choices, strict=True))

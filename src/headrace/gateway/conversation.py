@@ -1,8 +1,9 @@
-"""The tokens of one session: what was sampled stays as it was sampled, whatever text a client sends back.
+"""The tokens of one session. Sampled tokens stay as they were sampled, whatever text a client sends back.
 
-A request whose history is that of a recorded turn goes on from that turn's own tokens, and only the messages after it
-are rendered. Where a client edits its history the stream forks at the last turn that it left alone. Every sampled token
-is trained on in exactly one trace; in the others it is context, with its records kept.
+If a request's history matches a recorded turn, the request continues from that turn's own tokens, and only the messages
+after it are rendered. If a client edits its history, the token stream forks at the last turn that the client left
+unchanged. Every sampled token is trained in exactly one trace. In other traces it is context, with its recorded
+log-probability and version.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headrace.scoring.base import Turn as PlacedTurn
 from headrace.types import Float32Array, Int32Array, Trace
 
 History = tuple[str, ...]
-"""The messages of a conversation, each as canonical JSON, after the tools that were offered."""
+"""The messages of a conversation, each as canonical JSON. The first element is the tools that were offered."""
 
 _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 _ENCODER = msgspec.json.Encoder(order="deterministic")
@@ -26,63 +27,65 @@ _ENCODER = msgspec.json.Encoder(order="deterministic")
 
 @dataclass(frozen=True, eq=False)
 class Opening:
-    """Where a request begins: the tokens that the policy continues."""
+    """The start of a request: the tokens that the policy continues."""
 
     parent: ConversationTurn | None
-    """The turn that it follows; None if nothing recorded fits."""
+    """The turn that the request follows; None if no recorded turn matches."""
     context: Int32Array
-    """What is new since then, and was not sampled."""
+    """The new tokens since that turn, which were not sampled."""
     history: History = ()
     text: str = ""
     """The prompt of a plain completion."""
 
     @property
     def token_ids(self) -> Int32Array:
-        """The whole prompt."""
+        """All tokens of the prompt."""
         return self.context if self.parent is None else np.concatenate([self.parent.token_ids, self.context])
 
 
 @dataclass(frozen=True, eq=False)
 class ConversationTurn:
-    """What the policy said once, and all that came before it."""
+    """One turn of the policy, and everything that came before it."""
 
     opening: Opening
     sampled: Int32Array
     logprobs: Float32Array
     versions: Int32Array
     token_ids: Int32Array
-    """From the beginning of the stream to the end of this turn."""
+    """All tokens from the start of the stream to the end of this turn."""
     history: History
-    """With this turn as its last message; empty for plain completions."""
+    """The history with this turn as its last message; empty for plain completions."""
     text: str
-    """Prompt and answer of a plain completion."""
+    """The prompt and the answer of a plain completion."""
     ended: bool
-    """Whether the policy closed its turn itself."""
+    """Whether the policy ended its turn itself, with a stop token."""
 
 
 class Conversation:
-    """The turns of a session, as a tree."""
+    """The turns of a session, which form a tree."""
 
     def __init__(self, chat: Chat, listen: Callable[[int, int, Trace], None] | None = None) -> None:
-        """`listen` is told of tokens when their turn has ended: the turn's number, their first position, and them.
+        """Make an empty conversation. `listen` is called with tokens when their turn has ended.
 
-        Every sampled token is told once, and so is the context that several answers to one request share.
+        Its arguments are the turn's number, the position of the first token, and the tokens. Every sampled token is
+        reported once, and so is the context that several answers to one request share.
         """
         self._chat = chat
         self._listen = listen
         self.turns: list[ConversationTurn] = []
-        """In the order in which they ended."""
+        """The turns in the order in which they ended."""
 
     @property
     def sampled(self) -> int:
-        """Tokens that the policy sampled, over all turns."""
+        """The number of tokens that the policy sampled, over all turns."""
         return sum(len(turn.sampled) for turn in self.turns)
 
     def open_chat(self, messages: Sequence[Message], tools: Tools = None) -> Opening:
-        """A request of messages: it goes on from the longest recorded history that these begin with."""
+        """Open a chat request. It continues from the longest recorded history that the messages begin with."""
         history = _history(messages, tools)
         fitting = [t for t in self.turns if t.history and t.history == history[: len(t.history)]]
-        # A history without anything after it leaves nothing to answer: that is a new rendering, not a continuation.
+        # A request must add something to the history that it continues. Otherwise there is nothing to answer, and the
+        # messages are rendered anew.
         parent = max((t for t in fitting if len(t.history) < len(history)), key=lambda t: len(t.history), default=None)
         if parent is None:
             return Opening(None, self._chat.open(messages, tools=tools), history)
@@ -90,14 +93,17 @@ class Conversation:
         return Opening(parent, self._chat.continue_(following, ended=parent.ended, tools=tools), history)
 
     def open_text(self, prompt: str) -> Opening:
-        """A plain completion of a text: it goes on from the longest recorded text that it begins with."""
+        """Open a plain completion of a text.
+
+        It continues from the longest recorded text that the prompt begins with.
+        """
         fitting = [t for t in self.turns if t.text and prompt.startswith(t.text)]
         parent = max(fitting, key=lambda t: len(t.text), default=None)
         rest = prompt if parent is None else prompt[len(parent.text) :]
         return Opening(parent, self._chat.encode(rest), text=prompt)
 
     def open_tokens(self, prompt: Sequence[int]) -> Opening:
-        """A plain completion of tokens: they are taken as they are."""
+        """Open a plain completion of tokens, which are used as they are."""
         token_ids = np.asarray(prompt, np.int32)
         fitting = [t for t in self.turns if np.array_equal(t.token_ids, token_ids[: len(t.token_ids)])]
         parent = max(fitting, key=lambda t: len(t.token_ids), default=None)
@@ -111,7 +117,7 @@ class Conversation:
         versions: Int32Array,
         answer: Message,
     ) -> ConversationTurn:
-        """Keep a turn exactly as the engine reported it; `answer` is the message that the client was given."""
+        """Record a turn exactly as the engine reported it. `answer` is the message that the client received."""
         ended = bool(len(sampled)) and int(sampled[-1]) in self._chat.stop_token_ids
         turn = ConversationTurn(
             opening=opening,
@@ -129,12 +135,12 @@ class Conversation:
         return turn
 
     def traces(self) -> list[Trace]:
-        """One trace for each turn that no other one follows, in the order of their turns."""
+        """Return one trace for each turn that no other turn follows, in the order of those turns."""
         trained: set[int] = set()
         return [_trace(path, trained) for path in self._paths()]
 
     def placed_turns(self) -> list[PlacedTurn]:
-        """The turns in their order, each in the trace that it is trained in."""
+        """Return the turns in their order, each with its place in the trace in which it is trained."""
         place: dict[int, int] = {}
         for number, path in enumerate(self._paths()):
             for turn in path:
@@ -157,13 +163,13 @@ class Conversation:
         return lambda: self._chat.decode(turn.sampled[:-1] if turn.ended else turn.sampled)
 
     def _paths(self) -> list[list[ConversationTurn]]:
-        """The turns of each trace, from its first one on."""
+        """Return the turns of each trace, in order."""
         followed = {id(turn.opening.parent) for turn in self.turns}
         return [_path(turn) for turn in self.turns if id(turn) not in followed]
 
 
 def _path(leaf: ConversationTurn) -> list[ConversationTurn]:
-    """The turns of the stream that ends with this one."""
+    """Return the turns of the stream that ends with this turn."""
     path: list[ConversationTurn] = []
     turn: ConversationTurn | None = leaf
     while turn is not None:
@@ -173,7 +179,10 @@ def _path(leaf: ConversationTurn) -> list[ConversationTurn]:
 
 
 def _trace(path: list[ConversationTurn], trained: set[int]) -> Trace:
-    """The stream of these turns; those in `trained` are only context, and the others become trained."""
+    """Return the stream of these turns.
+
+    Turns in `trained` are only context; the others are trained, and added to `trained`.
+    """
     trace = Trace.of_context(np.zeros(0, np.int32))
     for turn in path:
         context = Trace.of_context(turn.opening.context)
@@ -188,6 +197,6 @@ def _history(messages: Sequence[Message], tools: Tools) -> History:
 
 
 def _key(message: Message) -> str:
-    """What makes a message that one: clients send back more fields than they were given, most of them empty."""
+    """Return a key that identifies a message. Clients send back more fields than they received, most of them empty."""
     compared = {name: message[name] for name in _COMPARED if message.get(name)}
     return _ENCODER.encode(compared).decode()

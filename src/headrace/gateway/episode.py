@@ -1,6 +1,6 @@
-"""One rollout whose turns an agent takes: it ends with the agent's reward, or fails when there is none in time.
+"""An episode whose turns an agent takes. It ends with the agent's reward, and fails if no reward comes in time.
 
-It stands where `rollouts.Episode` stands: groups, ledgers, admission and training know no difference.
+It has the interface of `rollouts.Episode`, so groups, ledgers, admission and training see no difference.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from headrace.types import Ending, Rollout, Score, Trace
 
 
 class SessionHost(Protocol):
-    """What an episode needs of the gateway."""
+    """The part of the gateway that an episode uses."""
 
     def admit(self, session: Session, *, offered: bool) -> None:
         """Open a session."""
         ...
 
     def dismiss(self, session: Session) -> None:
-        """Close it. Idempotent."""
+        """Close a session. Idempotent."""
         ...
 
     def job(self, session: Session) -> Job:
-        """What an agent is told."""
+        """Return what an agent is told about its session."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentEquipment:
-    """What the episodes of agents work with, the same for all of a run."""
+    """The objects and settings that the episodes of agents use, the same for the whole run."""
 
     house: SessionHost
     chat: Chat
     agents: AgentPool | None
-    """None: sessions are offered to agents from outside."""
+    """The run's own agents. None means that sessions are offered to agents from outside."""
     max_turns: int
     timeout: float
     """Seconds in which a session must have its reward."""
     scoring: Scoring | None = None
-    """Told of the tokens of every turn; None where nobody listens."""
+    """Gets the tokens of every turn; None if no scorer listens."""
 
 
 class AgentEpisode(AnyEpisode):
-    """One rollout in the making whose turns an agent takes."""
+    """One running rollout whose turns an agent takes."""
 
     def __init__(self, plan: EpisodePlan, equipment: AgentEquipment) -> None:
         super().__init__(plan)
@@ -65,12 +65,15 @@ class AgentEpisode(AnyEpisode):
         self._timeout = equipment.timeout
         self._scoring = equipment.scoring
         self._session: Session | None = None
-        # An agent cannot be continued, its process is gone: what it had come to in a previous process is of no use.
+        # An agent's process cannot be resumed, so the tokens that it had in a previous process are of no use.
         self.discarded = sum(trace.trained_tokens for trace in plan.saved)
 
     @property
     def traces(self) -> Sequence[Trace]:
-        """The tokens so far, in a trace for each stream of the agent's turns; none before its first turn."""
+        """The tokens so far, with one trace for each stream of the agent's turns.
+
+        There is none before the first turn.
+        """
         return [] if self._session is None else self._session.conversation.traces()
 
     @property
@@ -79,20 +82,20 @@ class AgentEpisode(AnyEpisode):
         return [] if self._session is None else self._session.conversation.placed_turns()
 
     def since(self, start: int) -> Trace | None:
-        """None: an agent cannot be continued, it begins again."""
+        """Return None, because an agent cannot be resumed; it starts again."""
         return None
 
     @property
     def answer(self) -> str:
-        """All that follows the openings of its traces, as text for people to read."""
+        """Everything after the openings of the traces, as text for people to read."""
         begins = [(trace, np.flatnonzero(trace.trained)) for trace in self.traces]
         return "\n\n".join(self._chat.decode(trace.token_ids[at[0] :]) for trace, at in begins if len(at))
 
     async def prepare(self) -> None:
-        """Nothing to prepare: an agent opens its conversation itself."""
+        """Do nothing, because an agent opens its conversation itself."""
 
     async def run(self) -> Rollout:
-        """Let an agent work until it has its reward."""
+        """Run an agent until it has its reward."""
         session = self._session = self._open()
         try:
             outcome = await self.interruptible(self._work(session))
@@ -122,12 +125,12 @@ class AgentEpisode(AnyEpisode):
         )
 
     def _tell(self, turn: int, start: int, tokens: Trace) -> None:
-        """Tell the scorers of tokens whose turn has ended."""
+        """Pass tokens to the scorers after their turn has ended."""
         if self._scoring is not None and len(tokens):
             self._scoring.span(Span(self.id, None, turn, start, tokens, self._chat.decode))
 
     async def _work(self, session: Session) -> Reward | str:
-        """The reward, or why there is none."""
+        """Return the reward, or the reason why there is none."""
         if self._agents is None:
             return await self._offer(session)
         async with self._agents.places:
@@ -148,7 +151,8 @@ class AgentEpisode(AnyEpisode):
 
     async def _offer(self, session: Session) -> Reward | str:
         self._session_host.admit(session, offered=True)
-        # Until somebody takes it this waits as long as the run does: `[pipeline] stall_seconds` ends it.
+        # This waits without a deadline of its own until an agent takes the session: `[pipeline] stall_seconds` ends the
+        # wait.
         await session.taken.wait()
         try:
             async with asyncio.timeout(session.seconds_left()):
@@ -166,7 +170,7 @@ class AgentEpisode(AnyEpisode):
         if session.failure:
             return self._rollout("failed", reason=session.failure)
         if session.exhausted and turns:
-            # As in every episode: one that was cut before it earned anything earns nothing, and is trained on.
+            # As in every episode, one that was cut before it earned anything gets a reward of 0 and is trained.
             return self._rollout("truncated", Reward(reward=0.0))
         return self._rollout("failed", reason=outcome)
 

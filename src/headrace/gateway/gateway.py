@@ -1,6 +1,6 @@
-"""The gateway of a run: its server, its sessions, and the episodes that they become.
+"""The gateway of a run: its server, its sessions, and the episodes that the sessions become.
 
-Its address and key are in `gateway.json` of the run directory, readable by its owner alone.
+Its address and key are in `gateway.json` in the run directory, which only the file's owner can read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEY_VARIABLE = "HEADRACE_GATEWAY_KEY"
 
 
 class Gateway:
-    """Serves from `start` to `close`."""
+    """The gateway, which serves from `start` to `close`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Gateway:
         file: Path | None = None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`key` is the run's, drawn at random unless given; `file` is where address and key are written."""
+        """Make a gateway. `key` is random unless given; address and key are written to `file`."""
         self.key = checked_key(key) if key else secrets.token_urlsafe(24).replace(".", "")
         self.sessions = Sessions()
         self.model = model
@@ -74,11 +74,11 @@ class Gateway:
 
     @property
     def base_url(self) -> str:
-        """What an `openai.OpenAI` takes."""
+        """The base URL for an `openai.OpenAI` client."""
         return self._server.base_url
 
     async def start(self) -> None:
-        """Listen, and say where; raises `UserError`."""
+        """Listen, and report the address. Raises `UserError`."""
         await self._server.start()
         where = ""
         if self._file is not None:
@@ -128,7 +128,7 @@ class Gateway:
 
 
 def checked_key(key: str) -> str:
-    """A key that a user chose, if it can be one."""
+    """Return a key that the user chose. Raises `UserError` if it is not a valid key."""
     if len(key) < 16 or "." in key or any(c.isspace() for c in key) or not key.isascii():
         raise UserError(f"{KEY_VARIABLE}: a key is at least 16 characters, without dots and spaces")
     return key

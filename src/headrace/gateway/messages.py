@@ -1,4 +1,4 @@
-"""What the pool of agents and its worker processes say to each other."""
+"""The messages between the pool of agents and its worker processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class AgentSetup(msgspec.Struct, kw_only=True):
-    """The first frame to a worker: what its agents are. One of the two is given."""
+    """The first frame to a worker, which says what its agents are. Either `function` or `command` is given."""
 
     function: str | None = None
     command: list[str] | None = None
@@ -18,7 +18,7 @@ class Job(msgspec.Struct, kw_only=True):
     """One agent to run."""
 
     id: str
-    """Its session's."""
+    """The id of the agent's session."""
     base_url: str
     api_key: str
     model: str
@@ -30,7 +30,7 @@ class Job(msgspec.Struct, kw_only=True):
 
 
 class AgentResult(msgspec.Struct, kw_only=True):
-    """How an agent ended: with a reward, without one (it has posted it), or with an error."""
+    """How an agent ended: with a reward, without one (because the agent posted it), or with an error."""
 
     reward: float | None = None
     metrics: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""What a client asks for: OpenAI's two request bodies, checked, as one `CompletionRequest`.
+"""The requests of clients: OpenAI's two request bodies, checked and turned into one `CompletionRequest`.
 
-A parameter that would change what is sampled and that the engines cannot honour is refused, never ignored. One that
-changes nothing (`user`, `store`, ...) is accepted.
+A parameter that would change what is sampled, and that the engines do not support, is refused and never ignored. A
+parameter that changes nothing (`user`, `store`, ...) is accepted.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """`stream_options`."""
+    """The value of `stream_options`."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
 class _Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both bodies have."""
+    """The fields that both request bodies have."""
 
     model: str
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -98,7 +98,7 @@ Body = TypeVar("Body", bound=_Body)
 
 
 def chat_request(raw: bytes) -> CompletionRequest:
-    """The request in a body of `/v1/chat/completions`; raises `ApiError`."""
+    """Read a body of `/v1/chat/completions`. Raises `ApiError`."""
     body = _decode(raw, ChatBody)
     _refuse_what_cannot_be(body)
     if body.top_logprobs:
@@ -120,7 +120,7 @@ def chat_request(raw: bytes) -> CompletionRequest:
 
 
 def completion_request(raw: bytes) -> CompletionRequest:
-    """The request in a body of `/v1/completions`; raises `ApiError`."""
+    """Read a body of `/v1/completions`. Raises `ApiError`."""
     body = _decode(raw, CompletionBody)
     _refuse_what_cannot_be(body)
     if body.logprobs:
@@ -166,7 +166,7 @@ def _refuse_what_cannot_be(body: _Body) -> None:
 
 
 def _message(message: Message, number: int) -> Message:
-    """A message without empty fields, its content as text."""
+    """Return a message without empty fields, with its content as text. Raises `ApiError`."""
     where = f"messages[{number}]"
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:

@@ -1,4 +1,7 @@
-"""Answers in OpenAI's shapes: whole, or as the chunks of a stream. Pure: from what was said to JSON values."""
+"""Answers in OpenAI's formats: whole, or as the chunks of a stream.
+
+These are pure functions from answers to JSON values.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,21 @@ class ResponseShape:
         self._created = int(time.time())
         self._id = ("chatcmpl-" if want.kind == "chat" else "cmpl-") + secrets.token_hex(12)
         self._told: dict[int, int] = {}
-        """Tokens of each choice whose log-probabilities are in chunks already."""
+        """Choice -> how many of its tokens have their log-probabilities in chunks already."""
 
     def whole(self, answered: Answered) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Return the body of an answer that is not streamed."""
         chat = self._want.kind == "chat"
         choices = [self._choice(number, streamed) for number, streamed in enumerate(answered.choices)]
         head = self._head("chat.completion" if chat else "text_completion")
         return {**head, "choices": choices, "usage": usage(answered)}
 
     def first(self, number: int) -> dict[str, Any]:
-        """The chunk with which a choice of a chat begins."""
+        """Return the first chunk of a choice of a chat."""
         return self._chunk(number, {"role": "assistant", "content": ""}, None, None)
 
     def piece(self, number: int, text: str, streamed: StreamedAnswer) -> list[dict[str, Any]]:
-        """The chunks of a piece of text; the last piece of a choice brings its finish reason."""
+        """Return the chunks for a piece of text. The last piece of a choice also carries its finish reason."""
         logprobs = self._logprobs(streamed, self._told.get(number, 0)) if self._want.logprobs else None
         self._told[number] = len(streamed)
         if self._want.kind == "text":
@@ -50,7 +53,7 @@ class ResponseShape:
         return chunks
 
     def last(self, answered: Answered) -> dict[str, Any]:
-        """The chunk that holds nothing but the usage."""
+        """Return the last chunk, which holds only the usage."""
         kind = "chat.completion.chunk" if self._want.kind == "chat" else "text_completion"
         return {**self._head(kind), "choices": [], "usage": usage(answered)}
 
@@ -71,7 +74,7 @@ class ResponseShape:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._want.model}
 
     def _logprobs(self, streamed: StreamedAnswer, start: int) -> dict[str, Any]:
-        """Those of the tokens from `start` on; an end token has one too."""
+        """Return the log-probabilities of the tokens from `start` on, including an end token."""
         ids, values = streamed.token_ids[start:], streamed.logprobs[start:]
         texts = [self._chat.decode([int(token)]) for token in ids]
         if self._want.kind == "text":
@@ -91,7 +94,7 @@ class ResponseShape:
 
 
 def usage(answered: Answered) -> dict[str, int]:
-    """Tokens that were read and sampled."""
+    """Return the numbers of prompt tokens and sampled tokens."""
     return {
         "prompt_tokens": answered.prompt_tokens,
         "completion_tokens": answered.completion_tokens,

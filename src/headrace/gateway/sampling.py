@@ -1,4 +1,4 @@
-"""One turn at the engines, over as many requests as it takes: an aborted one is resumed by its prefix."""
+"""One turn, sampled with as many engine requests as it needs: an aborted request is resumed from its prefix."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from headrace.engines.base import Delta, Request, Sampler, closing_deltas
 from headrace.errors import HeadraceError
 
 FRUITLESS_RESUMES = 100
-"""Aborts in a row without a token between them, after which the engine is not asked again."""
+"""After this many aborts in a row without a token between them, the turn fails."""
 
 
 class EngineFailure(Exception):
-    """The engines could not answer; the text says why, in one line."""
+    """The engines could not answer. The text says why, in one line."""
 
 
 async def sample(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
-    """The deltas of a turn; the last has `finish` "stop" or "length". Raises `EngineFailure`."""
+    """Yield the deltas of a turn. The last one has `finish` "stop" or "length". Raises `EngineFailure`."""
     limit = request.sampling.max_tokens
     token_ids = request.token_ids
     attempt = sampled = fruitless = 0
@@ -33,7 +33,7 @@ async def sample(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
             sampling=msgspec.structs.replace(request.sampling, max_tokens=limit - sampled),
         )
         attempt += 1
-        # Closing this iterator early must close the engine's too: that is what aborts the request there.
+        # Closing this iterator early must also close the engine's iterator, which aborts the request in the engine.
         async with aclosing(_deltas(engine, asked)) as deltas:
             async for delta in deltas:
                 sampled += len(delta.token_ids)
@@ -49,7 +49,7 @@ async def sample(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
 
 
 async def _deltas(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
-    """The deltas of one request up to its finish, whatever it is but a failure."""
+    """Yield the deltas of one request up to its finish. Raises `EngineFailure` if the request fails."""
     finished = False
     try:
         async with closing_deltas(engine.generate(request)) as deltas:

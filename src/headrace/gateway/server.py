@@ -1,13 +1,13 @@
-"""The HTTP face: OpenAI's endpoints and the sessions of a run, behind the run's key.
+"""The HTTP server: OpenAI's endpoints and the sessions of a run, protected by the run's key.
 
     GET  /v1/models                        the one model
     POST /v1/chat/completions              in a session (recorded) or outside of any (not recorded)
     POST /v1/completions                   the same, for plain text or token ids
     POST /v1/sessions                      take a session that waits for an agent from outside
-    POST /v1/sessions/{id}/reward          what it was worth; ends it
+    POST /v1/sessions/{id}/reward          give a session its reward, which ends the session
 
-A request belongs to a session by its API key (`<run key>.<session>`) or by the header `x-headrace-session`. Nothing is
-answered without the run's key, wherever the server listens.
+A request belongs to a session by its API key (`<run key>.<session>`) or by the header `x-headrace-session`. The server
+answers nothing without the run's key, on every address.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TakeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class HttpServer:
-    """Listens from `start` to `close`."""
+    """The server, which listens from `start` to `close`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class HttpServer:
         port: int,
         session_seconds: float,
     ) -> None:
-        """`port` 0 takes a free one; `session_seconds` is the time of a session that is taken from outside."""
+        """Make a server; `port` 0 takes a free port. `session_seconds` limits a session that is taken from outside."""
         self._completions = completions
         self._sessions = sessions
         self._chat = chat
@@ -72,12 +72,12 @@ class HttpServer:
 
     @property
     def base_url(self) -> str:
-        """What an `openai.OpenAI` takes."""
+        """The base URL for an `openai.OpenAI` client."""
         host = f"[{self._bind}]" if ":" in self._bind else self._bind
         return f"http://{host}:{self._port}/v1"
 
     async def start(self) -> None:
-        """Listen; raises `UserError` where the port is taken."""
+        """Listen. Raises `UserError` if the port is in use."""
         app = web.Application(middlewares=[self._guarded], client_max_size=LARGEST_BODY)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
@@ -85,7 +85,7 @@ class HttpServer:
         app.router.add_post("/v1/completions", self._text_completions)
         app.router.add_post("/v1/sessions", self._take)
         app.router.add_post("/v1/sessions/{id}/reward", self._reward)
-        # A client that leaves gives its request up: the engines are told.
+        # When a client disconnects, its request is cancelled, and the engines are told.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self._bind, self._port)
@@ -145,7 +145,7 @@ class HttpServer:
         return _json({"id": session.id, "reward": reward.reward})
 
     def session_key(self, session: Session) -> str:
-        """The API key with which a client speaks in this session."""
+        """Return the API key with which a client speaks in this session."""
         return f"{self._key}.{session.id}"
 
     # ---- completions
@@ -157,14 +157,17 @@ class HttpServer:
             return await self._stream(request, want, session, shape)
 
         async def nothing(number: int, text: str, streamed: StreamedAnswer) -> None:
-            """The whole is told at the end."""
+            """Do nothing, because the whole answer is sent at the end."""
 
         return _json(shape.whole(await self._completions.answer(want, session, nothing)))
 
     async def _stream(
         self, request: web.Request, want: CompletionRequest, session: Session | None, shape: ResponseShape
     ) -> web.StreamResponse:
-        """Server-sent events; the status is only sent with the first of them, so that a refusal has its own."""
+        """Answer with server-sent events.
+
+        The status is sent only with the first event, so that a refused request can have its own status.
+        """
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
         turn = asyncio.Lock()
 
@@ -175,7 +178,7 @@ class HttpServer:
                     await response.write(_event(shape.first(number)))
 
         async def say(number: int, text: str, streamed: StreamedAnswer) -> None:
-            async with turn:  # Choices speak side by side; their events do not mix.
+            async with turn:  # Choices are sampled at the same time; their events must not mix.
                 await open_()
                 for chunk in shape.piece(number, text, streamed):
                     await response.write(_event(chunk))
@@ -190,7 +193,7 @@ class HttpServer:
                 raise
             await response.write(_event(error.body()))
         except ConnectionError:
-            return response  # The client has left; what it could have read is recorded.
+            return response  # The client has disconnected. What it could have read is recorded.
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response

@@ -1,6 +1,6 @@
 """One session is one rollout: its turns are sampled one after the other, within its budget, until it has a reward.
 
-Nothing that a client does to one session reaches another: tokens, budget, noise and reward are its own.
+Nothing that a client does in one session affects another: each has its own tokens, budget, noise and reward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headrace.types import Prompt, Trace
 
 
 class Session:
-    """What one agent has said and earned. `close` ends it, and with it the requests that it has under way."""
+    """One agent's session. `close` ends the session and the requests that it has in flight."""
 
     def __init__(
         self,
@@ -33,9 +33,9 @@ class Session:
         priority: int = 0,
         listen: Callable[[int, int, Trace], None] | None = None,
     ) -> None:
-        """`sampling.max_tokens` is the budget over all turns, and `sampling.seed` the source of every turn's noise.
+        """Open a session. `sampling.max_tokens` is the budget over all turns; `sampling.seed` seeds every turn.
 
-        `listen` is told of the tokens of every turn (see `Conversation`).
+        `listen` gets the tokens of every turn (see `Conversation`).
         """
         self.id = secrets.token_hex(8)
         self.prompt = prompt
@@ -45,37 +45,37 @@ class Session:
         self.priority = priority
         self.conversation = Conversation(chat, listen)
         self.lock = asyncio.Lock()
-        """Held by the request that is being answered."""
+        """Held by the request that is currently answered."""
         self.requests = 0
-        """Answered or under way."""
+        """The number of requests so far, answered or in flight."""
         self.exhausted = False
         """Whether a request was refused, or cut, because the budget was used up."""
         self.failure = ""
-        """Why the engines could not answer, if they could not."""
+        """Why the engines could not answer; empty if they could."""
         self.taken = asyncio.Event()
-        """An agent has begun with it."""
+        """Set when an agent has started to work in this session."""
         self.reward: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
         self.deadline: float | None = None
-        """On the clock of `time.monotonic`, once an agent has begun."""
+        """When the session times out, on the clock of `time.monotonic`; None until an agent has started."""
         self._running: set[asyncio.Task[object]] = set()
         self._closed = False
 
     @property
     def budget(self) -> int:
-        """Tokens that may still be sampled."""
+        """The number of tokens that may still be sampled."""
         return self.sampling.max_tokens - self.conversation.sampled
 
     def begin(self, timeout: float) -> None:
-        """An agent begins: from now on its time counts."""
+        """Start the session's time, because an agent starts to work."""
         self.deadline = time.monotonic() + timeout
         self.taken.set()
 
     def seconds_left(self) -> float | None:
-        """Until it times out; None before an agent has begun."""
+        """Return the seconds until the session times out; None before an agent has started."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     def check_budget(self, choices: int) -> int:
-        """Tokens that each of so many answers may have; raises `ApiError` when there is nothing left."""
+        """Return how many tokens each of `choices` answers may have. Raises `ApiError` when nothing is left."""
         if len(self.conversation.turns) + choices > self.max_turns:
             self.exhausted = True
             raise ApiError(
@@ -91,7 +91,7 @@ class Session:
         return self.budget // choices
 
     def settle(self, reward: Reward) -> None:
-        """Take the reward, once; raises `ApiError`."""
+        """Accept the reward, once. Raises `ApiError`."""
         if problem := reward.problem():
             raise ApiError(400, problem, param="reward")
         if self.reward.done():
@@ -99,31 +99,31 @@ class Session:
         self.reward.set_result(reward)
 
     def enter(self) -> None:
-        """The current task answers a request of this session."""
+        """Register the current task, which answers a request of this session. `close` cancels such tasks."""
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
 
     def leave(self) -> None:
-        """The current task is done with it."""
+        """Unregister the current task."""
         task = asyncio.current_task()
         assert task is not None
         self._running.discard(task)
 
     @property
     def over(self) -> bool:
-        """Whether it takes no more requests."""
+        """Whether the session takes no more requests."""
         return self._closed or self.reward.done()
 
     def close(self) -> None:
-        """End it; requests under way end with it. Idempotent."""
+        """End the session and cancel its requests in flight. Idempotent."""
         self._closed = True
         for task in self._running:
             task.cancel()
 
 
 class Sessions:
-    """The open sessions, by id; and those that wait for an agent from outside."""
+    """The open sessions by id, and those that wait for an agent from outside."""
 
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
@@ -134,21 +134,21 @@ class Sessions:
         return len(self._open)
 
     def add(self, session: Session, *, offered: bool = False) -> None:
-        """Open it; an offered one may be taken by an agent from outside."""
+        """Open a session. An agent from outside may take an offered session."""
         self._open[session.id] = session
         if offered:
             self._offered[session.id] = session
             self._news.set()
 
     def get(self, id: str) -> Session:
-        """The open session of this id; raises `ApiError`."""
+        """Return the open session with this id. Raises `ApiError`."""
         session = self._open.get(id)
         if session is None:
             raise ApiError(404, f"there is no open session {id[:40]!r} (it may have ended)", code="session_not_found")
         return session
 
     async def take(self, wait: float, timeout: float) -> Session | None:
-        """The session that has been offered longest, for at most `wait` seconds; its time begins to count."""
+        """Take the session that has been offered longest, and start its time. Returns None after `wait` seconds."""
         end = time.monotonic() + wait
         while not self._offered:
             self._news.clear()
@@ -162,21 +162,21 @@ class Sessions:
         return session
 
     def remove(self, session: Session) -> None:
-        """Close it: its id is worth nothing any more. Idempotent."""
+        """Close a session. Its id is no longer valid. Idempotent."""
         self._open.pop(session.id, None)
         self._offered.pop(session.id, None)
         session.close()
 
     def close(self) -> None:
-        """Close all."""
+        """Close all sessions."""
         for session in list(self._open.values()):
             self.remove(session)
 
 
 def turn_sampling(session: Session, *, max_tokens: int, request: int, choice: int) -> Sampling:
-    """How a session's answer is drawn: as the run says, with noise of its own.
+    """Return the sampling of a session's answer: the run's settings, with a seed of its own.
 
-    Noise is a function of (seed, position): two answers to one history must not have the same seed.
+    Noise is a function of (seed, position), so two answers to one history must not have the same seed.
     """
     seed = derive_seed(session.sampling.seed, f"request {request}", choice)
     return msgspec.structs.replace(session.sampling, max_tokens=max_tokens, seed=seed)

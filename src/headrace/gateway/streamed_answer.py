@@ -1,7 +1,7 @@
-"""One answer as it grows: its tokens with their records, and the text that is certain already.
+"""One growing answer: its tokens with their records, and the text that is final already.
 
-What was said never changes: text that a later token could still alter (half a character, the beginning of a stop
-string) is held back, so the pieces of a stream joined are the text of the whole.
+Text that was passed on never changes. Text that a later token could still change (half a character, the beginning of a
+stop string) is held back, so the pieces of a stream joined together are the text of the whole answer.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from headrace.gateway.tool_calls import OPEN_CALL, ToolCall, split_calls
 from headrace.types import Float32Array, Int32Array
 
 HALF = "\N{REPLACEMENT CHARACTER}"
-"""What bytes decode to that are not a character yet."""
+"""What bytes decode to when they are not a complete character yet."""
 
 
 class StreamedAnswer:
     """The policy's answer to one request."""
 
     def __init__(self, chat: Chat, stops: Sequence[str] = (), *, tools: bool = False) -> None:
-        """`stops` are texts that end the answer and are not part of its text (their tokens were sampled and stay).
+        """Start an answer. `stops` are texts that end the answer; they are not part of its text.
 
-        With `tools`, calls of functions are taken out of the text when the answer is complete.
+        The tokens of a stop text were sampled and stay. With `tools`, function calls are taken out of the text when the
+        answer is complete.
         """
         self._chat = chat
         self._stops = [stop for stop in stops if stop]
@@ -35,7 +36,7 @@ class StreamedAnswer:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self.text = ""
-        """What is certain."""
+        """The text that is final."""
         self.calls: list[ToolCall] = []
         self.finish: Literal["stop", "length"] | None = None
 
@@ -44,21 +45,21 @@ class StreamedAnswer:
 
     @property
     def token_ids(self) -> Int32Array:
-        """As they were sampled, an end token included."""
+        """The token ids as they were sampled, including an end token."""
         return np.array(self._ids, np.int32)
 
     @property
     def logprobs(self) -> Float32Array:
-        """As the engine recorded them."""
+        """The values as the engine recorded them."""
         return np.array(self._logprobs, np.float32)
 
     @property
     def versions(self) -> Int32Array:
-        """As the engine recorded them."""
+        """The values as the engine recorded them."""
         return np.array(self._versions, np.int32)
 
     def hear(self, delta: Delta) -> str:
-        """Take a delta; the text that has become certain by it."""
+        """Add a delta, and return the text that has become final."""
         self._ids += [int(token) for token in delta.token_ids]
         self._logprobs += [float(logprob) for logprob in delta.logprobs]
         self._versions += [int(version) for version in delta.versions]
@@ -75,7 +76,7 @@ class StreamedAnswer:
         return self._say(text[: self._certain(text)])
 
     def message(self) -> Message:
-        """What the client is given, and will send back as its history."""
+        """Return the message that the client receives and will send back as its history."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.calls:
             message["tool_calls"] = [call.as_openai() for call in self.calls]
@@ -96,7 +97,7 @@ class StreamedAnswer:
         return min(found, default=None)
 
     def _cut(self) -> None:
-        """Forget the tokens after the one that completed a stop string: nobody has seen them."""
+        """Remove the tokens after the one that completed a stop string. Nobody has seen them."""
         low = len(self._ids)
         while low > 1 and self._holds_stop(low - 1):
             low -= 1
@@ -114,5 +115,5 @@ class StreamedAnswer:
         for mark in [*self._stops, *([OPEN_CALL] if self._tools else [])]:
             held = next((n for n in range(len(mark) - 1, 0, -1) if whole.endswith(mark[:n])), 0)
             end = min(end, len(whole) - held)
-        # A decoder may drop what it said before; nothing said is taken back.
+        # A decoder may drop text that it returned before, but text that was passed on is never taken back.
         return max(end, len(self.text))

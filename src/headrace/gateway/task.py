@@ -1,4 +1,4 @@
-"""The task of agents: prompts from a dataset, and whoever works on them through the gateway."""
+"""The task of agents: prompts from a dataset, on which agents work through the gateway."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.types import Prompt
 
 
 class AgentTask:
-    """A `Task` whose episodes are sessions of the gateway. Owns its agents: closing the task ends them."""
+    """A `Task` whose episodes are sessions of the gateway. The task owns its agents: closing the task ends them."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class AgentTask:
         timeout: float,
         demonstration_field: str | None = None,
     ) -> None:
-        """Without `agents`, sessions are taken by agents from outside."""
+        """Make a task. Without `agents`, agents from outside take the sessions."""
         self.train = train
         self.heldout = heldout
         self.agents = agents
@@ -31,11 +31,11 @@ class AgentTask:
         self._demonstration_field = demonstration_field
 
     def episode(self, prompt: Prompt) -> NoReturn:
-        """There is no environment: agents take their turns through the gateway."""
+        """Raise `HeadraceError`: there is no environment, because agents take their turns through the gateway."""
         raise HeadraceError("the rollouts of agents come from the gateway, not from an environment")
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        """The right answer in the prompt's data, if it has one as text or as a number."""
+        """Return the correct answer from the prompt's data, if there is one as text or as a number."""
         value = prompt.data.get(self._demonstration_field) if self._demonstration_field is not None else None
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             return None

@@ -1,6 +1,6 @@
-"""Calls of functions in an answer, as many models write them: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
+"""Function calls in an answer, as many models write them: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
 
-What cannot be read as a call stays text, for the agent to judge; nothing is repaired.
+Text that cannot be read as a call stays text, for the agent to judge. Nothing is repaired.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call."""
+    """One function call."""
 
     id: str
     name: str
@@ -25,7 +25,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """A JSON object, as text."""
 
     def as_openai(self) -> dict[str, Any]:
-        """As a message holds it."""
+        """Return the call as it stands in a message."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -35,7 +35,10 @@ class _Written(msgspec.Struct, kw_only=True):
 
 
 def split_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """The text before the calls with which an answer ends, and the calls; all text and none if one cannot be read."""
+    """Split an answer into the text before its final calls, and the calls.
+
+    If a call cannot be read, everything is text and there are no calls.
+    """
     found = _CALLS.search(text)
     if found is None or text.index(OPEN_CALL) < found.start():
         return text, []

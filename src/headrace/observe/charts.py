@@ -1,7 +1,7 @@
-"""Charts as strings of SVG: pure functions from numbers to markup. No script, no style but class names.
+"""Charts as SVG text: pure functions from numbers to markup, without scripts and without styles except class names.
 
-Colours and type come from the page's CSS (`page.py`), so one chart is right in light and in dark. Every mark that
-stands for a number carries it as a `<title>`, which browsers show on hover.
+Colours and fonts come from the page's CSS (`page.py`), so one chart fits light and dark mode. Every mark that stands
+for a number carries the number as a `<title>`, which browsers show on hover.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
     tone: str = "a"
     """The CSS colour: `a`, `b`, ... or `faint`."""
     dots: bool = False
-    """Mark every point, because each is worth reading. Where there are few, they are marked anyway."""
+    """Whether every point is marked. Lines with few points are marked anyway."""
     hover: bool = True
 
 
@@ -32,7 +32,7 @@ FEW = 12
 
 
 class Frame:
-    """The plot's rectangle and its two scales."""
+    """The rectangle of the plot, and its two scales."""
 
     LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 40
 
@@ -43,17 +43,17 @@ class Frame:
         self.top, self.bottom = self.TOP, height - self.BOTTOM
 
     def x(self, value: float) -> float:
-        """Where an x value is, in pixels."""
+        """Return the position of an x value in pixels."""
         low, high = self.x_range
         return self.left + (self.right - self.left) * (value - low) / (high - low)
 
     def y(self, value: float) -> float:
-        """Where a y value is, in pixels."""
+        """Return the position of a y value in pixels."""
         low, high = self.y_range
         return self.bottom - (self.bottom - self.top) * (value - low) / (high - low)
 
     def axes(self, x_label: str, y_label: str, *, whole_x: bool = True) -> str:
-        """Grid lines, ticks and labels."""
+        """Draw grid lines, ticks and labels."""
         parts = []
         for tick in nice_ticks(*self.y_range, count=max(3, self.height // 45)):
             y = self.y(tick)
@@ -75,7 +75,7 @@ class Frame:
 
 
 def svg(width: int, height: int, name: str, body: str) -> str:
-    """An SVG element that scales with its column, named for screen readers."""
+    """Return an SVG element that scales with its column, with a name for screen readers."""
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(name)}" '
         f'preserveAspectRatio="xMidYMid meet">{body}</svg>'
@@ -93,7 +93,7 @@ def line_chart(
     y_range: Point | None = None,
     from_zero: bool = False,
 ) -> str:
-    """Lines over a shared pair of axes; `from_zero` for sizes (none is negative), to see changes in proportion."""
+    """Draw lines over shared axes. Use `from_zero` for sizes that are never negative, to show changes in proportion."""
     points = [point for line in series for point in line.points]
     low, high = y_range or _span([y for _, y in points])
     frame = Frame(
@@ -104,7 +104,7 @@ def line_chart(
 
 
 def _line(series: Series, frame: Frame) -> str:
-    # One pixel holds no more than one point: more would only make the page heavy.
+    # One pixel holds no more than one point; more points would only make the page heavy.
     points = thin(series.points, frame.right - frame.left)
     path = " ".join(f"{'L' if i else 'M'}{frame.x(x):.1f},{frame.y(y):.1f}" for i, (x, y) in enumerate(points))
     parts = [f'<path class="line {series.tone}" d="{path}"/>']
@@ -114,7 +114,7 @@ def _line(series: Series, frame: Frame) -> str:
 
 
 def _hit(series: Series, frame: Frame, points: list[Point], index: int) -> str:
-    """An invisible column around a point that shows the point and its numbers on hover."""
+    """Draw an invisible column around a point. It shows the point and its numbers on hover."""
     x, y = frame.x(points[index][0]), frame.y(points[index][1])
     before = (frame.x(points[index - 1][0]) + x) / 2 if index else x - 4
     after = (x + frame.x(points[index + 1][0])) / 2 if index + 1 < len(points) else x + 4
@@ -122,7 +122,7 @@ def _hit(series: Series, frame: Frame, points: list[Point], index: int) -> str:
         f'<rect x="{before:.1f}" y="{frame.top}" width="{after - before:.1f}" height="{frame.bottom - frame.top}"/>'
     )
     if series.dots:
-        # Lines with few points often cross: only a disc around each point answers, so that all can be reached.
+        # Lines with few points often cross, so only a disc around each point reacts, and every point can be reached.
         column = f'<circle class="target" cx="{x:.1f}" cy="{y:.1f}" r="9"/>'
     tip = f"{series.label} at {tick_label(points[index][0])}: {value_label(points[index][1])}"
     kind = "hit shown" if series.dots or len(points) <= FEW else "hit"
@@ -133,7 +133,7 @@ def _hit(series: Series, frame: Frame, points: list[Point], index: int) -> str:
 def bar_chart(
     shares: dict[int, float], tips: dict[int, str], *, name: str, x_label: str, bound: int | None, height: int = 260
 ) -> str:
-    """One bar per integer from 0 on, each a share of the whole, with a line after the bound."""
+    """Draw one bar for each integer from 0 on. Each bar is a share of the whole. A line stands after the bound."""
     width = 520
     last = max([*shares, bound or 0])
     frame = Frame(width, height, (-0.5, last + 1.0), (0.0, max(shares.values(), default=0.0) * 1.12 or 1.0))
@@ -168,18 +168,18 @@ def bar_chart(
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """A row of colour keys: (tone, label) pairs."""
+    """Draw a row of colour keys from (tone, label) pairs."""
     keys = "".join(f'<span><i class="key {tone}"></i>{escape(label)}</span>' for tone, label in entries)
     return f'<div class="legend">{keys}</div>'
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers (steps of 1, 2 or 5 times a power of ten) in [low, high]."""
+    """Return about `count` round numbers (steps of 1, 2 or 5 times a power of ten) in [low, high]."""
     if not high > low:
         return [low]
     raw = (high - low) / max(1, count)
     power = 10.0 ** math.floor(math.log10(raw))
-    # The step nearest to the wanted one by ratio: rounding up only would leave a chart with two ticks.
+    # Take the step with the nearest ratio to the wanted one. Always rounding up would leave a chart with two ticks.
     step = min((factor * power for factor in (1.0, 2.0, 5.0, 10.0)), key=lambda step: abs(math.log(step / raw)))
     first, last = math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6)
     digits = max(0, -math.floor(math.log10(step))) if step < 1 else 0
@@ -187,24 +187,24 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def tick_label(value: float) -> str:
-    """A round number, short."""
+    """Format a round number, short."""
     if value and (abs(value) < 1e-3 or abs(value) >= 1e6):
         return f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e+")
     return f"{value:.6g}"
 
 
 def value_label(value: float) -> str:
-    """A measured number, to about four digits."""
+    """Format a measured number with about four digits."""
     return f"{value:.4g}"
 
 
 def percent_label(share: float) -> str:
-    """A share as a percentage that is not 0 unless the share is."""
+    """Format a share as a percentage. It is not 0 unless the share is 0."""
     return "<0.1%" if 0 < share < 0.001 else f"{100 * share:.1f}%"
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most `limit` points: the means of neighbours, which keep the curve's course."""
+    """Return at most `limit` points: the means of neighbours, which keep the shape of the curve."""
     if len(points) <= limit:
         return list(points)
     edges = [round(i * len(points) / limit) for i in range(limit + 1)]
@@ -213,7 +213,7 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
 
 
 def moving_mean(points: Sequence[Point], window: int) -> list[Point]:
-    """Each point's mean with the `window - 1` before it."""
+    """Return each point's mean with the `window - 1` points before it."""
     result: list[Point] = []
     for index, (x, _) in enumerate(points):
         recent = points[max(0, index - window + 1) : index + 1]
@@ -222,12 +222,12 @@ def moving_mean(points: Sequence[Point], window: int) -> list[Point]:
 
 
 def finite(points: Sequence[tuple[float, float | None]]) -> list[Point]:
-    """The points that can be drawn."""
+    """Return the points that can be drawn: those with a finite y."""
     return [(x, y) for x, y in points if y is not None and math.isfinite(y)]
 
 
 def _span(values: Sequence[float], pad: float = 0.06) -> Point:
-    """A range that holds all values, never empty."""
+    """Return a range that holds all values and is never empty."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if high == low:
         margin = abs(low) * 0.5 or 1.0

@@ -1,6 +1,8 @@
-"""One run, two clocks: spans are monotonic, the journal is wall time, and here is the only place that joins them.
+"""The two clocks of a run: spans use monotonic time, the journal uses wall time.
 
-The pair is read once, at the start of the controller, so that an adjusted wall clock never bends a timeline.
+Only this module converts between them.
+
+The pair is read once, at the start of the controller, so a change of the wall clock never distorts a timeline.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import msgspec
 
 
 class RunClock(msgspec.Struct, frozen=True):
-    """The same moment on both clocks."""
+    """One moment on both clocks."""
 
     wall: float
     """Seconds since 1970."""
@@ -20,20 +22,20 @@ class RunClock(msgspec.Struct, frozen=True):
 
     @classmethod
     def now(cls) -> RunClock:
-        """The clock of a run that starts now."""
+        """Return the clock of a run that starts now."""
         return cls(wall=time.time(), monotonic=time.monotonic())
 
     def to_wall(self, monotonic: float) -> float:
-        """The wall time of a monotonic moment."""
+        """Return the wall time of a monotonic moment."""
         return self.wall + (monotonic - self.monotonic)
 
     def to_monotonic(self, wall: float) -> float:
-        """The monotonic moment of a wall time."""
+        """Return the monotonic moment of a wall time."""
         return self.monotonic + (wall - self.wall)
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: `8.4 s`, `4:07`, `2:10:45`."""
+    """Format seconds for people: `8.4 s`, `4:07`, `2:10:45`."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -42,9 +44,9 @@ def duration(seconds: float) -> str:
 
 
 def compact(number: float) -> str:
-    """A count or a rate for people, in about three digits: `950`, `1.2k`, `31k`, `4.6M`."""
+    """Format a count or a rate for people, with about three digits: `950`, `1.2k`, `31k`, `4.6M`."""
     for limit, divisor, suffix in ((1e3, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (1e12, 1e9, "G")):
-        # 999.6 rounds to 1000, which the next suffix says better.
+        # 999.6 would round to 1000, so it gets the next suffix.
         if abs(number) < limit * 0.9995:
             scaled = number / divisor
             digits = 1 if suffix and abs(scaled) < 10 else 0

@@ -1,7 +1,7 @@
-"""Who was trained and who was left out, by length, by difficulty and by outcome: where survivor bias would show.
+"""Which groups were trained and which were not, by length, difficulty and outcome. Survivor bias would show here.
 
-A group's length is the mean of its answers' sampled tokens, its difficulty the mean of their rewards; its age is how
-many versions passed between its admission and its step.
+A group's length is the mean number of sampled tokens of its answers. Its difficulty is the mean of their rewards. Its
+age is the number of versions between its admission and its step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ QUARTERS = 4
 
 
 def composition(groups: Sequence[EndedGroup]) -> str:
-    """The section of what training saw of what was generated."""
+    """Draw the section that shows which of the generated groups were trained."""
     lead = "Groups that ended, by how long and how hard they were: every row should be trained alike."
     if not groups:
         return section("Composition", lead, card("Groups", nothing("No group has ended.")))
@@ -30,7 +30,7 @@ def composition(groups: Sequence[EndedGroup]) -> str:
 
 
 def quarters(groups: Sequence[EndedGroup], key: str) -> list[tuple[str, list[EndedGroup]]]:
-    """The groups in up to four parts of about equal size, by a number of theirs; equal numbers stay together."""
+    """Split the groups into up to four parts of about equal size, by the number `key`. Equal numbers stay together."""
 
     def of(group: EndedGroup) -> float:
         return float(getattr(group, key))
@@ -43,7 +43,7 @@ def quarters(groups: Sequence[EndedGroup], key: str) -> list[tuple[str, list[End
 
 
 def outcomes(groups: Sequence[EndedGroup]) -> list[tuple[str, list[EndedGroup]]]:
-    """The groups by how they ended, the most frequent end first."""
+    """Return the groups by how they ended, the most frequent ending first."""
     ends: dict[str, list[EndedGroup]] = {}
     for group in groups:
         ends.setdefault(group.state if group.state == "trained" else group.reason, []).append(group)

@@ -1,4 +1,4 @@
-"""The report's curves: what was learned, and how old the tokens were that it was learned from."""
+"""The report's curves: what was learned, and how old the trained tokens were."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from headrace.observe.records import StepRecord
 from headrace.observe.summary import number, whole
 
 Row = dict[str, Any]
-"""An evaluation, as the summary has it."""
+"""An evaluation, as it stands in the summary."""
 
 
 def learning(steps: Sequence[StepRecord], summary: dict[str, Any]) -> str:
-    """The section of reward, held-out accuracy and the optimizer's own numbers."""
-    # One version a step is the usual case, and then both charts share their axis.
+    """Draw the section with reward, held-out accuracy and the optimizer's own numbers."""
+    # Usually one step makes one version, and then both charts share their axis.
     axis = "version" if len({step.version for step in steps}) == len(steps) else "step"
     lead = "Reward of the trained rollouts, and accuracy on held-out prompts, which never enter the buffer."
     small = [
@@ -36,7 +36,7 @@ def _reward_card(steps: Sequence[StepRecord], axis: str) -> str:
     window = max(1, min(50, len(points) // 20))
     each = Series(label=f"reward, {axis}", points=points, tone="faint" if window > 1 else "a")
     mean = Series(label=f"mean of {window}", points=charts.moving_mean(points, window), hover=False)
-    # The mean is drawn first: the marks that answer to the pointer belong on top.
+    # The mean is drawn first, because marks that react to the pointer must be on top.
     lines = [mean, each] if window > 1 else [each]
     chart = charts.line_chart(lines, name="Reward by step", x_label=axis, y_label="mean reward")
     keys = [("faint", "each step"), ("a", f"mean of {window} steps")] if window > 1 else [("a", "each step")]
@@ -73,7 +73,7 @@ def _small_card(steps: Sequence[StepRecord], axis: str, title: str, column: str,
 
 
 def lag(tokens: Mapping[int, int], summary: dict[str, Any]) -> str:
-    """The section of how old the trained tokens were; `tokens`: lag -> how many had it."""
+    """Draw the section on the age of trained tokens. `tokens`: lag -> the number of tokens with this lag."""
     total = sum(tokens.values())
     lead = "How many versions older than the one in training each trained token was. None may be over the bound."
     if not total:

@@ -1,7 +1,9 @@
-"""Do the trained rollouts look like the generated ones? A buffer that drops or filters may keep only what is short.
+"""This module checks whether trained rollouts look like generated ones.
 
-Lengths of the latest rollouts of both kinds are compared by their Kolmogorov-Smirnov distance; a warning needs one
-that chance does not explain.
+A buffer that drops or filters may favour short ones.
+
+It compares the lengths of the latest rollouts of both kinds by their Kolmogorov-Smirnov distance. A warning needs a
+distance that chance does not explain.
 """
 
 from __future__ import annotations
@@ -14,18 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 MEMORY = 2048
-"""Rollouts of each kind."""
+"""The number of latest rollouts of each kind that are compared."""
 FEWEST = 256
-"""Before that many were trained nothing is said."""
+"""With fewer rollouts than this of either kind, nothing is reported."""
 TOLERANCE = 0.1
 CRITICAL = 1.95
-"""Times sqrt(1/n + 1/m): a distance that equal distributions exceed once in a thousand times."""
+"""This factor times sqrt(1/n + 1/m) is a distance that equal distributions exceed once in a thousand times."""
 
 Lengths = npt.NDArray[np.int64]
 
 
 def ks_distance(first: Lengths, second: Lengths) -> float:
-    """The largest difference between the two empirical distribution functions."""
+    """Return the largest difference between the two empirical distribution functions."""
     both = np.union1d(first, second)
     cumulative = [np.searchsorted(np.sort(sample), both, side="right") / len(sample) for sample in (first, second)]
     return float(np.abs(cumulative[0] - cumulative[1]).max())
@@ -40,21 +42,24 @@ class LengthDrift:
         self._warned = False
 
     def generated(self, lengths: Iterable[int]) -> None:
-        """These rollouts have ended, whatever becomes of them."""
+        """Add rollouts that have ended, whether they are trained later or not."""
         self._generated.extend(lengths)
 
     def trained(self, lengths: Iterable[int]) -> None:
-        """These were trained."""
+        """Add rollouts that were trained."""
         self._trained.extend(lengths)
 
     def distance(self) -> float | None:
-        """Between the two, once there is enough of both."""
+        """Return the distance between the two samples; None until both are large enough."""
         if min(len(self._generated), len(self._trained)) < FEWEST:
             return None
         return ks_distance(np.array(self._generated, np.int64), np.array(self._trained, np.int64))
 
     def warning(self) -> str | None:
-        """A line, once when the distance becomes too large; it is said again only after it was small in between."""
+        """Return a line when the distance becomes too large, else None.
+
+        The line is repeated only after the distance was small in between.
+        """
         distance = self.distance()
         if distance is None:
             return None

@@ -1,6 +1,6 @@
-"""The Gantt of a run: how busy every process was over the whole run, and what each did in a few seconds of it.
+"""The Gantt chart of a run: how busy every process was over the whole run, and what each did in a few seconds of it.
 
-Reads timeline.json one span at a time, so a timeline of hours costs the memory of its picture.
+This module reads timeline.json one span at a time, so a timeline of hours needs only the memory of its picture.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ class TimelineActivity(msgspec.Struct, frozen=True, kw_only=True):
 
     seconds: float
     busy: dict[str, list[float]]
-    """For each process, the busy fraction of each of `BINS` equal parts of the run."""
+    """Process -> the busy fraction of each of `BINS` equal parts of the run."""
     window: tuple[float, float]
     spans: list[TimelineSpan]
-    """Those that touch the window."""
+    """The spans that touch the window."""
 
 
 def read_activity(path: Path, window: tuple[float, float] | None = None) -> TimelineActivity | None:
-    """Reduce a timeline, with a close look at `window` (seconds since the start; by default around its middle)."""
+    """Reduce a timeline; None if it is empty. Every span in `window` is kept.
+
+    `window` is in seconds since the start of the run. By default it lies around the middle of the run.
+    """
     seconds = max((span.end for span in read_timeline(path)), default=0.0)
     if seconds <= 0:
         return None
@@ -52,10 +55,10 @@ def read_activity(path: Path, window: tuple[float, float] | None = None) -> Time
 
 
 class BusyBins:
-    """The busy fraction of equal parts of a run. Spans may overlap and nest: each moment counts once.
+    """The busy fraction of equal parts of a run. Spans may overlap and nest; each moment counts once.
 
-    Spans come in the order in which they ended; the last few hundred wait here to be taken in the order in which they
-    started, which puts a span before those inside it.
+    Spans arrive in the order in which they ended. The last few hundred wait here, so that they can be taken in the
+    order in which they started. That order puts a span before the spans inside it.
     """
 
     WAITING = 512
@@ -67,13 +70,13 @@ class BusyBins:
         self._waiting: list[tuple[float, float]] = []
 
     def add(self, start: float, end: float) -> None:
-        """A busy span, in seconds since the run's start."""
+        """Add a busy span, in seconds since the run's start."""
         heappush(self._waiting, (start, end))
         if len(self._waiting) > self.WAITING:
             self._take()
 
     def finish(self) -> list[float]:
-        """The fractions, when all spans have been added."""
+        """Return the fractions, after all spans have been added."""
         while self._waiting:
             self._take()
         return self._bins
@@ -87,13 +90,13 @@ class BusyBins:
 
 
 def _rank(process: str) -> tuple[int, str]:
-    """Engines and trainers first: they are what one looks for."""
+    """Sort engines and trainers first, because readers look for them."""
     order = {"engine": 0, "trainer": 1}
     return order.get(process.split("-")[0], 2), process
 
 
 def overview(activity: TimelineActivity, marks: list[tuple[float, str]]) -> str:
-    """The whole run: one strip a process, as high as it was busy. `marks` are moments with a label."""
+    """Draw the whole run with one strip per process, as high as it was busy. `marks` are moments with a label."""
     top = 20
     bottom = top + len(activity.busy) * (ROW + GAP)
     scale = (WIDTH - LEFT - RIGHT) / activity.seconds
@@ -126,7 +129,7 @@ def overview(activity: TimelineActivity, marks: list[tuple[float, str]]) -> str:
 
 
 def close_up(activity: TimelineActivity) -> str:
-    """The window: every span by name, waits hollow; with its legend."""
+    """Draw the window: every span with its name, waits as thin bars, and a legend."""
     begin, end = activity.window
     tones = _tones_of_names(activity)
     scale = (WIDTH - LEFT - RIGHT) / (end - begin)
@@ -136,7 +139,7 @@ def close_up(activity: TimelineActivity) -> str:
         y = top + row * (ROW + GAP)
         parts.append(_row_label(process, y))
         parts.append(f'<rect class="track" x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="{ROW}"/>')
-        # Longest first, so that a short span inside a longer one stays visible.
+        # Draw the longest spans first, so that a short span inside a longer one stays visible.
         for span in sorted((s for s in activity.spans if s.process == process), key=lambda s: s.start - s.end):
             start, stop = max(span.start, begin), min(span.end, end)
             x, width = LEFT + (start - begin) * scale, max(0.6, (stop - start) * scale)
@@ -158,7 +161,10 @@ def close_up(activity: TimelineActivity) -> str:
 
 
 def _tones_of_names(activity: TimelineActivity) -> dict[str, str]:
-    """Colours for the names that take most time; what engines and trainers do most has their own colour."""
+    """Choose colours for the names that take most time.
+
+    The main work of engines and of trainers gets their own colour.
+    """
     begin, end = activity.window
     taken = Counter[tuple[str, str]]()
     for span in activity.spans:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 STATES = ("trained", "dropped", "failed", "in_flight")
-"""Whatever was admitted is in exactly one of them."""
+"""The states of the ledger. Everything that was admitted is in exactly one of them."""
 
 
 def ledger_line(ledger: dict[str, Any]) -> str:
-    """One ledger as its equation."""
+    """Return one ledger as an equation."""
     parts = " + ".join(f"{ledger[state]:,} {state.replace('_', ' ')}" for state in STATES)
     sign = "=" if ledger["admitted"] == sum(ledger[state] for state in STATES) else "≠"
     return f"{ledger['admitted']:,} admitted {sign} {parts}"
 
 
 def describe_ledgers(ledgers: dict[str, Any]) -> str:
-    """Both ledgers for people: an equation each, the reasons below it, and the verdict."""
+    """Describe both ledgers for people: an equation each, the reasons below it, and the verdict."""
     lines = [f"run       {ledgers['name'] or 'unnamed'} ({ledgers['outcome'] or 'no end recorded'})"]
     for table in ("groups", "rollouts"):
         lines.append(f"{table:<8}  {ledger_line(ledgers[table])}")

@@ -1,6 +1,6 @@
-"""The live terminal display: one panel, drawn again at most twice a second and only when it is updated.
+"""The live terminal display: one panel, drawn at most twice a second and only when it is updated.
 
-It has no thread of its own: what costs nothing while nobody updates it cannot slow an engine down.
+The display has no thread of its own, so it costs nothing while nobody updates it, and cannot slow an engine down.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PHASE_STYLES = {"training": "green", "evaluating": "magenta", "draining": "yello
 
 
 class Glyphs:
-    """The characters that bars are made of; plain ones where the terminal has no others."""
+    """The characters that bars are made of. Plain characters are used where the terminal has no others."""
 
     def __init__(self, *, ascii_only: bool) -> None:
         self.full, self.empty = ("#", "-") if ascii_only else ("━", "─")
@@ -35,16 +35,16 @@ class Glyphs:
         self.dot = "-" if ascii_only else "·"
 
     def bar(self, fraction: float, width: int, style: str) -> Text:
-        """A horizontal bar."""
+        """Return a horizontal bar."""
         filled = round(min(1.0, max(0.0, fraction)) * width)
         return Text.assemble((self.full * filled, style), (self.empty * (width - filled), QUIET))
 
     def level(self, fraction: float) -> str:
-        """One character whose height is the fraction."""
+        """Return one character whose height is the fraction."""
         return self.levels[min(len(self.levels) - 1, int(max(0.0, fraction) * len(self.levels)))]
 
     def sparkline(self, values: list[float]) -> str:
-        """One character a value, from the smallest to the largest of them."""
+        """Return one character per value, scaled between the smallest and the largest value."""
         if not values:
             return ""
         low, high = min(values), max(values)
@@ -52,7 +52,7 @@ class Glyphs:
 
 
 class LiveProgress:
-    """A rich `Live` panel."""
+    """A progress display as a rich `Live` panel."""
 
     SECONDS_BETWEEN = 0.5
     SPARKS = 40
@@ -73,14 +73,14 @@ class LiveProgress:
         self._heldout: list[float] = []
 
     def start(self) -> None:
-        """Take the terminal."""
+        """Take over the terminal."""
         self._started = self._clock()
         self._live.start()
 
     def update(self, snapshot: RunSnapshot) -> None:
         """Remember the snapshot, and draw it unless the last drawing is too recent."""
         now = self._clock()
-        # A copy: the controller fills the same struct again and again.
+        # A copy, because the controller fills the same struct again and again.
         last, self._snapshot = self._snapshot, copy(snapshot)
         self._rates.add(now, snapshot)
         if snapshot.reward is not None and (last is None or last.step != snapshot.step):
@@ -107,11 +107,11 @@ class LiveProgress:
             self._live.update(self.render(self._snapshot, now), refresh=self._live.is_started)
 
     def render(self, snapshot: RunSnapshot, now: float) -> RenderableType:
-        """The panel for a snapshot."""
+        """Return the panel for a snapshot."""
         bar_width = max(10, min(40, self._console.width - 52))
         processes = self._processes(snapshot, bar_width)
         table = Table.grid(padding=(0, 2))
-        # Where the terminal is narrow, values are cut, never what they are values of.
+        # On a narrow terminal, values are cut but their labels are not.
         table.add_column(style=LABEL, no_wrap=True, min_width=max([8, *[len(name) for name, _ in processes]]))
         table.add_column(no_wrap=True, overflow="ellipsis")
         table.add_row("version", self._versions(snapshot, now, bar_width))

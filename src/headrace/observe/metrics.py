@@ -1,6 +1,6 @@
-"""metrics.jsonl: append-only, one JSON object a line, on disk as soon as it is written.
+"""The log `metrics.jsonl`: append-only, one JSON object per line, on disk as soon as it is written.
 
-A run that was cut may leave half a line: the next writer ends it, and the reader skips it.
+A run that was killed may leave half a line. The next writer ends that line, and the reader skips it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class MetricsLog:
     """Appends records `{"time": seconds since 1970, "kind": ..., ...}` to a file."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, trackers: Trackers | None = None) -> None:
-        """What is written goes to the trackers too, and they are closed with the file."""
+        """Open the log. Each record goes to the trackers too, and the trackers are closed with the file."""
         self._clock = clock
         self._trackers = trackers
-        # Unbuffered: a record is one write, so a killed process leaves whole lines.
+        # Unbuffered, so that each record is one write and a killed process leaves whole lines.
         self._file = path.open("a+b", buffering=0)
         if self._file.tell() > 0:
             self._file.seek(-1, os.SEEK_END)
@@ -33,7 +33,7 @@ class MetricsLog:
                 self._file.write(b"\n")
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record; numbers that JSON does not know (NaN, infinity) become null."""
+        """Append one record. Numbers that JSON cannot write (NaN, infinity) become null."""
         record = {"time": self._clock(), "kind": kind, **fields}
         line = msgspec.json.encode(record, enc_hook=_plain)
         self._file.write(line + b"\n")
@@ -41,7 +41,7 @@ class MetricsLog:
             self._trackers.log(msgspec.json.decode(line))
 
     def close(self) -> None:
-        """Close the file and the trackers; safe to call twice."""
+        """Close the file and the trackers. Idempotent."""
         self._file.close()
         if self._trackers is not None:
             self._trackers.close()
@@ -54,7 +54,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a log, in order; torn lines are skipped, and a log never written to is empty."""
+    """Return all whole records of a log, in order. Incomplete lines are skipped; a missing log is empty."""
     if not path.exists():
         return []
     records: list[dict[str, Any]] = []

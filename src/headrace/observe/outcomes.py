@@ -1,4 +1,4 @@
-"""What a group came to, as one line of the metrics: a version that was published again makes no group older."""
+"""The outcome of a group, as one line of the metrics. A version that was published again makes no group older."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.types import Group, without_republished
 
 
 def describe_end(group: Group, outcome: str, version: int, republished: Sequence[int] = ()) -> dict[str, Any]:
-    """What a group came to: how long its answers are, how hard its prompt was, how old it was when it ended."""
+    """Describe how a group ended: the length of its answers, the difficulty of its prompt, its age when it ended."""
     usable = group.usable
     rewards = [rollout.reward for rollout in usable if rollout.reward is not None]
     oldest = [trace.oldest_version for rollout in usable for trace in rollout.traces if trace.trained.any()]

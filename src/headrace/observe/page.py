@@ -1,4 +1,4 @@
-"""The report's page: its skeleton, its style, and the small blocks it is built of. Nothing in it is fetched."""
+"""The report's page: its skeleton, its style, and the small blocks that it is built of. The page fetches nothing."""
 
 from __future__ import annotations
 
@@ -96,23 +96,23 @@ footer { margin-top: 40px; color: var(--soft); font-size: 13px; }
 
 
 def page(title: str, body: str) -> str:
-    """A whole HTML document."""
+    """Return a whole HTML document."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        # The page holds text that a model wrote: whatever it is, it may not run or fetch anything.
+        # The page holds text that a model wrote. Whatever that text is, it may not run or fetch anything.
         """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">"""
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n{body}\n</main></body></html>\n"
     )
 
 
 def section(title: str, lead: str, *blocks: str) -> str:
-    """A heading, one sentence that says how to read what follows, and its blocks."""
+    """Return a section: a heading, one sentence that says how to read it, and its blocks."""
     return f"<section><h2>{escape(title)}</h2><p>{escape(lead)}</p>{''.join(blocks)}</section>\n"
 
 
 def tile(what: str, value: str, note: str = "", *, wide: bool = False) -> str:
-    """A headline number; `value` is markup, the rest is text."""
+    """Return a tile with a headline number. `value` is markup, the rest is text."""
     kind = "tile wide" if wide else "tile"
     return (
         f'<div class="{kind}"><span class="what">{escape(what)}</span><b>{value}</b><small>{escape(note)}</small></div>'
@@ -120,27 +120,27 @@ def tile(what: str, value: str, note: str = "", *, wide: bool = False) -> str:
 
 
 def card(title: str, body: str) -> str:
-    """A titled box around markup."""
+    """Return a titled box around markup."""
     return f'<div class="card"><h3>{escape(title)}</h3>{body}</div>'
 
 
 def nothing(why: str) -> str:
-    """What stands where a chart would be."""
+    """Return a note that stands in the place of a chart."""
     return f'<div class="none">{escape(why)}</div>'
 
 
 def columns(*blocks: str) -> str:
-    """Blocks side by side, two or three of them to a row."""
+    """Put blocks side by side, two or three to a row."""
     return f'<div class="grid{3 if len(blocks) % 3 == 0 else 2}">{"".join(blocks)}</div>'
 
 
 def stack(*blocks: str) -> str:
-    """Blocks below each other."""
+    """Put blocks below each other."""
     return f'<div class="stack">{"".join(blocks)}</div>'
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]], *, left: int = 1) -> str:
-    """A table of text; the first `left` columns are words, the others numbers."""
+    """Return a table of text. The first `left` columns are words, the others numbers."""
 
     def row(tag: str, cells: Sequence[str]) -> str:
         marks = [""] * left + [' class="num"'] * (len(cells) - left)

@@ -1,7 +1,7 @@
-"""What a run says while it goes on: a live display, plain lines, or nothing. A display costs next to no CPU.
+"""The progress display of a run: a live panel, plain lines, or nothing. It takes almost no CPU time.
 
-All three take the same snapshots. The cores of the machine belong to engines and trainers, so a display draws at most
-a few times a second however often it is updated.
+All three displays take the same snapshots. The cores of the machine belong to engines and trainers, so a display draws
+at most a few times a second, however often it is updated.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ __all__ = [
 
 
 class Progress(Protocol):
-    """Where a run shows how it is doing. Every method returns at once; none raises because of what it is shown."""
+    """A display of a run's progress. Every method returns at once, and none raises because of what it displays."""
 
     def start(self) -> None:
-        """Begin; called once, before anything else."""
+        """Start the display. Called once, before anything else."""
 
     def update(self, snapshot: RunSnapshot) -> None:
-        """The state now; call it as often as you like, and reuse the struct afterwards."""
+        """Display the current state. May be called at any rate; the caller may reuse the struct afterwards."""
 
     def note(self, line: str) -> None:
-        """A line that stays: an evaluation's result, a warning."""
+        """Print a line that stays: an evaluation's result, a warning."""
 
     def stop(self) -> None:
-        """Show the last state and give the terminal back; safe to call twice, and without `start`."""
+        """Show the last state and release the terminal. Idempotent, and allowed without `start`."""
 
 
 class NoProgress:
-    """Shows nothing."""
+    """A display that shows nothing."""
 
     def start(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def update(self, snapshot: RunSnapshot) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def note(self, line: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def stop(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class PlainProgress:
-    """One line every few seconds, and at once when the phase or the held-out accuracy changes."""
+    """A display that prints a line every few seconds, and at once when the phase or the held-out accuracy changes."""
 
     def __init__(self, console: Console, *, every: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -72,24 +72,24 @@ class PlainProgress:
         self._printed: tuple[float, str] | None = None
 
     def start(self) -> None:
-        """Nothing to set up."""
+        """Do nothing, because there is nothing to set up."""
 
     def update(self, snapshot: RunSnapshot) -> None:
         """Print a line if it is time, or if something has happened."""
         now = self._clock()
         self._rates.add(now, snapshot)
-        # A copy: the controller fills the same struct again and again.
+        # A copy, because the controller fills the same struct again and again.
         last, self._last = self._last, copy(snapshot)
         happened = last is None or last.phase != snapshot.phase or last.heldout != snapshot.heldout
         if happened or self._printed is None or now - self._printed[0] >= self._every:
             self._print(now, plain_line(snapshot, self._rates))
 
     def note(self, line: str) -> None:
-        """Print it."""
+        """Print a line."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
-        """Print the last state, unless it is what was printed last."""
+        """Print the last state, unless it is already the last line."""
         if self._last is not None:
             self._print(self._clock(), plain_line(self._last, self._rates))
             self._last = None
@@ -101,7 +101,7 @@ class PlainProgress:
 
 
 def plain_line(snapshot: RunSnapshot, rates: Rates) -> str:
-    """A snapshot in one line; what is not known yet is left out."""
+    """Describe a snapshot in one line. What is not known yet is left out."""
     parts = [] if snapshot.phase == "training" else [snapshot.phase]
     if snapshot.versions_total:
         parts.append(f"version {snapshot.version}/{snapshot.versions_total}")
@@ -131,7 +131,7 @@ def plain_line(snapshot: RunSnapshot, rates: Rates) -> str:
 def make_progress(
     kind: Literal["auto", "live", "plain", "none"] = "auto", console: Console | None = None, *, title: str = "headrace"
 ) -> Progress:
-    """The display that `[observe] display` asks for; `auto` is live on a terminal and plain lines elsewhere."""
+    """Make the display that `[observe] display` asks for. `auto` is live on a terminal and plain lines elsewhere."""
     console = console or Console()
     drawable = console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
     if kind == "none":

@@ -1,6 +1,6 @@
-"""Rows of journal.db as plain data: the journal's reader answers with them, and reports are drawn from them.
+"""The rows of journal.db as plain data. The journal's reader returns them, and reports are drawn from them.
 
-The fields of a record are columns of its table (`buffer/schema.sql`), in the order in which they are shown to users.
+The fields of a record are the columns of its table (`buffer/schema.sql`), in the order in which users see them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     parent: int
     step: int
-    """Optimizer steps behind these weights."""
+    """The number of optimizer steps behind these weights."""
     digest: str
-    """16 hexadecimal digits."""
+    """The digest of the weights, as 16 hexadecimal digits."""
     published: float
 
 
@@ -104,11 +104,11 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     oldest_version: int | None
     newest_version: int | None
     segment: str | None
-    """The file with its tokens; None where they were not kept, or are still to come."""
+    """The file with the rollout's tokens; None if they were not kept or are not written yet."""
     offset: int | None
     length: int | None
     trained_as: int | None
-    """The version that was being trained when this rollout was."""
+    """The version that was being trained when this rollout was trained."""
 
 
 class EndedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,9 +118,9 @@ class EndedGroup(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     reason: str
     seconds: float | None
-    """From its admission to its end."""
+    """Seconds from the group's admission to its end."""
     tokens: float | None
     """The mean number of sampled tokens."""
     reward: float | None
     age: int | None
-    """Versions between its admission and its step; None where it was not trained."""
+    """The number of versions between the group's admission and its step; None if the group was not trained."""

@@ -1,6 +1,7 @@
-"""The page of a run, drawn from plain data. It fetches nothing and runs nothing.
+"""The page of a run, drawn from plain data. The page fetches nothing and runs no script.
 
-Whatever a run did not leave (an evaluation, a timeline, its own end) is named as missing; the rest of the page stays.
+If a run left something out (an evaluation, a timeline, its own end), the page says that it is missing and shows the
+rest.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ NO_ANSWER = '<span class="soft">no answer recorded</span>'
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is drawn."""
+    """The data of the page."""
 
     directory: str
     """The name of the run's directory, for a run without a name."""
     meta: dict[str, Any]
     """The journal's facts about the run."""
     summary: dict[str, Any]
-    """As in `summary.json`."""
+    """The summary, as in `summary.json`."""
     steps: Sequence[StepRecord]
     lag_tokens: dict[int, int]
     groups: Sequence[EndedGroup]
@@ -45,13 +46,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     deliveries: Sequence[DeliveryRecord]
     samples: Sequence[SampleRecord]
     timeline: Path
-    """The file may be missing."""
+    """The path of timeline.json, which may be missing."""
     config: str | None
     """The text of the resolved configuration."""
 
 
 def draw(report: Report) -> str:
-    """The whole page."""
+    """Return the whole page."""
     summary = report.summary
     name = str(summary["name"] or report.directory)
     body = [
@@ -150,7 +151,7 @@ def _processes(
 
 
 def _window(training: tuple[float, float] | None, steps: Sequence[StepRecord]) -> tuple[float, float] | None:
-    """A few optimizer steps from the middle of training, 2 to 10 seconds of it."""
+    """Choose 2 to 10 seconds from the middle of training, which hold a few optimizer steps."""
     if training is None or training[1] <= training[0]:
         return None
     taken = sorted(step.seconds for step in steps if step.seconds)
@@ -199,7 +200,7 @@ def _deliveries(deliveries: Sequence[DeliveryRecord]) -> str:
 
 
 def _delivery_card(deliveries: Sequence[DeliveryRecord], title: str, column: str, unit: str) -> str:
-    """One number of all deliveries over versions, a line for each engine."""
+    """Draw one number of all deliveries over versions, with a line for each engine."""
     engines = sorted({row.engine for row in deliveries})[:7]
     series = []
     for engine, tone in zip(engines, "dfacbeg", strict=False):
@@ -222,7 +223,7 @@ def _samples(samples: Sequence[SampleRecord]) -> str:
     prompts: dict[str, dict[str, list[SampleRecord]]] = {}
     for sample in samples:
         prompts.setdefault(sample.prompt, {"before": [], "after": []})[sample.moment].append(sample)
-    # Prompts answered at both moments say most; the order is otherwise the one they were recorded in.
+    # Prompts that were answered at both moments come first; otherwise the order of recording stays.
     chosen = sorted(prompts.values(), key=lambda moments: not (moments["before"] and moments["after"]))[:MOST_SAMPLES]
     body = "".join(_sample_row(moments) for moments in chosen)
     head = "<thead><tr><th>prompt</th><th>before</th><th>after</th></tr></thead>"

@@ -1,6 +1,6 @@
-"""Snapshot: all that a display shows, as one plain struct; and the rates that follow from several of them.
+"""A snapshot holds everything that a display shows, as one plain struct. Rates follow from several snapshots.
 
-A display never asks the pipeline anything: the controller fills a snapshot at each tick and hands it over.
+A display never asks the pipeline anything. The controller fills a snapshot at each tick and hands it over.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 
 class ProcessActivity(msgspec.Struct, kw_only=True):
-    """What a process does now, and how busy it was of late."""
+    """What a process is doing now, and how busy it was recently."""
 
     phase: str = ""
     busy_fraction: float = 0.0
@@ -21,31 +21,31 @@ class RunSnapshot(msgspec.Struct, kw_only=True):
     """The state of a run at one moment. Token counts are totals since the start, never rates."""
 
     phase: str = "starting"
-    """starting, warm start, evaluating, training, draining, ..."""
+    """The phase of the run: starting, warm start, evaluating, training, draining, ..."""
     version: int = 0
     versions_total: int = 0
     step: int = 0
     reward: float | None = None
-    """Mean reward of the last step."""
+    """The mean reward of the last step."""
     reward_mean: float | None = None
-    """Its moving mean."""
+    """The moving mean of the reward."""
     heldout: float | None = None
     """The last held-out accuracy."""
     generated_tokens: int = 0
     trained_tokens: int = 0
     lag_histogram: dict[int, int] = {}
-    """Lag -> trained tokens."""
+    """Lag -> the number of trained tokens with this lag."""
     lag_bound: int | None = None
     in_flight: int = 0
     capacity: int = 0
     ready: int = 0
-    """Groups that wait to be trained, of those in flight."""
+    """The number of groups in flight that wait to be trained."""
     processes: dict[str, ProcessActivity] = {}
     message: str = ""
 
     @property
     def lag_mean(self) -> float | None:
-        """Over tokens."""
+        """The mean lag over all trained tokens."""
         tokens = sum(self.lag_histogram.values())
         return sum(lag * n for lag, n in self.lag_histogram.items()) / tokens if tokens else None
 
@@ -55,7 +55,7 @@ class RunSnapshot(msgspec.Struct, kw_only=True):
         return max((lag for lag, n in self.lag_histogram.items() if n), default=None)
 
     def idle(self, role: str) -> float | None:
-        """Mean idle fraction of the processes of a role (`engine`, `trainer`)."""
+        """Return the mean idle fraction of the processes of a role (`engine`, `trainer`)."""
         busy = [activity.busy_fraction for name, activity in self.processes.items() if name.startswith(role + "-")]
         return 1.0 - sum(busy) / len(busy) if busy else None
 
@@ -68,18 +68,19 @@ class SlidingRate:
         self._points: deque[tuple[float, float]] = deque()
 
     def add(self, time: float, total: float) -> None:
-        """The total at this time; a total that shrank (a resumed run) starts a new window."""
+        """Add the total at this time. A total that shrank (a resumed run) starts a new window."""
         points = self._points
         if points and total < points[-1][1]:
             points.clear()
         points.append((time, total))
-        # The oldest point kept lies at or just beyond the window's edge, so that the rate always spans a whole window.
+        # The oldest point kept lies at or just before the start of the window, so that the rate always spans a whole
+        # window.
         while len(points) > 2 and points[1][0] <= time - self._window:
             points.popleft()
 
     @property
     def per_second(self) -> float | None:
-        """None until two moments are known."""
+        """The rate per second; None until two points are known."""
         if len(self._points) < 2:
             return None
         (first, low), (last, high) = self._points[0], self._points[-1]
@@ -87,7 +88,7 @@ class SlidingRate:
 
 
 class Rates:
-    """Tokens per second and the time left, from successive snapshots."""
+    """The tokens per second and the time left, computed from successive snapshots."""
 
     TOKEN_WINDOW = 15.0
     VERSION_WINDOW = 120.0
@@ -104,21 +105,21 @@ class Rates:
         self._trained.add(time, snapshot.trained_tokens)
         self._remaining = snapshot.versions_total - snapshot.version
         if snapshot.phase == "training":
-            # A start or an evaluation before training says nothing about the pace of versions.
+            # A start or an evaluation before training says nothing about the rate of versions.
             self._versions.add(time, snapshot.version)
 
     @property
     def generated(self) -> float | None:
-        """Tokens sampled per second."""
+        """The sampled tokens per second."""
         return self._generated.per_second
 
     @property
     def trained(self) -> float | None:
-        """Tokens trained per second."""
+        """The trained tokens per second."""
         return self._trained.per_second
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the last version, at the pace of the last minutes."""
+        """The seconds until the last version, at the rate of the last minutes."""
         pace = self._versions.per_second
         return max(0, self._remaining) / pace if pace else None

@@ -1,8 +1,8 @@
-"""Spans: what a process did, from when to when. Recorded anywhere, drained by whoever ships them.
+"""Spans record what a process did, from when to when. Any thread records them; the code that ships them drains them.
 
-Times are seconds of `time.monotonic`, which all processes of one host share. Neighbouring spans of one name are
-joined, so that a thousand decode steps cost one span; one that is still open when spans are drained is cut there, so
-that a long step is never reported late.
+Times are seconds of `time.monotonic`, which all processes of one host share. Neighbouring spans of one name are joined,
+so that a thousand decode steps make few spans. A span that is still open when spans are drained is cut there, so that a
+long step is never reported late.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import msgspec
 
 
 class TimeSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Something that took time."""
+    """A named piece of time in one process."""
 
     name: str
     start: float
     end: float
     busy: bool = True
-    """False for a wait: time in which this process had nothing to do."""
+    """False for a wait, a time in which this process had nothing to do."""
 
 
 class _Open:
-    """A span whose end is not known yet; `start` moves when a drain cuts it."""
+    """A span whose end is not known yet. `start` moves when a drain cuts the span."""
 
     __slots__ = ("busy", "name", "start")
 
@@ -49,7 +49,7 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, name: str, *, busy: bool = True) -> Iterator[None]:
-        """Record the time that the body takes."""
+        """Record the time that the body of the `with` statement takes."""
         with self._lock:
             opened = _Open(name, busy)
             self._open.append(opened)
@@ -61,12 +61,12 @@ class SpanRecorder:
                 self._append(TimeSpan(name, opened.start, time.monotonic(), busy))
 
     def add(self, name: str, start: float, end: float, *, busy: bool = True) -> None:
-        """Record a span that is over."""
+        """Record a span that has ended."""
         with self._lock:
             self._append(TimeSpan(name, start, end, busy))
 
     def drain(self) -> list[TimeSpan]:
-        """Take all spans recorded so far, open ones up to now."""
+        """Take all spans recorded so far. Open spans are included up to now."""
         with self._lock:
             now = time.monotonic()
             for opened in self._open:
@@ -90,7 +90,7 @@ class SpanRecorder:
 
 
 def busy_seconds(spans: Iterable[TimeSpan], start: float, end: float) -> float:
-    """The time within [start, end] that at least one busy span covers."""
+    """Return the seconds within [start, end] that at least one busy span covers."""
     total, reach = 0.0, start
     for span in sorted((s for s in spans if s.busy), key=lambda s: s.start):
         total += max(0.0, min(span.end, end) - max(span.start, reach))

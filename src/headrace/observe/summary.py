@@ -1,4 +1,4 @@
-"""A run's summary in words, and how its numbers are written."""
+"""A run's summary in words, and the formats of its numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headrace.observe.ledgers import ledger_line
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """A summary for people: a few aligned lines."""
+    """Describe a summary for people, in a few aligned lines."""
     lines = [
         ("run", f"{summary['name'] or 'unnamed'} ({summary['outcome'] or 'no end recorded'})"),
         ("held-out", f"{number(summary['heldout_before'])} -> {number(summary['heldout_after'])}"),
@@ -27,17 +27,17 @@ def describe(summary: dict[str, Any]) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number with a fixed count of decimals, or `none`."""
+    """Format a number with a fixed number of decimals, or `none`."""
     return "none" if value is None else f"{value:.{digits}f}"
 
 
 def whole(value: float | None) -> str:
-    """An integer, or `none`."""
+    """Format an integer, or `none`."""
     return "none" if value is None else f"{value:.0f}"
 
 
 def percent(fraction: float | None) -> str:
-    """A fraction as a percentage, or `unknown`."""
+    """Format a fraction as a percentage, or `unknown`."""
     return "unknown" if fraction is None else f"{100 * fraction:.1f}%"
 
 

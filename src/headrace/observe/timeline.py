@@ -1,8 +1,8 @@
-"""timeline.json: the spans of every process as Chrome trace events, for https://ui.perfetto.dev.
+"""The file timeline.json: the spans of every process as Chrome trace events, for https://ui.perfetto.dev.
 
-The file is a JSON array with one event a line, written as spans arrive; nothing but each process's lanes stays in
-memory. After `close` it is valid JSON. A run that was cut leaves an array without its closing bracket, which the
-trace-event format allows: Perfetto and `read_timeline` load it all the same. A resumed run goes on in the same file.
+The file is a JSON array with one event per line, written as spans arrive; only the lanes of each process stay in
+memory. After `close` the file is valid JSON. A run that was killed leaves an array without its closing bracket. The
+trace-event format allows that, so Perfetto and `read_timeline` still load the file. A resumed run continues the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONTROLLER_PID = 0
 
 
 class TimelineSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """A span as the file holds it: seconds since the run's start."""
+    """A span as it stands in the file. Times are seconds since the run's start."""
 
     process: str
     name: str
@@ -32,13 +32,13 @@ class TimelineSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeline:
-    """Writes the spans of all processes of a run. Not for several threads: the controller owns it."""
+    """The writer of timeline.json for all processes of a run. It is not thread-safe: the controller owns it."""
 
     def __init__(self, path: Path, clock: RunClock | None = None) -> None:
         self._clock = clock or RunClock.now()
         self._pids: dict[str, int] = {}
         self._lanes: dict[str, list[int]] = {}
-        """For each process, when the last event of each of its lanes ends, in microseconds."""
+        """Process -> when the last event of each of its lanes ends, in microseconds."""
         kept, started = self._recover(path) if path.exists() else (0, None)
         self._file = path.open("r+b" if kept else "wb", buffering=0)
         self._file.seek(kept)
@@ -51,7 +51,7 @@ class Timeline:
         self._origin = self._clock.to_monotonic(started)
 
     def add(self, process: str, spans: Sequence[TimeSpan]) -> None:
-        """Append spans of a process, in the order in which they ended; one write for all of them."""
+        """Append spans of a process, in the order in which they ended. All of them are written at once."""
         events: list[dict[str, Any]] = []
         if process not in self._pids:
             pid = self._pids[process] = len(self._pids) + 1
@@ -68,7 +68,7 @@ class Timeline:
         self._write(events)
 
     def close(self) -> None:
-        """End the array; safe to call twice."""
+        """End the array and close the file. Idempotent."""
         if not self._file.closed:
             self._file.write(b"\n]\n")
             self._file.close()
@@ -83,7 +83,7 @@ class Timeline:
         return round((monotonic - self._origin) * 1e6)
 
     def _lane(self, process: str, start: int, end: int) -> tuple[int, bool]:
-        """A lane in which the span overlaps nothing: trace viewers garble overlaps within one thread."""
+        """Find a lane in which the span overlaps nothing, because viewers cannot show overlaps within one thread."""
         ends = self._lanes.setdefault(process, [])
         for index, last in enumerate(ends):
             if last <= start:
@@ -99,7 +99,10 @@ class Timeline:
             self._empty = False
 
     def _recover(self, path: Path) -> tuple[int, float | None]:
-        """How many bytes of an earlier file to keep, and when its run started; learns its processes and lanes."""
+        """Return how many bytes of an existing file to keep, and when its run started.
+
+        Also restores its processes and lanes.
+        """
         kept, started = 0, None
         names: dict[int, str] = {}
         for end, event in _events(path):
@@ -115,7 +118,7 @@ class Timeline:
 
 
 def timeline_started(path: Path) -> float | None:
-    """When the run of this timeline started, in seconds since 1970."""
+    """Return when the run of this timeline started, in seconds since 1970."""
     for _, event in _events(path):
         if event.get("name") == STARTED and event["ph"] == "i":
             return float(event["args"]["time"])
@@ -123,7 +126,7 @@ def timeline_started(path: Path) -> float | None:
 
 
 def read_timeline(path: Path) -> Iterator[TimelineSpan]:
-    """The spans of a timeline, closed or cut, one at a time."""
+    """Yield the spans of a timeline one at a time, whether the file was closed or cut."""
     names: dict[int, str] = {}
     for _, event in _events(path):
         if event["ph"] == "M" and event["name"] == "process_name":
@@ -140,7 +143,7 @@ def read_timeline(path: Path) -> Iterator[TimelineSpan]:
 
 
 def _events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The whole events of a file, each with the offset at which it ends (before the comma)."""
+    """Yield the complete events of a file, each with the offset at which it ends (before the comma)."""
     offset = 0
     with path.open("rb") as file:
         for line in file:

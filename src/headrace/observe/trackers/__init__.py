@@ -1,1 +1,1 @@
-"""Where the records of metrics.jsonl go besides the file: `base` is the protocol, `feed` calls the trackers."""
+"""Trackers receive the records of metrics.jsonl besides the file: `base` is the protocol, `feed` calls the trackers."""

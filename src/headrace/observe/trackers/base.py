@@ -1,7 +1,8 @@
-"""The tracker protocol: it is given every record that `metrics.jsonl` gets, as soon as it is written.
+"""The tracker protocol: a tracker gets every record of `metrics.jsonl` as soon as the record is written.
 
-A tracker belongs to the user. It is called by one thread that nothing else uses, so it may wait for a network. If it
-raises, it is switched off and the run goes on. The smallest one, named by `[observe] trackers = ["mine.py:Printer"]`:
+A tracker belongs to the user. One thread that nothing else uses calls it, so it may wait for a network. If a tracker
+raises, it is switched off and the run continues. The smallest tracker, named by `[observe] trackers =
+["mine.py:Printer"]`:
 
     class Printer:
         def start(self, run, config):
@@ -21,10 +22,10 @@ from typing import Any, Protocol
 
 
 class Tracker(Protocol):
-    """Follows one run. What the configuration names is called without arguments and returns a tracker."""
+    """A tracker follows one run. The configuration names a callable without arguments that returns a tracker."""
 
     def start(self, run: str, config: Mapping[str, Any]) -> None:
-        """The run of this name begins or is resumed; `config` is the whole configuration as dictionaries."""
+        """Start or resume the run of this name. `config` is the whole configuration as dictionaries."""
         ...
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -32,5 +33,5 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """The run ends, well or not; nothing comes after."""
+        """End the run, whether it succeeded or failed. No call comes after this one."""
         ...

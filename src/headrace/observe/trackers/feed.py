@@ -1,4 +1,4 @@
-"""Trackers are called here, each in a thread of its own: neither their failures nor their waits reach the run.
+"""This module calls the trackers, each in a thread of its own. Their failures and waits never reach the run.
 
 A tracker that raises, or that falls too far behind, is switched off with one note.
 """
@@ -16,26 +16,26 @@ from headrace.observe.trackers.base import Tracker
 from headrace.reference import describe, import_function
 
 ROOM = 10_000
-"""Records that may wait for a tracker."""
+"""The number of records that may wait for a tracker."""
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
-"""How long a tracker may take for what is left when the run ends."""
+"""Seconds that a tracker has for the remaining records when the run ends."""
 
 Record = Mapping[str, Any]
 
 
 class Trackers:
-    """The trackers of one run. Used by one thread."""
+    """The trackers of one run. Not thread-safe: one thread uses it."""
 
     def __init__(
         self, references: Sequence[str], run: str, config: Mapping[str, Any], note: Callable[[str], None]
     ) -> None:
-        """Load and start them; `note` is told of each that is switched off."""
+        """Load and start the trackers. `note` is called for each tracker that is switched off."""
         self._note = note
         self._feeds = [_Feed(reference, import_function(reference), run, config) for reference in references]
 
     def log(self, record: Record) -> None:
-        """Hand a record to every tracker; never waits."""
+        """Hand a record to every tracker. Never waits."""
         for feed in self._feeds:
             feed.log(record)
         self._drop_failed()
@@ -59,7 +59,7 @@ class _Feed:
     def __init__(self, reference: str, make: Callable[[], Tracker], run: str, config: Mapping[str, Any]) -> None:
         self.reference = reference
         self.failure = ""
-        """Why the tracker gets nothing more."""
+        """Why the tracker gets no more records; empty while it gets them."""
         self._make = make
         self._run = run
         self._config = config
@@ -86,7 +86,7 @@ class _Feed:
             self.failure = str(error)
 
     def _follow(self) -> None:
-        """Give the tracker its records until the run ends; whatever the user's code raises is a `UserError`."""
+        """Give the tracker its records until the run ends. Whatever the user's code raises becomes a `UserError`."""
         try:
             tracker = self._make()
             tracker.start(self._run, self._config)
@@ -99,7 +99,7 @@ class _Feed:
             raise UserError(f"raised {describe(error)}") from error
 
     def _next(self) -> Record | None:
-        """The next record; None when the run has ended or the tracker is switched off."""
+        """Return the next record; None when the run has ended or the tracker is switched off."""
         while not self.failure:
             with suppress(queue.Empty):
                 return self._records.get(timeout=POLL_SECONDS)
