@@ -1,7 +1,8 @@
-"""A folder of versions behind an fsspec URL: a version appears by a move of what was uploaded whole.
+"""A folder of versions behind an fsspec URL: a version is uploaded completely and then moved to its name.
 
-Stores have no locks. A marker names the run that publishes there: another run is refused, and a trainer whose marker
-was replaced writes nothing more. No torch here: the controller sweeps. Waits are bounded by the store's own timeouts.
+Stores have no locks. Instead, a marker file names the run that publishes in a folder: another run is refused, and a
+trainer whose marker was replaced writes nothing more. Waits are limited by the store's own timeouts. This module does
+not import torch, because the controller sweeps folders.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from headrace.errors import ConfigError, DeliveryError
 MARKER = "writer.json"
 READ_AHEAD = 16 << 20
 PIECE = 64 << 20
-"""The most bytes handed to a store at once; it may copy them."""
+"""The most bytes passed to a store at once, because the store may copy them."""
 _WITH_DIRECTORIES = {"file", "local", "memory", "ftp", "sftp", "ssh", "smb", "hdfs", "webhdfs"}
-"""Schemes whose folders are made and removed; elsewhere they are part of a name, and making one may make a bucket."""
+"""The schemes whose folders must be made and removed. In other stores a folder is only part of a name, and making a
+folder might make a bucket."""
 _FOREIGN_ERRORS = {
     "botocore.exceptions": "BotoCoreError",
     "aiohttp": "ClientError",
@@ -32,28 +34,28 @@ _FOREIGN_ERRORS = {
     "google.auth.exceptions": "GoogleAuthError",
     "paramiko": "SSHException",
 }
-"""Errors of stores' libraries that are not `OSError`s, by module; one that is not loaded raises nothing."""
+"""The error classes of stores' libraries that are not `OSError`s, by module. Only modules that are loaded matter."""
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """Who publishes in a folder."""
+    """The content of the marker file: the run that publishes in a folder, and a random token of its trainer."""
 
     owner: str
     token: str
 
 
 def is_url(directory: Path | str) -> bool:
-    """Whether this is a place for fsspec rather than a path."""
+    """Return whether this is a URL for fsspec and not a path."""
     return isinstance(directory, str) and "://" in directory
 
 
 def owner_of(run_dir: Path) -> str:
-    """The run of this directory, as other hosts call it."""
+    """Return the name of the run in this directory that is unique across hosts."""
     return f"{socket.gethostname()}:{run_dir.absolute()}"
 
 
 def connect(url: str) -> tuple[Any, str]:
-    """The file system of a URL and the path there; raises `ConfigError` where no package for it is installed."""
+    """Return the file system of a URL and the path in it; raises `ConfigError` if no package for it is installed."""
     import fsspec
 
     try:
@@ -65,7 +67,7 @@ def connect(url: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def open_object(url: str) -> Iterator[tuple[BinaryIO, int, str]]:
-    """An object, its size, and a stamp that changes when it does."""
+    """Open an object; yield it with its size and a stamp that changes when the object changes."""
     with _as_delivery_errors(f"file {url} cannot be read"):
         store, path = connect(url)
         stamp, size = _stamp(store, path), store.info(path)["size"]
@@ -74,13 +76,13 @@ def open_object(url: str) -> Iterator[tuple[BinaryIO, int, str]]:
 
 
 def stamp_of_object(url: str) -> str:
-    """The stamp of an object as it is now; raises `DeliveryError` when it is gone."""
+    """Return the current stamp of an object; raises `DeliveryError` if the object is gone."""
     with _as_delivery_errors(f"file {url} was removed while it was read"):
         return _stamp(*connect(url))
 
 
 class ObjectFolder:
-    """A folder with its writer's marker, from `__init__` to `remove`; see `Storage`."""
+    """A folder of versions. It holds the writer's marker from `__init__` to `remove`; see `Storage`."""
 
     mounted = False
 
@@ -100,11 +102,11 @@ class ObjectFolder:
             self._clear()
 
     def location_of(self, version: int) -> str:
-        """The URL of a version's file."""
+        """Return the URL of a version's file."""
         return f"{self._url}/{file_of(version)}"
 
     def write(self, location: str, layout: FileLayout, chunks: Sequence[memoryview]) -> None:
-        """Upload under another name, then move: the version is whole or absent as far as the store moves at once."""
+        """Upload the file under another name, then move it; the version appears at once if moves are atomic there."""
         path = f"{self._path}/{location.rsplit('/', 1)[1]}"
         partial = f"{path}.partial"
         with _as_delivery_errors(f"{location} cannot be written"), contextlib.ExitStack() as undo:
@@ -118,12 +120,12 @@ class ObjectFolder:
             undo.pop_all()
 
     def delete(self, location: str) -> None:
-        """Remove a version's file; one that is gone is fine."""
+        """Remove a version's file; it is no error if the file is gone."""
         with _as_delivery_errors(f"{location} cannot be removed"):
             self._delete(f"{self._path}/{location.rsplit('/', 1)[1]}")
 
     def remove(self) -> None:
-        """Leave nothing of ours; where another trainer took over, all of it is that one's."""
+        """Remove all versions and the marker; if another trainer took over the folder, remove nothing."""
         with _as_delivery_errors(f"{self._url} cannot be cleared"):
             if self._held() == self._marker:
                 self._clear()
@@ -163,7 +165,10 @@ class ObjectFolder:
 
 
 def sweep_folder(url: str, owner: str) -> bool:
-    """Remove what a dead trainer of this run left there; False where there is nothing, or another run's."""
+    """Remove what a dead trainer of this run left in a folder; return False if there is nothing.
+
+    Raises `DeliveryError` if the folder belongs to another run.
+    """
     store, path = connect(url)
     with _as_delivery_errors(f"{url} cannot be swept"):
         store.invalidate_cache()
@@ -187,12 +192,12 @@ def _as_delivery_errors(what: str) -> Iterator[None]:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What a store may raise. Asked for when something was raised: whichever library did it is loaded then."""
+    """Return the errors that a store may raise. Called after an error, when the library that raised it is loaded."""
     loaded = ((sys.modules[module], name) for module, name in _FOREIGN_ERRORS.items() if module in sys.modules)
     return (OSError, ValueError, RuntimeError, ConfigError, *(getattr(module, name) for module, name in loaded))
 
 
 def _line(error: BaseException) -> str:
-    """The reason in one line."""
+    """Return the reason of an error in one line."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(reason.split()) or type(error).__name__

@@ -1,6 +1,7 @@
-"""Who holds a sender's places: at most two versions at a time, each from its write until it is released.
+"""The places of a sender: at most two versions hold one at a time, each from its write until its release.
 
-No place is given twice before it is released, and no wait for one is longer than its deadline. No torch here.
+A place that is held is not given to another version, and no wait for a place is longer than its deadline. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import msgspec
 from headrace.errors import DeliveryError
 
 LIMIT = 2
-"""One version that engines read, and one that the trainer writes meanwhile."""
+"""The number of places: one for the version that engines read, and one that the trainer writes meanwhile."""
 
 
 class _Held(msgspec.Struct):
-    """Who holds a place, and since when."""
+    """The version that holds a place, and since when."""
 
     version: int
     since: float
@@ -41,7 +42,10 @@ class SenderPlaces:
                 raise self._refusal(version)
 
     def take(self, version: int, choose: Callable[[Collection[str]], str]) -> str:
-        """Hold the location that `choose` picks, which is told those that are held; raises when there is no place."""
+        """Hold the location that `choose` picks and return it.
+
+        `choose` gets the locations that are held already. Raises `DeliveryError` if there is no free place.
+        """
         with self._changed:
             if self._closed or not self._has_room():
                 raise self._refusal(version)
@@ -53,7 +57,7 @@ class SenderPlaces:
     def filling(
         self, version: int, choose: Callable[[Collection[str]], str], release: Callable[[str], None]
     ) -> Iterator[str]:
-        """As `take`, for a place that is filled inside; `release` lets go of it again unless that ends well."""
+        """Take a place, as `take` does, for a block that fills it; `release` is called if the block fails."""
         location = self.take(version, choose)
         with ExitStack() as undo:
             undo.callback(release, location)
@@ -61,18 +65,18 @@ class SenderPlaces:
             undo.pop_all()
 
     def holds(self, location: str) -> bool:
-        """Whether this location is held."""
+        """Return whether this location is held."""
         with self._changed:
             return location in self._held
 
     def release(self, location: str) -> None:
-        """Let go of a place. Idempotent."""
+        """Free a place. Idempotent."""
         with self._changed:
             self._held.pop(location, None)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let go of all places; who waits or comes later is refused. Idempotent."""
+        """Free all places; threads that wait or come later get a `DeliveryError`. Idempotent."""
         with self._changed:
             self._closed = True
             self._held.clear()

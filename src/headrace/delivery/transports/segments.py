@@ -1,8 +1,9 @@
-"""Segments: files in shared memory, with a header that says what one holds and a name that says whose it is.
+"""A segment is a file in shared memory. Its header says which version it holds; its name says which process owns it.
 
-A header's `begun` and `finished` counters are equal only while the segment holds all of one version; a reader that
-finds them unequal, or another version, before or after its copy knows that the copy is torn. A segment whose owner is
-dead is removed by the next `sweep`. No torch here: the controller sweeps.
+The counters `begun` and `finished` in the header are equal only while the segment holds one complete version. A reader
+checks the header before and after its copy; if the counters differ or the version is another, the copy is torn. A
+segment whose owner is dead is removed by the next `sweep`. This module does not import torch, because the controller
+sweeps.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 
 def segment_directories() -> list[Path]:
-    """Where segments may lie, the preferred place first."""
+    """Return the directories in which segments may be, the preferred one first."""
     temporary = Path(tempfile.gettempdir())
     return [_SHARED_MEMORY, temporary] if _SHARED_MEMORY.is_dir() else [temporary]
 
 
 class SharedSegment:
-    """An owned segment: `begin`, write `payload`, `finish`; `remove` when done."""
+    """A segment that this process owns. Per version: `begin`, write behind the header, `finish`. Finally: `remove`."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
@@ -46,7 +47,7 @@ class SharedSegment:
         self._sequence = 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # The lock lives as long as this process: it tells `sweep` what a pid alone cannot (containers).
+            # The lock lasts as long as this process. `sweep` needs it, because in containers a pid alone is ambiguous.
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _reserve(self._fd, HEADER_BYTES + nbytes)
             self.buffer = mmap.mmap(self._fd, HEADER_BYTES + nbytes)
@@ -57,7 +58,7 @@ class SharedSegment:
 
     @classmethod
     def create(cls, run_id: str, nbytes: int) -> SharedSegment:
-        """A new segment of this process, in the first directory that has room for it."""
+        """Create a segment of this process in the first directory that has room for it."""
         reasons = []
         for directory in segment_directories():
             try:
@@ -74,29 +75,29 @@ class SharedSegment:
     def _create_in(cls, directory: Path, run_id: str, nbytes: int) -> SharedSegment:
         marked = re.sub(r"[^A-Za-z0-9_.-]", "_", run_id)[:64] or "run"
         for number in _numbers:
-            # A name that exists was left by a dead process which had our pid; it stays for a sweep.
+            # A name that exists was left by a dead process with the same pid; a sweep will remove it.
             with contextlib.suppress(FileExistsError):
                 return cls(directory / f"headrace-{marked}-{os.getpid()}-{number}", nbytes)
         raise AssertionError("numbers end")
 
     def begin(self, version: int) -> None:
-        """From now on the segment holds nothing whole."""
+        """Mark the segment as incomplete, before this version is written."""
         self._sequence += 1
         _HEADER.pack_into(self.buffer, 0, _MAGIC, self.nbytes, version, self._sequence, self._sequence - 1)
 
     def finish(self, version: int) -> None:
-        """From now on the segment holds all of this version."""
+        """Mark that the segment holds this version, complete."""
         _HEADER.pack_into(self.buffer, 0, _MAGIC, self.nbytes, version, self._sequence, self._sequence)
 
     def remove(self) -> None:
-        """Unlink it; the memory goes when the last view of it does."""
+        """Unlink the segment; its memory is freed with the last view of it."""
         self.path.unlink(missing_ok=True)
         os.close(self._fd)
         _unmap(self.buffer)
 
 
 class MappedSegment:
-    """Somebody else's segment, mapped so that nothing written here reaches it."""
+    """A segment of another process, mapped copy-on-write, so that this process cannot change it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -105,7 +106,7 @@ class MappedSegment:
         except OSError as error:
             raise DeliveryError(f"segment {path.name} cannot be opened: {error.strerror}") from error
         try:
-            # Copy-on-write, not read-only: torch takes no read-only buffer without a warning, and this is as safe.
+            # Copy-on-write instead of read-only, because torch warns about read-only buffers; this is as safe.
             self.buffer = mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             os.close(self._fd)
@@ -113,12 +114,12 @@ class MappedSegment:
 
     @property
     def removed(self) -> bool:
-        """Its owner, or a sweep, has removed it."""
+        """Whether its owner or a sweep has removed the segment."""
         return os.fstat(self._fd).st_nlink == 0
 
     @property
     def abandoned(self) -> bool:
-        """Its owner is dead: nobody holds its lock."""
+        """Whether its owner is dead, which shows because nobody holds the lock."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
@@ -127,7 +128,7 @@ class MappedSegment:
         return True
 
     def check(self, version: int, nbytes: int = 0) -> None:
-        """Raise `DeliveryError` unless it is there, at least this large, and holds all of exactly this version."""
+        """Raise `DeliveryError` unless the segment exists, is large enough, and holds this version, complete."""
         status = os.fstat(self._fd)
         header = os.pread(self._fd, _HEADER.size, 0)
         if self.removed:
@@ -144,7 +145,7 @@ class MappedSegment:
             raise DeliveryError(f"segment {self.path.name} is torn: version {version} was not written to its end")
 
     def close(self) -> None:
-        """Let go of it."""
+        """Unmap the segment."""
         os.close(self._fd)
         _unmap(self.buffer)
 
@@ -163,12 +164,12 @@ def sweep() -> list[str]:
 def _remove_abandoned(path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # gone meanwhile, or another user's
+    except OSError:  # removed meanwhile, or owned by another user
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()
-    except OSError:  # its owner lives where its pid is another one
+    except OSError:  # the owner is alive, in a container with other pids
         return False
     finally:
         os.close(fd)
@@ -186,7 +187,7 @@ def _alive(pid: int) -> bool:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Take the memory now: a later write to a full file system would kill the process."""
+    """Reserve the memory now, because a later write to a full file system would kill the process."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, nbytes)
     else:
@@ -194,5 +195,5 @@ def _reserve(fd: int, nbytes: int) -> None:
 
 
 def _unmap(buffer: mmap.mmap) -> None:
-    with contextlib.suppress(BufferError):  # a view is alive: the mapping goes with it
+    with contextlib.suppress(BufferError):  # a view is still in use; the mapping ends with the last view
         buffer.close()

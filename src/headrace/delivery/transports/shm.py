@@ -1,7 +1,7 @@
-"""Weights through shared memory on one host: two segments, written in turn, each reused only once it is released.
+"""The `shm` transport: two shared-memory segments of one host, written in turn; each is reused only after its release.
 
-The trainer never writes a segment that an engine may still read, and an engine checks that against the segment's header
-before and after its copy. Locations are the segments' paths.
+The trainer never writes to a segment that an engine may still read. An engine checks this with the segment's header,
+before and after its copy. A location is the path of a segment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["ShmSender", "ShmSource", "sweep"]
 
 
 class ShmSender:
-    """The trainer's end: owns the segments."""
+    """The trainer's end, which owns the segments."""
 
     name = "shm"
 
@@ -49,23 +49,23 @@ class ShmSender:
         return location
 
     def finish(self, location: str) -> None:
-        """Nothing is left to do: a segment is readable once it is written."""
+        """Do nothing: a segment is readable as soon as it is written."""
 
     def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Views of a segment that was written and not released."""
+        """Return views of a segment that was written and not released."""
         views = self._views.get(location)
         if views is None or not self._places.holds(location):
             raise DeliveryError(f"segment {location} holds nothing")
         return views.of(plan.entries)
 
     def release(self, location: str) -> None:
-        """The segment may be written again."""
+        """Allow the segment to be overwritten."""
         self._places.release(location)
 
     def close(self) -> None:
-        """Remove the segments; a `wait` that goes on raises."""
+        """Remove the segments; a `wait` that is under way raises `DeliveryError`."""
         self._places.close()
-        # Views first: a mapping goes with the last of them.
+        # The views go first, because a mapping lasts as long as its last view.
         self._views.clear()
         segments, self._segments = self._segments, {}
         for segment in segments.values():
@@ -75,7 +75,7 @@ class ShmSender:
         for location in [location for location in self._segments if location not in held]:
             if self._segments[location].nbytes == nbytes:
                 return location
-            # Never resized: a reader may have it mapped, and would die of reading past its end.
+            # A segment is never resized: a reader that has it mapped would be killed when it reads past the end.
             del self._views[location]
             self._segments.pop(location).remove()
         segment = SharedSegment.create(self._run_id, nbytes)
@@ -85,7 +85,7 @@ class ShmSender:
 
 
 class ShmSource:
-    """An engine's end: maps each segment once."""
+    """An engine's end, which maps each segment once."""
 
     private = False
 
@@ -94,7 +94,7 @@ class ShmSource:
         self._views: dict[str, Views] = {}
 
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-        """Views of the segment; see `Source.open`."""
+        """Return views of the segment; see `Source.open`."""
         if location not in self._mapped:
             self._drop([old for old, segment in self._mapped.items() if segment.removed])
             self._mapped[location] = MappedSegment(Path(location))
@@ -126,7 +126,7 @@ def _payload(buffer: object) -> torch.Tensor:
 
 
 class Transport:
-    """Shared memory of one host."""
+    """The `shm` transport: shared memory of one host."""
 
     crosses_hosts = False
 

@@ -1,6 +1,7 @@
-"""Where versions lie: a directory of a mounted file system, or a folder of whatever fsspec reaches, chosen by its name.
+"""The storage of the `file` transport: a directory of a mounted file system, or a folder behind an fsspec URL.
 
-Whichever it is, a version's file is whole or absent, never written to again, and written by one trainer. No torch here.
+In both, a version's file is complete or absent, is never written to again, and is written by one trainer. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -17,37 +18,40 @@ from headrace.errors import ConfigError, DeliveryError
 
 
 class Storage(Protocol):
-    """The writer's end, from when it is made to `remove`. All methods raise `DeliveryError` for what goes wrong."""
+    """The writer's end, valid from its creation to `remove`. All methods raise `DeliveryError` on failure."""
 
     mounted: bool
-    """Whether locations are paths that can be mapped."""
+    """Whether locations are paths of files that can be mapped into memory."""
 
     def location_of(self, version: int) -> str:
-        """Where readers find a version."""
+        """Return the location where readers find a version."""
         ...
 
     def write(self, location: str, layout: FileLayout, chunks: Sequence[memoryview]) -> None:
-        """Make a file of the layout's header and these chunks, at once under its name."""
+        """Write the layout's header and these chunks; the complete file then appears under its name at once."""
         ...
 
     def delete(self, location: str) -> None:
-        """Remove a version; one that is gone is fine."""
+        """Remove a version; it is no error if the version is gone."""
         ...
 
     def remove(self) -> None:
-        """Leave nothing of ours."""
+        """Remove everything that this writer created."""
         ...
 
 
 def storage_at(directory: Path | str, owner: str) -> Storage:
-    """The storage of this path or URL; `owner` is the run, which stores without locks write down."""
+    """Open the storage at this path or URL; `owner` is the name of the run, which stores without locks record."""
     if is_url(directory):
         return ObjectFolder(str(directory), owner)
     return Directory(Path(directory).absolute())
 
 
 def sweep_storage(directory: Path | str, owner: str) -> bool:
-    """Remove what a dead trainer of this run left; False where there is nothing, it lives, or it cannot be reached."""
+    """Remove what a dead trainer of this run left.
+
+    Returns False if there is nothing, if the writer is alive or of another run, or if the storage cannot be reached.
+    """
     if not is_url(directory):
         return sweep_directory(Path(directory))
     try:
@@ -58,7 +62,10 @@ def sweep_storage(directory: Path | str, owner: str) -> bool:
 
 @contextlib.contextmanager
 def opened(location: str) -> Iterator[tuple[BinaryIO, int, object]]:
-    """A file that was published, its size, and a stamp of which file it is; reading it raises `DeliveryError`."""
+    """Open a published file; yield it with its size and a stamp that identifies this file.
+
+    Errors while opening and reading are raised as `DeliveryError`.
+    """
     if is_url(location):
         with open_object(location) as found:
             yield found
@@ -72,7 +79,7 @@ def opened(location: str) -> Iterator[tuple[BinaryIO, int, object]]:
 
 
 def stamp_of(location: str) -> object:
-    """The stamp of the file that is there now; raises `DeliveryError` when there is none."""
+    """Return the stamp of the file that is there now; raises `DeliveryError` if there is none."""
     if is_url(location):
         return stamp_of_object(location)
     try:

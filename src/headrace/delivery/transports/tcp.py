@@ -1,7 +1,8 @@
-"""Weights over TCP, the trainer's end: two snapshots in memory, served in byte ranges to any number of engines.
+"""The trainer's end of the `tcp` transport: it serves byte ranges of two snapshots in memory to any number of engines.
 
-A snapshot is not written again before it is released, and every answer names the write that its bytes come from.
-Many engines are asked to fetch from each other, see `tcp_tree`; but whoever asks for bytes gets them.
+A snapshot is not overwritten before it is released, and every reply names the write that its bytes come from. If there
+are many engines, the trainer tells them to fetch from each other (see `tcp_tree`), but it serves every engine that asks
+it for bytes.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from headrace.errors import ConfigError, DeliveryError
 
 
 class TcpSender:
-    """The trainer's end: a server from the moment it is made until it is closed."""
+    """The trainer's end, a server that runs from its creation until `close`."""
 
     name = "tcp"
 
     def __init__(self, *, bind: str = "127.0.0.1", keys: Path | None = None, receivers: int = 1) -> None:
-        """`bind` is an address of this host; beyond loopback, `keys` must be the file with the keys of the run.
+        """Start the server on `bind`, an address of this host.
 
-        `receivers` is how many engines fetch each version: above `TREE_ABOVE` they form a tree.
+        If that is not loopback, `keys` must be the file with the keys of the run. `receivers` is the number of engines
+        that fetch each version; more than `TREE_ABOVE` engines form a tree.
         """
         run_keys = None if is_loopback(bind) else read_keys(keys)
         self.sent_bytes = 0
-        """Of weights, since the beginning."""
+        """The bytes of weights that this sender has sent since it was made."""
         self._places = SenderPlaces("snapshot")
         self._lock = threading.Lock()
         self._held = [nothing_held() for _ in range(LIMIT)]
@@ -48,7 +50,7 @@ class TcpSender:
         self._trees = [Tree() for _ in range(LIMIT)]
         self._sequence = 0
         try:
-            # Looked up at every request, so that `respond` may be wrapped while the server runs.
+            # A lambda looks up `respond` at every request, so that it may be wrapped while the server runs.
             self._server = serve(bind, run_keys, lambda frames: self.respond(frames))
         except OSError as error:
             raise ConfigError(f"[delivery] bind: cannot listen on {bind}: {error.strerror}") from error
@@ -79,22 +81,22 @@ class TcpSender:
         return location
 
     def finish(self, location: str) -> None:
-        """Nothing is left to do: a snapshot is served once it is written."""
+        """Do nothing: a snapshot is served as soon as it is written."""
 
     def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Views of a snapshot that was written and not released."""
+        """Return views of a snapshot that was written and not released."""
         if not self._places.holds(location):
             raise DeliveryError(f"snapshot {location} holds nothing")
         return self._views[self._locations.index(location)].of(plan.entries)
 
     def release(self, location: str) -> None:
-        """The snapshot is no longer served and may be written again."""
+        """Stop serving the snapshot and allow it to be overwritten."""
         with self._lock:
             self._held[self._locations.index(location)].whole = False
         self._places.release(location)
 
     def close(self) -> None:
-        """Stop serving, and let go of the port and the memory."""
+        """Stop serving, and release the port and the memory."""
         self._places.close()
         self._server.close()
         self._held = [nothing_held() for _ in range(LIMIT)]
@@ -117,7 +119,7 @@ class TcpSender:
                 parent=parent or TRAINER,
                 wait=parent is None,
             )
-            # Sent from where they lie; the part keeps the memory alive, and `sequence` shows if it was written again.
+            # The bytes are sent in place. The slice keeps the memory alive; `sequence` shows if it was overwritten.
             payload = self._memory[ask.place].part(ask.start, ask.stop)
             self.sent_bytes += len(payload)
         return [msgspec.msgpack.encode(header), payload]
@@ -137,7 +139,7 @@ class TcpSender:
 
 
 class Transport:
-    """Sockets, encrypted beyond loopback."""
+    """The `tcp` transport: sockets, which are encrypted beyond loopback."""
 
     uses_keys = True
 

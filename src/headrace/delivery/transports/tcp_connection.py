@@ -1,6 +1,6 @@
-"""A client of the `tcp` transport: one connection, made again when it breaks; no wait is longer than its deadline.
+"""The client connections of the `tcp` transport: a broken connection is made again, and every wait has a deadline.
 
-On loopback a connection is plain, beyond it ZeroMQ's CURVE encrypts it and proves to both ends who the other is.
+On loopback a connection is plain. Beyond loopback, ZeroMQ's CURVE encrypts it and authenticates both ends.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class Connection(Protocol):
     encrypted: bool
 
     def send(self, ask: ReadRequest) -> None:
-        """Ask, without waiting for anything."""
+        """Send a request without waiting for anything."""
         ...
 
     def receive(self, patience: float, into: Into) -> ReadReply | None:
-        """The next answer, its bytes where `into` wants them, or None when the connection broke.
+        """Return the next reply, or None if the connection broke; `into` says where the reply's bytes go.
 
-        Raises `DeliveryError` when nothing comes in time, and what `into` raises.
+        Raises `DeliveryError` if no reply comes within `patience` seconds, and any error that `into` raises.
         """
         ...
 
     def drop_old_answers(self) -> None:
-        """Connections that broke while nobody asked for anything say nothing about the next fetch."""
+        """Forget that the connection broke while it was idle: that says nothing about the next fetch."""
         ...
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         ...
 
 
@@ -59,7 +59,7 @@ class CurveConnection:
     encrypted = True
 
     def __init__(self, context: zmq.Context[Any], location: TcpLocation, keys: Path | None) -> None:
-        """`keys` is the file with the keys of the run."""
+        """Begin to connect; `keys` is the file with the keys of the run."""
         self.endpoint = location.endpoint
         run_keys = read_keys(keys)
         self._socket = context.socket(zmq.DEALER)

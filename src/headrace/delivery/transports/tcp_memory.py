@@ -1,6 +1,6 @@
-"""Memory that sockets are fed from: the kernel hands its pages on, where it can, instead of copying them first.
+"""Memory that sockets send from: where possible, the kernel sends its pages without copying them first.
 
-It has no name and goes with its last user: who still sends from it keeps it open.
+The memory has no name in the file system and is freed with its last user; a send in progress keeps it alive.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 class ServedMemory:
-    """So many bytes, as a tensor and, where there are such files, as a file in memory."""
+    """Memory of `nbytes` bytes as a tensor and, where the system has `memfd_create`, also as a file in memory."""
 
     def __init__(self, nbytes: int = 0) -> None:
         self.file = -1
@@ -29,13 +29,13 @@ class ServedMemory:
             self.bytes = torch.empty(nbytes, dtype=torch.uint8)
 
     def part(self, start: int, stop: int) -> MemorySlice:
-        """Some of the bytes, to be sent."""
+        """Return a slice of the bytes, to be sent."""
         return MemorySlice(self, start, stop)
 
 
 @dataclass(frozen=True)
 class MemorySlice:
-    """Neighbouring bytes of a memory."""
+    """A slice of consecutive bytes of a memory, which it keeps alive."""
 
     memory: ServedMemory
     start: int
@@ -49,12 +49,12 @@ class MemorySlice:
 
     @property
     def view(self) -> memoryview:
-        """The bytes where they lie."""
+        """The bytes in place, without a copy."""
         view: memoryview = self.memory.bytes.numpy().data[self.start : self.stop]
         return view
 
     def send(self, connection: socket.socket) -> None:
-        """All of it through a socket that blocks."""
+        """Send the whole slice through a blocking socket."""
         if self.memory.file < 0:
             connection.sendall(self.view)
             return

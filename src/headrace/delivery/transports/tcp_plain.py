@@ -1,7 +1,8 @@
-"""The `tcp` transport on loopback: plain sockets, from the memory that is served into the memory that is filled.
+"""The `tcp` transport on loopback: plain sockets carry bytes from the served memory directly into the memory to fill.
 
-A message is a header and bytes, after the lengths of both. Nothing that a client sends, or does not read, touches
-another: every connection has a thread of its own. Every wait of a client has its deadline.
+A message is the lengths of its header and its bytes, then the header, then the bytes. Every connection has its own
+server thread, so a client that sends nonsense or does not read cannot disturb other clients. Every wait of a client has
+a deadline.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from headrace.delivery.transports.tcp_wire import Into, ReadReply, ReadRequest, 
 from headrace.errors import DeadlineError, DeliveryError
 
 RECONNECT_SECONDS = 0.1
-"""Between two attempts to connect."""
+"""The pause between two attempts to connect."""
 BUFFERED = 1 << 20
-"""Bytes between the two ends, at most: what is read soon after it was sent is still in a cache."""
+"""The size of the socket buffers. It is small, so that bytes are read while they are still in a cache."""
 _LENGTHS = struct.Struct("<IQ")
 _LARGEST_HEADER = 1 << 16
 _CLOSE_SECONDS = 10.0
 _DROPPED = 1 << 20
-"""Bytes that nobody wants are read in pieces of this size."""
+"""Unwanted bytes are read and dropped in pieces of this size."""
 
 
 class PlainServer:
-    """Answers from the moment it is made until it is closed, in threads of its own."""
+    """A server that answers requests in its own threads, from its creation until `close`."""
 
     def __init__(self, bind: str, respond: Respond) -> None:
-        """`bind` is an address of this host. Raises `OSError` when nothing can listen there."""
+        """Start the server on `bind`, an address of this host. Raises `OSError` if it cannot listen there."""
         self._respond = respond
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
@@ -47,16 +48,16 @@ class PlainServer:
         self._thread.start()
 
     def location(self, place: int, *, tree: bool = False) -> TcpLocation:
-        """What clients call this place of the server."""
+        """Return the location by which clients find this place of the server."""
         return TcpLocation(False, f"[{self._bind}]" if self._six else self._bind, self._port, place, tree)
 
     def close(self) -> None:
-        """Stop answering, and let go of the port. Idempotent."""
+        """Stop answering and release the port; raises `DeadlineError` if a thread does not end in time. Idempotent."""
         with self._lock:
             self._closing = True
             opened = dict(self._open)
         _shut(self._listener)
-        # Not everywhere does that wake who waits for a client; one more client does.
+        # On some systems that does not wake the thread that waits in `accept`, but a new client does.
         with contextlib.suppress(OSError):
             socket.create_connection((self._bind, self._port), timeout=RECONNECT_SECONDS).close()
         for connection in opened:
@@ -74,7 +75,7 @@ class PlainServer:
                 try:
                     connection = self._listener.accept()[0]
                 except OSError:
-                    # Closed, or a client that was gone before it was served.
+                    # The listener was closed, or a client was gone before it was served.
                     if self._closing:
                         return
                     time.sleep(RECONNECT_SECONDS)
@@ -94,7 +95,7 @@ class PlainServer:
                 header, *payload = self._respond([request])
                 _send(connection, header, *payload)
         except OSError:
-            # The client is gone: what it asked for is nobody's loss.
+            # The client is gone, so nobody needs the reply.
             pass
         finally:
             with self._lock:
@@ -103,7 +104,7 @@ class PlainServer:
 
 
 class PlainConnection:
-    """A connection to such a server, made again when it breaks. Used by one thread at a time."""
+    """A connection to a `PlainServer`, made again when it breaks. Used by one thread at a time."""
 
     encrypted = False
 
@@ -113,7 +114,7 @@ class PlainConnection:
         self._connection: socket.socket | None = None
 
     def send(self, ask: ReadRequest) -> None:
-        """Ask, without waiting for an answer. That the server is not there shows at `receive`."""
+        """Send a request without waiting for a reply. If the server is not there, `receive` reports it."""
         with contextlib.suppress(OSError):
             if self._connection is None:
                 self._connection = socket.create_connection(self._address, timeout=RECONNECT_SECONDS)
@@ -121,9 +122,9 @@ class PlainConnection:
             _send(self._connection, msgspec.msgpack.encode(ask))
 
     def receive(self, patience: float, into: Into) -> ReadReply | None:
-        """The next answer, its bytes where `into` wants them, or None when the connection broke.
+        """Return the next reply, or None if the connection broke; `into` says where the reply's bytes go.
 
-        Raises when nothing comes in time.
+        Raises `DeliveryError` if no reply comes within `patience` seconds.
         """
         if self._connection is None:
             time.sleep(RECONNECT_SECONDS)
@@ -138,17 +139,17 @@ class PlainConnection:
         except OSError:
             return None
         finally:
-            # What follows in the middle of a message has no meaning.
+            # In the middle of a message, the bytes that follow cannot be interpreted.
             if not whole:
                 self._disconnect()
 
     def drop_old_answers(self) -> None:
-        """A connection that broke while nobody asked for anything says nothing about the next fetch."""
+        """Close the connection if it broke while it was idle: that says nothing about the next fetch."""
         if self._connection is not None and _at_end(self._connection):
             self._disconnect()
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._disconnect()
 
     def _received(self, connection: socket.socket, deadline: float, into: Into) -> ReadReply:
@@ -182,7 +183,7 @@ def _tune(connection: socket.socket) -> None:
 
 
 def _request(connection: socket.socket) -> bytes | None:
-    """What the client asks next; None when it has left, or speaks of something else."""
+    """Read the client's next request; None if the client has left or does not speak this protocol."""
     start = connection.recv(_LENGTHS.size, socket.MSG_WAITALL)
     if len(start) < _LENGTHS.size:
         return None
@@ -217,7 +218,7 @@ def _fill(connection: socket.socket, target: memoryview, deadline: float) -> Non
 
 
 def _at_end(connection: socket.socket) -> bool:
-    """Whether the other end has left: nothing else is there to be read while nothing was asked for."""
+    """Return whether the other end has closed an idle connection, on which there is nothing else to read."""
     connection.settimeout(0)
     try:
         return not connection.recv(1, socket.MSG_PEEK)
@@ -228,6 +229,6 @@ def _at_end(connection: socket.socket) -> bool:
 
 
 def _shut(connection: socket.socket) -> None:
-    """Wake whoever waits in it."""
+    """Shut the connection down, which wakes a thread that waits in it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,18 +1,19 @@
-"""An engine that hands a version on: it serves the bytes that it fetched once their digest was the manifest's.
+"""A relay is an engine that serves a version to other engines, after the digest of its own copy matched the manifest's.
 
-Whom one engine fetches from is the trainer's to say, in `tcp_tree`. A relay is not trusted:
+The trainer decides which engine fetches from which, in `tcp_tree`. A relay is not trusted:
 
-- Manifests never pass through one. They come from the trainer by the controller, and the digest in them proves what
-  came, wherever it came from. What a relay sent wrong is fetched again, all of it, from the trainer.
-- Whether the place still holds the version, and which write of it, is asked of the trainer.
+- Manifests never pass through a relay. They come from the trainer through the controller, and their digest proves the
+  bytes, wherever the bytes came from. If a relay sent wrong bytes, the whole version is fetched from the trainer.
+- Engines ask the trainer, not the relay, whether the place still holds the version and which write it holds.
 
-Off loopback it is encrypted and authenticated as the trainer is, with the same two key pairs: the run's servers have
-one, its clients the other. A pair of its own would prove no more. Every engine reads the one file that holds both, so
-whoever could pass for the trainer with it could as well with any other key in there; what the keys prove is that the
-other end belongs to the run, and that is what a child needs to know before it asks, and a relay before it sends. Keys
-never travel, and none are made after the start. A relay of an encrypted version that is not encrypted is not asked.
+Off loopback a relay encrypts and authenticates like the trainer, with the same two key pairs: one pair is for all
+servers of the run, the other for all clients. A separate key pair for each relay would prove nothing more, because
+every engine reads the one file with all keys and could use any of them. The keys prove that the other end belongs to
+the run; this is what a child must know before it asks, and a relay before it sends. Keys are never sent, and none are
+made after the start of the run. An encrypted version is never fetched from a relay that does not encrypt.
 
-It listens on the address from which this host reaches the trainer, so beyond loopback only where the trainer does.
+A relay listens on the address from which its host reaches the trainer, so it is reachable from other hosts only if the
+trainer is.
 """
 
 from __future__ import annotations
@@ -32,28 +33,28 @@ from headrace.errors import DeliveryError
 
 
 class Relay:
-    """Serves what it is given until it is given something else. All methods may be called from any thread."""
+    """A server of one version at a time to other engines. All methods may be called from any thread."""
 
     def __init__(self, trainer: TcpLocation, keys: Path | None) -> None:
-        """Raises `DeliveryError` when nothing can listen on the way to this trainer."""
+        """Start the server; raises `DeliveryError` if it cannot listen on the address that faces the trainer."""
         self._lock = threading.Lock()
         self._held = nothing_held()
         address = _own_address(trainer)
         run_keys = read_keys(keys) if trainer.encrypted else None
         try:
-            # Looked up at every request, so that `respond` may be wrapped while the server runs.
+            # A lambda looks up `respond` at every request, so that it may be wrapped while the server runs.
             self._server = serve(address, run_keys, lambda frames: self.respond(frames))
         except OSError as error:
             raise DeliveryError(f"cannot listen on {address}: {error.strerror}") from error
         self.location = str(self._server.location(0))
 
     def serve(self, version: int, sequence: int, packed: torch.Tensor) -> None:
-        """From now on others get these bytes, which the trainer's write `sequence` made."""
+        """Serve these bytes, which are those of the trainer's write `sequence`, from now on."""
         with self._lock:
             self._held = HeldBytes(packed, version, sequence, whole=True)
 
     def withdraw(self) -> None:
-        """The bytes are about to change: no answer has them any more when this returns."""
+        """Stop serving the bytes, because they are about to change; after this returns, no reply reads them."""
         with self._lock:
             self._held.whole = False
 
@@ -73,13 +74,13 @@ class Relay:
             if held is None or refusal:
                 return refuse(ask, refusal)
             header = ReadReply(ask.ticket, ask.start, ask.stop, held.sequence, len(held.buffer))
-            # A copy: the next version is fetched into these bytes, perhaps before all of this has been sent.
+            # Copied, because the next version may be fetched into these bytes before this reply is sent completely.
             payload = held.buffer.numpy()[ask.start : ask.stop].tobytes()
         return [msgspec.msgpack.encode(header), payload]
 
 
 def _own_address(trainer: TcpLocation) -> str:
-    """The address of this host on the way to the trainer. Nothing is sent to find it."""
+    """Return the address from which this host reaches the trainer; nothing is sent to find it."""
     host = trainer.host.strip("[]")
     family = socket.AF_INET6 if trainer.host.startswith("[") else socket.AF_INET
     try:

@@ -1,7 +1,7 @@
-"""Who serves byte ranges of versions: the trainer, and every engine that hands weights on.
+"""The servers of byte ranges of versions, in the trainer and in every engine that relays weights.
 
-Nothing listens beyond this host without the keys of the run: there, every byte is encrypted and every client known.
-Nothing that a client sends ends the thread that answers.
+Without the keys of the run, no server listens beyond this host; with them, every byte is encrypted and every client is
+authenticated. Nothing that a client sends can end the thread that answers.
 """
 
 from __future__ import annotations
@@ -27,35 +27,37 @@ _ZAP_DOMAIN = "headrace"
 
 
 class HeldBytes(msgspec.Struct):
-    """One place of a server: its bytes, and what they are."""
+    """One place of a server: its bytes, and the version and the write that they are."""
 
     buffer: torch.Tensor
     version: int = -1
     sequence: int = 0
+    """The number of the trainer's write that made these bytes."""
     whole: bool = False
+    """Whether the version is completely written and not released."""
 
 
 def nothing_held() -> HeldBytes:
-    """A place that was never written."""
+    """Return a place that was never written."""
     return HeldBytes(torch.empty(0, dtype=torch.uint8))
 
 
 class TcpServer(Protocol):
-    """Answers from the moment it is made until it is closed, beside everything else."""
+    """A server that answers requests in the background, from its creation until `close`."""
 
     def location(self, place: int, *, tree: bool = False) -> TcpLocation:
-        """What clients call this place of the server."""
+        """Return the location by which clients find this place of the server."""
         ...
 
     def close(self) -> None:
-        """Stop answering, and let go of the port. Idempotent."""
+        """Stop answering and release the port; raises `DeadlineError` if a thread does not end in time. Idempotent."""
         ...
 
 
 def serve(bind: str, keys: RunKeys | None, respond: Respond) -> TcpServer:
-    """A server on an address of this host, encrypted where there are keys.
+    """Start a server on `bind`, an address of this host; it is encrypted if there are keys.
 
-    `respond` may be called from several threads. Raises `OSError` when nothing can listen there.
+    `respond` may be called from several threads. Raises `OSError` if the server cannot listen there.
     """
     if keys is None:
         return PlainServer(bind, respond)
@@ -66,10 +68,10 @@ def serve(bind: str, keys: RunKeys | None, respond: Respond) -> TcpServer:
 
 
 class CurveServer:
-    """A server that encrypts, and knows its clients."""
+    """A server that encrypts, and authenticates its clients."""
 
     def __init__(self, bind: str, keys: RunKeys, respond: Respond) -> None:
-        """Raises `zmq.ZMQError` when nothing can listen there."""
+        """Start the server; raises `zmq.ZMQError` if it cannot listen there."""
         self._respond = respond
         self._closing = threading.Event()
         self._lock = threading.Lock()
@@ -133,7 +135,7 @@ class CurveServer:
 
 
 def decode_ask(frames: list[bytes]) -> ReadRequest | None:
-    """What a client asks for; None for nonsense."""
+    """Decode the request of a client; None if the frames are not a request."""
     try:
         return msgspec.msgpack.decode(frames[0], type=ReadRequest)
     except (IndexError, msgspec.DecodeError):
@@ -141,14 +143,14 @@ def decode_ask(frames: list[bytes]) -> ReadRequest | None:
 
 
 def refuse(ask: ReadRequest | None, refusal: str) -> list[Any]:
-    """The frames of an answer without bytes."""
+    """Return the frames of a refusal, which has no bytes."""
     if ask is None:
         return [msgspec.msgpack.encode(ReadReply(-1, 0, 0, 0, 0, refusal))]
     return [msgspec.msgpack.encode(ReadReply(ask.ticket, ask.start, ask.stop, 0, 0, refusal))]
 
 
 def refusal_of(held: HeldBytes | None, ask: ReadRequest) -> str:
-    """Why what is asked for cannot be had from this place; empty when it can."""
+    """Return why this place cannot serve the request; an empty string if it can."""
     if held is None:
         return f"there is no place {ask.place}"
     if held.version != ask.version:
@@ -163,7 +165,7 @@ def refusal_of(held: HeldBytes | None, ask: ReadRequest) -> str:
 
 
 class _OnlyTheRun:
-    """Tells the authenticator which clients may connect."""
+    """Tells the authenticator which clients may connect: only those with the client key of the run."""
 
     def __init__(self, public: str) -> None:
         self._public = public.encode()
@@ -173,7 +175,9 @@ class _OnlyTheRun:
 
 
 def _authenticator(context: zmq.Context[Any], keys: RunKeys) -> ThreadAuthenticator:
-    """It must run before the socket is bound: without it, ZeroMQ takes every client that knows the public key."""
+    """Start the authenticator. It must run before the socket is bound, because without it ZeroMQ accepts every client
+    that knows the server's public key.
+    """
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(domain=_ZAP_DOMAIN, credentials_provider=_OnlyTheRun(keys.client_public))

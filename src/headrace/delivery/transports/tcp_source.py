@@ -1,8 +1,8 @@
-"""Weights over TCP, an engine's end: buckets are asked for a few at a time and land where they are used.
+"""An engine's end of the `tcp` transport: it requests a few buckets at a time and receives them where they are used.
 
-Every wait has a deadline. A connection that breaks is made again and only the missing buckets are asked for again, also
-by a later `open` of the same version; a server that is gone is an error within about a second. Where there are many
-engines, one may get its buckets from another: then whatever goes wrong there ends with the trainer's own bytes.
+Every wait has a deadline. A broken connection is made again, and only the missing buckets are requested again; a later
+`open` of the same version does the same. A server that is gone raises an error within about a second. If there are many
+engines, an engine may fetch from another one; whatever goes wrong there, the bytes then come from the trainer.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from headrace.delivery.transports.tcp_wire import (
 from headrace.errors import DeliveryError
 
 WINDOW = 4
-"""Buckets asked for and not yet here: enough that the line never waits for a question."""
+"""The number of buckets in flight: enough that the connection never waits for a request."""
 RESUMES = 6
-"""Broken connections and refused attempts in a row after which the server is taken for dead."""
+"""After this many broken connections and failed attempts in a row, the server is considered dead."""
 RELAY_PATIENCE = 3.0
-"""The longest wait for one bucket from another engine: the trainer has it too."""
+"""The longest wait for one bucket from another engine. It is short, because the trainer has the bucket too."""
 PARENT_SECONDS = 120.0
-"""The longest wait for another engine to have the version; then it comes from the trainer."""
+"""The longest wait until another engine has the version; after that it is fetched from the trainer."""
 _ASK_AGAIN = 0.02
 _SIGN_OF_LIFE = 1.0
-"""How often an engine that fetches from another one tells the trainer that it still does."""
+"""How often an engine that fetches tells the trainer that it is still alive."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,29 +54,29 @@ Grown = Callable[[Mapping[str, torch.Tensor], int], None]
 
 
 class _Fetch:
-    """What has arrived of one version."""
+    """The progress of fetching one version."""
 
     def __init__(self, location: str, version: int, nbytes: int) -> None:
         self.key = (location, version, nbytes)
         self.sequence: int | None = None
         self.missing = deque(range(0, nbytes, BUCKET_BYTES))
         self.relay = ""
-        """Where some of it came from, if not from the trainer."""
+        """The location of the relay that some of the bytes came from; empty if all came from the trainer."""
         self.grown: Callable[[int], None] = lambda nbytes: None
-        """Whom to tell how many bytes from the beginning are here."""
+        """Called with the number of bytes from the beginning that have arrived."""
 
     def tell(self) -> None:
-        """Say how much is here without a gap."""
+        """Report how many bytes have arrived without a gap."""
         self.grown(self.missing[0] if self.missing else self.key[2])
 
 
 class TcpSource:
-    """An engine's end: one connection, one buffer of its own, and a relay once it is asked to hand versions on."""
+    """An engine's end: one connection, one buffer of its own, and a relay once it shares versions with others."""
 
     private = True
 
     def __init__(self, *, keys: Path | None = None, patience: float = 10.0) -> None:
-        """`patience` is the longest wait for one bucket of the trainer's, in seconds."""
+        """Create a source; `patience` is the longest wait for one bucket from the trainer, in seconds."""
         self._keys = keys
         self._patience = patience
         self._name = uuid.uuid4().hex
@@ -92,27 +92,27 @@ class TcpSource:
 
     @property
     def relayed(self) -> bool:
-        """Whether what `open` gave last came from another engine and is not yet proved."""
+        """Whether the version that was opened last came from another engine and is not proved yet."""
         return self._suspect is not None
 
     @property
     def relay(self) -> Relay | None:
-        """The server through which other engines get versions from this one; None until the first is shared."""
+        """The server from which other engines fetch versions of this one; None until the first version is shared."""
         return self._relay
 
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-        """Fetch the version; see `Source.open`. One that was relayed and not proved is fetched from the trainer."""
+        """Fetch the version; see `Source.open`. If it was relayed before and not proved, fetch it from the trainer."""
         return self.open_growing(location, version, entries, lambda weights, nbytes: None)
 
     def open_growing(
         self, location: str, version: int, entries: Sequence[Entry], grown: Grown
     ) -> dict[str, torch.Tensor]:
-        """Fetch the version, and tell of what has come; see `Growing.open_growing`."""
+        """Fetch the version and report progress; see `Growing.open_growing`."""
         nbytes = max(entry.offset + entry.nbytes for entry in entries)
         if self._relay is not None:
             self._relay.withdraw()
         suspect, self._complete, self._suspect = self._suspect, None, None
-        # What an attempt that failed has left here is used; what one that succeeded has is not: it may have been wrong.
+        # Buckets of a failed attempt are used again. A completed fetch is not: its digest may have been wrong.
         if self._fetch is None or self._fetch.key != (location, version, nbytes):
             self._fetch = _Fetch(location, version, nbytes)
             if self._buffer is None or len(self._buffer) < nbytes:
@@ -134,7 +134,7 @@ class TcpSource:
         return weights
 
     def verify(self, location: str, version: int) -> None:
-        """Ask the trainer whether the version is still there and no write came between."""
+        """Ask the trainer whether the place still holds the same write of this version."""
         if self._complete is None or self._complete.key[:2] != (location, version):
             raise DeliveryError(f"version {version} was not fetched from {location}")
         parsed = parse_location(location)
@@ -143,7 +143,7 @@ class TcpSource:
             raise DeliveryError(f"{location} was written again while version {version} was fetched")
 
     def share(self, location: str, version: int) -> None:
-        """What `open` gave last was proved: where the trainer wants a tree, others may have it from here."""
+        """Offer the version that was opened last, and is proved now, to other engines, if the trainer wants a tree."""
         done, parsed = self._complete, parse_location(location)
         self._suspect = None
         if done is None or done.key[:2] != (location, version) or not parsed.tree:
@@ -153,13 +153,13 @@ class TcpSource:
         try:
             self._relay = self._relay or Relay(parsed, self._keys)
             self._relay.serve(version, done.sequence, self._buffer[: done.key[2]])
-            # Nobody waits for the answer: an offer that is lost is one that nobody takes.
+            # The reply is not awaited. If the offer is lost, nobody fetches from here, which does no harm.
             self._connected(parsed).send(self._ask_whom(parsed, version, offer=self._relay.location))
         except DeliveryError as error:
             logger.warning("version %d is not handed on to other engines: %s", version, error)
 
     def close(self) -> None:
-        """Let go of the connection, the relay and the memory."""
+        """Close the connection and the relay, and release the memory."""
         if self._relay is not None:
             self._relay.close()
             self._relay = None
@@ -170,7 +170,7 @@ class TcpSource:
         self._buffer = self._views = self._fetch = self._complete = self._suspect = None
 
     def _bring(self, fetch: _Fetch, buffer: Bytes, distrusted: str) -> None:
-        """All missing buckets, from whom the trainer says; from the trainer itself if that one is not to be had."""
+        """Fetch all missing buckets from the parent that the trainer names; if that fails, from the trainer itself."""
         location, version, _ = fetch.key
         parsed = parse_location(location)
         line = self._connected(parsed)
@@ -189,7 +189,10 @@ class TcpSource:
         self._pull(fetch, buffer, line, parsed, self._patience)
 
     def _parent(self, fetch: _Fetch, line: Connection, parsed: TcpLocation, lost: str) -> str:
-        """Who is to be asked for the buckets; the trainer, whose answer this is, vouches for `sequence`."""
+        """Ask the trainer whom to fetch from, and take the expected `sequence` from its reply.
+
+        `lost` is a relay that failed; the trainer then sends nobody else there.
+        """
         deadline = time.monotonic() + PARENT_SECONDS
         while True:
             answer = self._told(line, self._ask_whom(parsed, fetch.key[1], lost=lost))
@@ -243,7 +246,7 @@ class TcpSource:
             asked.discard(answer.start)
 
     def _say_alive(self, fetch: _Fetch) -> None:
-        """Others may wait for what is fetched here."""
+        """Tell the trainer that this engine still fetches, because other engines may wait for its copy."""
         parsed = parse_location(fetch.key[0])
         if parsed.tree and self._line is not None:
             self._line.send(self._ask_whom(parsed, fetch.key[1]))
@@ -252,7 +255,7 @@ class TcpSource:
         return ReadRequest(0, parsed.place, version, 0, 0, self._name, offer, lost)
 
     def _told(self, line: Connection, ask: ReadRequest) -> ReadReply:
-        """The trainer's answer to a question without bytes."""
+        """Send a request without bytes to the trainer and return its reply."""
         for _ in range(RESUMES):
             self._ticket += 1
             line.send(ReadRequest(self._ticket, ask.place, ask.version, 0, 0, ask.engine, ask.offer, ask.lost))
@@ -263,7 +266,7 @@ class TcpSource:
         raise DeliveryError(f"the server at {line.endpoint} is gone")
 
     def _awaited(self, line: Connection, patience: float, into: Into = lambda answer, nbytes: None) -> ReadReply | None:
-        """The next answer to what was asked last, not to what was given up before: nobody wants its bytes."""
+        """Return the next reply with the current ticket; replies to requests that were given up are dropped."""
 
         def wanted(answer: ReadReply, nbytes: int) -> memoryview | None:
             return into(answer, nbytes) if answer.ticket == self._ticket and not answer.refusal else None
@@ -278,7 +281,7 @@ class TcpSource:
         raise DeliveryError(f"the server at {line.endpoint} said nothing of use for {patience:.3g} s")
 
     def _room(self, fetch: _Fetch, buffer: Bytes, answer: ReadReply, nbytes: int) -> memoryview:
-        """Where the bytes of this answer belong, which must be some that are missing."""
+        """Return the memory for the bytes of this reply; raises unless they are a missing bucket."""
         self._check(fetch, answer)
         stop = min(fetch.key[2], answer.start + BUCKET_BYTES)
         if answer.stop != stop or nbytes != stop - answer.start or answer.start not in fetch.missing:
@@ -318,4 +321,4 @@ class TcpSource:
 
 
 class _Refused(DeliveryError):
-    """The version cannot be had from there: nothing of the attempt is of use."""
+    """The server cannot serve this version, so nothing of this attempt can be used."""

@@ -1,7 +1,7 @@
-"""What the two ends of the `tcp` transport say to each other: byte ranges of one version, or a refusal.
+"""The messages of the `tcp` transport: requests for byte ranges of one version, and replies or refusals.
 
 A request for bytes names everything that it depends on, so a server keeps no state for it: a client that dies or asks
-again changes nothing for the others. No torch here.
+again changes nothing for other clients. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,49 +16,53 @@ import msgspec
 from headrace.errors import DeliveryError
 
 BUCKET_BYTES = 4 << 20
-"""The bytes that one message carries. On loopback 4 and 8 MiB are alike and 1 MiB is a third slower."""
+"""The bytes that one message carries. On loopback 4 and 8 MiB are equally fast, and 1 MiB is a third slower."""
 LARGEST_BUCKET = 64 << 20
 _LOCATION = re.compile(r"(tcp|curve)://(\[[0-9a-fA-F:.]+\]|[0-9.]+):(\d+)/(\d+)(/tree)?")
 
 
 class ReadRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Send the bytes `start .. stop` of this place, if it holds this version; no bytes ask only whether it does."""
+    """A request for the bytes `start .. stop` of a place, if the place holds this version.
+
+    A request for no bytes only asks whether the place holds the version.
+    """
 
     ticket: int
-    """Comes back with the answer, so that answers to a fetch that was given up are known as such."""
+    """A number that comes back with the reply, so that replies to requests that were given up are recognised."""
     place: int
     version: int
     start: int
     stop: int
     engine: str = ""
-    """In a tree: who asks. Together with no bytes: from whom should I fetch?"""
+    """In a tree: the name of the engine that asks. With no bytes, it asks whom to fetch from."""
     offer: str = ""
-    """In a tree: where this engine serves the version to others now."""
+    """In a tree: the location where this engine now serves the version to others."""
     lost: str = ""
-    """In a tree: an offer that did not hold what it promised."""
+    """In a tree: the location of an offer that failed or was wrong."""
 
 
 class ReadReply(msgspec.Struct, frozen=True, array_like=True):
-    """The header of an answer; the bytes follow as a frame of their own unless it is a refusal."""
+    """The header of a reply. The bytes follow as a separate frame, unless the reply is a refusal."""
 
     ticket: int
     start: int
     stop: int
     sequence: int
-    """Of the write that made these bytes: two answers with one sequence belong together."""
+    """The number of the write that made these bytes. Replies with the same number have bytes of the same write."""
     nbytes: int
-    """Of the whole version."""
+    """The size of the whole version."""
     refusal: str = ""
     parent: str = ""
-    """In a tree: the location to fetch from; empty: this server."""
+    """In a tree: the location to fetch from; empty means this server."""
     wait: bool = False
-    """In a tree: others fetch now, and will serve; ask again."""
+    """In a tree: whether to ask again later, because engines that fetch now will serve the version."""
 
 
 Respond = Callable[[list[bytes]], list[Any]]
-"""From the frames of a request to those of its answer: a header, and bytes or a `Part` unless it is a refusal."""
+"""A function from the frames of a request to the frames of its reply: a header and, unless it is a refusal, bytes or a
+`MemorySlice`."""
 Into = Callable[[ReadReply, int], memoryview | None]
-"""Where the bytes of an answer, so many, are to go; None if nobody wants them."""
+"""A function that gets a reply and its number of bytes, and returns the memory for the bytes; None drops them."""
 
 
 class TcpLocation(msgspec.Struct, frozen=True):
@@ -69,11 +73,11 @@ class TcpLocation(msgspec.Struct, frozen=True):
     port: int
     place: int
     tree: bool = False
-    """Ask the server whom to fetch from: others that have the version serve it too."""
+    """Whether to ask the server whom to fetch from, because other engines that have the version serve it too."""
 
     @property
     def endpoint(self) -> str:
-        """What a client connects to."""
+        """The address that a client connects to."""
         return f"tcp://{self.host}:{self.port}"
 
     def __str__(self) -> str:
@@ -82,7 +86,7 @@ class TcpLocation(msgspec.Struct, frozen=True):
 
 
 def parse_location(text: str) -> TcpLocation:
-    """The location that a manifest names; one that would travel in the clear beyond this host is refused."""
+    """Parse the location in a manifest; a location beyond this host that is not encrypted is refused."""
     match = _LOCATION.fullmatch(text)
     if match is None:
         raise DeliveryError(f"{text!r} is not a location of the tcp transport")
@@ -93,7 +97,7 @@ def parse_location(text: str) -> TcpLocation:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether this IP address never leaves the host."""
+    """Return whether traffic to this IP address never leaves the host; raises `DeliveryError` if it is none."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError as error:
