@@ -1,7 +1,9 @@
-"""Headrace inside a vLLM server: weights come in proved, noise follows (seed, position), every path asks for the key.
+"""The part of Headrace that runs inside a vLLM server.
 
-It is loaded by vLLM (a `vllm.general_plugins` entry point, or `--worker-extension-cls`) in an environment of vLLM's
-own, and imports of Headrace only what carries weights: torch, numpy, msgspec and pyzmq are all that it needs there.
+It loads new weights with proof, makes sampling noise a function of (seed, position), and protects every HTTP path with
+the run's key. vLLM loads this package (through a `vllm.general_plugins` entry point, or `--worker-extension-cls`) in
+vLLM's own environment. The package imports only the weight delivery of Headrace, so it needs nothing there but torch,
+numpy, msgspec and pyzmq.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import signal
 import sys
 
 ORPHANS = "HEADRACE_NO_ORPHANS"
-"""Set in the environment of a server that a run started: each of its processes dies with the one that started it."""
+"""An environment variable of a server that a run started: each of the server's processes is killed when the process
+that started it ends."""
 _PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
-    """Make the weight-transfer engine known to vLLM, in whichever of its processes this runs. Idempotent."""
+    """Register the weight-transfer engine with vLLM; called in each of vLLM's processes. Idempotent."""
     if os.environ.get(ORPHANS) and sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

@@ -1,7 +1,8 @@
-"""An adapter becomes whole weights: its product is added to the pristine ones, which the model's directory holds.
+"""Merges a LoRA adapter into whole weights: the adapter's product is added to the pristine weights of the model.
 
-They are never taken from what the last adapter left, so any series of swaps ends where its last adapter alone would
-have led. An adapter of other weights than these is refused by their digest.
+The pristine weights come from the model's directory, never from weights with an earlier adapter. After any number of
+swaps, the result therefore depends on the last adapter only. An adapter that was trained on other weights is refused,
+because the digests differ.
 """
 
 from __future__ import annotations
@@ -19,30 +20,33 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class Pristine:
-    """The weights in a model's directory, under their own names, in the dtype that they are served in."""
+    """The weights in a model's directory under their own names, cast to the serving dtype."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, *, tied: bool = False) -> None:
-        """`tied`: the vocabulary projection is the embedding, whatever the files hold."""
+        """Open the files of a model; with `tied`, ignore `lm_head.weight`, because the embedding is used instead."""
         self.weights: dict[str, torch.Tensor] = {}
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise DeliveryError(f"{directory} holds no safetensors to add an adapter to")
         for file in files:
-            with safe_open(file, framework="pt") as opened:  # Mapped, not read: what is never looked at costs nothing.
-                for name in opened.keys():  # noqa: SIM118 - it is no dictionary
+            with safe_open(file, framework="pt") as opened:  # Mapped, so tensors that are never used cost no memory.
+                for name in opened.keys():  # noqa: SIM118 - it is not a dictionary
                     self.weights[name] = opened.get_tensor(name).to(dtype)
         if tied:
             self.weights.pop("lm_head.weight", None)
         self._digest: int | None = None
 
     def digest(self) -> int:
-        """Of all of them; the trainer's of its base model must be the same."""
+        """Return the digest of all pristine weights; it must equal the trainer's digest of its base model."""
         if self._digest is None:
             self._digest = sum(digest([pair]) for pair in self.weights.items()) & MASK
         return self._digest
 
     def with_adapter(self, adapter: Mapping[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
-        """All weights, with those that the adapter changes: W + scaling * B @ A, or as they are where trained whole."""
+        """Return all weights with the adapter merged.
+
+        A weight with a LoRA pair becomes W + scaling * B @ A. A weight that was trained whole is replaced.
+        """
         found = dict(self.weights)
         for name, tensor in adapter.items():
             target = name.removesuffix(_A).removesuffix(_B) + ".weight" if name.endswith((_A, _B)) else name

@@ -1,6 +1,7 @@
-"""Every path of a server asks for the run's key (`--middleware headrace_vllm_plugin.guard.Guard`).
+"""Makes every HTTP path of a vLLM server require the run's key (`--middleware headrace_vllm_plugin.guard.Guard`).
 
-vLLM's own `--api-key` guards the paths that generate and leaves those open that pause, swap weights and call workers.
+vLLM's own `--api-key` protects only the paths that generate. It leaves the paths open that pause the server, swap
+weights and call workers. Only `/health` stays open here.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """ASGI middleware. Without a key in the environment it lets nobody in."""
+    """ASGI middleware that checks the key. Without a key in the environment, only `/health` is answered."""
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._key = _hash(os.environ.get(KEY, ""))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on what carries the key; answer 401 to the rest, but to the question whether the server is up."""
+        """Pass on requests that carry the key, and requests to `/health`; answer 401 to all others."""
         if scope["type"] not in ("http", "websocket") or scope.get("path") == "/health" or self._knows(scope):
             await self._app(scope, receive, send)
             return

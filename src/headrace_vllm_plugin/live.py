@@ -1,7 +1,7 @@
-"""What a worker really multiplies with, digested under canonical names as far as vLLM's layout shows it.
+"""Digests the weights that a worker really computes with, under canonical names, as far as vLLM's layout shows them.
 
-Fused parameters are cut into views of their members. What is packed away (by oneDNN, say) or sharded is hidden: it is
-counted, never guessed, and the canary answers for it.
+Fused parameters are cut into views of their members. Weights that are packed (by oneDNN, for example) or sharded are
+hidden: they are counted and never guessed, and only the canary checks them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from headrace_vllm_plugin.wire import Live
 
 
 def compare(model: torch.nn.Module, staged: Mapping[str, torch.Tensor], *, whole: bool) -> Live:
-    """Digest every staged tensor's live counterpart; `whole` says that this worker holds all of the model."""
+    """Compare every staged tensor with its live counterpart by digest.
+
+    `whole` says whether this worker holds the whole model; if not, all tensors count as hidden.
+    """
     found = Live(hidden=len(staged))
     if not whole:
         return found
@@ -32,7 +35,7 @@ def compare(model: torch.nn.Module, staged: Mapping[str, torch.Tensor], *, whole
 
 
 def visible(model: torch.nn.Module, staged: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pairs of canonical name and live view, for the tensors whose layout is known."""
+    """Yield pairs of canonical name and live view, for the tensors whose layout is known."""
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     mapping: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     for name, tensor in staged.items():
@@ -44,7 +47,7 @@ def visible(model: torch.nn.Module, staged: Mapping[str, torch.Tensor]) -> Itera
 
 
 def _direct(parameter: Any, tensor: torch.Tensor) -> torch.Tensor | None:
-    """The parameter of that name; one that is padded to more rows is cut."""
+    """Return a view of the parameter of that name, without padding rows; None if the parameter does not fit."""
     if parameter is None or parameter.dim() != tensor.dim() or not tensor.dim():
         return None
     return parameter.detach()[: tensor.shape[0]] if parameter.shape[0] >= tensor.shape[0] else None
@@ -53,7 +56,7 @@ def _direct(parameter: Any, tensor: torch.Tensor) -> torch.Tensor | None:
 def _member(
     name: str, live: Mapping[str, torch.Tensor], mapping: Mapping[str, list[str]], staged: Mapping[str, torch.Tensor]
 ) -> torch.Tensor | None:
-    """A member of a fused parameter: its rows follow those of the members before it."""
+    """Return the view of a member of a fused parameter: its rows follow the rows of the members before it."""
     parts = name.split(".")
     for fused, members in mapping.items():
         for place, part in enumerate(parts):

@@ -1,9 +1,10 @@
-"""The noise of a token is a function of (seed, position) alone, so a resumed answer goes on as if never interrupted.
+"""Makes the sampling noise of a token a function of (seed, position) alone.
 
-vLLM's first model runner keeps one generator per request and restarts it with every request; before each draw this sets
-it anew. (Its second runner hashes seed and position by itself.) A draw that the runner takes back, because the prompt
-was not read to its end, needs no rewinding for the same reason. What `truncation` cuts is cut here too:
-logits are tempered by now, and log-probabilities are taken from what this leaves.
+A resumed answer then continues as if it had never been interrupted. vLLM's first model runner keeps one generator per
+request and starts it anew with every request, so the processor here seeds the generator before each draw. (vLLM's
+second runner hashes seed and position by itself.) For the same reason, a draw that the runner takes back, because the
+prompt was not yet read to its end, needs no rewinding. The processor also applies `truncation`: at this point the
+logits are already divided by the temperature, and log-probabilities are computed from the tokens that are left.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MASK = (1 << 64) - 1
 
 
 def noise_seed(seed: int, position: int) -> int:
-    """A 63-bit seed under which neighbouring positions and seeds have nothing in common."""
+    """Return a 63-bit seed that is unrelated to the seeds of neighbouring positions and neighbouring seeds."""
     value = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & _MASK
     for _ in range(2):
         value = ((value ^ value >> 32) * 0xD6E8FEB86659FD93) & _MASK
@@ -31,43 +32,44 @@ def noise_seed(seed: int, position: int) -> int:
 class Reseeded(torch.Generator):
     """A CPU generator that is seeded before each draw.
 
-    The runner rewinds a generator by its offset after a draw that it takes back, as it does whenever a prompt is read
-    in several steps. Generators on a CPU have no offset: they would raise, and the server would end.
+    The runner takes a draw back whenever a prompt is read in several steps, and then rewinds the generator by its
+    offset. CPU generators have no offset: a plain one would raise, and the server would end.
     """
 
     def get_offset(self) -> int:
-        """There is one draw from each seed."""
+        """Return 0, because there is one draw from each seed."""
         return 0
 
     def set_offset(self, offset: int) -> Reseeded:
-        """Nothing to do: the next draw is seeded anew."""
+        """Do nothing, because the generator is seeded again before the next draw."""
         return self
 
 
 class PositionNoise(LogitsProcessor):  # type: ignore[misc]
-    """Until `attach` it does nothing: the driver attaches it before the first request.
+    """A logits processor that seeds generators and truncates. It does nothing until `attach`.
 
-    What a row wants is looked up with its request at each step, so it moves in the batch as its request does.
+    The driver attaches it before the first request. The settings of a row are looked up through its request at each
+    step, so they stay right when the request moves to another row of the batch.
     """
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Refuse a truncation that makes no sense before it is in a batch with others."""
+        """Refuse an invalid truncation before its request is in a batch with others."""
         wanted(sampling_params)
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._runner: Any = None
 
     def attach(self, runner: Any) -> None:
-        """Take the generators from this model runner's batch."""
+        """Use the requests and generators of this model runner from now on."""
         self._runner = runner
 
     def is_argmax_invariant(self) -> bool:
-        """Greedy rows draw nothing, and truncation leaves the best token."""
+        """Return True: greedy rows draw nothing, and truncation keeps the best token."""
         return True
 
     def update_state(self, batch_update: Any) -> None:
-        """Requests have joined the batch or left it: give those that draw on a CPU a generator that may be rewound."""
+        """After requests joined or left the batch, replace CPU generators by ones that may be rewound."""
         if self._runner is not None and batch_update is not None:
             generators = self._runner.input_batch.generators
             for row, generator in generators.items():
@@ -75,7 +77,7 @@ class PositionNoise(LogitsProcessor):  # type: ignore[misc]
                     generators[row] = Reseeded(device="cpu")
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Seed every row's generator for the position that is drawn next, and cut what the row's request has cut."""
+        """Seed every row's generator for the position that is drawn next, and truncate as the row's request asks."""
         if self._runner is not None:
             batch = self._runner.input_batch
             for row, generator in batch.generators.items():
@@ -92,7 +94,7 @@ class PositionNoise(LogitsProcessor):  # type: ignore[misc]
 
 
 def attach(runner: Any) -> bool:
-    """Attach the processor that this runner was started with; whether its noise follows positions now."""
+    """Attach the processor that this runner was started with; return whether there is one."""
     processors = getattr(getattr(runner, "input_batch", None), "logitsprocs", None)
     found = [one for one in getattr(processors, "all", ()) if isinstance(one, PositionNoise)]
     for processor in found:

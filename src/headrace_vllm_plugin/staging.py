@@ -1,6 +1,7 @@
-"""Weights wait here until the model takes them: fetched and digested beside the live ones, which stay as they are.
+"""Staging in a vLLM worker: a version is fetched and digested beside the live weights, which do not change.
 
-Fetching runs in a thread of its own, so that a worker goes on stepping. What arrived wrong is never handed out.
+Fetching runs in a separate thread, so that the worker continues to decode. A version with a wrong digest is never
+handed out.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from headrace_vllm_plugin.wire import FetchOrder, StagingState
 
 
 class WorkerStaging:
-    """Holds at most one version. `begin` starts a fetch, `state` says how it stands, `take` hands the tensors out."""
+    """The staging of one worker, which holds at most one version.
+
+    `begin` starts a fetch, `state` returns its state, and `take` hands the tensors out.
+    """
 
     def __init__(self, device: torch.device, pristine: Callable[[], Pristine] | None = None) -> None:
-        """`pristine` are the weights that adapters are added to, opened when the first adapter comes."""
+        """`pristine` opens the weights that adapters are added to; it is called when the first adapter arrives."""
         self._device = device
         self._open_pristine = pristine
         self._pristine: Pristine | None = None
@@ -36,7 +40,10 @@ class WorkerStaging:
         self._thread: threading.Thread | None = None
 
     def begin(self, order: FetchOrder) -> None:
-        """Fetch this version; one staged earlier and not taken is gone then."""
+        """Start to fetch this version; a version that was staged earlier and not taken is discarded.
+
+        Raises `DeliveryError` if another fetch is still running.
+        """
         if not self._state.done:
             raise DeliveryError(f"cannot stage version {order.version}: version {self._state.version} is under way")
         self._weights = {}
@@ -45,18 +52,18 @@ class WorkerStaging:
         self._thread.start()
 
     def state(self) -> StagingState:
-        """How the last fetch stands."""
+        """Return the state of the last fetch."""
         return self._state
 
     def take(self, version: int) -> dict[str, torch.Tensor]:
-        """The tensors of this version, once; they are valid until the next `begin`."""
+        """Return the tensors of this version; this works once, and the tensors are valid until the next `begin`."""
         if not self._weights or self._state.version != version:
             raise DeliveryError(f"version {version} is not staged")
         weights, self._weights = self._weights, {}
         return weights
 
     def close(self) -> None:
-        """Let go of transports and memory. Idempotent."""
+        """Close the transports and release the memory. Idempotent."""
         for opened in self._sources.values():
             opened.close()
         self._sources.clear()

@@ -1,6 +1,6 @@
-"""The weight-transfer engine: what is staged and proved goes through vLLM's own `load_weights`, and nothing else does.
+"""The weight-transfer engine: it loads staged, digested weights through vLLM's own `load_weights`, and no others.
 
-Names are Hugging Face's; how vLLM fuses, shards or packs them is left to vLLM.
+Tensors have their Hugging Face names; vLLM itself fuses, shards and packs them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from headrace_vllm_plugin.wire import Live
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing is agreed on beforehand: each version says where it lies."""
+    """Empty, because nothing is agreed on in advance: each fetch order says where its version is."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Which staged version to load."""
+    """The staged version to load."""
 
     version: int
 
 
 class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """One per worker. From `start_weight_update` on the live weights are nobody's until the driver has proved them."""
+    """The weight-transfer engine of one worker.
+
+    From `start_weight_update` on, the live weights are unproved until the driver has proved them.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -49,10 +52,13 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
         self.missing: list[str] = []
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to do: transports connect when a version is staged."""
+        """Do nothing: transports connect when a version is staged."""
 
     def start_weight_update(self) -> None:
-        """Refuse while the live weights are whole, if nothing is there to load."""
+        """Prepare the model for new weights.
+
+        Raises `DeliveryError` if no version is staged, before the live weights are touched.
+        """
         state = self.staging.state()
         if not state.done or state.error or state.version < 0:
             raise DeliveryError(f"no version is staged: {state.error or 'the last one is under way'}")
@@ -66,7 +72,7 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
         found = self.model.load_weights(self.loaded.items())
         expected = {name for name, _ in self.model.named_parameters()}
         if self._tied():
-            # No checkpoint has it then: vLLM takes the embedding's.
+            # With tied weights no checkpoint has this tensor: vLLM uses the embedding.
             expected.discard("lm_head.weight")
         self.missing = sorted(expected - set(found)) if found else []
 
@@ -77,7 +83,7 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
         return Pristine(Path(self.model_config.model), self.model_config.dtype, tied=self._tied())
 
     def finish_weight_update(self) -> None:
-        """Let vLLM pack what it packs."""
+        """Let vLLM pack the loaded weights."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
@@ -85,8 +91,8 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
             self._pack_tied()
 
     def _pack_tied(self) -> None:
-        """On a CPU a layer multiplies with a packed copy, which vLLM renews where weights were loaded by name: a head
-        that is tied to the embedding has no name of its own.
+        """Pack tied weights again. On a CPU a layer computes with a packed copy, and vLLM renews the copy only for
+        weights that were loaded by name; a head that is tied to the embedding has no name of its own.
         """
         owners: dict[int, list[Any]] = {}
         for module in self.model.modules():
@@ -99,12 +105,12 @@ class HeadraceTransfer(WeightTransferEngine):  # type: ignore[misc]
                     module.quant_method.process_weights_after_loading(module)
 
     def live(self) -> Live:
-        """What a digest finds in the live weights, as far as their layout shows them."""
+        """Compare the live weights with the loaded ones by digest, as far as vLLM's layout shows them."""
         found = compare(self.model, self.loaded, whole=self.parallel_config.world_size == 1)
         found.missing = self.missing
         self.loaded = {}
         return found
 
     def shutdown(self) -> None:
-        """Let go of the transports."""
+        """Close the transports and release the memory."""
         self.staging.close()

@@ -1,7 +1,7 @@
-"""Which tokens `top_k`, `top_p` and `min_p` leave where they come together: in Headrace's order, each of the rest.
+"""Applies `top_k`, `top_p` and `min_p` together, in Headrace's order.
 
-vLLM has `min_p` look first, so that its `top_p` is of another whole. Here `top_p` is of what `top_k` left, and `min_p`
-looks last. The best token always stays.
+vLLM applies `min_p` first, so its `top_p` is a share of another total. Here `top_k` comes first, `top_p` is a share of
+what `top_k` left, and `min_p` comes last. The best token always stays.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from headrace_vllm_plugin.wire import TRUNCATION, Truncation
 
 GREEDY = 1e-5
-"""Below this temperature vLLM takes the best token, and its log-probability is that among all."""
+"""Below this temperature vLLM takes the best token, and its log-probability is computed among all tokens."""
 
 
 def wanted(params: Any) -> Truncation | None:
-    """What these `SamplingParams` ask of us; raises `ValueError` where it makes no sense."""
+    """Return the truncation that these `SamplingParams` ask for; raises `ValueError` if it is invalid."""
     given = (params.extra_args or {}).get(TRUNCATION)
     if given is None or params.temperature < GREEDY:
         return None
@@ -26,15 +26,18 @@ def wanted(params: Any) -> Truncation | None:
 
 
 def truncate(logits: torch.Tensor, rows: dict[Truncation, list[int]]) -> None:
-    """Leave minus infinity in the place of every token of these rows that is cut; logits [R, V] are tempered."""
+    """Set the logits of all truncated tokens in these rows to minus infinity, in place.
+
+    The logits [R, V] must already be divided by the temperature.
+    """
     for rule, mine in rows.items():
         logits[mine] = logits[mine].masked_fill(~kept(logits[mine], rule), float("-inf"))
 
 
 def kept(logits: torch.Tensor, rule: Truncation) -> torch.Tensor:
-    """[R, V]: the tokens that stay; of those that are equally likely at an edge, the ones of the lowest ids."""
+    """Return which tokens stay, as [R, V]; of equally likely tokens at an edge, those with the lowest ids stay."""
     masses = (logits - logits.amax(-1, keepdim=True)).exp()
-    # A stable sort leaves equals in the order of their ids.
+    # A stable sort keeps equally likely tokens in the order of their ids.
     ids = logits.sort(dim=-1, descending=True, stable=True).indices
     falling = masses.gather(1, ids).double()
     if rule.top_k:
@@ -43,5 +46,5 @@ def kept(logits: torch.Tensor, rule: Truncation) -> torch.Tensor:
     if rule.top_p < 1:
         before = falling.cumsum(-1) - falling
         stays &= before < rule.top_p * falling.sum(-1, keepdim=True)
-    # The best token's mass is one.
+    # The mass of the best token is 1, so `min_p` can be compared directly.
     return torch.zeros_like(stays).scatter_(1, ids, stays) & (masses >= rule.min_p)

@@ -1,4 +1,7 @@
-"""What the plugin and the engine that drives it say to each other. No torch, no vLLM: both sides import it."""
+"""The messages between the plugin and the engine that drives it.
+
+This module imports neither torch nor vLLM, because both sides import it.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ from headrace.delivery.base import Entry
 BACKEND = "headrace"
 """The name of the weight-transfer engine."""
 PROTOCOL = 3
-"""Counts changes of what is said here; both sides must have the same."""
+"""The version of these messages, increased with every change; both sides must have the same."""
 TRUNCATION = "headrace_truncation"
-"""Among the `extra_args` of a request: how the plugin truncates it, which vLLM is not asked to then."""
+"""A key in the `extra_args` of a request. Its value is the `Truncation` that the plugin applies instead of vLLM."""
 
 
 class Facts(msgspec.Struct, kw_only=True):
-    """What a worker is and can do."""
+    """The properties and abilities of a worker."""
 
     protocol: int
     vllm: str
-    """Its version."""
+    """The version of vLLM."""
     backend: str
-    """Of its weight transfer; empty without one."""
+    """The backend of its weight transfer; empty if there is none."""
     model: str
     dtype: str
     vocabulary: int
@@ -35,13 +38,13 @@ class Facts(msgspec.Struct, kw_only=True):
     prefix_caching: bool
     workers: int
     position_noise: bool
-    """Whether a token's noise follows from (seed, position)."""
+    """Whether a token's noise is a function of (seed, position)."""
     truncation: bool
-    """Whether it heeds a request's `Truncation`."""
+    """Whether the worker applies a request's `Truncation`."""
 
 
 class Truncation(msgspec.Struct, frozen=True):
-    """`top_k`, then `top_p` of the mass that is left, then `min_p`; 0, 1 and 0 cut nothing."""
+    """A truncation: `top_k`, then `top_p` of the mass that is left, then `min_p`. The defaults cut nothing."""
 
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
@@ -49,7 +52,7 @@ class Truncation(msgspec.Struct, frozen=True):
 
 
 class FetchOrder(msgspec.Struct, kw_only=True):
-    """What to fetch: the part of a manifest that a worker needs."""
+    """An order to fetch a version: the part of a manifest that a worker needs."""
 
     version: int
     transport: str
@@ -60,19 +63,20 @@ class FetchOrder(msgspec.Struct, kw_only=True):
     keys: str = ""
     """The file with the keys of the run, for transports that encrypt."""
     scaling: float | None = None
-    """An adapter: what its product is multiplied by."""
+    """For an adapter: the factor of its product."""
     base_digest: int = 0
-    """An adapter: of the weights that it is added to."""
+    """For an adapter: the digest of the weights that it is added to."""
 
 
 class Accepted(msgspec.Struct, kw_only=True):
-    """Whether a fetch began."""
+    """The answer to a fetch order: whether the fetch began."""
 
     error: str = ""
+    """Why the fetch did not begin; empty if it did."""
 
 
 class StagingState(msgspec.Struct, kw_only=True):
-    """How a fetch stands."""
+    """The state of a fetch."""
 
     version: int
     done: bool = False
@@ -82,13 +86,15 @@ class StagingState(msgspec.Struct, kw_only=True):
 
 
 class Live(msgspec.Struct, kw_only=True):
-    """The visible part of the live weights against the same part of what was staged."""
+    """The comparison of the visible part of the live weights with the staged weights."""
 
     visible: int = 0
+    """The number of staged tensors whose live counterpart was found."""
     hidden: int = 0
+    """The number of staged tensors whose live counterpart cannot be seen."""
     digest: int = 0
-    """Of all weights, where all are visible."""
+    """The digest of the visible weights; if none are hidden, the digest of all weights."""
     wrong: list[str] = []
-    """Tensors whose live bytes are not the staged ones."""
+    """The names of tensors whose live bytes differ from the staged bytes."""
     missing: list[str] = []
-    """Parameters that the last version did not fill."""
+    """The names of parameters that the last version did not fill."""

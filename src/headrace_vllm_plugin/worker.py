@@ -1,6 +1,7 @@
-"""What a driver may ask of every vLLM worker (`--worker-extension-cls headrace_vllm_plugin.worker.HeadraceWorker`).
+"""The methods that a driver may call on every vLLM worker.
 
-Answers are plain dictionaries of JSON values; an error of ours is an answer too, so that its line reaches the driver.
+They are added with `--worker-extension-cls headrace_vllm_plugin.worker.HeadraceWorker`. Every answer is a plain
+dictionary of JSON values. If a fetch cannot begin, the answer contains the error, so that its text reaches the driver.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ register()
 
 
 class HeadraceWorker:
-    """Mixed into vLLM's worker class, whose attributes it reads."""
+    """A mixin for vLLM's worker class, whose attributes it reads."""
 
     weight_transfer_engine: HeadraceTransfer | None
     vllm_config: Any
@@ -30,7 +31,7 @@ class HeadraceWorker:
     use_v2_model_runner: bool
 
     def headrace_hello(self) -> dict[str, Any]:
-        """What this worker is and can do; from now on its noise follows positions."""
+        """Return the worker's properties (`Facts`), and attach the processor that ties noise to (seed, position)."""
         config = self.vllm_config
         transfer = config.weight_transfer_config
         attached = not self.use_v2_model_runner and attach(self.model_runner)
@@ -54,7 +55,7 @@ class HeadraceWorker:
         return _answer(facts)
 
     def headrace_stage(self, order: str) -> dict[str, Any]:
-        """Begin to fetch a version beside the live one (`Accepted`)."""
+        """Begin to fetch a version beside the live weights; return `Accepted`."""
         try:
             self.headrace_transfer().staging.begin(msgspec.json.decode(order, type=FetchOrder))
         except DeliveryError as error:
@@ -62,15 +63,15 @@ class HeadraceWorker:
         return _answer(Accepted())
 
     def headrace_staged(self) -> dict[str, Any]:
-        """How that fetch stands (`Staged`)."""
+        """Return the state of the last fetch (`StagingState`)."""
         return _answer(self.headrace_transfer().staging.state())
 
     def headrace_live(self) -> dict[str, Any]:
-        """What a digest finds in the live weights (`Live`)."""
+        """Compare the live weights with the loaded version by digest; return `Live`."""
         return _answer(self.headrace_transfer().live())
 
     def headrace_transfer(self) -> HeadraceTransfer:
-        """The weight-transfer engine, which must be ours."""
+        """Return the weight-transfer engine; raises `DeliveryError` if the server was started without one."""
         engine = self.weight_transfer_engine
         if engine is None:
             raise DeliveryError(f"this server was started without --weight-transfer-config backend {BACKEND}")
