@@ -54,7 +54,7 @@ class RunDir:
         _write_whole(self.config, config)
 
     @contextmanager
-    def trying(self, config: Config) -> Iterator[None]:
+    def with_trial_config(self, config: Config) -> Iterator[None]:
         """Let workers that start inside this context read `config`.
 
         The run keeps `config` only if `keep_config` is called.
@@ -75,7 +75,7 @@ class RunDir:
         return load_config(self.next_config if self.next_config.is_file() else self.config)
 
     @contextmanager
-    def said_when_full(self) -> Iterator[None]:
+    def report_full_disk(self) -> Iterator[None]:
         """Turn the error of a disk that cannot be written into a one-line `DiskError`. Committed data stays intact."""
         try:
             yield

@@ -46,7 +46,7 @@ def bench_size(directory: Path, rollouts: int, say: Callable[[str], None]) -> di
         with _timed(timed, "recover"):
             found = journal.recover(step=checkpoint, outcomes=False)
         with _timed(timed, "train_again"):
-            again = sum(1 for _ in recorded_batches(_config(), path, checkpoint, found.reach))
+            again = sum(1 for _ in recorded_batches(_config(), path, checkpoint, found.resume_step))
     parts = [timed["open"], timed["recover"], timed.pop("train_again")]
     timed["resume"] = Spent(sum(part.seconds for part in parts), sum(part.cpu_seconds for part in parts))
     with _timed(timed, "ledger"):
@@ -60,7 +60,7 @@ def bench_size(directory: Path, rollouts: int, say: Callable[[str], None]) -> di
         "database_bytes": path.stat().st_size,
         "segment_bytes": sum(file.stat().st_size for file in (directory / "segments").iterdir()),
         "steps_again": again,
-        "groups_left": len(found.left),
+        "groups_left": len(found.unfinished),
         "balanced": ledgers["balanced"],
         "counted": ledgers["rollouts"]["admitted"],
         "matched": matched,

@@ -22,24 +22,24 @@ class FilteredGroup(NamedTuple):
     """The result of filtering a group."""
 
     group: Group
-    """The group without the rollouts that left."""
-    left: dict[str, str]
-    """The rollouts that left, and why, by rollout id."""
+    """The group without the rollouts that were removed."""
+    removed: dict[str, str]
+    """The rollouts that were removed, and why, by rollout id."""
     reason: str = ""
     """Why the whole group is filtered; empty if it is not."""
 
 
-def sift(group: Group, filters: Collection[Filter]) -> FilteredGroup:
+def filter_group(group: Group, filters: Collection[Filter]) -> FilteredGroup:
     """Apply the filters. Failed rollouts stay in the group, are not used, and count as missing."""
-    left = {rollout.id: why for rollout in group.rollouts if (why := _unwanted(rollout, filters))}
-    kept = msgspec.structs.replace(group, rollouts=[rollout for rollout in group.rollouts if rollout.id not in left])
+    removed = {rollout.id: why for rollout in group.rollouts if (why := _unwanted(rollout, filters))}
+    kept = msgspec.structs.replace(group, rollouts=[rollout for rollout in group.rollouts if rollout.id not in removed])
     if len(kept.usable) < min(COMPARED, len(group.rollouts)):
         # A configured filter that removed a rollout is the reason. Otherwise no filter is: the group fails.
-        return FilteredGroup(kept, left, "overlong" if "overlong" in left.values() else "")
+        return FilteredGroup(kept, removed, "overlong" if "overlong" in removed.values() else "")
     rewards = [rollout.reward for rollout in kept.usable]
     if "zero_variance" in filters and len(set(rewards)) == 1:
-        return FilteredGroup(kept, left, "zero_variance")
-    return FilteredGroup(kept, left)
+        return FilteredGroup(kept, removed, "zero_variance")
+    return FilteredGroup(kept, removed)
 
 
 def _unwanted(rollout: Rollout, filters: Collection[Filter]) -> str:

@@ -328,9 +328,9 @@ class Journal:
         Groups, versions and steps of other policies stay as they are.
 
         With `step`, the run continues from the weights of that optimizer step. Steps after it can be trained again, up
-        to `Recovered.reach`, and groups in flight are in `Recovered.left`. If tokens were not kept, the groups of these
-        steps are dropped instead, as "rolled back", and the groups in flight as "interrupted". Without `step`, the
-        groups in flight are dropped as "interrupted". A curriculum needs `outcomes`.
+        to `Recovered.resume_step`, and groups in flight are in `Recovered.unfinished`. If tokens were not kept, the
+        groups of these steps are dropped instead, as "rolled back", and the groups in flight as "interrupted". Without
+        `step`, the groups in flight are dropped as "interrupted". A curriculum needs `outcomes`.
         """
         return self._writer.call(
             lambda store: recover(store, step, self._clock(), publish_every, policy=policy, outcomes=outcomes), timeout

@@ -1,8 +1,8 @@
 """Recovery of the journal of a dead run.
 
 Steps that the run trained after its checkpoint can be trained again, groups in flight continue, and everything else is
-closed. Afterwards every group is trained up to `Recovered.reach`, or in flight and in `Recovered.left`, or ended: the
-ledgers balance, and no group is in two places.
+closed. Afterwards every group is trained up to `Recovered.resume_step`, or in flight and in `Recovered.unfinished`, or
+ended: the ledgers balance, and no group is in two places.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     last_version: int
     """The highest version id ever published, or -1 if none. The next version takes a higher id."""
     last_step: int
-    reach: int = 0
+    resume_step: int = 0
     """The last optimizer step that can be trained again from the journal and that ends a version."""
     republished: list[int] = []
     """The version ids whose weights had another id before. The next free id is among them if the weights that the
     resumed run publishes first had an id already."""
-    left: list[UnfinishedGroup] = []
+    unfinished: list[UnfinishedGroup] = []
     """The groups that were in flight, oldest first."""
     overtakers: list[int] = []
-    """The groups trained up to `reach` that are younger than the oldest group in `left`."""
+    """The groups trained up to `resume_step` that are younger than the oldest group in `unfinished`."""
     unseen_tokens: int = 0
     """The approximate number of tokens that were sampled but not written before the run died."""
     lost_prompts: list[str]
@@ -90,19 +90,19 @@ def recover(
 ) -> Recovered:
     """See `Journal.recover`. Must be called inside a transaction."""
     _forget_lost_segments(store)
-    reach = _reach(store, policy, step, publish_every) if step is not None else None
-    prompts = _reopen(store, policy, reach, now) if reach is not None else []
-    if reach is None or not store.keeps_rollouts:
+    resume_step = _resume_step(store, policy, step, publish_every) if step is not None else None
+    prompts = _reopen(store, policy, resume_step, now) if resume_step is not None else []
+    if resume_step is None or not store.keeps_rollouts:
         prompts = sorted(prompts + _close(store, policy, now))
-    left = _left(store, policy) if reach is not None else []
+    left = _left(store, policy) if resume_step is not None else []
     last_version = _scalar(store, "SELECT COALESCE(MAX(id), -1) FROM versions WHERE policy = ?", policy)
     return Recovered(
         next_group=_scalar(store, "SELECT COALESCE(MAX(id) + 1, 0) FROM groups"),
         last_version=last_version,
         last_step=_scalar(store, "SELECT COALESCE(MAX(step), 0) FROM steps WHERE policy = ?", policy),
-        reach=reach or 0,
-        republished=[] if reach is None else _republished(store, policy, reach, last_version + 1),
-        left=left,
+        resume_step=resume_step or 0,
+        republished=[] if resume_step is None else _republished(store, policy, resume_step, last_version + 1),
+        unfinished=left,
         overtakers=_overtakers(store, policy, left[0].id) if left else [],
         unseen_tokens=_unseen_tokens(store),
         lost_prompts=[prompt for _, prompt in prompts],
@@ -132,12 +132,12 @@ def _outcomes(store: Store, policy: str) -> list[tuple[int, str, int, int]]:
     return store.db.execute(sql, (policy,)).fetchall()
 
 
-def _reach(store: Store, policy: str, step: int, publish_every: int) -> int:
+def _resume_step(store: Store, policy: str, step: int, publish_every: int) -> int:
     """Return the last step up to which all steps after `step` can be trained again.
 
     Only whole versions count, and all tokens of their steps must be in the journal.
     """
-    reach = step
+    resume_step = step
     sql = """
         SELECT steps.step, steps.rollouts = COUNT(rollouts.id) AND COUNT(rollouts.id) = COUNT(rollouts.segment)
         FROM steps LEFT JOIN groups
@@ -147,23 +147,23 @@ def _reach(store: Store, policy: str, step: int, publish_every: int) -> int:
         GROUP BY steps.step ORDER BY steps.step
     """
     for found, whole in store.db.execute(sql, (step, policy)).fetchall():
-        if found != reach + 1 or not whole:
+        if found != resume_step + 1 or not whole:
             break
-        reach = found
-    return max(step, reach - reach % publish_every)
+        resume_step = found
+    return max(step, resume_step - resume_step % publish_every)
 
 
-def _reopen(store: Store, policy: str, reach: int, now: float) -> list[tuple[int, str]]:
+def _reopen(store: Store, policy: str, resume_step: int, now: float) -> list[tuple[int, str]]:
     """Put the groups that later steps trained back in flight.
 
     A group whose tokens are gone is dropped instead. Return (id, prompt) of the dropped groups.
     """
-    after = (reach, policy)
+    after = (resume_step, policy)
     gone = f"SELECT group_id FROM rollouts WHERE step > ? AND {OF_POLICY} AND state = 'trained' AND segment IS NULL"
     dropped = store.db.execute(f"SELECT id, prompt FROM groups WHERE id IN ({gone}) ORDER BY id", after).fetchall()
     lost = f"state = 'dropped', reason = 'rolled back', step = NULL, ended = COALESCE(ended, {float(now)!r})"
     for table, group in (("groups", "id"), ("rollouts", "group_id")):
-        store.write(f"UPDATE {table} SET {lost} WHERE step > ? AND {group} IN ({gone})", reach, *after)
+        store.write(f"UPDATE {table} SET {lost} WHERE step > ? AND {group} IN ({gone})", resume_step, *after)
     again = "state = 'in_flight', step = NULL"
     store.write(f"UPDATE groups SET {again}, ended = NULL WHERE step > ? AND policy = ?", *after)
     store.write(f"UPDATE rollouts SET {again} WHERE step > ? AND {OF_POLICY}", *after)
@@ -240,11 +240,11 @@ def _partial(store: Store, rollout_id: str) -> list[Trace]:
     return [Trace.joined(parts.get(number) or [nothing]) for number in range(max(parts, default=-1) + 1)]
 
 
-def _republished(store: Store, policy: str, reach: int, next_version: int) -> list[int]:
+def _republished(store: Store, policy: str, resume_step: int, next_version: int) -> list[int]:
     """Return every version that has no more steps behind it than an earlier version."""
     sql = "SELECT id, step FROM versions WHERE policy = ? ORDER BY id"
     versions = store.db.execute(sql, (policy,)).fetchall()
-    return republished_among([*versions, (next_version, reach)])
+    return republished_among([*versions, (next_version, resume_step)])
 
 
 def _forget_lost_segments(store: Store) -> None:

@@ -27,7 +27,7 @@ ATTENTION = "headrace"
 _IGNORED = {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
 _IGNORED |= {"output_router_logits", "return_dict", "num_items_in_batch", "past_key_values", "cu_seq_lens_q"}
 
-UNTOLD = -1
+ANY_LAYER = -1
 """The layer of a call that is compiled for training. If compiled code read the index, the first layers would be
 compiled one by one."""
 
@@ -37,7 +37,7 @@ class AttentionCall:
     """One layer's attention over packed tokens: T tokens, H query heads, K key/value heads, head size D."""
 
     layer: int
-    """The index of the layer, or `UNTOLD`."""
+    """The index of the layer, or `ANY_LAYER`."""
     query: torch.Tensor  # [1, H, T, D]
     key: torch.Tensor  # [1, K, T, D], not repeated
     value: torch.Tensor  # [1, K, T, Dv]
@@ -135,7 +135,7 @@ def _attention(
         and torch.is_grad_enabled()
         and (query.requires_grad or key.requires_grad or value.requires_grad)
     ):
-        return _trained(query, key, value, sinks, UNTOLD, scale, window or 0, float(softcap or 0.0))[0], None
+        return _trained(query, key, value, sinks, ANY_LAYER, scale, window or 0, float(softcap or 0.0))[0], None
     if torch.compiler.is_compiling():
         number = number_of(module, LAYER)
         assert number is not None, "a layer is compiled before `prepare_to_compile`"

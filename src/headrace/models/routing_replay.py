@@ -23,7 +23,7 @@ from headrace.types import NO_EXPERT
 _TOPK = (torch.topk, torch.Tensor.topk)
 _WRAPPED = re.compile(r"\.(base_layer|original_module)(?=\.|$)")
 """The names under which peft puts a module that it adapts or trains in full."""
-Told = Callable[[torch.Tensor], None]
+Report = Callable[[torch.Tensor], None]
 
 
 class Forced:
@@ -80,7 +80,7 @@ def _checked(shape: RoutingShape, routing: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _forced_block(block: torch.nn.Module, forced: torch.Tensor, experts: int, told: Told) -> Iterator[None]:
+def _forced_block(block: torch.nn.Module, forced: torch.Tensor, experts: int, told: Report) -> Iterator[None]:
     inner = block.forward
     patched = vars(block).get("forward")
 
@@ -106,7 +106,7 @@ def _forced_block(block: torch.nn.Module, forced: torch.Tensor, experts: int, to
 class _Choice(TorchFunctionMode):
     """The mode that answers the topk over all experts from the record, counts these calls, and reports the changes."""
 
-    def __init__(self, forced: torch.Tensor, experts: int, told: Told) -> None:
+    def __init__(self, forced: torch.Tensor, experts: int, told: Report) -> None:
         super().__init__()
         self.made = 0
         self._forced = forced

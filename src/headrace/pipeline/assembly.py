@@ -89,7 +89,7 @@ def assemble(
     replaces the window of the configuration, to try another admission policy.
     """
     window = window or make_window(config, before, checkpoint)
-    done = before.reach // config.delivery.publish_every
+    done = before.resume_step // config.delivery.publish_every
     recorder = Recorder(
         outputs.journal,
         outputs.metrics,
@@ -123,8 +123,8 @@ def assemble(
             remote=remote or {},
             processes=processes or NoProcesses(),
             checkpoint=checkpoint,
-            first_step=before.reach,
-            left=left,
+            first_step=before.resume_step,
+            unfinished=left,
         )
     )
 
@@ -139,7 +139,7 @@ def make_window(config: Config, before: Recovered, checkpoint: Checkpoint) -> Wi
         buffer.max_lag,
         # A checkpoint may be newer than the last version that a dying run could still journal.
         first_version=max(before.last_version, checkpoint.version) + 1,
-        versions=config.run.versions - before.reach // every,
+        versions=config.run.versions - before.resume_step // every,
         on_stale=buffer.on_stale,
         oversample=buffer.oversample,
         republished=before.republished,

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from headrace.buffer.filters import Filter, sift
+from headrace.buffer.filters import Filter, filter_group
 from headrace.buffer.salvage import prefix_of
 from headrace.buffer.window import Window
 from headrace.errors import HeadraceError
@@ -94,7 +94,7 @@ class Attempts:
         self._recorder.rollouts_ended(group)
         self._settle(group)
 
-    def taken_up(self, group: Group) -> None:
+    def judge_recovered(self, group: Group) -> None:
         """Judge an attempt of a previous process whose rollouts had all ended there and are in the journal."""
         self._settle(group)
 
@@ -128,22 +128,22 @@ class Attempts:
 
     def _judge(self, group: Group) -> None:
         self._source.outcome(group.id, group.prompt.id, [r.reward for r in group.usable if r.reward is not None])
-        sifted = sift(group, self._filters)
-        if sifted.reason:
+        filtered = filter_group(group, self._filters)
+        if filtered.reason:
             self._window.filter(group.id)
-            self._recorder.group_ended(group, "dropped", sifted.reason)
+            self._recorder.group_ended(group, "dropped", filtered.reason)
             self._filtered_in_a_row += 1
             if self._filtered_in_a_row >= max(FILTERED_IN_A_ROW, 10 * self._window.capacity):
                 raise HeadraceError(
-                    f"the last {self._filtered_in_a_row} groups were all filtered, the last one as {sifted.reason}: "
+                    f"the last {self._filtered_in_a_row} groups were all filtered, the last one as {filtered.reason}: "
                     "there is nothing left to train on ([buffer] filter)"
                 )
-        elif len(sifted.group.usable) < min(2, len(group.rollouts)):
+        elif len(filtered.group.usable) < min(2, len(group.rollouts)):
             self._fail(group)
         else:
-            self._recorder.rollouts_left(sifted.left)
+            self._recorder.rollouts_left(filtered.removed)
             self._failed_in_a_row = self._filtered_in_a_row = 0
-            self._window.complete(sifted.group)
+            self._window.complete(filtered.group)
 
     def _fail(self, group: Group) -> None:
         reason = next(rollout.reason for rollout in group.rollouts if rollout.ending in ("failed", "aborted"))

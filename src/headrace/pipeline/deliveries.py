@@ -142,7 +142,7 @@ class Deliveries:
                 try:
                     manifest = await self._resend(manifest)
                 except PeerDied:
-                    versions.strand(manifest.version)
+                    versions.mark_stranded(manifest.version)
                     return
                 except ChannelError as error:
                     self._give_up(engine, manifest.version, f"{proof.reason}; {error}")

@@ -43,7 +43,7 @@ def start_run(
             (run_dir.path / "prompts.jsonl").write_text(prompts)
         task, chat = check_inputs(config, reward)
         session = RunSession(config, run_dir, progress, task, chat)
-        with run_dir.said_when_full():
+        with run_dir.report_full_disk():
             summary = session.execute()
     except UserError as error:
         resumable = isinstance(error, DiskError) or (session is not None and session.began)
@@ -66,7 +66,7 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str] = (
     task, chat = check_inputs(config)
     for line in changes(before, config):
         progress.note(line)
-    with run_dir.said_when_full(), run_dir.trying(config):
+    with run_dir.report_full_disk(), run_dir.with_trial_config(config):
         session = RunSession(config, run_dir, progress, task, chat)
         return Outcome(run_dir, session.execute(), session.outcome)
 

@@ -53,7 +53,7 @@ class Parts:
     first_step: int = 0
     """The number of optimizer steps behind the first version: the steps of the checkpoint, plus the steps after the
     checkpoint that are trained again."""
-    left: Sequence[UnfinishedGroup] = ()
+    unfinished: Sequence[UnfinishedGroup] = ()
     """The groups that a previous process had in flight, oldest first. The window holds them already."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by Ctrl-C: nothing new begins, and batches in training are finished."""

@@ -26,7 +26,7 @@ from headrace.observe.metrics import MetricsLog
 from headrace.observe.outcomes import describe_end
 from headrace.observe.progress import Progress
 from headrace.observe.timeline import Timeline
-from headrace.pipeline.picture import Picture
+from headrace.pipeline.run_view import RunView
 from headrace.rollouts.evaluation import EvaluationResult
 from headrace.training.report import StepReport
 from headrace.types import (
@@ -77,7 +77,7 @@ class Recorder:
         self._activity = Activity()
         self._peak_memory: dict[str, int] = {}
         """The most bytes of GPU memory that each process has held, by process."""
-        self._picture = Picture(progress, window, versions_total)
+        self._picture = RunView(progress, window, versions_total)
         self.ledgers = Ledgers(before.groups, before.rollouts, policy=window.policy)
         self.checkpoint: Path | None = None
 

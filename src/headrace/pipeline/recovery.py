@@ -168,11 +168,11 @@ class Recovery:
         Return the others, with episodes that continue from their saved tokens.
         """
         unfinished = []
-        prompts = {prompt.id: prompt for prompt in self._parts.task.train} if self._parts.left else {}
-        for left in self._parts.left:
+        prompts = {prompt.id: prompt for prompt in self._parts.task.train} if self._parts.unfinished else {}
+        for left in self._parts.unfinished:
             group = left.group(prompts[left.prompt])
             if left.complete:
-                attempts.taken_up(group)
+                attempts.judge_recovered(group)
                 continue
             partials.resumed(left.partial)
             resumed = episodes.resumed(group, left.members, left.partial)
@@ -190,11 +190,11 @@ def restore_groups(
     """
     if before.last_version < 0:
         return []
-    prompts = {prompt.id for prompt in task.train} if before.left else set()
-    known = [left for left in before.left if left.prompt in prompts]
+    prompts = {prompt.id for prompt in task.train} if before.unfinished else set()
+    known = [left for left in before.unfinished if left.prompt in prompts]
     refused = set(window.restore([(left.id, left.version) for left in known], before.overtakers))
     lost, going_on = 0, []
-    for left in before.left:
+    for left in before.unfinished:
         group = left.group()
         recorder.resumed(group, left.members)
         if left.prompt in prompts and left.id not in refused:
@@ -203,13 +203,13 @@ def restore_groups(
         lost += _sampled(left)
         recorder.group_ended(group, "dropped", "no slot after a resume" if left.id in refused else "its prompt is gone")
     unfinished = sum(not left.complete for left in going_on)
-    if going_on or before.reach > checkpoint.step:
+    if going_on or before.resume_step > checkpoint.step:
         recorder.note(
-            f"resumed: {before.reach - checkpoint.step} steps are trained again from the journal, "
+            f"resumed: {before.resume_step - checkpoint.step} steps are trained again from the journal, "
             f"{len(going_on) - unfinished} groups are ready, {unfinished} go on from their saved tokens"
         )
     unseen = before.unseen_tokens if unfinished else 0
-    recorder.run_resumed((checkpoint.step, before.reach), lost + unseen)
+    recorder.run_resumed((checkpoint.step, before.resume_step), lost + unseen)
     return going_on
 
 

@@ -126,8 +126,8 @@ class RunSession:
                 waits=waits,
                 make_journal=self._journal,
             )
-            if torn := facts["torn"]:
-                self.progress.note(f"{torn}: not a complete checkpoint, the one before it is used")
+            if incomplete := facts["incomplete"]:
+                self.progress.note(f"{incomplete}: not a complete checkpoint, the one before it is used")
             self._controller = controller
             watchers.append(guard.create_task(controller.serve(), name="serve"))
             if self._gateway is not None:

@@ -114,7 +114,7 @@ class Versions:
         """Return whether the trainer that published this version is gone."""
         return version <= self._orphaned
 
-    def strand(self, version: int) -> None:
+    def mark_stranded(self, version: int) -> None:
         """Record that an engine refused this version and nothing can send it again: engines wait for the next one."""
         self._stranded = version
 

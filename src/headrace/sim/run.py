@@ -58,7 +58,7 @@ class SimRun:
             )
             for n in range(config.engine.count)
         ]
-        self.trainer = SimTrainer(policy, train_seconds, events, step=before.reach)
+        self.trainer = SimTrainer(policy, train_seconds, events, step=before.resume_step)
         known = before.last_version >= 0
         self.controller = assemble(
             config,
@@ -68,7 +68,7 @@ class SimRun:
             trainer=self.trainer,
             outputs=Outputs(journal, MetricsLog(path / "metrics.jsonl"), NoProgress(), RunClock.now()),
             before=before,
-            checkpoint=Checkpoint(step=before.reach, version=before.last_version, found=known),
+            checkpoint=Checkpoint(step=before.resume_step, version=before.last_version, found=known),
             waits=Waits(asyncio.get_running_loop().time),
             events=events,
             window=window,

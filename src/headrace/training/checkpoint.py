@@ -118,7 +118,7 @@ def latest(directory: Path) -> Path | None:
     return max(_complete(directory), key=_steps, default=None)
 
 
-def torn(directory: Path) -> list[str]:
+def incomplete(directory: Path) -> list[str]:
     """Return the names of checkpoints that are not complete.
 
     A run never leaves one: something else has damaged them.
@@ -129,7 +129,7 @@ def torn(directory: Path) -> list[str]:
     return sorted(path.name for path in named if _record(path) is None)
 
 
-def set_aside(directory: Path, last_step: int) -> list[str]:
+def delete_ahead(directory: Path, last_step: int) -> list[str]:
     """Delete checkpoints with more than `last_step` policy steps, and return their names.
 
     Only the one writer of the directory may call this. A run that was killed may not have recorded its last steps, so

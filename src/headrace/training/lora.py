@@ -25,7 +25,7 @@ from headrace.errors import ModelError, UserError
 from headrace.models.lora import adapter_weights
 from headrace.models.lora_targets import Targets, find_targets
 from headrace.training.checkpoint import copy_companions
-from headrace.training.sharding import input_device, reshard, take_part, whole_tensor
+from headrace.training.sharding import copy_own_part, input_device, reshard, whole_tensor
 from headrace.training.snapshot import on_host
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -133,7 +133,7 @@ class TrainedAdapter:
         for name in sorted(saved.keys() | live.keys()):
             if name not in saved or name not in live or saved[name].shape != live[name].shape:
                 raise UserError(f"{path} holds another adapter than [lora] asks for: they differ in {name}")
-        take_part(saved, live)
+        copy_own_part(saved, live)
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Return the live tensors by the names in peft's files."""

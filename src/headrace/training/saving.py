@@ -35,7 +35,7 @@ from headrace.training.sharded_checkpoint import (
     read_shards,
     write_model_files,
 )
-from headrace.training.sharding import placed_like, take_part, whole_tensor
+from headrace.training.sharding import copy_own_part, placed_like, whole_tensor
 from headrace.training.snapshot import CheckpointWriter, ModelSnapshot, on_host
 
 OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"
@@ -160,7 +160,7 @@ class Saver:
         if is_sharded(checkpoint) and has_reference(checkpoint):
             read_shards(checkpoint, _under(REFERENCE, reference), self._ranks)
         elif (checkpoint / REFERENCE_FILE).is_file():
-            take_part(load_file(checkpoint / REFERENCE_FILE), reference)
+            copy_own_part(load_file(checkpoint / REFERENCE_FILE), reference)
         elif state.steps_done > state.policy_steps:
             raise UserError(
                 f"[algorithm] kl: {checkpoint} does not hold the policy that its warm start made, the reference; "
@@ -176,7 +176,7 @@ class Saver:
             raise UserError(f"{checkpoint} holds an adapter only: it is of a run with [lora]")
         weights = self._weights()
         saved = load_model(checkpoint, dtype=str(next(iter(weights.values())).dtype).removeprefix("torch."))
-        take_part(named_weights(saved), weights)
+        copy_own_part(named_weights(saved), weights)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return trained_weights(self._model, self._half, self._adapter)

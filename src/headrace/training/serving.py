@@ -33,7 +33,7 @@ from headrace.delivery.transports.segments import sweep
 from headrace.errors import HeadraceError, UserError
 from headrace.models.rounding import rounded
 from headrace.training.building import build_trainer
-from headrace.training.checkpoint import latest, prune, read_state, set_aside, torn
+from headrace.training.checkpoint import delete_ahead, incomplete, latest, prune, read_state
 from headrace.training.devices import engine_device
 from headrace.training.messages import (
     RENDEZVOUS,
@@ -78,11 +78,11 @@ class TrainerRole:
         with link.spans.span("load"):
             if last_step is not None and self.first:
                 # This comes before the ranks meet, so that all of them find the same newest checkpoint.
-                set_aside(self.checkpoints, last_step)
+                delete_ahead(self.checkpoints, last_step)
             built = build_trainer(config, self.checkpoints, link.spans, lambda device: join_ranks(link, config, device))
             self.trainer, self.ranks, self.base_digest = built.trainer, built.ranks, built.base_digest
             device = self.device = built.device
-            self.torn = torn(self.checkpoints)
+            self.incomplete = incomplete(self.checkpoints)
             self.resumed_from = latest(self.checkpoints)
             if self.resumed_from is not None:
                 self.trainer.load(self.resumed_from)
@@ -117,7 +117,7 @@ class TrainerRole:
             policy_steps=self.trainer.policy_steps,
             resumed_from=str(self.resumed_from or ""),
             version=NO_VERSION if self.resumed_from is None else read_state(self.resumed_from).version,
-            torn=", ".join(self.torn),
+            incomplete=", ".join(self.incomplete),
             parameters=sum(weight.numel() for weight in self.trainer.weights().values()),
             device=self.device,
             transport=self.choice.transport,

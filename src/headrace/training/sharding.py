@@ -114,7 +114,7 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def take_part(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+def copy_own_part(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
     """Copy whole tensors over weights of which this rank may hold only a part."""
     for name, tensor in weights.items():
         local_tensor(tensor).copy_(saved[name][held_region(tensor).within(whole(tensor.shape))])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.buffer import admission
-from headrace.buffer.filters import sift
+from headrace.buffer.filters import filter_group
 from headrace.buffer.salvage import masked, prefix_of
 from headrace.buffer.window import Window
 from headrace.types import Ending, Group, Prompt, Rollout, Trace
@@ -42,8 +42,8 @@ def group(*rollouts: Rollout) -> Group:
     ],
 )
 def test_groups_by_their_rewards(rewards, filters, reason) -> None:
-    sifted = sift(group(*(rollout(i, reward) for i, reward in enumerate(rewards))), filters)
-    assert (sifted.reason, sifted.left, len(sifted.group.rollouts)) == (reason, {}, len(rewards))
+    filtered = filter_group(group(*(rollout(i, reward) for i, reward in enumerate(rewards))), filters)
+    assert (filtered.reason, filtered.removed, len(filtered.group.rollouts)) == (reason, {}, len(rewards))
 
 
 def test_rollouts_leave_one_by_one() -> None:
@@ -51,19 +51,19 @@ def test_rollouts_leave_one_by_one() -> None:
         rollout(0, 1.0), rollout(1, 0.0, "truncated"), rollout(2, 1.0), rollout(3, None, "aborted", "straggler"),
         rollout(4, None, "failed", "no judge"),
     )  # fmt: skip
-    kept = sift(whole, [])
-    assert kept.left == {"7/3": "straggler"} and kept.reason == ""
+    kept = filter_group(whole, [])
+    assert kept.removed == {"7/3": "straggler"} and kept.reason == ""
     assert [r.index for r in kept.group.rollouts] == [0, 1, 2, 4]
-    both = sift(whole, ["zero_variance", "overlong"])
-    assert both.left == {"7/1": "overlong", "7/3": "straggler"}
+    both = filter_group(whole, ["zero_variance", "overlong"])
+    assert both.removed == {"7/1": "overlong", "7/3": "straggler"}
     assert both.reason == "zero_variance", "what is left has one reward only"
     assert len(whole.rollouts) == 5
 
 
 def test_a_group_with_too_few_left_is_filtered_only_where_a_filter_did_it() -> None:
-    short = sift(group(rollout(0, 1.0), rollout(1, 0.0, "truncated")), ["overlong"])
+    short = filter_group(group(rollout(0, 1.0), rollout(1, 0.0, "truncated")), ["overlong"])
     assert short.reason == "overlong"
-    failed = sift(group(rollout(0, 1.0), rollout(1, None, "failed", "x")), ["overlong", "zero_variance"])
+    failed = filter_group(group(rollout(0, 1.0), rollout(1, None, "failed", "x")), ["overlong", "zero_variance"])
     assert failed.reason == "" and len(failed.group.usable) == 1
 
 

@@ -77,7 +77,7 @@ def test_a_group_that_was_in_flight_keeps_its_policy(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.db") as journal:
         journal.admitted(group(0, "writer"), ["0/0"])
     with Journal(tmp_path / "journal.db") as journal:
-        (left,) = journal.recover(step=0, policy="writer").left
+        (left,) = journal.recover(step=0, policy="writer").unfinished
         assert left.policy == "writer"
         assert left.group() == Group(id=0, prompt=Prompt(id="p0"), version=0, policy="writer")
 
@@ -111,14 +111,14 @@ def test_a_policy_is_recovered_by_itself(tmp_path: Path, keep_rollouts: bool) ->
         before.append(reader.rows("SELECT * FROM partials WHERE rollout = '5/0'"))
     with Journal(path, keep_rollouts=keep_rollouts) as journal:
         found = journal.recover(step=0, policy="writer")
-        assert (found.last_version, found.last_step, found.next_group) == (1, found.reach, 6)
+        assert (found.last_version, found.last_step, found.next_group) == (1, found.resume_step, 6)
         assert found.groups.admitted == (1 if keep_rollouts else 3), "what is left of the writer is not counted yet"
         if keep_rollouts:
-            assert (found.reach, found.republished, found.overtakers) == (1, [2], [])
-            assert [left.id for left in found.left] == [2, 4]
+            assert (found.resume_step, found.republished, found.overtakers) == (1, [2], [])
+            assert [left.id for left in found.unfinished] == [2, 4]
             assert found.outcomes == [(0, "p0", 1, 1)]
         else:
-            assert (found.reach, found.left, found.lost_prompts) == (0, [], ["p0", "p2", "p4"])
+            assert (found.resume_step, found.unfinished, found.lost_prompts) == (0, [], ["p0", "p2", "p4"])
     with open_readonly(path) as reader:
         after = [reader.rows(critic), reader.rows("SELECT * FROM steps WHERE policy = 'critic'")]
         after.append(reader.rows("SELECT * FROM partials WHERE rollout = '5/0'"))
@@ -126,7 +126,7 @@ def test_a_policy_is_recovered_by_itself(tmp_path: Path, keep_rollouts: bool) ->
         assert [one.id for one in reader.trained_groups(1)] == ([0, 1] if keep_rollouts else [1])
         assert (reader.republished("critic"), reader.step(2, "critic") is None) == ([], False)
         assert reader.step(2, "writer") is None
-        assert (reader.last_step("writer"), reader.last_step("critic"), reader.last_step()) == (found.reach, 2, 2)
+        assert (reader.last_step("writer"), reader.last_step("critic"), reader.last_step()) == (found.resume_step, 2, 2)
     assert after == before, "the critic's groups, rollouts, steps and saved tokens are as they were"
 
 

@@ -86,10 +86,12 @@ def test_a_run_goes_on_from_the_tokens_that_are_in_it(old: Path) -> None:
     assert rows
     with Journal(old) as journal:
         found = journal.recover(step=8)
-    assert [left.id for left in found.left] == [row["id"] for row in flying]
-    assert {left.policy for left in found.left} == {"policy"}
+    assert [left.id for left in found.unfinished] == [row["id"] for row in flying]
+    assert {left.policy for left in found.unfinished} == {"policy"}
     saved = {
-        rollout: [len(trace) for trace in traces] for left in found.left for rollout, traces in left.partial.items()
+        rollout: [len(trace) for trace in traces]
+        for left in found.unfinished
+        for rollout, traces in left.partial.items()
     }
     assert saved.items() >= {row["rollout"]: [row["n"]] for row in rows}.items()
 

@@ -73,13 +73,13 @@ def test_a_run_goes_on_with_everything_that_it_had(tmp_path: Path) -> None:
     dead_run(tmp_path / "journal.db")
     with Journal(tmp_path / "journal.db") as journal:
         found = journal.recover(step=2)
-        assert (found.reach, found.next_group, found.last_version, found.lost_prompts) == (5, 8, 5, [])
+        assert (found.resume_step, found.next_group, found.last_version, found.lost_prompts) == (5, 8, 5, [])
         assert found.republished == [6], "step 5 was published as 5, and will be again as 6"
-        assert [(left.id, left.complete, left.version) for left in found.left] == [
+        assert [(left.id, left.complete, left.version) for left in found.unfinished] == [
             (4, True, 1), (6, False, 3), (7, False, 4),
         ]  # fmt: skip
         assert found.overtakers == [5]
-        ready, running, begun = found.left
+        ready, running, begun = found.unfinished
         assert [rollout.reward for rollout in ready.rollouts] == [0.0, 1.0]
         [first], [second] = running.partial["6/0"], running.partial["6/1"]
         assert first.token_ids.tolist() == [6, 7, 8]
@@ -87,13 +87,13 @@ def test_a_run_goes_on_with_everything_that_it_had(tmp_path: Path) -> None:
         assert second.token_ids.tolist() == [6]
         assert begun.partial == {}
         ledgers = Ledgers(found.groups, found.rollouts)
-        for left in found.left:
+        for left in found.unfinished:
             ledgers.admitted(left.id, left.members)
         assert ledgers.as_dict() == journal.counts()
         ledgers.check()
         twice = journal.recover(step=2)
-        assert [encode(left) for left in twice.left] == [encode(left) for left in found.left]
-        assert (twice.groups, twice.rollouts, twice.reach) == (found.groups, found.rollouts, found.reach)
+        assert [encode(left) for left in twice.unfinished] == [encode(left) for left in found.unfinished]
+        assert (twice.groups, twice.rollouts, twice.resume_step) == (found.groups, found.rollouts, found.resume_step)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +105,9 @@ def test_whole_versions_are_trained_again_and_the_rest_is_ready(
     dead_run(tmp_path / "journal.db")
     with Journal(tmp_path / "journal.db") as journal:
         found = journal.recover(step=0, publish_every=publish_every)
-        assert found.reach == reach
-        assert [left.id for left in found.left] == again
-        assert all(left.complete == (left.id < 6) for left in found.left)
+        assert found.resume_step == reach
+        assert [left.id for left in found.unfinished] == again
+        assert all(left.complete == (left.id < 6) for left in found.unfinished)
         # What is ready again can be trained again, once.
         if 5 in again:
             journal.group_ended(5, "trained", step=5)
@@ -118,7 +118,7 @@ def test_without_tokens_the_books_are_closed(tmp_path: Path) -> None:
     dead_run(tmp_path / "journal.db", keep=False)
     with Journal(tmp_path / "journal.db", keep_rollouts=False) as journal:
         found = journal.recover(step=2)
-        assert (found.reach, found.left) == (2, [])
+        assert (found.resume_step, found.unfinished) == (2, [])
         assert found.lost_prompts == ["p2", "p3", "p4", "p5", "p6", "p7"]
         assert found.groups.reasons["dropped"] == {"rolled back": 3, "interrupted": 3}
         assert found.groups.trained == 2
@@ -133,9 +133,9 @@ def test_lost_bytes_end_the_reach_there(tmp_path: Path) -> None:
     segment.write_bytes(segment.read_bytes()[: row["offset"] + 3])
     with Journal(tmp_path / "journal.db") as journal:
         found = journal.recover(step=1)
-        assert found.reach == 3
+        assert found.resume_step == 3
         assert found.groups.reasons["dropped"] == {"rolled back": 2}, "3, whose tokens are gone, and 5 after it"
-        assert [(left.id, left.complete, left.partial) for left in found.left] == [
+        assert [(left.id, left.complete, left.partial) for left in found.unfinished] == [
             (4, False, {}), (6, False, {}), (7, False, {}),
         ]  # fmt: skip
 
@@ -147,7 +147,7 @@ def test_a_group_cut_while_it_was_written_is_judged_again(tmp_path: Path) -> Non
         journal.rollout_ended(Rollout(id="0/1", index=1, traces=[tokens], ending="finished", reward=1.0))
     for _ in range(2):
         with Journal(tmp_path / "journal.db") as journal:
-            (left,) = journal.recover(step=0).left
+            (left,) = journal.recover(step=0).unfinished
             assert not left.complete and left.members == ["0/0", "0/1"]
             [saved] = left.partial["0/1"]
             assert saved.token_ids.tolist() == [5, 7, 63]
@@ -170,7 +170,7 @@ def test_a_rollout_goes_on_in_all_its_traces(tmp_path: Path) -> None:
         journal.rollout_ended(Rollout(id="0/1", index=1, traces=two, ending="finished", reward=1.0))
     for _ in range(2):
         with Journal(tmp_path / "journal.db") as journal:
-            (left,) = journal.recover(step=0).left
+            (left,) = journal.recover(step=0).unfinished
             running, ended = left.partial["0/0"], left.partial["0/1"]
             assert [one.token_ids.tolist() for one in running] == [[1, 2, 3, 4], [10, 11, 12, 13], [], [30]]
             assert [one.versions.tolist() for one in running] == [[0, 0, 1, 3], [1, 2, 2, 3], [], [3]]
@@ -200,11 +200,11 @@ def test_parts_that_a_power_failure_took_are_forgotten_and_what_follows_is_kept(
     segment = tmp_path / "segments" / "000001.seg"
     segment.write_bytes(segment.read_bytes()[:-3])
     with Journal(tmp_path / "journal.db") as journal:
-        (left,) = journal.recover(step=0).left
+        (left,) = journal.recover(step=0).unfinished
         assert [one.token_ids.tolist() for one in left.partial["0/0"]] == [[1], [5]]
         save(journal, [3, 3, 3], [7])
     with Journal(tmp_path / "journal.db") as journal:
-        (left,) = journal.recover(step=0).left
+        (left,) = journal.recover(step=0).unfinished
         assert [one.token_ids.tolist() for one in left.partial["0/0"]] == [[1, 3, 3, 3], [5, 7]]
 
 
@@ -213,7 +213,7 @@ def test_a_failed_rollout_without_a_trace_does_not_stop_a_recovery(tmp_path: Pat
         admit(journal, 0)
         journal.rollout_ended(Rollout(id="0/1", index=1, traces=[], ending="failed", reason="timeout"))
     with Journal(tmp_path / "journal.db") as journal:
-        (left,) = journal.recover(step=0).left
+        (left,) = journal.recover(step=0).unfinished
         assert (left.members, left.partial) == (["0/0", "0/1"], {})
 
 
@@ -228,7 +228,7 @@ def test_a_complete_group_is_judged_again_with_what_filters_had_left_out(tmp_pat
     for _ in range(2):
         with Journal(tmp_path / "journal.db") as journal:
             found = journal.recover(step=0)
-            (left,) = found.left
+            (left,) = found.unfinished
             assert left.complete and left.members == ["1/0", "1/1"] and len(left.rollouts) == 2
             assert found.outcomes == [(0, "p0", 1, 2)], "what is left counts when it is judged"
             assert journal.recover(step=0, outcomes=False).outcomes == []
@@ -279,8 +279,8 @@ def test_a_disk_that_is_full_is_one_line_and_the_last_commit_stands(tmp_path: Pa
     assert f"the journal {path} cannot be written: " in line
     with Journal(path) as journal:
         found = journal.recover(step=0)
-        assert found.left[0].id == 0 and found.left[0].complete
-        assert len(found.left) == found.next_group, "every group that was committed is there"
+        assert found.unfinished[0].id == 0 and found.unfinished[0].complete
+        assert len(found.unfinished) == found.next_group, "every group that was committed is there"
         admit(journal, found.next_group)
         journal.flush()
 

@@ -190,7 +190,7 @@ class FakeRun:
             events=self.events,
         )
         self.window, self.recorder = self.controller.window, self.controller.recorder
-        self.left = self.controller.parts.left
+        self.unfinished = self.controller.parts.unfinished
         self.generated: dict[str, int] = {}
 
     async def run(self) -> None:

@@ -45,7 +45,7 @@ def test_what_a_dead_trainer_published_can_be_fetched_but_not_sent_again() -> No
     versions.orphan()
     assert versions.orphaned(1) and versions.orphaned(2) and not versions.orphaned(3)
     assert versions.fetchable() == 1
-    versions.strand(1)
+    versions.mark_stranded(1)
     assert versions.fetchable() == NO_VERSION, "engines wait for the next one"
     versions.next()
     assert versions.fetchable() == 2

@@ -16,7 +16,7 @@ BUSY_MEMORY = 0.7
 """The weight of the past in the moving mean of how busy a process is."""
 
 
-class Picture:
+class RunView:
     """The state of one run as people see it."""
 
     def __init__(self, progress: Progress, window: Window, versions_total: int) -> None:
