@@ -89,7 +89,7 @@ class DeviceCopies:
                 copy.launch()
             finally:
                 graph.capture_end()
-        # Keep only the table, not the `DeviceCopy`: it would keep tensors alive, and others may be at the same address.
+        # Keep only the table. The `DeviceCopy` would keep the tensors alive for as long as the recording.
         return _Recorded(graph, copy.runs)
 
 

@@ -23,7 +23,7 @@ _LOCATION = re.compile(r"(nccl|gloo)://([0-9.]+):(\d+)/(\d+)")
 
 
 class HeldVersion(msgspec.Struct, frozen=True, array_like=True):
-    """What a place holds. It is kept in the store under `held_key`."""
+    """The version that a place holds, as kept in the store under `held_key`."""
 
     version: int = -1
     sequence: int = 0
