@@ -1,1 +1,1 @@
-"""The command line. Every command imports what it needs when it is called: `headrace --help` is instant."""
+"""The command line. Every command imports what it needs when it is called, so `headrace --help` is instant."""

@@ -1,4 +1,4 @@
-"""`headrace audit`: recorded log-probabilities against plain Hugging Face under the checkpoints."""
+"""`headrace audit`: compares recorded log-probabilities with plain Hugging Face under the checkpoints."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def audit(
 
 
 def _json(found: dict[str, Any]) -> str:
-    # An error that is not finite is null here: JSON has no infinity.
+    # An error that is not finite becomes null here, because JSON has no infinity.
     return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()

@@ -1,4 +1,4 @@
-"""`headrace bench`: measurements, side by side, in one call."""
+"""`headrace bench`: measurements of Headrace beside a comparison, in one call."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def loop(
     rounds: Annotated[int, typer.Option(help="With --long-tail: how often each depth is measured.", min=1)] = 3,
     as_json: AsJson = False,
 ) -> None:
-    """The whole loop, synchronous against asynchronous, in one call.
+    """Measure the whole loop, synchronous against asynchronous, in one call.
 
-    Without a model: a tiny one on a balanced workload, one compute thread a process; with --long-tail, on answers of
-    lognormal length, one in ten ten times longer.
+    Without a model, a tiny one is measured on a balanced workload, with one compute thread per process. With
+    --long-tail, answers have lognormal lengths, and one in ten is ten times longer.
     """
 
     def say(line: str) -> None:
@@ -118,7 +118,7 @@ def engine(
     seed: Annotated[int, typer.Option(help="Of weights, prompts, lengths and sampling.", min=0)] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """The embedded engine: tokens/s, a step's time and bytes, and the ceiling that the memory's bandwidth sets."""
+    """Measure the embedded engine: tokens/s, time and bytes of a step, and the limit that memory bandwidth sets."""
     from headrace.bench.engine_work import EngineBench, check_options
 
     options = EngineBench(
@@ -171,7 +171,7 @@ def delivery(
     seed: Annotated[int, typer.Option(help="Of the weights and of what changes.", min=0)] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Delivery of weights: publish to acknowledged, beside plain copies of the same bytes."""
+    """Measure the delivery of weights, from publish to acknowledged, beside plain copies of the same bytes."""
     from headrace.bench.delivery_options import DeliveryBench, check_options
 
     options = DeliveryBench(
@@ -215,7 +215,7 @@ def train(
     seed: Annotated[int, typer.Option(help="Of weights, tokens and lengths.", min=0)] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """The trainer alone: tokens/s, MFU and peak memory of whole optimizer steps of full fine-tuning."""
+    """Measure the trainer alone: tokens/s, MFU and peak memory of whole optimizer steps of full fine-tuning."""
     from headrace.bench.train_work import TrainBench, check_options
 
     options = TrainBench(
@@ -250,7 +250,7 @@ def journal(
     rollouts: Annotated[int, typer.Option(help="Instead: the time to read a journal of so many.", min=0)] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """What the journal costs a run; with --rollouts, what a large one costs to open, resume, count and query."""
+    """Measure what the journal costs a run; with --rollouts, the time to open, resume, count and query a large one."""
 
     def say(line: str) -> None:
         typer.echo(line, err=True)

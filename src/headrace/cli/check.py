@@ -1,4 +1,4 @@
-"""`headrace check`: everything that can be said about a run before it starts, without loading torch."""
+"""`headrace check`: reports everything that is known about a run before it starts, without loading torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 
 def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
-    """Validate CONFIG; print it resolved, the lag bound that follows, memory, and which side will be the bottleneck."""
+    """Validate CONFIG. Print it resolved, with the lag bound, the memory, and which side will be the bottleneck."""
     from headrace.buffer.admission import capacity, lag_bound
     from headrace.config import dump_config, load_config
     from headrace.config.estimate import estimate
@@ -47,7 +47,7 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
 
 
 def _slow(on_stale: str | None) -> str:
-    """What happens to slow groups, where they could come too late."""
+    """Return what happens to slow groups, if they could come too late."""
     happens = {"wait": "batches wait for slow groups", "drop": "slow groups are dropped"}
     return "" if on_stale is None else f"; {happens.get(on_stale, 'slow groups begin again from their tokens')}"
 

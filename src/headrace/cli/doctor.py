@@ -1,4 +1,4 @@
-"""`headrace doctor`: what this machine has, and which paths a run will take on it."""
+"""`headrace doctor`: reports what this machine has, and which paths a run will take on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Say what this machine has and which paths will be used."""
+    """Report what this machine has and which paths a run will use."""
     found = examine()
     if as_json:
         typer.echo(json.dumps(found, indent=2))
@@ -37,7 +37,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def examine() -> dict[str, dict[str, Any]]:
-    """Facts about the machine, the installed packages, and the choices that follow."""
+    """Return facts about the machine, the installed packages, and the choices that follow."""
     import torch
 
     cuda = torch.cuda.is_available()

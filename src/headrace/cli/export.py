@@ -1,4 +1,4 @@
-"""`headrace export`: the model or the adapter of a run, for others to load."""
+"""`headrace export`: writes the model or the adapter of a run, for others to load."""
 
 from __future__ import annotations
 

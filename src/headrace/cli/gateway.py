@@ -1,4 +1,4 @@
-"""`headrace gateway`: a run whose agents come from outside."""
+"""`headrace gateway`: starts a run whose agents come from outside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
 
 
 def gateway(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
-    """Train with agents from outside, as CONFIG says: serve OpenAI's API and hand out sessions by POST /v1/sessions."""
+    """Train with agents from outside, as CONFIG says: serve OpenAI's API and offer sessions at POST /v1/sessions."""
     import msgspec
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`headrace generate`: answers to a file of prompts through the embedded engine, with what training would record."""
+"""`headrace generate`: answers a file of prompts with the embedded engine, and writes what training would record."""
 
 from __future__ import annotations
 

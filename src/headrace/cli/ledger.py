@@ -1,4 +1,4 @@
-"""`headrace ledger`: what became of every group and rollout, and whether the books balance."""
+"""`headrace ledger`: reports how every group and rollout ended, and whether the ledgers balance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 
 def ledger(run_dir: RunPath, as_json: AsJson = False) -> None:
-    """Print what was admitted, trained, dropped, failed and is in flight. Exit code 1 if it does not balance."""
+    """Print how many were admitted, trained, dropped, failed and are in flight. Exit code 1 if it does not balance."""
     from headrace.observe.ledgers import describe_ledgers
     from headrace.review.ledgers import read_ledgers
 

@@ -1,6 +1,6 @@
-"""`headrace`: the commands, and how they end.
+"""The `headrace` program: its commands, and how they end.
 
-Exit codes: 0 done, 1 the run failed, 2 a mistake in what the user gave (one line says which), 130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 a mistake of the user's (one line says which), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ doctor.register(app)
 
 
 def main() -> None:
-    """The entry point: errors of ours become one line."""
+    """Run the program. Headrace's own errors become one line."""
     try:
         app()
     except UserError as error:

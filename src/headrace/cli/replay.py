@@ -1,4 +1,4 @@
-"""`headrace replay`: train again what a run recorded, and compare the weights."""
+"""`headrace replay`: trains again what a run recorded, and compares the weights."""
 
 from __future__ import annotations
 

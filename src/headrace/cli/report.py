@@ -1,4 +1,4 @@
-"""`headrace report`: the summary and the page of a run, made anew from its journal."""
+"""`headrace report`: makes the summary and the page of a run again from its journal."""
 
 from __future__ import annotations
 

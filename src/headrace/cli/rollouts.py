@@ -1,4 +1,4 @@
-"""`headrace rollouts`: the recorded rollouts of a run, to read or to take elsewhere."""
+"""`headrace rollouts`: shows or exports the recorded rollouts of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headrace stall`: who waits for whom in a run that lives."""
+"""`headrace stall`: reports who waits for whom in a live run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headrace train` and `headrace resume`."""
+"""`headrace train` starts a run, and `headrace resume` continues one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
 
 
 def resume(run_dir: RunPath, settings: Settings = None, as_json: AsJson = False) -> None:
-    """Go on with a run from its newest checkpoint."""
+    """Continue a run from its newest checkpoint."""
     from rich.console import Console
 
     from headrace.observe.progress import make_progress
@@ -45,7 +45,7 @@ def resume(run_dir: RunPath, settings: Settings = None, as_json: AsJson = False)
 
 
 def end(outcome: Outcome, as_json: bool) -> None:
-    """Say how a run ended, and end accordingly."""
+    """Report how a run ended, and exit with the matching code."""
     from headrace.observe.summary import describe
 
     typer.echo(json.dumps(outcome.summary, indent=2) if as_json else describe(outcome.summary))

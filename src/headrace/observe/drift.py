@@ -1,6 +1,4 @@
-"""This module checks whether trained rollouts look like generated ones.
-
-A buffer that drops or filters may favour short ones.
+"""This module checks whether trained rollouts look like generated ones: dropping or filtering may favour short ones.
 
 It compares the lengths of the latest rollouts of both kinds by their Kolmogorov-Smirnov distance. A warning needs a
 distance that chance does not explain.

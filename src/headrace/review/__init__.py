@@ -1,5 +1,5 @@
-"""Looking into a run from outside: its summary and report, its recorded rollouts, and whether what is recorded is true.
+"""Review examines a run from outside: its summary and report, its rollouts, and whether the records are true.
 
-Everything here reads the directory of a run that is over or under way, writes nothing into it but `summary.json` and
-`report.html`, and no stage imports it.
+Everything here reads the directory of a run that is over or still running, and writes nothing into it except
+`summary.json` and `report.html`. No stage imports this package.
 """

@@ -1,8 +1,8 @@
-"""Trust, but verify: recorded log-probabilities against those that the tagged versions' checkpoints give.
+"""The audit compares recorded log-probabilities with those that the checkpoints of the tagged versions give.
 
-Every sampled token of a drawn rollout is either compared or counted as not checkable with a reason; none is left out in
-silence. The weights come from a checkpoint (or, before the first step, from the model directory), are digested and held
-against the digest that the version was published with, and are scored by whatever `load` returns: no engine has a part.
+Every sampled token of a chosen rollout is either compared, or counted as not checkable with a reason. The weights come
+from a checkpoint (or, before the first step, from the model directory). Their digest is compared with the digest under
+which the version was published. The weights are scored by the object that `load` returns; no engine takes part.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ class Weights(Protocol):
 
     @property
     def digest(self) -> int:
-        """As a delivery proves them."""
+        """The digest of the weights, as a delivery proves it."""
         ...
 
     def logprobs(self, token_ids: Int32Array, temperature: float, kept: Kept | None = None) -> Float32Array:
-        """Of tokens 1..n given their prefix ([n - 1]), each among what was kept for it."""
+        """Return the log-probabilities of tokens 1..n given their prefix ([n - 1]), each among its kept set."""
         ...
 
 
 Load = Callable[[Path, str], Weights]
-"""From a model directory and a dtype."""
+"""A function that loads weights from a model directory, in a dtype."""
 
 
 class _Source(msgspec.Struct, frozen=True):
-    """Where a version's weights are."""
+    """The place of a version's weights."""
 
     path: Path
     checkpoint: bool
-    """Else it is the model directory, which nobody promised to keep."""
+    """Whether the path is a checkpoint. Otherwise it is the model directory, which may have changed since."""
 
 
 class _Published(msgspec.Struct, frozen=True):
-    """A version of the journal, and the engines' proofs of it."""
+    """A version in the journal, with the engines' proofs of it."""
 
     version: VersionRecord
     deliveries: list[DeliveryRecord]
@@ -82,7 +82,7 @@ class _Stretch(msgspec.Struct, frozen=True):
 
 
 def audit(run_dir: Path, load: Load, *, samples: int = 64, seed: int = 0, tolerance: float = 1e-3) -> Audit:
-    """Draw recorded rollouts and check every token that can be checked, a version at a time."""
+    """Choose recorded rollouts at random and check every token that can be checked, one version at a time."""
     paths, config = RunDir.open(run_dir)
     stretches: dict[int, list[_Stretch]] = {}
     with open_readonly(paths.journal) as journal:
@@ -110,7 +110,7 @@ def audit(run_dir: Path, load: Load, *, samples: int = 64, seed: int = 0, tolera
 
 
 def _published(journal: JournalReader) -> dict[int, _Published]:
-    """Every version of the journal, with the proofs of it by engine and time."""
+    """Return every version of the journal, with its proofs sorted by engine and time."""
     found = {version.id: _Published(version, []) for version in journal.versions()}
     for delivery in sorted(journal.deliveries(), key=lambda delivery: (delivery.engine, delivery.time)):
         if delivery.version in found:
@@ -130,7 +130,7 @@ def _sources(paths: RunDir, config: Config, published: dict[int, _Published]) ->
 def _draw(
     journal: JournalReader, sources: dict[int, _Source], samples: int, seed: int
 ) -> tuple[list[RolloutRecord], Audit]:
-    """Among the rollouts that a known version has a part in, or among all where there are none."""
+    """Choose among the rollouts with tokens of a version whose weights are known, or among all if there are none."""
     everything, checkable = journal.kept_ids(), journal.kept_ids(sources)
     population = checkable or everything
     chosen = sorted(random.Random(seed).sample(range(len(population)), min(samples, len(population))))
@@ -141,7 +141,10 @@ def _draw(
 def _stretches(
     journal: JournalReader, record: RolloutRecord, report: Audit, again: Sequence[int]
 ) -> Iterator[tuple[int, _Stretch]]:
-    """The sampled tokens of a rollout by version; a record that cannot be read, or is not its row's, is a problem."""
+    """Yield the sampled tokens of a rollout by version.
+
+    A record that cannot be read, or that does not match its row in the journal, is reported as a problem.
+    """
     try:
         rollout = journal.tokens(record)
     except HeadraceError as error:
@@ -172,7 +175,7 @@ def _first_version(trace: Trace) -> int:
 
 
 def _proofs(version: int, published: dict[int, _Published], report: Audit) -> VersionAudit:
-    """What the engines proved about a version that sampled tokens."""
+    """Return what the engines proved about a version that sampled tokens."""
     if version not in published:
         report.problems.append(f"version {version} has sampled tokens but was never published")
         return VersionAudit(version=version)
@@ -229,7 +232,7 @@ def _check(
 
 
 def _compare(entry: VersionAudit, part: _Stretch, reference: Float32Array, report: Audit) -> None:
-    """One stretch against the reference; a rollout is named once, with its worst token."""
+    """Compare one stretch with the reference. A rollout is reported once, with its worst token."""
     errors = np.abs(part.trace.logprobs[part.where].astype(np.float64) - reference[part.where - 1])
     errors[~np.isfinite(errors)] = np.inf
     worst = int(errors.argmax())

@@ -1,6 +1,6 @@
-"""Recorded rollouts as a file for other programs: a record for each trace, in JSON lines or Parquet.
+"""Export of recorded rollouts for other programs: one record for each trace, in JSON lines or Parquet.
 
-The file is there whole, or it is not there. A rollout without kept tokens is a record too, with nulls for its arrays.
+The file is written whole or not at all. A rollout without kept tokens is a record too, with nulls for its arrays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Writer = Callable[[Path, Iterator[Row]], int]
 
 
 def writer_for(path: Path) -> Writer:
-    """What writes a file of this name; a one-line `UserError` if nothing does, before any work is done."""
+    """Return the writer for a file of this name. Raises `UserError` if there is none, before any work is done."""
     if path.suffix == ".jsonl":
         return _write_json_lines
     if path.suffix != ".parquet":
@@ -36,7 +36,7 @@ def writer_for(path: Path) -> Writer:
 
 
 def export(path: Path, journal: JournalReader, found: Iterable[RolloutRecord], chat: ChatFormat | None = None) -> int:
-    """Write these rollouts, with their text where a tokenizer is given; how many records were written."""
+    """Write these rollouts, and their text if a tokenizer is given. Returns the number of records written."""
     write = writer_for(path)
     part = path.with_name(f".{path.name}.part")
     try:
@@ -50,7 +50,7 @@ def export(path: Path, journal: JournalReader, found: Iterable[RolloutRecord], c
 
 
 def records(journal: JournalReader, found: Iterable[RolloutRecord], chat: ChatFormat | None = None) -> Iterator[Row]:
-    """A record for each trace: the columns of its rollout, its number there, and its arrays."""
+    """Yield a record for each trace: the columns of its rollout, its number in the rollout, and its arrays."""
     for record in found:
         base = documented(record)
         rollout = journal.tokens(record)
@@ -94,7 +94,7 @@ def _write_parquet(path: Path, entries: Iterator[Row]) -> int:
 
 
 def _parquet_schema(pa: Any, *, text: bool) -> Any:
-    """Types do not depend on the rows: a column that happens to be all null keeps its type."""
+    """Return the schema. Types do not depend on the rows: a column that is all null keeps its type."""
     integers = ("group_id", "step", "tokens", "sampled_tokens", "oldest_version", "newest_version")
     kinds = {column: pa.int64() if column in integers else pa.string() for column in COLUMNS}
     kinds |= {"reward": pa.float64(), "trace": pa.int32(), "token_ids": pa.list_(pa.int32())}

@@ -1,4 +1,7 @@
-"""What an audit found, as data and as text. An audit passes only if something was compared and nothing is wrong."""
+"""The findings of an audit, as data and as text.
+
+An audit passes only if something was compared and nothing is wrong.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +14,28 @@ _SHOWN_PROBLEMS = 20
 
 
 class VersionAudit(msgspec.Struct, kw_only=True):
-    """One version that sampled tokens of the drawn rollouts."""
+    """The findings about one version that sampled tokens of the chosen rollouts."""
 
     version: int
     weights: str | None = None
-    """The checkpoint, or the model directory, that its tokens were compared with."""
+    """The checkpoint or model directory that the version's tokens were compared with."""
     tokens: int = 0
-    """Compared."""
+    """The number of compared tokens."""
     mean_error: float | None = None
     max_error: float | None = None
-    """Of log-probabilities, absolute."""
+    """The largest absolute error of a log-probability."""
     lag_mean: float | None = None
     lag_max: int | None = None
-    """Of its tokens that were trained, compared or not."""
+    """The largest lag of the version's trained tokens, whether they were compared or not."""
     published_digest: str | None = None
     accepted: int = 0
-    """Engines that proved it."""
+    """The number of engines that proved the version."""
     rejected: int = 0
     canary_error: float | None = None
-    """The largest among the proofs."""
+    """The largest canary error among the proofs."""
 
     def add(self, errors: list[float]) -> None:
-        """More tokens were compared."""
+        """Add the errors of further compared tokens."""
         total = (self.mean_error or 0.0) * self.tokens + sum(errors)
         self.tokens += len(errors)
         self.mean_error = total / self.tokens
@@ -40,41 +43,41 @@ class VersionAudit(msgspec.Struct, kw_only=True):
 
 
 class Audit(msgspec.Struct, kw_only=True):
-    """The whole of it."""
+    """The findings of a whole audit."""
 
     recorded: int
-    """Rollouts with kept tokens."""
+    """The number of rollouts with kept tokens."""
     checkable: int
-    """Of these, the ones that a version with known weights has a part in."""
+    """The number of those rollouts that hold tokens of a version whose weights are known."""
     drawn: int
     tolerance: float = 0.0
     versions: list[VersionAudit] = []
     not_checkable: dict[str, int] = {}
-    """Reason -> sampled tokens of the drawn rollouts."""
+    """Reason -> the number of sampled tokens in the chosen rollouts that could not be checked for it."""
     problems: list[str] = []
 
     def skip(self, reason: str, tokens: int) -> None:
-        """These tokens could not be compared."""
+        """Count tokens that could not be compared."""
         if tokens:
             self.not_checkable[reason] = self.not_checkable.get(reason, 0) + tokens
 
     @property
     def compared(self) -> int:
-        """Tokens."""
+        """The number of compared tokens."""
         return sum(entry.tokens for entry in self.versions)
 
     @property
     def passed(self) -> bool:
-        """Something was compared, and nothing is wrong."""
+        """Whether something was compared and nothing is wrong."""
         return bool(self.compared) and not self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the findings for programs."""
         return {**msgspec.to_builtins(self), "tokens_compared": self.compared, "passed": self.passed}
 
 
 def describe_audit(found: Audit) -> str:
-    """For people: a line for each version, what could not be checked, and the verdict."""
+    """Describe the findings for people: a line for each version, what could not be checked, and the verdict."""
     lines = [
         f"{found.recorded:,} rollouts recorded, {found.checkable:,} with tokens of a version whose weights are kept, "
         f"{found.drawn:,} drawn",

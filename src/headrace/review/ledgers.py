@@ -1,4 +1,4 @@
-"""Both ledgers of a run, and whether they balance: what `headrace ledger` says."""
+"""Both ledgers of a run, and whether they balance: the data of `headrace ledger`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.run_dir import RunDir
 
 
 def read_ledgers(run_dir: Path) -> dict[str, Any]:
-    """Both ledgers of a run that is over, cut short or under way; `problems` is empty where they balance."""
+    """Read both ledgers of a run that is over, cut short or still running. `problems` is empty if they balance."""
     with open_readonly(RunDir(run_dir).journal) as journal:
         meta = journal.meta()
         problems = journal.imbalances()

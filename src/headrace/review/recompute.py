@@ -1,6 +1,6 @@
 """Log-probabilities by plain Hugging Face: its own model class, its own eager attention, one sequence at a time.
 
-No cache, no packing, no engine: nothing that produced the recorded numbers has a part in these.
+There is no cache, no packing and no engine: nothing that produced the recorded numbers takes part.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headrace.types import Float32Array, Int32Array, Kept
 
 
 class PlainModel:
-    """A model directory, or an adapter's with its base model, loaded as anybody would load it."""
+    """A model directory, or an adapter with its base model, loaded in the ordinary way."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._adapted = (path / ADAPTER_FILE).is_file()
@@ -32,7 +32,7 @@ class PlainModel:
                 attn_implementation="eager",
             ).eval()
             if self._adapted:
-                from peft import PeftModel  # late: it takes seconds
+                from peft import PeftModel  # Imported late, because it takes seconds.
 
                 self._model = PeftModel.from_pretrained(self._model, str(path)).eval()
         except (ValueError, KeyError, OSError) as error:
@@ -41,14 +41,14 @@ class PlainModel:
 
     @property
     def digest(self) -> int:
-        """Of what was delivered, the weights or the adapter, as a delivery proves it."""
+        """The digest of the delivered weights or adapter, as a delivery proves it."""
         delivered = adapter_weights(self._model) if self._adapted else named_weights(self._model)
         return digest(delivered.items())
 
     def logprobs(self, token_ids: Int32Array, temperature: float, kept: Kept | None = None) -> Float32Array:
-        """Log-probabilities of tokens 1..n given their prefix, of the distribution at this temperature ([n - 1]).
+        """Return the log-probabilities of tokens 1..n given their prefix, at this temperature ([n - 1]).
 
-        Where something was kept for a token, the others have no probability.
+        Where a token has a kept set, tokens outside the set have no probability.
         """
         tokens = torch.tensor(token_ids.tolist())
         with torch.inference_mode():
@@ -61,7 +61,7 @@ class PlainModel:
 
 
 def _truncated(logits: torch.Tensor, kept: Kept) -> torch.Tensor:
-    """The logits of tokens 1..n with what was not kept at minus infinity."""
+    """Return the logits of tokens 1..n. Tokens outside a kept set get minus infinity."""
     ends = kept.counts.cumsum()
     for token, (count, end) in enumerate(zip(kept.counts.tolist(), ends.tolist(), strict=True)):
         if token and count:

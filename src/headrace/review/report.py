@@ -1,4 +1,4 @@
-"""report.html: one file that shows a colleague what a run did, made from journal.db, timeline.json and config.toml."""
+"""The file report.html shows what a run did. It is made from journal.db, timeline.json and config.toml."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.run_dir import RunDir
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write a run's `report.html` (whole or not at all) and return its path."""
+    """Write a run's `report.html`, whole or not at all, and return its path."""
     paths = RunDir(run_dir)
     with open_readonly(paths.journal) as journal:
         report = Report(

@@ -1,4 +1,4 @@
-"""The recorded rollouts of a run for people and programs: the documented columns, and the text of their tokens."""
+"""The recorded rollouts of a run, for people and programs: the documented columns, and the text of the tokens."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ COLUMNS = (
     "id", "group_id", "prompt", "state", "reason", "ending", "reward", "step", "tokens", "sampled_tokens",
     "oldest_version", "newest_version",
 )  # fmt: skip
-"""Of a rollout that is shown or exported; `prompt` is that of the group."""
+"""The columns of a rollout that is shown or exported. `prompt` is the prompt of its group."""
 Row = dict[str, Any]
 _LONGEST_TEXT = 100
 
 
 def documented(record: RolloutRecord) -> Row:
-    """The documented columns of a rollout."""
+    """Return the documented columns of a rollout."""
     return {column: getattr(record, column) for column in COLUMNS}
 
 
 def load_chat(run_dir: Path) -> ChatFormat:
-    """The tokenizer of the run's model: a checkpoint's, which lies beside the rollouts, or else the model's own."""
+    """Load the tokenizer of the run's model: that of a checkpoint in the run directory, or else the model's own."""
     paths, config = RunDir.open(run_dir)
     return ChatFormat.load(latest(paths.checkpoints) or config.model.path)
 
 
 def completion(trace: Trace, chat: ChatFormat) -> str:
-    """The text of a trace from its first sampled token on; special tokens and what tools answered are part of it."""
+    """Return the text of a trace from its first sampled token on, including special tokens and answers of tools."""
     sampled = (trace.versions != NO_VERSION).nonzero()[0]
     return chat.decode(trace.token_ids[sampled[0] :], skip_special=False) if len(sampled) else ""
 
 
 def shown(journal: JournalReader, records: Iterable[RolloutRecord], chat: ChatFormat | None) -> Iterator[Row]:
-    """Rows for people and programs: the documented columns and, with a tokenizer, `text` (one for each trace)."""
+    """Yield rows for people and programs: the documented columns and, with a tokenizer, `text` (one for each trace)."""
     for record in records:
         entry = documented(record)
         if chat is not None:
@@ -50,7 +50,7 @@ def shown(journal: JournalReader, records: Iterable[RolloutRecord], chat: ChatFo
 
 
 def table(entries: Iterable[Row]) -> list[str]:
-    """Aligned lines under a heading."""
+    """Return aligned lines under a heading."""
     entries = list(entries)
     heading = ["id", "step", "state", "ending", "reward", "tokens", "versions"]
     with_text = bool(entries) and "text" in entries[0]
@@ -74,7 +74,7 @@ def _versions(entry: Row) -> str | None:
 
 
 def _cell(value: Any) -> str:
-    """A value on one line; what a model or a judge wrote may hold characters that a terminal would obey."""
+    """Return a value on one line. Text of a model or a judge may hold control characters, which are escaped."""
     if value is None:
         return "-"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(value))

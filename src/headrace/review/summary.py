@@ -1,4 +1,4 @@
-"""summary.json: what a run came to, computed from journal.db alone, so that anybody can compute it again.
+"""The file summary.json holds the results of a run. It is computed from journal.db alone, so anybody can recompute it.
 
 A number that the journal cannot give is null, never a guess.
 """
@@ -17,13 +17,13 @@ from headrace.run_dir import RunDir
 
 
 def summarize(run_dir: Path) -> dict[str, Any]:
-    """The summary of a run, whether it is over, cut short or under way."""
+    """Return the summary of a run that is over, cut short or still running."""
     with open_readonly(RunDir(run_dir).journal) as journal:
         return summarize_journal(journal)
 
 
 def write_summary(run_dir: Path) -> dict[str, Any]:
-    """Summarize a run into its `summary.json`, never leaving half of one, and return it."""
+    """Write the summary of a run to its `summary.json`, whole or not at all, and return it."""
     summary = summarize(run_dir)
     whole = RunDir(run_dir).summary
     part = whole.with_suffix(".json.part")
@@ -36,7 +36,7 @@ def write_summary(run_dir: Path) -> dict[str, Any]:
 
 
 def summarize_journal(journal: JournalReader) -> dict[str, Any]:
-    """The summary of an open journal."""
+    """Return the summary of an open journal."""
     meta = journal.meta()
     window = journal.training_window()
     steps = journal.steps()
@@ -71,7 +71,7 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
 
 
 def _rewards(steps: list[StepRecord]) -> dict[str, float | None]:
-    """The mean reward of the first and of the last tenth of the policy steps (at least one step)."""
+    """Return the mean reward of the first and of the last tenth of the policy steps (at least one step)."""
     rewards = [step.reward_mean for step in steps if step.reward_mean is not None]
     if not rewards:
         return {"reward_first": None, "reward_last": None}
@@ -80,7 +80,10 @@ def _rewards(steps: list[StepRecord]) -> dict[str, float | None]:
 
 
 def _rate(steps: list[StepRecord], window: tuple[float, float] | None) -> float | None:
-    """Trained tokens per second of training; a resumed run's window is its last session, and so are the tokens."""
+    """Return the trained tokens per second of training.
+
+    For a resumed run, time and tokens are those since the last start.
+    """
     if window is None or window[1] <= window[0]:
         return None
     tokens = sum(step.trained_tokens for step in steps if step.ended is None or step.ended >= window[0])
@@ -88,7 +91,7 @@ def _rate(steps: list[StepRecord], window: tuple[float, float] | None) -> float 
 
 
 def _lag(lag_tokens: dict[int, int]) -> dict[str, float | int | None]:
-    """Over tokens, not over steps: a long answer weighs what it weighs in the loss."""
+    """Return the lag averaged over tokens, not over steps, so that an answer weighs as much as in the loss."""
     tokens = {lag: count for lag, count in lag_tokens.items() if count > 0}
     total = sum(tokens.values())
     if not total:

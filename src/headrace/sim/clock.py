@@ -1,7 +1,7 @@
-"""An event loop whose time jumps: when nothing is ready to run, it is at once the time of the next timer.
+"""An event loop with a virtual clock: when nothing is ready to run, the clock jumps to the next timer.
 
-The order of events is that of a real loop in which nothing takes time but what sleeps, so a run under it is a function
-of its inputs. It never waits for a file descriptor: only what lives in this process may run under it.
+Events come in the order of a real loop in which only sleeping takes time, so a run under this loop is a function of its
+inputs. The loop never waits for a file descriptor, so everything that runs under it must live in this process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ T = TypeVar("T")
 
 
 class _Jump(selectors.SelectSelector):
-    """Instead of sleeping until the next timer, moves the clock there."""
+    """A selector that moves the clock to the next timer instead of sleeping."""
 
     def __init__(self) -> None:
         super().__init__()
         self.time = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Nothing outside is waited for."""
+        """Advance the clock by `timeout`, and wait for nothing outside the process.
+
+        Raises `HeadraceError` if there is no timer, because this wait would never end.
+        """
         if timeout is None:
             raise HeadraceError("under a virtual clock everybody waits and nothing is due: this would take for ever")
         self.time += max(0.0, timeout)
@@ -32,18 +35,18 @@ class _Jump(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop on a clock of its own, which starts at 0."""
+    """An event loop with a clock of its own, which starts at 0."""
 
     def __init__(self) -> None:
         self._jump = _Jump()
         super().__init__(self._jump)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return the virtual seconds since the loop was made."""
         return self._jump.time
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run to the end under a virtual clock, as `asyncio.run` does under the real one."""
+    """Run a coroutine to its end under a virtual clock, as `asyncio.run` does under the real one."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -1,7 +1,7 @@
-"""The long-tail study: whom a buffer leaves out, and what it costs not to.
+"""The long-tail study: which rollouts a buffer leaves out, and what it costs to leave none out.
 
-Answers have lognormal lengths, and one in ten is ten times longer. The lengths of what was trained are compared with
-those of all that was generated, for the window and for a queue that drops its oldest groups.
+Answers have lognormal lengths, and one in ten is ten times longer. The lengths of trained rollouts are compared with
+those of all generated rollouts, for the window and for a queue that drops its oldest groups.
 """
 
 from __future__ import annotations
@@ -28,25 +28,27 @@ MEDIAN, SIGMA = 4.0, 0.8
 LONG_SHARE, LONG_FACTOR = 0.1, 10
 TOKEN_SECONDS = 0.01
 TRAIN_SECONDS = 0.002
-"""A trained token: the trainer is the slower side, as long as nobody waits for the longest answer of a batch."""
+"""Seconds per trained token. The trainer is the slower side unless it waits for the longest answer of a batch."""
 GROUPS, GROUP_SIZE = 16, 2
 KEPT_SHARE = 4
-"""The queue trains less than one in so many groups: fewer steps are enough for as many rollouts."""
+"""The queue trains less than one in this many groups, so fewer steps are enough for the same number of rollouts."""
 POLICIES = ("depth 0", "depth 2", "drop oldest")
 
 
 class DropOldest(Window):
-    """What the window is compared with: as many groups in flight as it has slots, whatever the trainer does, and a
-    queue of finished ones for one batch that drops those that began first when it is over-full.
+    """The policy that the window is compared with.
+
+    As many groups are in flight as the window has slots, whatever the trainer does. A queue holds finished groups for
+    one batch; when it overflows, it drops the groups that started first.
     """
 
     @property
     def free(self) -> int:
-        """Slots that no group is generated in."""
+        """The number of slots in which no group is generated."""
         return self.capacity - self.in_flight
 
     def stale(self) -> list[Group]:
-        """The oldest beyond what the queue holds."""
+        """Return the oldest groups that the queue has no room for."""
         return self.ready_groups()[: max(0, self.ready - self.groups)]
 
     def _next_batch(self) -> list[int] | None:
@@ -56,22 +58,22 @@ class DropOldest(Window):
 
 @dataclass(frozen=True)
 class PolicyOutcome:
-    """What one policy came to."""
+    """The results of one policy."""
 
     policy: str
     generated: npt.NDArray[np.int64]
-    """Lengths of all rollouts that ended."""
+    """The lengths of all rollouts that ended."""
     trained: npt.NDArray[np.int64]
     distance: float
-    """Kolmogorov-Smirnov, between the two."""
+    """The Kolmogorov-Smirnov distance between the generated and the trained lengths."""
     tokens_per_second: float
-    """Consumed, in virtual time."""
+    """The trained tokens per second of virtual time."""
     largest_lag: int
     dropped_groups: int
 
 
 def long_tail(seed: int) -> Callable[[Request], int]:
-    """Lengths, each a function of the request's own seed."""
+    """Return a function that gives each request a length, which depends only on the request's own seed."""
 
     def length(request: Request) -> int:
         rng = np.random.default_rng([seed, request.sampling.seed])
@@ -82,7 +84,7 @@ def long_tail(seed: int) -> Callable[[Request], int]:
 
 
 def study(policy: str, rollouts: int, seed: int = 0) -> PolicyOutcome:
-    """Simulate one of `POLICIES` until so many rollouts are generated."""
+    """Simulate one of `POLICIES` until about this many rollouts are generated."""
     trained = rollouts // KEPT_SHARE if policy == "drop oldest" else rollouts
     config = _config("buffer.depth=0" if policy == "depth 0" else "buffer.depth=2", trained, seed)
     with tempfile.TemporaryDirectory() as directory:
@@ -92,7 +94,7 @@ def study(policy: str, rollouts: int, seed: int = 0) -> PolicyOutcome:
 async def _simulate(policy: str, config: Config, path: Path, seed: int) -> PolicyOutcome:
     window = DropOldest(GROUPS, 2, versions=None) if policy == "drop oldest" else None
     if window is not None:
-        window.lag_bound = config.run.versions  # it has none
+        window.lag_bound = config.run.versions  # This policy has no lag bound.
     run = SimRun(
         config,
         path,

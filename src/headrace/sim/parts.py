@@ -1,4 +1,4 @@
-"""A run without processes: the parts that a simulation puts beside the real controller, window and rollouts."""
+"""The parts of a run without processes: a simulation puts them beside the real controller, window and rollouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCABULARY = 64
 
 
 class SimChat:
-    """One token a character."""
+    """A chat format with one token per character."""
 
     stop_token_ids = (STOP_TOKEN,)
 
@@ -47,7 +47,7 @@ class SimChat:
 
 
 class SimEnvironment:
-    """One turn, judged by a function of prompt and answer."""
+    """An environment of one turn, judged by a function of prompt and answer."""
 
     def __init__(self, prompt: Prompt, judge: Callable[[Prompt, str], float]) -> None:
         self._prompt = prompt
@@ -66,7 +66,7 @@ class SimEnvironment:
 
 
 class SimTask:
-    """Prompts without meaning."""
+    """A task whose prompts have no meaning."""
 
     def __init__(self, prompts: int, judge: Callable[[Prompt, str], float]) -> None:
         self._judge = judge
@@ -88,12 +88,15 @@ class SimTask:
 
 
 class SimTrainer:
-    """Implements `TrainerHandle`: a step takes as long as it is told, and publishes what the fake policy calls it."""
+    """A simulated `TrainerHandle`.
+
+    A step takes as long as `seconds` says, and publishes manifests of the fake policy.
+    """
 
     name = "trainer-0"
 
     def __init__(self, policy: FakePolicy, seconds: Callable[[Batch], float], events: Events, step: int = 0) -> None:
-        """`step`: how many it has made before. `events` hear of what it publishes."""
+        """Make a trainer that has already made `step` steps. What it publishes goes to `events`."""
         self._policy = policy
         self._step = step
         self._seconds = seconds
@@ -102,7 +105,7 @@ class SimTrainer:
         self.on_batch: Callable[[Batch], None] = lambda batch: None
         self.trained_tokens = 0
         self.lengths: list[int] = []
-        """Sampled tokens of every trained sequence."""
+        """The number of sampled tokens of every trained sequence."""
         self.lags: list[int] = []
         """The largest lag in each batch."""
 

@@ -25,7 +25,7 @@ from headrace.types import Batch, Prompt
 
 
 class SimRun:
-    """Made and run inside one event loop; files go to `path`."""
+    """A simulated run, made and run inside one event loop. Its files go to `path`."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class SimRun:
         window: Window | None = None,
         keep_rollouts: bool = False,
     ) -> None:
-        """With `window`, another policy than the configured one decides who may start and what is trained.
+        """Assemble the run. `window` replaces the configured policy that decides who may start and what is trained.
 
-        On a path with the journal of an earlier run, that one goes on; the trainer then has what it trained.
+        If `path` holds the journal of an earlier run, that run is continued, and the trainer has all its steps.
         """
         policy, events = FakePolicy(VOCABULARY), Events()
         journal = Journal(path / "journal.db", keep_rollouts=keep_rollouts)
@@ -77,10 +77,10 @@ class SimRun:
         self.recorder = self.controller.recorder
         self.source = self.controller.parts.source
         self.seconds = 0.0
-        """Virtual time that training took."""
+        """The virtual seconds that training took."""
 
     async def execute(self) -> None:
-        """All phases of the run."""
+        """Run all phases of the run."""
         clock = asyncio.get_running_loop().time
         outcome = "failed"
         try:

@@ -1,8 +1,7 @@
 """The tracker protocol: a tracker gets every record of `metrics.jsonl` as soon as the record is written.
 
 A tracker belongs to the user. One thread that nothing else uses calls it, so it may wait for a network. If a tracker
-raises, it is switched off and the run continues. The smallest tracker, named by `[observe] trackers =
-["mine.py:Printer"]`:
+raises, it is switched off and the run continues. `[observe] trackers = ["mine.py:Printer"]` names the smallest one:
 
     class Printer:
         def start(self, run, config):
@@ -29,7 +28,7 @@ class Tracker(Protocol):
         ...
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """One record, the same as a line of `metrics.jsonl`: `time`, `kind` ("step", "version", ...) and its fields."""
+        """Take one record, as in a line of `metrics.jsonl`: `time`, `kind` ("step", "version", ...) and its fields."""
         ...
 
     def close(self) -> None:
