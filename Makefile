@@ -11,6 +11,8 @@ VLLM_TORCH := 2.13.0
 # By files, in their order (tests/conftest.py): tests of one file share what they have set up.
 PARALLEL := --numprocesses 2 --no-loadscope-reorder
 THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Compiled bytecode is kept, also where the environment forbids it: tests start hundreds of processes.
+THREADS += PYTHONDONTWRITEBYTECODE=
 
 .PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos examples smollm2 vllm test-vllm clean
 
