@@ -1,5 +1,7 @@
-"""vLLM servers as engines: `engine` (the face), `core` (what runs where), `client` and `http` (the wire), `server`
-(started by us), `checks` (what a server must be able to do), `building` (how a worker process makes one).
+"""Engines on vLLM servers.
 
-vLLM itself is never imported here: it lives in an environment of its own, with `headrace_vllm_plugin` inside.
+`engine` is the `Engine`, and `core` decides what runs on the server. `client` and `http` speak to the server. `server`
+starts a server, `health` watches it, and `checks` examines it. `delivery` loads weights into it. `building` makes the
+engine of a worker process. vLLM itself is never imported here: it has its own environment, in which
+`headrace_vllm_plugin` is installed too.
 """

@@ -1,6 +1,6 @@
-"""How a worker process makes an engine of a vLLM server: it starts the server or attaches to one, and examines it.
+"""Builds the engine of a worker process on a vLLM server: it starts the server or attaches to one, and examines it.
 
-The server lives and dies with this process. No torch here.
+A server that was started here ends with this process. Torch is not imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONGEST_DEFAULT = 4096
 
 
 def build(link: WorkerLink, config: Config, emit: Emit) -> EventLoopServer:
-    """Serve this rank's vLLM server."""
+    """Return a server of this rank's vLLM engine."""
     return EventLoopServer(link.name, lambda: _opened(link, config), emit)
 
 
@@ -54,7 +54,8 @@ async def _opened(link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
         async with VllmClient(url, key, deadline=deadline, slots=slots) as client:
             if server is None:
                 link.phase = f"waiting for {url}"
-                # It was there once, and will be back; before a run has begun, what is not there is a mistake.
+                # If the run has begun before, the server was there once, so wait for it to come back. If the run is
+                # new, a missing server is a mistake.
                 begun = (link.run_dir / "journal.db").is_file()
                 await until_there(client, config.pipeline.start_seconds if begun else 0.0)
             link.phase = "examining vLLM"

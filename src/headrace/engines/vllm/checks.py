@@ -1,7 +1,6 @@
-"""What a server must be able to do, asked of it before the first request: each thing that is missing is one line with
-the flag that brings it.
+"""Checks a vLLM server before the first request. Each missing requirement is one line that names the flag to set.
 
-A server that passes answers with true log-probabilities, true versions and the run's own weights.
+A server that passes these checks answers with correct log-probabilities and versions, and takes the run's weights.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ TRANSFER = '{"backend": "headrace"}'
 NOISE = "headrace_vllm_plugin.noise:PositionNoise"
 KEY_VARIABLE = "VLLM_API_KEY"
 OLDEST = (0, 32)
-"""Of vLLM: the first with token-in/token-out, spans of weight versions and pluggable weight transfer together."""
+"""The first version of vLLM that has token-in/token-out, spans of weight versions and pluggable weight transfer."""
 
 
 async def examine(client: VllmClient, *, vocabulary: int, dtype: str, max_length: int) -> Facts:
-    """The server's facts, if it can serve a run; raises `UserError` with one line otherwise."""
+    """Return the server's facts if it can serve a run. Raises `UserError` with one line otherwise."""
     facts = await _hello(client)
     url = client.http.url
     for reason in refusals(facts, vocabulary=vocabulary, dtype=dtype, max_length=max_length):
         raise UserError(f"{url}: {reason}")
-    # A driver that died in the middle of a swap leaves its server paused.
+    # An engine process that died in the middle of a swap leaves its server paused.
     await client.resume()
     await _check_tokens(client)
     return facts
 
 
 def refusals(facts: Facts, *, vocabulary: int, dtype: str, max_length: int) -> list[str]:
-    """Why a server with these facts cannot serve a run, most telling first."""
+    """Return the reasons why a server with these facts cannot serve a run, the most useful one first."""
     found = []
     if facts.protocol != PROTOCOL:
         found.append(f"its Headrace plugin speaks protocol {facts.protocol}, not {PROTOCOL}: install the same Headrace")
@@ -69,7 +68,7 @@ def refusals(facts: Facts, *, vocabulary: int, dtype: str, max_length: int) -> l
 
 
 def check_hosts(urls: list[str], transport: str) -> None:
-    """Weights must be able to reach every server: shared memory does not leave this host."""
+    """Raise `UserError` if one of these servers is on another host that the transport does not reach."""
     far = [url for url in urls if (urlsplit(url).hostname or "") not in ("localhost", "127.0.0.1", "::1")]
     if far and not transport_facts(transport).crosses_hosts:
         raise UserError(
@@ -79,7 +78,7 @@ def check_hosts(urls: list[str], transport: str) -> None:
 
 
 def check_interpreter(python: str) -> Path:
-    """The interpreter of the vLLM environment."""
+    """Return the path of the interpreter of the vLLM environment. Raises `UserError` if it is not there."""
     if not python:
         raise UserError(
             '[engine] python: engine kind "vllm" needs the interpreter of an environment with vLLM '
@@ -88,7 +87,7 @@ def check_interpreter(python: str) -> Path:
     path = Path(python).expanduser()
     if not path.is_file():
         raise UserError(f"[engine] python: {path} is not there (`make vllm` creates .venv-vllm/bin/python)")
-    # Not resolved: a link to an interpreter says which environment it is of.
+    # Links are not resolved, because the link to an interpreter decides which environment it uses.
     return path.absolute()
 
 
@@ -114,7 +113,10 @@ async def _hello(client: VllmClient) -> Facts:
 
 
 async def _check_tokens(client: VllmClient) -> None:
-    """One token through the endpoint that a run uses: it exists, and its answer says which weights drew it."""
+    """Generate one token through the endpoint that a run uses.
+
+    This checks that the endpoint exists, and that its answer says which weights drew the token.
+    """
     url = client.http.url
     params = {"max_tokens": 1, "logprobs": 0, "detokenize": False, "ignore_eos": True}
     try:

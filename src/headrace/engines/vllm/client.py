@@ -1,6 +1,6 @@
-"""A vLLM server as it is spoken to: token ids in, token ids out, and the controls that swap weights.
+"""The client of a vLLM server: token ids in, token ids out, and the calls that swap weights.
 
-Answers are decoded into declared types; what does not fit is an error, never a guess.
+Answers are decoded into declared types. An answer that does not fit is an error and is never guessed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from headrace_vllm_plugin.wire import Accepted, Facts, FetchOrder, Live, Staging
 
 T = TypeVar("T")
 _PREFIX = "generate-tokens-"
-"""What vLLM puts before the id of a request at this endpoint."""
+"""The prefix that vLLM adds to the ids of requests at this endpoint."""
 
 
 class VersionSpan(msgspec.Struct):
-    """Output tokens `start .. end` were drawn under `version`."""
+    """A range of output tokens, `start .. end`, that were drawn under `version`."""
 
     version: str
     start: int
@@ -31,7 +31,7 @@ class VersionSpan(msgspec.Struct):
 
 
 class AnswerPiece(msgspec.Struct, kw_only=True):
-    """Some tokens of an answer; the last one has `finish` and, from the server, the versions of all of them."""
+    """Some tokens of an answer. The last piece has `finish`, and the versions of all tokens from the server."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -70,9 +70,9 @@ class _Chunk(msgspec.Struct):
 
 
 class VllmClient:
-    """One server, until `close`. At most `slots` answers are streamed at a time.
+    """A client of one server, until `close`. At most `slots` answers are streamed at a time.
 
-    `deadline`: seconds in which a call must be answered, and between two tokens of a stream.
+    `deadline` is the longest time for an answer to a call, and between two tokens of a stream, in seconds.
     """
 
     def __init__(self, url: str, key: str = "", *, deadline: float = 120.0, slots: int = STREAMS) -> None:
@@ -80,12 +80,12 @@ class VllmClient:
         self._deadline = deadline
         self._decoder = msgspec.json.Decoder(_Chunk)
         self.prefilled_tokens = 0
-        """Prompt tokens of all answers that began, without those that the server says its prefix cache held."""
+        """The number of prompt tokens of all answers that began, without those that the prefix cache held."""
 
     async def generate(
         self, request_id: str, token_ids: Sequence[int], params: dict[str, Any], *, salt: str
     ) -> AsyncIterator[AnswerPiece]:
-        """Continue these tokens. `salt` keys the prefix cache. Closing the iterator ends the request there too."""
+        """Continue these tokens. `salt` keys the prefix cache. Closing the iterator also ends the server's request."""
         body = {
             "request_id": request_id,
             "token_ids": list(token_ids),
@@ -106,7 +106,7 @@ class VllmClient:
                 yield _piece(choice)
 
     async def score(self, token_ids: Sequence[int]) -> Float32Array:
-        """Log-probabilities of tokens 1..n, untempered, without the prefix cache."""
+        """Return the untempered log-probabilities of tokens 1..n, computed without the prefix cache."""
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
         body = {"token_ids": list(token_ids), "sampling_params": params}
         answer = await self.http.call("POST", "/inference/v1/generate", body, timeout=self._deadline)
@@ -117,24 +117,27 @@ class VllmClient:
         return np.array([position[str(token)]["logprob"] for position, token in pairs], np.float32)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; their streams end with a last piece."""
+        """End these requests. Their streams end with a last piece."""
         body = {"request_ids": [_PREFIX + request_id for request_id in request_ids]}
         await self._post("/inference/v1/abort_requests", body)
 
     async def pause(self, mode: str) -> None:
-        """Stop the scheduler: running requests end ("abort") or are waited for ("wait"); its caches stay."""
+        """Pause the scheduler. Mode "abort" ends running requests, mode "wait" waits for them. The caches stay."""
         await self._post(f"/pause?mode={mode}&clear_cache=false")
 
     async def resume(self) -> None:
-        """Let the scheduler go on."""
+        """Resume the scheduler."""
         await self._post("/resume")
 
     async def hello(self) -> list[Facts]:
-        """What each worker is and can do."""
+        """Ask each worker for its facts: what it is and what it can do."""
         return await self._rpc("headrace_hello", Facts)
 
     async def stage(self, manifest: Manifest, keys: str, scaling: float | None = None) -> str:
-        """Begin to fetch a version in every worker, an adapter's with its `scaling`; why it cannot be, or nothing."""
+        """Begin to fetch a version in every worker. Return why it cannot be fetched, or an empty string.
+
+        `scaling` is given for an adapter.
+        """
         order = FetchOrder(
             version=manifest.version,
             transport=manifest.transport,
@@ -150,17 +153,17 @@ class VllmClient:
         return next((answer.error for answer in answers if answer.error), "")
 
     async def staged(self) -> list[StagingState]:
-        """How each worker's fetch stands."""
+        """Return the state of the fetch in each worker."""
         return await self._rpc("headrace_staged", StagingState)
 
     async def update(self, version: int) -> None:
-        """Load the staged version. From here on nobody vouches for the live weights until they are proved."""
+        """Load the staged version. From this call on, the live weights are unproved."""
         await self._post("/start_weight_update")
         await self._post("/update_weights", {"update_info": {"version": version}})
         await self._post("/finish_weight_update", {"weight_version": str(version)})
 
     async def live(self) -> list[Live]:
-        """What a digest finds in each worker's live weights."""
+        """Return the digest result of each worker's live weights."""
         return await self._rpc("headrace_live", Live)
 
     async def close(self) -> None:

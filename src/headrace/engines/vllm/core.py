@@ -1,12 +1,13 @@
-"""What runs on a server, what waits, and under which version: weights change only while nothing of ours runs there.
+"""Decides which requests run on a vLLM server and which wait. Weights change only while none of our requests runs.
 
     submit ─▶ waiting ──(gate open, a slot free)──▶ running: one stream each ─▶ deltas ─▶ emit
                  ▲                                     │
-                 └────── recall: go on later ◀─────────┘
+                 └──── recall: continue later ◀────────┘
 
-Before a swap every stream is ended and its request put back; it goes on by its prefix under the new version. So a
-stream has one version, known when it opens and confirmed by the server when it ends, and the server's prefix cache is
-keyed by that version. The gate is open only while the live weights are proved.
+Before a swap, every stream is ended and its request is put back. The request is resumed from its prefix under the new
+version. So a stream has exactly one version: it is known when the stream opens, and the server confirms it when the
+stream ends. The server's prefix cache is keyed by that version. The gate is open only while the live weights are
+proved.
 """
 
 from __future__ import annotations
@@ -32,14 +33,18 @@ from headrace.types import NO_VERSION, Float32Array, Int32Array
 from headrace_vllm_plugin.wire import Facts
 
 GRACE_SECONDS = 0.5
-"""How long a server may take to end a stream before we do; what was not handed out by then is drawn again."""
+"""How long a server may take to end a stream. After that the stream is closed from our side, and tokens that were not
+handed out are drawn again."""
 RETRIES = 4
-"""Streams that may break in a row, without a token between them, before a request fails."""
+"""A request fails if more than this many streams break in a row without a token between them."""
 BACKOFF_SECONDS = 0.1
 
 
 class VllmCore:
-    """Used from one event loop. Whoever drives it sets `emit`, which gets each request's deltas in their order."""
+    """The requests and the weights of one server. It is used from one event loop.
+
+    Its owner sets `emit`, which gets the deltas of each request in order.
+    """
 
     def __init__(
         self,
@@ -55,7 +60,10 @@ class VllmCore:
         spans: SpanRecorder | None = None,
         scaling: float | None = None,
     ) -> None:
-        """`scaling`: of the adapters that are delivered; None where all weights are."""
+        """Drive the server behind `client`.
+
+        `scaling` is the LoRA scaling of the delivered adapters; None if full weights are delivered.
+        """
         self.name = name
         self._client = client
         self._facts = facts
@@ -73,7 +81,7 @@ class VllmCore:
         self._orders = 0
         self._streams = 0
         self._admitted: int | None = None
-        """While a swap is due: of requests numbered higher than this none starts."""
+        """Set while a swap is due: requests with a higher order number than this do not start."""
         self._loading = asyncio.Lock()
         self._closed = ""
         self._changed = asyncio.Event()
@@ -85,7 +93,7 @@ class VllmCore:
         return self._delivery.version
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Queue these requests; what cannot be served fails alone."""
+        """Queue these requests. A request that cannot be served fails, and the others are not affected."""
         for request in requests:
             sequence = VllmSequence(request, self._orders)
             self._orders += 1
@@ -98,7 +106,7 @@ class VllmCore:
         self._pump()
 
     async def abort(self, ids: Ids[str] | None = None) -> None:
-        """End these requests (all, if None), each with its partial completion. Unknown ids have already ended."""
+        """End these requests (all requests if None), each with its partial completion. Unknown ids are ignored."""
         chosen = None if ids is None else set(ids)
         leaving = [one for one in self._waiting if chosen is None or one.request.id in chosen]
         for sequence in leaving:
@@ -112,13 +120,16 @@ class VllmCore:
             try:
                 await self._client.abort([one.server_id for one in running])
             except ChannelError:
-                # Closing their connections ends them as well.
+                # Closing their connections also ends these requests.
                 await self._end(running, 0.0)
             else:
                 await self._end(running, GRACE_SECONDS)
 
     async def load(self, manifest: Manifest) -> Proof:
-        """Stage beside what runs, make way as `interrupt` says, swap, prove. A rejected load changes nothing."""
+        """Stage the weights while requests run, clear the server as `interrupt` says, swap and prove.
+
+        Weights that are rejected before the swap change nothing.
+        """
         async with self._loading:
             proof = await self._delivery.stage(manifest)
             if proof is not None:
@@ -139,11 +150,11 @@ class VllmCore:
                 self._pump()
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
-        """Log-probabilities of tokens 1..n under the live weights."""
+        """Return the log-probabilities of tokens 1..n under the live weights."""
         return await self._client.score(token_ids.tolist())
 
     def counters(self) -> Counters:
-        """Counted here. Blocks are those of running sequences, shared or not."""
+        """Return this engine's own counters. Used blocks are those of running sequences, counted without sharing."""
         size = self._facts.block_size
         used = sum(-(-one.length // size) for one in self._running.values())
         return Counters(
@@ -173,7 +184,7 @@ class VllmCore:
     # What runs
 
     def _pump(self) -> None:
-        """Start what may run."""
+        """Start the waiting requests that may run now."""
         while self._waiting and len(self._running) < self._slots and self._open(self._waiting[0]):
             sequence = heapq.heappop(self._waiting)
             sequence.cut = ""
@@ -186,7 +197,7 @@ class VllmCore:
         self._changed.clear()
 
     def _mark_busy(self) -> None:
-        """The server decodes while anything of ours runs there."""
+        """Record a span `decode` for the time in which any of our requests runs."""
         if self._running and self._decoding is None:
             self._decoding = ExitStack()
             self._decoding.enter_context(self._span("decode"))
@@ -202,12 +213,12 @@ class VllmCore:
         return admitted and not self._closed and self.version != NO_VERSION
 
     async def _run(self, sequence: VllmSequence) -> None:
-        """One stream, from its opening until it ends, is cut or breaks."""
+        """Run one stream until it ends, is cut by us, or breaks."""
         ended = False
         try:
             ended = await self._stream(sequence)
         except asyncio.CancelledError:
-            # Only ours: `_end` cancels a stream whose sequence it has cut.
+            # Swallow only our own cancellation: `_end` cancels streams that were cut or closed.
             if not sequence.cut and not self._closed:
                 raise
             ended = sequence.finished
@@ -222,7 +233,7 @@ class VllmCore:
         self._pump()
 
     async def _stream(self, sequence: VllmSequence) -> bool:
-        """Hand out the stream's tokens; whether the request has ended with it."""
+        """Hand out the tokens of a stream. Return whether the request has ended."""
         if sequence.failures:
             await asyncio.sleep(BACKOFF_SECONDS * 2**sequence.failures)
         version = self.version
@@ -239,7 +250,8 @@ class VllmCore:
                 delta = sequence.take(piece, version)
                 if delta is not None:
                     self._hand_out(delta)
-                # A stop that only we know ends the stream here; otherwise its last words are still to come.
+                # The server does not know this stop, so the stream is closed here. Otherwise its last piece, which
+                # confirms the version, is still to come.
                 if sequence.finished and piece.finish is None:
                     return True
         finally:
@@ -247,7 +259,7 @@ class VllmCore:
         return sequence.finished
 
     def _broken(self, sequence: VllmSequence, reason: str, *, retry: bool) -> bool:
-        """A stream failed: go on by prefix, or end the request; whether it has ended."""
+        """Handle a broken stream: resume the request from its prefix, or fail it. Return whether it has ended."""
         if sequence.finished:
             return True
         sequence.failures += 1
@@ -267,7 +279,7 @@ class VllmCore:
     # Making way
 
     async def _make_way(self) -> None:
-        """Until nothing of ours runs and the scheduler is paused."""
+        """Wait until none of our requests runs, and pause the server's scheduler."""
         if self._interrupt == "block":
             self._admitted = self._orders - 1
             while any(one.order <= self._admitted for one in [*self._running.values(), *self._waiting]):
@@ -281,7 +293,7 @@ class VllmCore:
             await self._recall("abort" if self._interrupt == "abort" else "recall", "abort")
 
     async def _recall(self, cut: Cut, mode: Literal["abort", "wait"]) -> None:
-        """End every stream, and leave the scheduler paused."""
+        """Pause the server's scheduler, and end every stream."""
         running = list(self._running.values())
         for sequence in running:
             sequence.cut = sequence.cut or cut
@@ -291,7 +303,7 @@ class VllmCore:
             await self._end(running, GRACE_SECONDS)
 
     async def _end(self, sequences: list[VllmSequence], grace: float) -> None:
-        """Wait until these streams have ended; close the connections of those that do not end by themselves."""
+        """Wait until these streams have ended. After `grace` seconds, close the connections of the others."""
         tasks = [one.task for one in sequences if one.task is not None and not one.task.done()]
         if not tasks:
             return
@@ -311,7 +323,7 @@ class VllmCore:
 
 
 def wrong_version(piece: AnswerPiece, version: int) -> str:
-    """What is wrong with the server's own account of the tokens' versions, or nothing."""
+    """Return what is wrong with the versions that the server reports for the tokens, or an empty string."""
     found = sorted({span.version for span in piece.spans or []})
     if found in ([], [str(version)]):
         return ""

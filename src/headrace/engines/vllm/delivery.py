@@ -1,7 +1,7 @@
-"""A version on its way into a server: staged and digested beside the live one, loaded, and proved by a canary.
+"""Brings a version into a vLLM server: it is staged and digested beside the live version, loaded, and proved.
 
-From the first byte that a load may write until the proof there is no version. What the live digest cannot see, because
-the server has packed it away, the canary answers for.
+From the first byte that a load may write until the proof, the server has no version. Some weights cannot be digested
+live, because the server has repacked them. For these the canary alone is the proof.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ POLL_SECONDS = 0.02
 
 
 class Delivery:
-    """One server's weights. `stage` may run beside requests; during `swap` nothing else runs there."""
+    """The weights of one server. `stage` may run beside requests. During `swap` nothing else may run on the server."""
 
     def __init__(
         self, client: VllmClient, engine: str, *, deadline: float, keys: str = "", scaling: float | None = None
     ) -> None:
-        """`scaling` of the adapters that are delivered; None where all weights are."""
+        """Deliver weights to the server behind `client`.
+
+        `scaling` is the LoRA scaling of the delivered adapters; None if full weights are delivered.
+        """
         self._client = client
         self._scaling = scaling
         self._engine = engine
@@ -44,11 +47,11 @@ class Delivery:
         return NO_VERSION if self._quarantined else self._proved
 
     def rejected(self, version: int, reason: str) -> Proof:
-        """Nothing was swapped."""
+        """Return the proof of a version that was rejected before the swap."""
         return Proof(engine=self._engine, version=version, accepted=False, reason=reason)
 
     async def stage(self, manifest: Manifest) -> Proof | None:
-        """Fetch a version and check its digest; the proof that rejects it, or None once it may be swapped in."""
+        """Fetch a version and check its digest. Return the proof that rejects it, or None if it may be swapped in."""
         version = manifest.version
         if version <= self._proved:
             return self.rejected(version, f"version {version} is out of order: version {self._proved} is live")
@@ -68,7 +71,7 @@ class Delivery:
         return self.rejected(version, reason) if reason else None
 
     async def swap(self, manifest: Manifest) -> Proof:
-        """Load what is staged, let the scheduler go on, and prove it."""
+        """Load the staged version, resume the scheduler, and prove the live weights."""
         started = time.monotonic()
         self._quarantined = True
         live: list[Live] = []
@@ -102,7 +105,7 @@ class Delivery:
         )
 
     async def _fetch(self, manifest: Manifest) -> str:
-        """Until every worker has the version; why one has not, or nothing."""
+        """Wait until every worker has fetched the version. Return why a worker failed, or an empty string."""
         if reason := await self._client.stage(manifest, self._keys, self._scaling):
             return reason
         while True:

@@ -1,4 +1,4 @@
-"""A vLLM server as an `Engine`, driven from this process's event loop."""
+"""Makes an `Engine` of a vLLM server. It is driven from this process's event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headrace.types import Float32Array, Int32Array
 
 
 class VllmEngine:
-    """Implements `Engine`. Made inside a running event loop, and used from that one only."""
+    """An `Engine` on a vLLM server. It is made inside a running event loop, and used from that event loop only."""
 
     def __init__(self, core: VllmCore) -> None:
         self.name = core.name
@@ -45,9 +45,9 @@ class VllmEngine:
         deadline: float = 120.0,
         lora: LoraConfig | None = None,
     ) -> VllmEngine:
-        """Drive the server at this URL, after its examination; `model` is the directory that it must be serving.
+        """Examine the server at this URL and return an engine on it.
 
-        With `lora`, adapters of that kind are what is delivered.
+        `model` is the directory that the server must be serving. With `lora`, adapters of that kind are delivered.
         """
         vocabulary = model_facts(Path(model), weights).vocabulary
         client = VllmClient(url, key, deadline=deadline, slots=config.slots)
@@ -78,7 +78,7 @@ class VllmEngine:
         await self._core.abort(ids)
 
     async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
-        """VLLM has no such thing."""
+        """Raise `UserError`, because vLLM cannot fork a request."""
         raise UserError(
             "vLLM cannot fork a running request: ask for a new one with its tokens as the prompt, which the server's"
             " prefix cache shares"
@@ -93,7 +93,7 @@ class VllmEngine:
         return await self._core.score(token_ids)
 
     def counters(self) -> Counters:
-        """Counters and occupancy, as of some moment near the call."""
+        """Return the counters and the occupancy of the engine, at some moment near the call."""
         return self._core.counters()
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Whether the server behind a driver is still there: an engine whose server is lost is lost too, and says nothing more.
+"""Checks whether the vLLM server of an engine is still there. If the server is lost, the engine is lost too.
 
-Lost is a server whose process has ended, that refuses connections, or that calls itself broken, twice in a row. One
-that is merely slow to answer is not: whether it makes progress is seen by whoever waits for tokens.
+A server is lost if its process has ended, or if it twice in a row refuses connections or reports that it is broken. A
+server that is only slow to answer is not lost: its progress is checked by the deadlines for tokens.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from headrace.errors import ChannelError, DeadlineError, HttpError, PeerDied, Us
 
 WATCH_SECONDS = 1.0
 AGAIN_SECONDS = 0.3
-"""Between two questions of which both must go unanswered."""
+"""The time between two checks, which must both fail before a server counts as lost."""
 ANSWER_SECONDS = 5.0
 ENDING_SECONDS = 5.0
-"""In which a server of ours that no longer serves may end: how it ended says why."""
+"""How long to wait for the process of a broken server to end, because its end tells the reason."""
 
 
 class StartedServer(Protocol):
-    """A server of ours, whose process can be seen."""
+    """A server that this process started, so that its process can be checked."""
 
     def check(self) -> None:
         """Raise `UserError` if the process has ended."""
@@ -30,7 +30,7 @@ class StartedServer(Protocol):
 
 
 class ServerHealth:
-    """The pulse of one server; `started` where it is ours."""
+    """The health of one server. `started` is given if this process started the server."""
 
     def __init__(self, client: VllmClient, started: StartedServer | None = None) -> None:
         self._client = client
@@ -46,7 +46,7 @@ class ServerHealth:
                 raise PeerDied("vLLM", trouble)
 
     async def watch(self) -> None:
-        """Check again and again, until it is lost."""
+        """Check repeatedly, and raise `PeerDied` when the server is lost."""
         while True:
             await self.check()
             await asyncio.sleep(WATCH_SECONDS)
@@ -72,7 +72,7 @@ class ServerHealth:
 
 
 async def until_there(client: VllmClient, deadline: float) -> None:
-    """Wait for a server that others start, or start again; raises `UserError` if it does not come."""
+    """Wait for a server that somebody else starts or restarts. Raises `UserError` if it is not there in time."""
     began = time.monotonic()
     while True:
         try:
@@ -87,7 +87,7 @@ async def until_there(client: VllmClient, deadline: float) -> None:
 
 
 async def _trouble(client: VllmClient) -> str:
-    """What shows that a server is lost, or nothing; raises `DeadlineError` if it does not answer."""
+    """Return the sign that a server is lost, or an empty string. Raises `DeadlineError` if it does not answer."""
     try:
         await client.http.call("GET", "/health", timeout=ANSWER_SECONDS)
     except DeadlineError:

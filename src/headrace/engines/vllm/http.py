@@ -1,8 +1,8 @@
 """HTTP to one vLLM server through aiohttp: JSON calls, and streams of server-sent events.
 
-Every wait has a deadline, and every failure is one of the `ChannelError`s. Each request has a connection of its own:
-closing it is how a stream is given up, and a request that may not be sent twice never meets a connection that the
-server has just closed.
+Every wait has a deadline, and every failure is a `ChannelError`. Each request has its own connection. So a stream is
+given up by closing its connection, and a request that must not be sent twice never uses a connection that the server
+has just closed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from headrace.errors import ChannelError, DeadlineError, HttpError, UserError
 CONNECT_SECONDS = 10.0
 STREAMS = 256
 CONTROLS = 16
-"""Connections beside the streams, so that a health check or an abort never waits for a stream to end."""
+"""The number of connections beside the streams, so that a health check or an abort never waits for a stream to end."""
 
 
 class Http:
-    """A server by its URL; `key` goes with every request. At most `streams` requests may be streams at a time."""
+    """A connection pool to one server. `key` is sent with every request. At most `streams` streams may be open."""
 
     def __init__(self, url: str, key: str = "", *, streams: int = STREAMS) -> None:
         parts = urlsplit(url)
@@ -38,7 +38,10 @@ class Http:
         self._closed = False
 
     async def call(self, method: str, path: str, body: Any = None, *, timeout: float) -> Any:
-        """The answer's JSON (its text where it is none). Raises `HttpError` for a status of 400 and above."""
+        """Return the decoded JSON of the answer, or its text if it is not JSON.
+
+        Raises `HttpError` for a status of 400 and above.
+        """
         text = await self.text(method, path, body, timeout=timeout)
         try:
             return msgspec.json.decode(text)
@@ -46,7 +49,7 @@ class Http:
             return text.decode(errors="replace")
 
     async def text(self, method: str, path: str, body: Any = None, *, timeout: float) -> bytes:
-        """The answer's body as it is."""
+        """Return the raw body of the answer."""
         try:
             async with asyncio.timeout(timeout), self._exchange(method, path, body) as answer:
                 return await answer.read()
@@ -54,7 +57,7 @@ class Http:
             raise DeadlineError(f"{self.url}{path} did not answer in {timeout:g} s") from error
 
     async def events(self, path: str, body: Any, *, silence: float) -> AsyncIterator[bytes]:
-        """The data of each event, until `[DONE]`; no two are further apart than `silence` seconds."""
+        """Yield the data of each event until `[DONE]`. At most `silence` seconds may pass between two parts."""
         rest = b""
         try:
             async with self._exchange("POST", path, body, silence) as answer:
@@ -70,7 +73,7 @@ class Http:
         raise ChannelError(f"{self.url}{path} broke off in the middle of an answer")
 
     async def close(self) -> None:
-        """Close all connections. Idempotent; a request after this is a `ChannelError`."""
+        """Close all connections. Idempotent. A later request raises `ChannelError`."""
         self._closed = True
         if self._session is not None:
             await self._session.close()
@@ -79,7 +82,10 @@ class Http:
     async def _exchange(
         self, method: str, path: str, body: Any, silence: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request; within, its answer, whose body is still to be read. `silence`: between two bytes of it."""
+        """Send a request and yield its answer, whose body is not read yet.
+
+        `silence` is the longest time between two reads of the body, in seconds.
+        """
         answer: aiohttp.ClientResponse | None = None
         content = None if body is None else msgspec.json.encode(body)
         kind = {} if body is None else {"Content-Type": "application/json"}
@@ -101,14 +107,14 @@ class Http:
             raise ChannelError(f"{self.url} cannot be reached: {error.os_error}") from error
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError):
-                raise  # It is an OSError too, and for whoever set that deadline.
+                raise  # TimeoutError is an OSError too. It is handled by the caller that set the deadline.
             raise ChannelError(f"{self.url}{path} broke off: {error}") from error
         finally:
             if answer is not None:
                 answer.close()
 
     def _opened(self) -> aiohttp.ClientSession:
-        """The session, which is made where its event loop runs."""
+        """Return the session. It is made on first use, because it needs the running event loop."""
         if self._closed:
             raise ChannelError(f"{self.url}: the connection to it is closed")
         if self._session is None:
@@ -120,7 +126,7 @@ class Http:
 
 
 def _reason(body: bytes) -> str:
-    """What a server says about an error, in one line."""
+    """Return the server's description of an error in one line."""
     try:
         answer = msgspec.json.decode(body)
     except msgspec.DecodeError:

@@ -1,8 +1,8 @@
-"""From our sampling to vLLM's: passed whole, or refused in one line. Pure arithmetic.
+"""Translates our sampling settings into vLLM's, completely, or refuses them in one line. It is pure arithmetic.
 
-End tokens are ours to name: vLLM stops at no token that the request does not list. Stop sequences are recognised here,
-token by token, because vLLM knows them only as text. What several rules together leave is found by our plugin, because
-vLLM applies them in another order.
+vLLM stops only at the stop tokens that the request lists. Stop sequences are found here, token by token, because vLLM
+knows them only as text. If several truncation rules are combined, our plugin applies them, because vLLM applies them in
+another order.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from headrace.engines.vllm.checks import NOISE
 from headrace_vllm_plugin.wire import TRUNCATION, Facts
 
 FORBID = -1e30
-"""Added to the logit of a forbidden token: its probability is 0 in float32, and JSON can say it."""
+"""The bias that is added to the logit of a forbidden token. Its probability becomes 0 in float32, and JSON can express
+this number, unlike -inf."""
 
 
 def refusal(request: Request, facts: Facts, max_length: int) -> str:
-    """Why this request cannot be served, or nothing."""
+    """Return why this request cannot be served, or an empty string if it can."""
     ids, vocabulary = request.token_ids, facts.vocabulary
     if len(ids) == 0:
         return "its prompt has no tokens"
@@ -31,7 +32,7 @@ def refusal(request: Request, facts: Facts, max_length: int) -> str:
         return "record_kept: this vLLM server cannot say which tokens truncation kept"
     if reason := sampling_refusal(request.sampling, vocabulary):
         return reason
-    # The order of `top_k` and `min_p` alone makes no difference: what both would leave stays.
+    # The order of `top_k` and `min_p` alone makes no difference: the tokens that both keep are kept.
     if not facts.truncation and _together(request.sampling) and request.sampling.top_p < 1:
         return (
             "min_p together with top_p: vLLM's second model runner applies them in another order; start the server "
@@ -41,7 +42,7 @@ def refusal(request: Request, facts: Facts, max_length: int) -> str:
 
 
 def sampling_params(sampling: Sampling, max_tokens: int, facts: Facts) -> dict[str, Any]:
-    """VLLM's `SamplingParams` for the next `max_tokens` tokens, with the sampled tokens' log-probabilities."""
+    """Return vLLM's `SamplingParams` for the next `max_tokens` tokens, which ask for log-probabilities too."""
     forbidden = {str(token): FORBID for token in sampling.forbidden if 0 <= token < facts.vocabulary}
     singles = [stop[0] for stop in sampling.stop_sequences if len(stop) == 1]
     rules: dict[str, Any] = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
@@ -62,12 +63,15 @@ def sampling_params(sampling: Sampling, max_tokens: int, facts: Facts) -> dict[s
 
 
 def _together(sampling: Sampling) -> bool:
-    """Whether `min_p` and others cut; where nothing is drawn nothing is cut."""
+    """Return whether `min_p` is combined with another truncation. Greedy sampling truncates nothing."""
     return sampling.temperature > 0 and sampling.min_p > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
 def first_stop(tokens: Sequence[int], known: int, sampling: Sampling) -> int | None:
-    """How many of the sampled `tokens` there are at the first stop after the `known` first ones, if there is one."""
+    """Return the number of sampled `tokens` up to and including the first stop, or None if there is no stop.
+
+    The first `known` tokens were checked before and are not checked again.
+    """
     for count in range(known + 1, len(tokens) + 1):
         if tokens[count - 1] in sampling.stop_token_ids:
             return count

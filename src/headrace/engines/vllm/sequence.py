@@ -1,6 +1,6 @@
-"""One request as its driver holds it: its tokens so far, however many times it was sent to a server.
+"""One request of a vLLM engine with its tokens so far, however many times it was sent to the server.
 
-A request that is taken back goes on from its last token: what was handed out is never drawn again.
+A request that is recalled continues from its last token. Tokens that were handed out are never drawn again.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from headrace.engines.vllm.sampling import first_stop
 _FINISHES: dict[str, FinishReason] = {"length": "length", "stop": "stop"}
 
 Cut = Literal["", "recall", "abort"]
-"""Why a stream is ended from our side: to go on later, or for good."""
+"""Why a stream is ended from our side. `recall`: the request continues later. `abort`: the request ends."""
 
 
 @dataclass(eq=False)
 class VllmSequence:
-    """A request and what was sampled for it."""
+    """A request and the tokens that were sampled for it."""
 
     request: Request
     order: int
-    """Of submission: equal priorities go first come, first served, also when they come back."""
+    """The order of submission. Requests of equal priority are served in this order, also after a recall."""
     sampled: list[int] = field(default_factory=list)
     finished: bool = False
-    """Its last delta is out."""
+    """Whether the last delta was handed out."""
     cut: Cut = ""
     failures: int = 0
-    """Streams that broke since the last token."""
+    """The number of streams that broke since the last token."""
     server_id: str = ""
-    """Of the stream that is open now."""
+    """The server's id of the stream that is open now."""
     task: asyncio.Task[None] | None = None
 
     def __lt__(self, other: VllmSequence) -> bool:
@@ -43,15 +43,18 @@ class VllmSequence:
 
     @property
     def length(self) -> int:
-        """Tokens, prompt included."""
+        """The number of tokens, prompt included."""
         return len(self.request.token_ids) + len(self.sampled)
 
     def room(self, max_length: int) -> int:
-        """How many tokens may still be sampled."""
+        """Return how many tokens may still be sampled."""
         return min(self.request.sampling.max_tokens - len(self.sampled), max_length - self.length)
 
     def take(self, piece: AnswerPiece, version: int) -> Delta | None:
-        """The next delta; its `finish` is set where a stop, ours or the server's, ends the answer."""
+        """Add a piece and return the next delta, or None if there is nothing new.
+
+        `finish` is set if a stop that we or the server found, or the length limit, ends the answer.
+        """
         known = len(self.sampled)
         self.sampled += piece.token_ids
         end = first_stop(self.sampled, known, self.request.sampling)
@@ -75,7 +78,7 @@ class VllmSequence:
         finish: FinishReason | None = None,
         error: str = "",
     ) -> Delta:
-        """A delta of this request."""
+        """Make a delta of this request."""
         return Delta(
             id=self.request.id,
             token_ids=np.array(token_ids, np.int32),
@@ -86,5 +89,5 @@ class VllmSequence:
         )
 
     def ended(self, finish: FinishReason, error: str = "") -> Delta:
-        """A last delta without tokens."""
+        """Make a last delta without tokens."""
         return self.delta([], [], -1, finish, error)

@@ -1,6 +1,6 @@
-"""A vLLM server of ours: started with the interpreter of vLLM's environment, on loopback, with a key of the run.
+"""Starts a vLLM server with the interpreter of vLLM's environment, on loopback, with a key of the run.
 
-It says how far it has come while it starts, dies with the process that started it, and leaves its log.
+The server's progress is reported while it starts. The server ends with the process that started it, and its log stays.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ HOST = "127.0.0.1"
 MODEL_NAME = "policy"
 POLL_SECONDS = 0.25
 STOP_SECONDS = 5.0
-"""Less than a run gives its processes to end."""
+"""How long a server may take to end. It is less than a run gives its processes to end."""
 PORT_SECONDS = 3.0
 CPU_BLOCK = 32
-"""vLLM's attention on a CPU takes multiples of this many tokens in a block."""
+"""On a CPU, the number of tokens in a block of vLLM's cache must be a multiple of this."""
 PR_SET_PDEATHSIG = 1
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 UNBOUND = "nobind"
 SPLIT = "VLLM_ENABLE_V1_MULTIPROCESSING"
-"""Whether a single worker has a process of its own on a CPU; the HTTP front and the scheduler are apart either way."""
+"""The variable that says whether a single worker on a CPU has its own process. The HTTP server and the scheduler are
+separate processes in any case."""
 
 _PREFIX = re.compile(r"^(\(\w+ pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR) [\d-]+ [\d:]+ \[[^\]]*\] )?")
 _ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit)\b.*: \S|error: \S|^Value error, \S")
 _FATAL = b"EngineCore encountered a fatal error"
 _EMPTY = re.compile(r"See root cause above|\d+ validation errors? for")
-"""Errors that only say that there are others."""
+"""Errors that only refer to other errors."""
 _STAGES = (
     ("Application startup complete", "ready"),
     ("Started server process", "opening"),
@@ -60,7 +61,7 @@ _STAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan:
-    """Everything a server is started from."""
+    """Everything that is needed to start a server."""
 
     model: Path
     config: EngineConfig
@@ -74,21 +75,21 @@ class ServerPlan:
 
 
 class VllmServer:
-    """One process (and those that it starts). `start`, then `ready`; `stop` ends all of them."""
+    """One server process and the processes that it starts. Call `start`, then `ready`. `stop` ends all of them."""
 
     def __init__(self, plan: ServerPlan) -> None:
         self._plan = plan
         self._python = check_interpreter(plan.config.python)
-        # A server that this one replaces may be in its last moments.
+        # The previous server may still be ending, so wait a little for its port.
         self.port = choose_port(plan.config.port + plan.rank if plan.config.port else 0, PORT_SECONDS)
         self.url = f"http://{HOST}:{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the process; its output goes to the log."""
+        """Start the process. Its output goes to the log."""
         plan = self._plan
         plan.log.parent.mkdir(parents=True, exist_ok=True)
-        if plan.log.is_file():  # Of the server that this one replaces.
+        if plan.log.is_file():  # The log of the previous server.
             plan.log.replace(plan.log.with_suffix(".before.log"))
         with plan.log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -102,7 +103,10 @@ class VllmServer:
             )
 
     async def ready(self, deadline: float, progress: Callable[[str], None] = lambda stage: None) -> None:
-        """Wait until it answers; raises `UserError` with its own last word if it dies before."""
+        """Wait until the server answers. Raises `UserError` with the server's own error if it dies before.
+
+        Raises `DeadlineError` after `deadline` seconds.
+        """
         http = Http(self.url)
         try:
             await self._answering(http, deadline, progress)
@@ -129,30 +133,30 @@ class VllmServer:
         code = self._process.poll()
         if code is not None:
             how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-            # Who is killed like this says nothing: errors in its log are of other things.
+            # A process that is killed by SIGKILL writes no reason. Errors in its log have other causes.
             why = "" if code == -signal.SIGKILL else f": {last_word(self._plan.log)}"
             raise UserError(f"the vLLM server ended ({how}){why} ({self._plan.log})")
 
     @property
     def pid(self) -> int:
-        """Of the server's first process, which leads its group."""
+        """The process id of the server's first process, which leads its process group."""
         assert self._process is not None
         return self._process.pid
 
     async def stop(self) -> None:
-        """End the process and all that it started. Idempotent."""
+        """End the process and all processes that it started. Idempotent."""
         if self._process is None:
             return
         _signal(self._process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self._process.wait, STOP_SECONDS)
-        # Whatever the first process left behind, too.
+        # Also end the processes that the first process left behind.
         _signal(self._process.pid, signal.SIGKILL)
         await asyncio.to_thread(self._process.wait, STOP_SECONDS)
 
 
 def arguments(plan: ServerPlan, python: str, port: int) -> list[str]:
-    """The command line of a server."""
+    """Return the command line of a server."""
     config = plan.config
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(plan.model.absolute())]
     command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--seed", str(plan.seed)]
@@ -164,7 +168,8 @@ def arguments(plan: ServerPlan, python: str, port: int) -> list[str]:
     if plan.weights == "random":
         command += ["--load-format", "dummy"]
     if on_cpu(config):
-        # vLLM's second model runner, which needs a GPU, has such noise by itself and takes no processors of this kind.
+        # Only vLLM's first model runner needs this processor. The second one, which needs a GPU, draws noise by
+        # position without it, and takes no processors of this kind.
         command += ["--logits-processors", NOISE, "--block-size", str(-(-config.block_size // CPU_BLOCK) * CPU_BLOCK)]
     if on_cpu(config) or config.cache_tokens:
         command += ["--kv-cache-memory-bytes", str(cache_bytes(plan))]
@@ -174,23 +179,23 @@ def arguments(plan: ServerPlan, python: str, port: int) -> list[str]:
 
 
 def on_cpu(config: EngineConfig) -> bool:
-    """Whether vLLM will compute on a CPU here; `auto` looks for an NVIDIA driver, because torch is not loaded."""
+    """Return whether vLLM will compute on a CPU. `auto` looks for an NVIDIA driver, because torch is not loaded."""
     return config.device == "cpu" or (config.device == "auto" and not Path("/proc/driver/nvidia/version").is_file())
 
 
 def cache_bytes(plan: ServerPlan) -> int:
-    """What the KV cache takes: the configured tokens, or `slots` sequences of the longest length."""
+    """Return the bytes of the KV cache, for the configured tokens or for `slots` sequences of the longest length."""
     config = plan.config
     tokens = config.cache_tokens or config.slots * plan.max_length
     block = -(-config.block_size // CPU_BLOCK) * CPU_BLOCK
-    # A block more for each sequence, which rarely ends where a block does.
+    # One more block for each sequence, because a sequence rarely ends at the end of a block.
     width = {"float32": 4}.get(plan.dtype, 2)
     per_token = model_facts(plan.model, plan.weights).kv_bytes_per_token * width // 4
     return (tokens + block * (config.slots + 1)) * per_token
 
 
 def environment(plan: ServerPlan) -> dict[str, str]:
-    """The environment of a server: the key is here and not on the command line, which every user can read."""
+    """Return the environment of a server. The key is in it, not on the command line, which every user can read."""
     ours = {
         KEY_VARIABLE: plan.key,
         ORPHANS: "1",
@@ -201,20 +206,23 @@ def environment(plan: ServerPlan) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
-    # What this interpreter was told about its own packages is not for another environment's.
+    # The package paths of this interpreter must not reach the interpreter of another environment.
     theirs = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     if on_cpu(plan.config):
         ours["OMP_NUM_THREADS"] = str(plan.config.threads)
-        # By itself it would bind every server of a fleet to the same cores, and take as many threads as there are.
+        # By default, vLLM would bind every server of a fleet to the same cores and use all of them.
         ours[BINDING] = os.environ.get(BINDING, UNBOUND)
         if ours[BINDING] == UNBOUND:
-            # A worker's own process serves to bind it. Without, it is one process less to start and to talk to.
+            # A worker needs its own process only to be bound to cores. Without it, one process less must be started.
             ours[SPLIT] = os.environ.get(SPLIT, "0")
     return {**theirs, **ours}
 
 
 def choose_port(wanted: int = 0, patience: float = 0.0) -> int:
-    """A free port of loopback; the wanted one, or a one-line error that it is taken, after `patience` seconds."""
+    """Return a free port on loopback (`wanted` = 0) or the wanted port.
+
+    Raises `UserError` if the port is still taken after `patience` seconds.
+    """
     began = time.monotonic()
     while True:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -231,7 +239,7 @@ def choose_port(wanted: int = 0, patience: float = 0.0) -> int:
 
 
 def last_word(log: Path) -> str:
-    """The line of a log that says why its process ended: the first error of the last traceback, else the last line."""
+    """Return the line of a log that says why its process ended: the first error of its end, else the last line."""
     lines = [_PREFIX.sub("", line).strip() for line in (_fatal(log) or _tail(log)).splitlines()]
     errors = [line for line in lines if _ERROR.search(line) and not _EMPTY.search(line)]
     word = errors[0] if errors else next((line for line in reversed(lines) if line), "it left no word")
@@ -253,7 +261,10 @@ def _tail(log: Path, size: int = 1 << 16) -> str:
 
 
 def _fatal(log: Path, size: int = 1 << 16) -> str:
-    """What follows the engine's own end: every request that ended with it has left its traceback after that."""
+    """Return the log from the engine's fatal error on.
+
+    Later tracebacks are of requests that ended with the engine, and there may be too many of them for the tail.
+    """
     if not log.is_file() or not log.stat().st_size:
         return ""
     with log.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as text:
