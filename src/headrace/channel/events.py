@@ -19,7 +19,7 @@ LOOK_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened."""
+    """The base class of events."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Died(Event):
 
 @dataclass(frozen=True)
 class Returned(Event):
-    """A worker that had died was started again and is ready."""
+    """A worker that died was restarted and is ready."""
 
     peer: str
     facts: dict[str, int | float | str] = field(default_factory=dict)

@@ -23,7 +23,7 @@ class Heartbeat(Message):
     phase: str
     """What the worker is doing: loading, ready, stepping, ..."""
     time: float
-    """The sender's `time.monotonic()`."""
+    """The time on the sender's `time.monotonic()`."""
     spans: list[TimeSpan] = []
     generated_tokens: int = 0
     """The number of tokens generated since the last heartbeat (engines only)."""

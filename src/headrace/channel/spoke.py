@@ -73,7 +73,7 @@ class Spoke:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # A full pipe wakes the thread just as well.
+        with contextlib.suppress(BlockingIOError):  # A full pipe also wakes the thread.
             os.write(self._wake_write, b"x")
 
     def _run(self) -> None:

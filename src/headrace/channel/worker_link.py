@@ -23,7 +23,7 @@ class WorkerLink:
         self.spans = SpanRecorder()
         self.phase = "starting"
         self.peak_memory: Callable[[], int] = int
-        """Returns the peak GPU memory of this process in bytes. The heartbeat thread calls it at every heartbeat."""
+        """A function that returns the peak GPU memory of this process in bytes. The heartbeat thread calls it."""
         self._generated = 0
         self._lock = threading.Lock()
         self.spoke = Spoke(address, name, beat=self._beat, on_lost=_end_orphan)

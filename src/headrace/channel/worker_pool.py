@@ -170,7 +170,7 @@ class _Slot:
 
 
 class _Worker:
-    """One process, its two pipes, and its open questions."""
+    """One worker process, its two pipes, and its open questions."""
 
     def __init__(self, process: Process) -> None:
         self.able = True

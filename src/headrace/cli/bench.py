@@ -147,7 +147,7 @@ def engine(
         peers=tuple(peer or ()),
         seed=seed,
     )
-    # Before torch is loaded: a mistake is answered at once.
+    # Checked before torch is loaded, so that a mistake is reported at once.
     check_options(options)
     from headrace.bench.engine import bench_engine
     from headrace.bench.engine_table import table
@@ -188,7 +188,7 @@ def delivery(
         threads=threads,
         seed=seed,
     )
-    # Before torch is loaded: a mistake is answered at once.
+    # Checked before torch is loaded, so that a mistake is reported at once.
     check_options(options)
     from headrace.bench.delivery import bench_delivery
     from headrace.bench.delivery_table import table
@@ -235,7 +235,7 @@ def train(
         compare=compare,
         seed=seed,
     )
-    # Before torch is loaded: a mistake is answered at once.
+    # Checked before torch is loaded, so that a mistake is reported at once.
     check_options(options)
     from headrace.bench.train import bench_train
     from headrace.bench.train_table import table

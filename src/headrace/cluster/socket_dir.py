@@ -46,14 +46,14 @@ def sweep_socket_dirs(prefix: str = PREFIX, end: Callable[[Path], None] = lambda
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # gone meanwhile, or another user's
+        except OSError:  # It is gone meanwhile, or belongs to another user.
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             end(path)
             shutil.rmtree(path)
             swept.append(path.name)
-        except OSError:  # its owner lives, or is another user, or it could not be ended
+        except OSError:  # Its owner is alive or another user, or `end` failed.
             continue
         finally:
             os.close(lock)

@@ -100,10 +100,11 @@ class Fleet:
         self._started = True
 
     async def watch(self) -> None:
-        """Watch the workers until one dies for good.
+        """Watch the workers, and restart those that may be restarted, until one ends the run.
 
-        Raises `PeerDied` when a worker that may not be restarted dies or falls silent, and `UserError` when a worker
-        died of a user's mistake.
+        Raises an exception group. It holds `PeerDied` when a worker that may not be restarted dies or falls silent,
+        `UserError` when a worker died of a user's mistake, and `DeadlineError` when a restarted worker is not ready in
+        time.
         """
         async with asyncio.TaskGroup() as watchers:
             watchers.create_task(self._watch_exits(watchers), name="watch exits")

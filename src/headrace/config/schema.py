@@ -66,7 +66,7 @@ class TaskSection(Section, frozen=True, tag_field="kind"):
     """Keys that a task of any kind has."""
 
     weight: PositiveFloat = 1.0
-    """This task's share of the prompts, relative to the weights of the run's other tasks. A run has one so far."""
+    """This task's share of the prompts, relative to the weights of the run's other tasks. A run has one task so far."""
 
 
 class DatasetTaskConfig(TaskSection, frozen=True, kw_only=True, tag="dataset"):
@@ -93,7 +93,7 @@ class GymTaskConfig(TaskSection, frozen=True, kw_only=True, tag="gym"):
     name: str
     """The name of the reasoning-gym dataset."""
     config: dict[str, Any] = {}
-    """The dataset's own settings."""
+    """The settings of the dataset itself."""
     size: Positive = 10_000
     """The number of training prompts to generate."""
     system: str | None = None
@@ -296,9 +296,9 @@ class AlgorithmConfig(Section, frozen=True):
     """The ratio is clipped above at 1 + clip_high. The default depends on the loss: 0.28 for cispo, dapo and
     distillation, 0.2 for grpo and decoupled_ppo, 0.0004 for gspo."""
     sapo_tau_positive: PositiveFloat = 1.0
-    """How fast the gate of sapo closes where the advantage is positive."""
+    """How fast the gate of sapo closes for tokens with a positive advantage."""
     sapo_tau_negative: PositiveFloat = 1.05
-    """How fast the gate of sapo closes where the advantage is not positive."""
+    """How fast the gate of sapo closes for tokens without a positive advantage."""
     dppo_delta: NonNegativeFloat = 0.2
     """How far a token's probability may move before dppo_tv excludes the token."""
     proximal: Literal["interpolated", "recomputed"] = "interpolated"
@@ -328,17 +328,18 @@ class AlgorithmConfig(Section, frozen=True):
     icepop_high: PositiveFloat = 5.0
     """icepop: a token with a larger ratio is left out."""
     mis_ratio: Literal["product", "mean"] = "product"
-    """mis: a sequence's ratio is the product of its tokens' ratios, or their geometric mean."""
+    """mis: how a sequence's ratio follows from its tokens' ratios: their `product`, or their geometric `mean`."""
     mis_low: NonNegativeFloat = 0.0
     """mis: a sequence with a smaller ratio is left out."""
     mis_high: PositiveFloat = 2.0
     """mis: a sequence with a larger ratio is left out."""
     opsm_limit: NonNegativeFloat = 1e-4
-    """opsm: where a sequence's mean of log(sampler / policy) is larger, tokens of negative advantage are left out."""
+    """opsm: if a sequence's mean of log(sampler / policy) is larger, its tokens with negative advantage are left
+    out."""
     overlong_buffer: NonNegative = 0
-    """The length penalty rises over this many tokens before `[rollouts] max_tokens`. 0 switches it off."""
+    """The overlong penalty rises over this many tokens before `[rollouts] max_tokens`. 0 switches it off."""
     overlong_penalty: NonNegativeFloat = 1.0
-    """How much the reward loses at `max_tokens` when `overlong_buffer` is on."""
+    """The overlong penalty: how much the reward loses at `max_tokens` when `overlong_buffer` is on."""
     length_penalty: NonNegativeFloat = 0.0
     """How much the reward loses at `max_tokens`. Shorter answers lose in proportion to their length."""
     normalize: Literal["token", "sequence", "constant"] = "token"
@@ -407,7 +408,7 @@ class LoraConfig(Section, frozen=True):
     rank: Positive = 16
     """The rank of the adapter's matrices."""
     alpha: PositiveFloat = 32.0
-    """The adapter's product is multiplied by alpha / rank."""
+    """The scale of the adapter: the product of its two matrices is multiplied by alpha / rank."""
     dropout: BelowOne = 0.0
     """The dropout of the adapter's inputs, in training passes only. It must be 0 for stacked experts."""
     targets: Annotated[list[str], Meta(min_length=1)] = field(default_factory=lambda: ["all-linear"])
@@ -504,7 +505,7 @@ class GatewayConfig(Section, frozen=True):
 
 
 class PipelineConfig(Section, frozen=True):
-    """[pipeline]: processes and deadlines."""
+    """[pipeline]: worker processes and deadlines."""
 
     launcher: LauncherName = "auto"
     """How worker processes start on this host. `local`: each by itself. `forked`: forked from a process that has loaded

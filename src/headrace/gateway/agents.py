@@ -32,7 +32,7 @@ class AgentPool:
             setup,
             workers=workers,
             concurrency=concurrency,
-            grace=CLOSE_SECONDS,  # A worker of commands ends them when its pipe ends.
+            grace=CLOSE_SECONDS,  # A worker that runs commands ends the commands when its pipe ends.
             log=log,
         )
         self.places = self._pool.places

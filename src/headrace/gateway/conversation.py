@@ -35,7 +35,7 @@ class Opening:
     """The new tokens since that turn, which were not sampled."""
     history: History = ()
     text: str = ""
-    """The prompt of a plain completion."""
+    """The prompt text of a plain completion; empty for other requests."""
 
     @property
     def token_ids(self) -> Int32Array:

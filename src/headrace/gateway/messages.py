@@ -15,7 +15,7 @@ class AgentSetup(msgspec.Struct, kw_only=True):
 
 
 class Job(msgspec.Struct, kw_only=True):
-    """One agent to run."""
+    """A job for a worker: one agent to run."""
 
     id: str
     """The id of the agent's session."""

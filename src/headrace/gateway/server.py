@@ -198,7 +198,7 @@ class HttpServer:
         await response.write_eof()
         return response
 
-    # ---- who asks
+    # ---- authentication
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -16,9 +16,9 @@ class RunClock(msgspec.Struct, frozen=True):
     """One moment on both clocks."""
 
     wall: float
-    """Seconds since 1970."""
+    """The wall time in seconds since 1970."""
     monotonic: float
-    """Seconds of `time.monotonic`."""
+    """The monotonic time, in seconds of `time.monotonic`."""
 
     @classmethod
     def now(cls) -> RunClock:

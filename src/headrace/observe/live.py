@@ -78,7 +78,7 @@ class LiveProgress:
         self._live.start()
 
     def update(self, snapshot: RunSnapshot) -> None:
-        """Remember the snapshot, and draw it unless the last drawing is too recent."""
+        """Store the snapshot, and draw it unless the last drawing is too recent."""
         now = self._clock()
         # A copy, because the controller fills the same struct again and again.
         last, self._snapshot = self._snapshot, copy(snapshot)

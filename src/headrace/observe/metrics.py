@@ -19,7 +19,7 @@ from headrace.observe.trackers.feed import Trackers
 
 
 class MetricsLog:
-    """Appends records `{"time": seconds since 1970, "kind": ..., ...}` to a file."""
+    """A log that appends records `{"time": seconds since 1970, "kind": ..., ...}` to a file."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, trackers: Trackers | None = None) -> None:
         """Open the log. Each record goes to the trackers too, and the trackers are closed with the file."""

@@ -75,7 +75,7 @@ class PlainProgress:
         """Do nothing, because there is nothing to set up."""
 
     def update(self, snapshot: RunSnapshot) -> None:
-        """Print a line if it is time, or if something has happened."""
+        """Print a line if enough time has passed, or if something has changed."""
         now = self._clock()
         self._rates.add(now, snapshot)
         # A copy, because the controller fills the same struct again and again.

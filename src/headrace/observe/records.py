@@ -65,7 +65,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     moment: str
-    """`before`, `during` or `after` training."""
+    """When the evaluation ran: `before`, `during` or `after` training."""
     prompts: int
     samples: int
     pass_1: float

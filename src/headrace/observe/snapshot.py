@@ -100,7 +100,7 @@ class Rates:
         self._remaining = 0
 
     def add(self, time: float, snapshot: RunSnapshot) -> None:
-        """Take a snapshot into account."""
+        """Add a snapshot, taken at this time."""
         self._generated.add(time, snapshot.generated_tokens)
         self._trained.add(time, snapshot.trained_tokens)
         self._remaining = snapshot.versions_total - snapshot.version

@@ -37,7 +37,7 @@ class _Open:
 
 
 class SpanRecorder:
-    """Collects the spans of one process. Safe to use from several threads."""
+    """The recorder of one process's spans. It is thread-safe."""
 
     JOIN_SECONDS = 0.002
     LONGEST_SECONDS = 1.0

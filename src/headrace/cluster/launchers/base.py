@@ -50,7 +50,7 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launcher(Protocol):
-    """Starts and ends workers."""
+    """A launcher starts and ends workers."""
 
     async def start(self, spec: WorkerSpec) -> None:
         """Start one worker. Returns at once, without waiting until the worker is ready."""

@@ -39,8 +39,8 @@ def _launcher_of_user(reference: str, environment: Mapping[str, str]) -> Launche
 def _forks_are_safe(config: Config) -> bool:
     """Return whether workers may be forked on this system.
 
-    A library that initializes a GPU while it is loaded could break that GPU for every fork. On macOS, system libraries
-    do not survive a fork.
+    A library that initializes a GPU while it is loaded could break that GPU for every fork. On macOS, the system's own
+    libraries are not safe to fork.
     """
     on_cpu = {config.engine.device, config.training.device} == {"cpu"} or not GPU_DRIVER.exists()
     return sys.platform == "linux" and on_cpu

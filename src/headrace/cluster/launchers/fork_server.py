@@ -31,7 +31,7 @@ ROOM = 1024
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Fork a worker."""
+    """A request to fork a worker."""
 
     name: str
     arguments: list[str]
@@ -41,7 +41,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Kill(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Kill this worker and its whole process group, if it still runs."""
+    """A request to kill this worker and its whole process group, if it still runs."""
 
     name: str
 

@@ -43,7 +43,7 @@ class ForkServerConnection:
         ended: Callable[[WorkerEnded], None],
         lost: Callable[[int, str], None],
     ) -> None:
-        """Use `open`."""
+        """Store the parts of a connection. Callers use `open` instead."""
         self._log, self._process, self._sockets = log, process, sockets
         self._ended, self._lost = ended, lost
         self._closing = False
