@@ -156,7 +156,7 @@ class Sampler(Protocol):
     name: str
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
-        """Yield the request's deltas; the last has `finish` set. Closing the iterator early aborts the request."""
+        """Yield the deltas of a request. The last delta has `finish` set. Closing the iterator early aborts it."""
         ...
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
@@ -182,7 +182,10 @@ class Sampler(Protocol):
 
 
 class EngineProcess(Protocol):
-    """An engine in another process. The controller passes it the deltas of that process, and news of its death."""
+    """The handle of an engine in another process.
+
+    The controller passes it the deltas from that process, and tells it when the process has died or is replaced.
+    """
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
         """Hand deltas to the requests that wait for them. Deltas of requests that were given up are dropped."""

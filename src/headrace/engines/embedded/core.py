@@ -138,7 +138,8 @@ class EngineCore:
     def adopt(self, version: int) -> None:
         """Serve the weights that the model holds now as this version, without a proof.
 
-        It is for weights that were not delivered: those that the model was loaded with, or that the caller wrote there.
+        Use it for weights that were not delivered: the weights that were loaded with the model, or written by the
+        caller.
         """
         self._go_live(version)
         self.version = version
@@ -324,7 +325,7 @@ class EngineCore:
         return {s.id for s in self._scheduler.running} | {s.id for s in self._sequences.values() if s.sampled}
 
     def _settle(self) -> list[Delta]:
-        """Wait for the proof and for all tokens in flight. After that, nothing is unknown."""
+        """Wait for the proof and for all tokens in flight, and record the tokens."""
         with self._runner.active():
             deltas = self._prove(self._unproved) if self._unproved is not None else []
             return deltas + self._take(self._runner.drain())

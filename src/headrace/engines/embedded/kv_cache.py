@@ -1,6 +1,6 @@
 """The paged KV cache: blocks of token slots with reference counts, and the tensors that store them.
 
-A block is free exactly when it has no references. Whoever takes a block releases it exactly once. A free block may be
+A block is free exactly when it has no references. Each reference is released exactly once. A free block may be
 remembered because its content is still useful. Remembered blocks are reused only when no other block is free, the least
 recently used first. Only the owner of a block's last slots writes to the block. Other sharers read only the slots that
 were filled when they joined, or copy the block first.
@@ -37,7 +37,7 @@ class BlockPool:
         return len(self._free) + len(self._idle)
 
     def free_blocks(self) -> list[int]:
-        """The blocks that nobody refers to, remembered or not, each once."""
+        """Return the blocks without references, remembered or not, each once."""
         return [*self._free, *self._idle]
 
     def blocks_for(self, tokens: int) -> int:

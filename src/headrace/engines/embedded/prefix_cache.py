@@ -75,7 +75,7 @@ class PrefixCache:
         return found
 
     def offer(self, key: bytes, block: int) -> None:
-        """Make a full block findable. Somebody must hold the block. The first block with a key stays the one found."""
+        """Make a full block findable. The block must be in use. If two blocks have one key, the first is found."""
         if key not in self._blocks and block not in self._keys:
             self._blocks[key] = block
             self._keys[block] = key

@@ -181,7 +181,7 @@ class VllmCore:
         finally:
             await self._client.close()
 
-    # What runs
+    # Running requests
 
     def _pump(self) -> None:
         """Start the waiting requests that may run now."""
@@ -276,7 +276,7 @@ class VllmCore:
         else:
             heapq.heappush(self._waiting, sequence)
 
-    # Making way
+    # Making way for new weights
 
     async def _make_way(self) -> None:
         """Wait until none of our requests runs, and pause the server's scheduler."""
@@ -315,7 +315,7 @@ class VllmCore:
         if open_tasks:
             raise DeadlineError(f"{len(open_tasks)} streams of {self.name} did not close in {self._deadline:g} s")
 
-    # Handing out
+    # Handing out deltas
 
     def _hand_out(self, delta: Delta) -> None:
         self._generated += len(delta.token_ids)

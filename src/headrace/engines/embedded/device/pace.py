@@ -92,7 +92,7 @@ class Pace:
         return max(1, math.ceil(min(STEPS, self._prompts / self._step)))
 
     def spare(self, steps: int) -> float:
-        """Return how many seconds a launch of this many steps lasts beyond what the host needs to prepare the next."""
+        """Return by how many seconds a launch of this many steps outlasts the host's preparation of the next one."""
         if not self._step or self._turn is None:
             return 0.0
         return max(0.0, steps * self._step - max(LAUNCH_SECONDS, SLACK * self._turn))

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 LEAST_TOKENS, MOST_TOKENS = 256, 16384
 """The smallest and the largest captured size, in tokens. Captured sizes are powers of two."""
 CHUNK_TOKENS = 8
-"""A captured pass has room for one chunk per so many tokens, and for at least `LEAST_CHUNKS`."""
+"""The number of tokens per chunk in a captured pass. The pass has room for at least `LEAST_CHUNKS` chunks."""
 LEAST_CHUNKS = 8
 HOST_BOUND = 15 * 10**12
 """The number of tokens times parameters of a pass that a GPU computes about as fast as the host enqueues it. Above this

@@ -37,8 +37,8 @@ _WAITED = 2e-4
 _LOOK_SECONDS = 5e-5
 """How often the host looks for new weights when it waits for nothing else."""
 GATHER = 32
-"""New sequences wait until there is one for every so many that decode, because a pass over a few prompts takes about as
-long as a pass over many."""
+"""The argument `gather` of the scheduler: the number of decoding sequences for each new one. Fewer new sequences wait
+for others, because a pass over a few prompts takes about as long as a pass over many."""
 SKIPS = 4
 """The largest number of passes over prompts in a row without a decode step, while a batch fills up."""
 

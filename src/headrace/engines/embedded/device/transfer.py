@@ -1,4 +1,4 @@
-"""Copies numbers from the host to the device and back, without blocking the host."""
+"""Asynchronous copies of numbers from the host to the device, and from the device to the host."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ class Arriving:
         return self.mark.passed()
 
     def wait(self, unless: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until the copy is complete. Return False if `unless` becomes true before that."""
+        """Wait until the copy is complete. Return False if `unless` becomes true before that.
+
+        Raises `DeadlineError` after `GPU_SECONDS`.
+        """
         deadline = time.monotonic() + GPU_SECONDS
         while not self.ready():
             if time.monotonic() > deadline:
