@@ -32,7 +32,7 @@ HEAD = """\
 
 <!-- Written by docs/make_configuration.py from src/headrace/config/schema.py: do not edit by hand. -->
 
-A run is one TOML file; its sections have the names of the stages. Only `[model] path` and `[task]` are required. A task
+A run is one TOML file. Its sections have the names of the stages. Only `[model] path` and `[task]` are required. A task
 and a policy may have names of their own: see [`[tasks.NAME]`](#tasksname) and [`[policies.NAME]`](#policiesname).
 
 ```toml
@@ -49,23 +49,43 @@ name = "first"
 versions = 50
 ```
 
-- `headrace check first.toml` validates it, and prints it resolved, with the lag bound and the estimates that follow.
-- `--set section.key=value` changes a key on the command line, as often as needed: `--set buffer.depth=2`. The value is
-  read as TOML; what is not TOML is taken as text, so quotes are not needed.
+- `headrace check first.toml` checks the file without loading the model. It prints every key with its value, the lag
+  bound, and estimates of memory and speed.
+- `--set section.key=value` changes a key on the command line: `--set buffer.depth=2`. It may be given several times.
+  The value is read as TOML. A value that is not TOML is taken as text, so text needs no quotes.
 - Relative paths start at the working directory.
 - A *reference* names code of your own: `module:attribute`, or `path/to/file.py:attribute`.
-- A key that is not listed here is an error, not ignored. A mistake is one line that names `[section] key`, and exit
-  code 2.
+- A key that is not listed here is an error. A mistake is reported in one line that names `[section] key`, and the exit
+  code is 2.
 - The resolved configuration is written to `config.toml` of the [run directory](run_directory.md), and `headrace resume`
   reads it from there.
 
-What no single key can say is checked too: `max_lag` may not be below `depth`, and `depth = "unbounded"` and `on_stale`
-need it; `correct_above` needs corrections, `oversample` a filter; every `advantage` but `"reinforce_plus_plus"` needs
-at least two answers in a group (not with `loss = "distillation"`), a key of `[algorithm]` that the loss and its
-corrections do not look at may not be set, `overlong_buffer` may not be above `max_tokens`, `cache_tokens` must hold
-one answer with its prompt, stacked experts take no `[lora] dropout`, and `[evaluate] every` needs held-out prompts.
-How `depth` and `max_lag` bound the age of what is trained is in [staleness](staleness.md); the formulas behind
-`[algorithm]` are in [losses](losses.md), adapters in [lora](lora.md).
+Some rules concern several keys. Breaking one of them is an error too:
+
+| key | rule |
+|---|---|
+| `[buffer] max_lag` | It must not be below `depth`. It is required with `depth = "unbounded"`. |
+| `[buffer] on_stale` | `"drop"` and `"salvage"` need `max_lag`. |
+| `[buffer] correct_above` | It needs `[algorithm] corrections`. |
+| `[buffer] oversample` | A value above 1 needs a `filter`. |
+| `[buffer] filter` | `"zero_variance"` needs `[rollouts] group_size` of at least 2. |
+| `[rollouts] group_size` | At least 2, except for advantage `"reinforce_plus_plus"` or loss `"distillation"`. |
+| `[rollouts] min_group` | It must be at least 2 (1 if `group_size` is 1), and at most `group_size`. |
+| `[rollouts] top_k`, `top_p`, `min_p` | They are refused for agents and for vLLM. |
+| `[algorithm]` | A key that neither the chosen loss nor the chosen corrections read must not be set. |
+| `[algorithm] overlong_buffer` | It must not be above `[rollouts] max_tokens`. |
+| `[engine] cache_tokens` | The cache must hold one answer of `max_tokens` and one more block. |
+| `[engine] python`, `urls`, `port`, `arguments` | They are refused for the embedded engine. |
+| `[engine] kind = "vllm"` | See [what does not work with vLLM](vllm.md#what-does-not-work-with-vllm). |
+| `[training] optimizer` | `"adamw_8bit"` needs one rank without `offload`. |
+| `[lora] base` | `"nf4"` needs one rank without `offload`. |
+| `[delivery] send`, `transport` | `send = "delta"` and `transport = "nccl"` need one rank without `offload`. |
+| `[training] tensor_parallel` | It must divide `ranks`. With `[lora]` it must be 1. |
+| `[lora] dropout` | It must be 0 if `targets` name stacked experts. |
+| `[evaluate] every` | It needs held-out prompts. |
+
+[Staleness](staleness.md) explains how `depth` and `max_lag` limit the lag. [Losses](losses.md) has the formulas behind
+`[algorithm]`. [LoRA](lora.md) explains adapters.
 """
 
 TABLES = f"""
