@@ -1,7 +1,8 @@
-"""The methods that a driver may call on every vLLM worker.
+"""The methods that Headrace adds to every worker process of a vLLM server.
 
-They are added with `--worker-extension-cls headrace_vllm_plugin.worker.HeadraceWorker`. Every answer is a plain
-dictionary of JSON values. If a fetch cannot begin, the answer contains the error, so that its text reaches the driver.
+The server is started with `--worker-extension-cls headrace_vllm_plugin.worker.HeadraceWorker`. The engine that drives
+the server then calls these methods over HTTP, on all workers at once. Every answer is a plain dictionary of JSON
+values. Importing this module registers the weight-transfer engine with vLLM.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ register()
 
 
 class HeadraceWorker:
-    """A mixin for vLLM's worker class, whose attributes it reads."""
+    """A mixin that vLLM adds to its worker class. The attributes declared here are those of vLLM's worker."""
 
     weight_transfer_engine: HeadraceTransfer | None
     vllm_config: Any
@@ -55,7 +56,10 @@ class HeadraceWorker:
         return _answer(facts)
 
     def headrace_stage(self, order: str) -> dict[str, Any]:
-        """Begin to fetch a version beside the live weights; return `Accepted`."""
+        """Begin to fetch a version beside the live weights; return `Accepted`. `order` is a `FetchOrder` in JSON.
+
+        If the fetch cannot begin, the answer holds the reason. An exception would not bring its text to the driver.
+        """
         try:
             self.headrace_transfer().staging.begin(msgspec.json.decode(order, type=FetchOrder))
         except DeliveryError as error:
@@ -67,7 +71,10 @@ class HeadraceWorker:
         return _answer(self.headrace_transfer().staging.state())
 
     def headrace_live(self) -> dict[str, Any]:
-        """Compare the live weights with the loaded version by digest; return `Live`."""
+        """Compare the live weights with the version that was loaded last, by digest; return `Live`.
+
+        This releases the loaded tensors, so it can be called once for each load.
+        """
         return _answer(self.headrace_transfer().live())
 
     def headrace_transfer(self) -> HeadraceTransfer:

@@ -1,16 +1,17 @@
-"""Advantages from the rewards of a step's groups: pure functions, one per estimator. No torch is imported here.
+"""The estimators that compute advantages from the rewards of a step's groups. Each estimator is a pure function.
 
-If rollouts are reordered, the result of an estimator is reordered with them. Advantages sum to zero, over a group or
-over the step: where all rollouts earned the same, there is nothing to learn.
+All built-in estimators keep two rules. If the rollouts of a group are reordered, their advantages are reordered in the
+same way. The advantages of each group sum to zero (for `reinforce_plus_plus`: those of the whole step), so rollouts
+that all have the same reward teach nothing. This module imports no torch.
 
 A minimal estimator of your own, selected in the configuration by `advantage = "my_advantage.py:centred"`:
 
     def centred(groups):
         return [rewards - rewards.mean() for rewards in groups]
 
-The function gets one array of rewards for each group of the step, and returns one array of advantages for each group.
-If the function compares the answers of a group, its file may declare `COMPARES = ("centred",)`. Then groups of one
-answer are refused.
+The function gets one array of rewards for each group of the step. It returns one array of advantages for each group,
+with one number for each reward. If the function compares the answers of a group with each other, its file should
+declare `COMPARES = ("centred",)`. A run with `group_size = 1` is then refused before it starts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ AdvantageFunction = Callable[[Sequence[FloatArray]], list[FloatArray]]
 """A function from the rewards of each group of a step to the advantages of each group."""
 
 COMPARES = ("grpo", "dr_grpo", "rloo", "maxrl")
-"""The estimators that compare the answers of a group with each other, and so need at least two answers."""
+"""The estimators that compare the answers of a group with each other, and so need at least two answers.
+
+The check of the configuration reads this assignment from the source, without importing this file.
+"""
 EPSILON = 1e-6
 """The constant that is added to a standard deviation: small compared with any real spread of rewards, large compared
 with rounding."""
@@ -73,7 +77,7 @@ def reinforce_plus_plus(groups: Sequence[FloatArray]) -> list[FloatArray]:
 
 
 def each(estimate: Callable[[FloatArray], FloatArray]) -> AdvantageFunction:
-    """Turn an estimator for one group, which compares its rollouts, into a function over the groups of a step."""
+    """Return a function over the groups of a step that applies `estimate` to each group by itself."""
     return lambda groups: [estimate(rewards) for rewards in groups]
 
 

@@ -1,6 +1,7 @@
 """A worker's end of the channel: one DEALER socket in a thread of its own, with queues to the threads that compute.
 
-The thread sends heartbeats while the computing threads are busy, and calls `on_lost` when the controller falls silent.
+The thread of the channel sends heartbeats, also while the computing threads are busy. It calls `on_lost` if the
+controller is silent for too long.
 """
 
 from __future__ import annotations
@@ -29,7 +30,12 @@ class Incoming(msgspec.Struct, frozen=True):
 
 
 class Spoke:
-    """A worker's connection to the controller. `send`, `reply` and `fail` may be called from any thread."""
+    """A worker's connection to the controller. `send`, `reply` and `fail` may be called from any thread.
+
+    `beat` makes the next heartbeat. `on_lost` is called when nothing was heard from the controller for
+    `SILENCE_SECONDS`, and again at every later heartbeat while the silence lasts. Both run in the thread of the
+    channel, so nothing is sent or received until they return.
+    """
 
     def __init__(self, address: str, name: str, *, beat: Callable[[], Heartbeat], on_lost: Callable[[], None]) -> None:
         self.name = name
@@ -44,7 +50,10 @@ class Spoke:
         self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
 
     def start(self) -> None:
-        """Connect, say hello, and start to send heartbeats."""
+        """Queue the first message, `Hello`, and start the thread, which connects and sends heartbeats.
+
+        This returns at once, before the connection exists.
+        """
         self.send(Hello(pid=os.getpid()))
         self._thread.start()
 
@@ -61,7 +70,7 @@ class Spoke:
         self._enqueue(pack("error", incoming.request_id, Failure(text=text)))
 
     def close(self, timeout: float = 5.0) -> None:
-        """Send all queued messages, then stop the thread. Idempotent."""
+        """Make the thread send all queued messages and stop. Wait for that at most `timeout` seconds. Idempotent."""
         if not self._stopping.is_set():
             self._stopping.set()
             self._wake()
@@ -73,7 +82,8 @@ class Spoke:
         self._wake()
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # A full pipe also wakes the thread.
+        # If the pipe is full, the write fails, but the bytes in the pipe wake the thread all the same.
+        with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"x")
 
     def _run(self) -> None:

@@ -1,4 +1,8 @@
-"""`headrace stall`: reports who waits for whom in a live run."""
+"""`headrace stall`: reports who waits for whom in a live run.
+
+The command reads `status.json`. A run removes this file when it ends, and the command then fails with one line. A
+controller that hangs or was killed leaves an old file, and the report says so.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 
 def stall(run_dir: RunPath, as_json: AsJson = False) -> None:
-    """Print what every loop and process of a live run waits for, and since when."""
+    """Print what every loop and process of a live run waits for, and since when. Fails if no run is live there."""
     from headrace.pipeline.status import describe, read_status
 
     status = read_status(run_dir)

@@ -1,7 +1,8 @@
-"""Checks of [algorithm] against what its loss, advantage and corrections declare. No name is matched here.
+"""Checks of [algorithm]: its keys against each other, and against what its loss, advantage and corrections declare.
 
-A user's own file is read only when a run is checked or started. So a run directory can be examined on a machine that
-does not have the file.
+A loss, an advantage or a correction declares facts about itself in its own file (see `headrace.config.declared`). The
+file of a user's own loss or advantage is read only when a run is checked or started. So a run directory can be examined
+on a machine that does not have the file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from headrace.errors import ConfigError
 
 
 def check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
-    """Raise `ConfigError` if values contradict each other. Only built-in losses and advantages are checked here."""
+    """Raise `ConfigError` if values contradict each other.
+
+    A loss or an advantage of the user is left to `check_references`.
+    """
     if algorithm.proximal == "recomputed" and algorithm.proximal_mix is not None:
         raise ConfigError("[algorithm] proximal_mix: a proximal policy that is recomputed has no mix (remove one)")
     for name in ("icepop", "mis"):
@@ -38,7 +42,10 @@ def check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> Non
 
 
 def check_references(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
-    """Do the same check for the user's own loss and advantage. Their files are read."""
+    """Raise `ConfigError` if values contradict what the user's own loss or advantage declares. This reads their files.
+
+    Nothing is checked here if both are built in.
+    """
     if is_reference(algorithm.loss):
         check_loss(algorithm, loss_facts(algorithm.loss))
     if is_reference(algorithm.loss) or is_reference(algorithm.advantage):
@@ -54,7 +61,7 @@ def check_group(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
 
 
 def check_loss(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
-    """Check the loss's declarations against the teacher, the corrections and the keys that are set."""
+    """Raise `ConfigError` if the loss contradicts the teacher, the corrections, or a key that is not at its default."""
     loss, corrections = algorithm.loss, correction_facts()
     learns = "teacher" in facts.needed(algorithm)
     if learns and algorithm.teacher is None:

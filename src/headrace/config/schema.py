@@ -174,8 +174,9 @@ class EngineConfig(Section, frozen=True):
     16384 on a GPU."""
     interrupt: Literal["never", "abort", "drain", "block"] = "never"
     """What happens to running requests when new weights arrive. `never`: they continue under the new weights. `abort`:
-    they return what they have and are resumed from that prefix. `drain`: running requests finish first, and no other
-    starts. `block`: all requests that were already sent finish first."""
+    they return what they have and are resumed from that prefix. `drain`: running requests finish before the change;
+    requests that wait for a slot start after it. `block`: requests that wait for a slot finish before the change too;
+    only requests that are sent later start after it."""
     kv: Literal["keep", "recompute"] = "recompute"
     """What happens to the KV cache of running sequences when new weights arrive: `keep` it, or `recompute` it under the
     new weights."""
@@ -259,8 +260,8 @@ class BufferConfig(Section, frozen=True):
     """[buffer]: how far generation may run ahead of training."""
 
     depth: NonNegative | Literal["unbounded"] = 1
-    """How many versions of work may be under way beside the version in training. 0 is synchronous. `"unbounded"` is a
-    stream that only `max_lag` limits, which is then required."""
+    """How many versions generation may be ahead of the version in training. 0 is synchronous: generation waits until
+    the engines have the new weights. With `"unbounded"` only `max_lag` limits generation, and `max_lag` is required."""
     max_lag: NonNegative | None = None
     """The largest lag: no token that is older than this many versions is trained. By default the bound that follows
     from `depth`."""
@@ -277,8 +278,9 @@ class BufferConfig(Section, frozen=True):
     """`zero_variance`: leave out groups whose rewards are all equal. `overlong`: leave out answers that were cut at
     their length limit, and groups in which fewer than two answers remain. Other groups are generated in their place."""
     oversample: Annotated[float, Meta(ge=1, le=8)] = 1.0
-    """While groups are filtered, take up to this many times the slots, according to the measured rate of filtered
-    groups. Groups that turn out to be too many are dropped, so the lag bound holds."""
+    """The most groups that may be under way, as a multiple of the slots that `depth` gives. The additional groups
+    replace those that `filter` is expected to leave out, at the rate measured so far. If fewer are left out than
+    expected, the surplus groups are dropped, so the lag bound holds."""
 
 
 class AlgorithmConfig(Section, frozen=True):
@@ -311,8 +313,9 @@ class AlgorithmConfig(Section, frozen=True):
     """distillation: the directory of the model to learn from. Its vocabulary must be that of the trained model."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
     """The estimate of the divergence from the reference policy that is added to the loss. It needs one more forward
-    pass. The reference is a copy of the weights before the first policy step. With [lora] it is the base model, which
-    needs no copy, also after a warm start."""
+    pass. The reference is a copy of the weights before the first policy step, after a warm start if there is one. With
+    [lora] the reference is the base model without the adapter: it needs no copy, and does not include what a warm start
+    has trained."""
     kl_weight: NonNegativeFloat = 1e-3
     """The weight of `kl` in the loss."""
     entropy_weight: NonNegativeFloat | None = None
@@ -452,8 +455,8 @@ class DeliveryConfig(Section, frozen=True):
     keep_files: Positive = 2
     """`file`: the number of newest versions that stay on disk. A version that is not acknowledged always stays."""
     bind: str = "127.0.0.1"
-    """`tcp`: the address of this host on which the trainer listens. Beyond loopback the connection is encrypted with
-    keys of the run."""
+    """`tcp`: the address of this host on which the trainer listens. On an address other than loopback, the connection
+    is encrypted, and only processes that can read the keys file of the run may connect. The run makes this file."""
     send: Literal["full", "delta"] = "full"
     """What is sent. `full`: all weights. `delta`: only the changes, without loss, where that is smaller. With [lora],
     only the adapter is sent."""
@@ -498,8 +501,8 @@ class GatewayConfig(Section, frozen=True):
     serve: bool = False
     """Run the gateway with tasks of other kinds too."""
     bind: str = "127.0.0.1"
-    """The address of this host on which the gateway listens. A key is always needed. Beyond loopback the connection is
-    not encrypted."""
+    """The address of this host on which the gateway listens. Every request needs the run's API key, on loopback too.
+    The gateway never encrypts, so on another address the key and all texts can be read on the network."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """The port. 0 takes a free port, which the run prints."""
 

@@ -1,8 +1,8 @@
 """The long form of a configuration: `[tasks.NAME]`, `[policies.NAME]`, `[scorers.NAME]`.
 
 `[task]` is short for `[tasks.task]`. `[model]`, `[training]` and the other sections of a policy are short for
-`[policies.policy.model]` and so on. All other modules see only the short form and the two names. A run has one task and
-one policy so far, so a second one is refused here, in one line.
+`[policies.policy.model]` and so on. All other modules see only the short form, with the name of the task and the name
+of the policy beside it. A run has one task and one policy so far, so a second one is refused here, in one line.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class ShortForm:
         return self._policy or POLICY
 
     def path(self, parts: list[str]) -> list[str]:
-        """Translate the path of a `--set` to the short form. A new name is accepted if nothing has a name yet."""
+        """Translate the path of a `--set` to the short form, and record the name of the task or policy in it.
+
+        If the task or policy has a name already, any other name raises `ConfigError`.
+        """
         if parts[0] not in ("tasks", "policies"):
             return parts
         table, name, *rest = parts

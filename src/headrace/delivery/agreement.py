@@ -1,6 +1,8 @@
-"""Checks that a manifest fits this engine: names, shapes and dtypes, the base weights, and casts without loss.
+"""Checks that a published version fits this engine, before any live weight is changed.
 
-These functions never change a weight. If something does not fit, they raise a `DeliveryError` that names it.
+The names, shapes and kinds of dtype must be the same. A delta or an adapter must have been made for the weights that
+the engine has. A cast to the engine's dtypes must not lose precision. If something does not fit, these functions raise
+a `DeliveryError` that names it. They never change a weight.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from headrace.errors import DeliveryError, WrongBase
 
 
 def agreed_plan(manifest: Manifest, live: Mapping[str, torch.Tensor], known: PackingPlan | None) -> PackingPlan:
-    """Return the plan that follows from the live names and shapes; raise `DeliveryError` unless the manifest has it.
+    """Return the packing plan of a version, made from the engine's own tensors and the dtypes of the manifest.
 
-    `known` is the plan of the previous version. It is returned at once if the manifest still has the same plan.
+    `live` holds the tensors that the engine serves. Raises `DeliveryError` if the manifest has another plan. `known` is
+    the plan of the previous version; it is returned at once if the manifest has the same plan.
     """
     if known and known.digest == manifest.plan_digest and known.entries == tuple(manifest.entries):
         return known
@@ -39,10 +42,11 @@ def agreed_plan(manifest: Manifest, live: Mapping[str, torch.Tensor], known: Pac
 
 
 def check_base(manifest: Manifest, *, proved: int, quarantined: bool, base_digest: int | None) -> None:
-    """Raise unless a delta or an adapter was made for the weights that this engine has.
+    """Raise unless the version is of the kind that this engine takes, and was made for the weights that it has.
 
-    `base_digest` is the digest of the weights under the adapter, on an engine that takes adapters, and None on others.
-    A delta for another version raises `WrongBase`; everything else raises a plain `DeliveryError`.
+    `proved` is the last version that was proved on this engine. In quarantine the live weights are not proved to be any
+    version. `base_digest` is the digest of the weights under the adapter, or None if the engine takes no adapters. A
+    delta to another version raises `WrongBase`; everything else raises a plain `DeliveryError`.
     """
     version = manifest.version
     if (manifest.kind == "adapter") != (base_digest is not None):

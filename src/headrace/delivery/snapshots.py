@@ -1,6 +1,7 @@
-"""The trainer keeps the packed bytes of the last versions: deltas start from them, and late engines get them whole.
+"""The packed bytes of the last versions, which the trainer keeps if it sends deltas.
 
-A version's bytes are kept until the version itself and a newer one are acknowledged; then their memory is reused.
+A delta is computed against the bytes of an older version, and a late engine gets all bytes of a version. The bytes of a
+version are kept until the version itself and a newer one are acknowledged. Then their memory is reused.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Snapshots:
                 raise self._refusal(version)
 
     def take(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy the weights, cast to the plan's dtypes."""
+        """Store a copy of the weights as this version, cast to the plan's dtypes. It is unacknowledged from now on."""
         with self._changed:
             fitting = [buffer for buffer in self._free if len(buffer) == plan.nbytes]
             buffer = fitting[0] if fitting else torch.zeros(plan.nbytes, dtype=torch.uint8)
@@ -49,14 +50,18 @@ class Snapshots:
             self._pending[version] = time.monotonic()
 
     def bytes_of(self, version: int) -> torch.Tensor | None:
-        """Return the packed bytes of a version; None if they are no longer kept."""
+        """Return the packed bytes of a version; None if they are no longer kept.
+
+        The tensor is not a copy. Its memory is overwritten by a later version, once this version and a newer one are
+        acknowledged.
+        """
         with self._changed:
             return self._packed.get(version)
 
     def settled_before(self, version: int, timeout: float) -> int:
         """Wait until all versions before this one are acknowledged, and return the newest acknowledged version.
 
-        Returns `NO_VERSION` if that takes longer than `timeout` seconds.
+        Returns `NO_VERSION` if that takes longer than `timeout` seconds, or if `close` is called meanwhile.
         """
         with self._changed:
             done = self._changed.wait_for(
@@ -65,7 +70,7 @@ class Snapshots:
             return self._acknowledged if done and not self._closed else NO_VERSION
 
     def acknowledged(self, version: int) -> None:
-        """Record that all engines hold this version or a newer one. Idempotent."""
+        """Record that no engine needs the bytes of this version any more, except as the base of a delta. Idempotent."""
         with self._changed:
             if self._pending.pop(version, None) is None:
                 return
@@ -75,7 +80,10 @@ class Snapshots:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Release all memory; a thread that waits for a snapshot gets a `DeliveryError`. Idempotent."""
+        """Release all memory. A thread in `wait` gets a `DeliveryError`, one in `settled_before` gets `NO_VERSION`.
+
+        Idempotent.
+        """
         with self._changed:
             self._closed = True
             self._packed.clear()

@@ -62,7 +62,7 @@ class FakePolicy:
         return float(_log_softmax(self._logits(position, version))[token])
 
     def score(self, token_ids: Int32Array, version: int) -> Float32Array:
-        """Return the untempered log-probabilities of tokens 1..n."""
+        """Return the untempered log-probability of every token except the first, which has nothing before it."""
         scores = [self.logprob(int(token), i + 1, version) for i, token in enumerate(token_ids[1:])]
         return np.array(scores, np.float32)
 
@@ -124,7 +124,8 @@ def _without(logits: npt.NDArray[np.float64], forbidden: tuple[int, ...]) -> npt
 def _kept(logits: npt.NDArray[np.float64], sampling: Sampling) -> npt.NDArray[np.int64]:
     """Return the ids that top-k, then top-p, then min-p keep, ascending.
 
-    The best of the logits must be 0. Among equal logits the lowest ids are kept.
+    The caller shifts the logits so that the largest is 0. So exp(logit) is a token's probability relative to the
+    likeliest token, which `min_p` is compared with. Among equal logits the lowest ids are kept.
     """
     order = np.argsort(-logits, kind="stable")
     order = order[: np.count_nonzero(logits > -np.inf)]

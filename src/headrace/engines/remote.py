@@ -95,7 +95,7 @@ class RemoteEngine:
         task.add_done_callback(self._sending.discard)
 
     async def _sent(self, sending: Coroutine[Any, Any, None]) -> None:
-        # A failed send does not end the request here. `lost` does, and it is called when the pool knows of the death
-        # too. A request that failed before that could not be resumed on another engine.
+        # If the engine's process has died, the send fails, and `lost` will end the request. It must not end here
+        # already: the pool does not know of the death yet, so it could not resume the request on another engine.
         with contextlib.suppress(PeerDied):
             await sending

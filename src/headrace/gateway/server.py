@@ -1,13 +1,14 @@
 """The HTTP server: OpenAI's endpoints and the sessions of a run, protected by the run's key.
 
-    GET  /v1/models                        the one model
+    GET  /v1/models                        a list with the one model
+    GET  /v1/models/{model}                the one model; 404 for any other name
     POST /v1/chat/completions              in a session (recorded) or outside of any (not recorded)
     POST /v1/completions                   the same, for plain text or token ids
     POST /v1/sessions                      take a session that waits for an agent from outside
     POST /v1/sessions/{id}/reward          give a session its reward, which ends the session
 
-A request belongs to a session by its API key (`<run key>.<session>`) or by the header `x-headrace-session`. The server
-answers nothing without the run's key, on every address.
+A request belongs to a session by its API key (`<run key>.<session>`) or by the header `x-headrace-session`. Every
+request needs the run's key, also on loopback; without it the answer is 401.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class HttpServer:
 
     @property
     def base_url(self) -> str:
-        """The base URL for an `openai.OpenAI` client."""
+        """The base URL for an `openai.OpenAI` client. If `port` is 0, the URL is right only after `start`."""
         host = f"[{self._bind}]" if ":" in self._bind else self._bind
         return f"http://{host}:{self._port}/v1"
 
@@ -193,7 +194,8 @@ class HttpServer:
                 raise
             await response.write(_event(error.body()))
         except ConnectionError:
-            return response  # The client has disconnected. What it could have read is recorded.
+            # The client has disconnected. In a session the tokens so far are recorded, because it may have read them.
+            return response
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response

@@ -17,7 +17,7 @@ from headrace.gateway.tool_calls import OPEN_CALL, ToolCall, split_calls
 from headrace.types import Float32Array, Int32Array
 
 HALF = "\N{REPLACEMENT CHARACTER}"
-"""What bytes decode to when they are not a complete character yet."""
+"""The character that a decoder returns for bytes that do not form a complete character yet."""
 
 
 class StreamedAnswer:
@@ -39,6 +39,7 @@ class StreamedAnswer:
         """The text that is final."""
         self.calls: list[ToolCall] = []
         self.finish: Literal["stop", "length"] | None = None
+        """Why the answer ended. It is None while the answer grows, and stays None if the answer is cut off."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -50,12 +51,12 @@ class StreamedAnswer:
 
     @property
     def logprobs(self) -> Float32Array:
-        """The values as the engine recorded them."""
+        """The log-probability of each token, as the engine recorded it."""
         return np.array(self._logprobs, np.float32)
 
     @property
     def versions(self) -> Int32Array:
-        """The values as the engine recorded them."""
+        """The policy version behind each token, as the engine recorded it."""
         return np.array(self._versions, np.int32)
 
     def hear(self, delta: Delta) -> str:

@@ -1,7 +1,8 @@
-"""Replay of recorded experts on a model's own routers: the record says which experts run, the router how they weigh.
+"""Replay of recorded experts: the record decides which experts run, and the model's own router how much each counts.
 
-A router is not rewritten: the single `topk` call by which it chooses is answered from the record. A router that chooses
-in another way, or twice, is refused, so a pass inside `forcing` never routes freely without an error.
+The code of the router is not changed. A router chooses experts by one call of `topk`; inside `forcing` this call
+returns the experts of the record. A router that chooses in another way, or by several calls, raises a `ModelError`. So
+a pass inside `forcing` never uses other experts than the recorded ones without an error.
 """
 
 from __future__ import annotations
@@ -141,9 +142,10 @@ class _Choice(TorchFunctionMode):
         return torch.return_types.topk((input.gather(1, index), index))
 
     def _with_forced_groups(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores by which the groups of all forced experts are chosen.
+        """Return the scores of the groups, with infinity for every group that has a forced expert.
 
-        A router hides the experts of other groups.
+        Some routers first choose groups of experts, and then experts only within the chosen groups. So the groups of
+        all forced experts must be among the chosen ones.
         """
         groups = scores.shape[1]
         # Tokens without a record point to one extra column, which is cut off again.

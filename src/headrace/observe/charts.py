@@ -93,7 +93,11 @@ def line_chart(
     y_range: Point | None = None,
     from_zero: bool = False,
 ) -> str:
-    """Draw lines over shared axes. Use `from_zero` for sizes that are never negative, to show changes in proportion."""
+    """Draw lines over shared axes.
+
+    With `from_zero` the y axis begins at 0, whatever `y_range` says. Use it for quantities that are never negative, so
+    that a change is seen in proportion to the whole.
+    """
     points = [point for line in series for point in line.points]
     low, high = y_range or _span([y for _, y in points])
     frame = Frame(
@@ -122,7 +126,8 @@ def _hit(series: Series, frame: Frame, points: list[Point], index: int) -> str:
         f'<rect x="{before:.1f}" y="{frame.top}" width="{after - before:.1f}" height="{frame.bottom - frame.top}"/>'
     )
     if series.dots:
-        # Lines with few points often cross, so only a disc around each point reacts, and every point can be reached.
+        # Lines with dots often cross, and the column of one line would cover the dots of another. So only a disc around
+        # each dot reacts to the pointer.
         column = f'<circle class="target" cx="{x:.1f}" cy="{y:.1f}" r="9"/>'
     tip = f"{series.label} at {tick_label(points[index][0])}: {value_label(points[index][1])}"
     kind = "hit shown" if series.dots or len(points) <= FEW else "hit"
@@ -222,7 +227,7 @@ def moving_mean(points: Sequence[Point], window: int) -> list[Point]:
 
 
 def finite(points: Sequence[tuple[float, float | None]]) -> list[Point]:
-    """Return the points that can be drawn: those with a finite y."""
+    """Return the points that can be drawn: those whose y is not None, NaN or infinite."""
     return [(x, y) for x, y in points if y is not None and math.isfinite(y)]
 
 

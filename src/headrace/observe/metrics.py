@@ -1,6 +1,8 @@
-"""The log `metrics.jsonl`: append-only, one JSON object per line, on disk as soon as it is written.
+"""The log `metrics.jsonl`: append-only, one JSON object per line.
 
-A run that was killed may leave half a line. The next writer ends that line, and the reader skips it.
+A record is given to the operating system as soon as it is written, so a killed process loses no earlier record. There
+is no fsync, so a power failure may lose the last records. A process that is killed during a write may leave half a
+line. The next writer ends that line, and the reader skips it.
 """
 
 from __future__ import annotations
@@ -19,13 +21,16 @@ from headrace.observe.trackers.feed import Trackers
 
 
 class MetricsLog:
-    """A log that appends records `{"time": seconds since 1970, "kind": ..., ...}` to a file."""
+    """A log that appends records `{"time": seconds since 1970, "kind": ..., ...}` to a file.
+
+    It has no lock, so only one thread may use it.
+    """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, trackers: Trackers | None = None) -> None:
         """Open the log. Each record goes to the trackers too, and the trackers are closed with the file."""
         self._clock = clock
         self._trackers = trackers
-        # Unbuffered, so that each record is one write and a killed process leaves whole lines.
+        # Unbuffered, so that each record is one write, and no finished record is lost with the process.
         self._file = path.open("a+b", buffering=0)
         if self._file.tell() > 0:
             self._file.seek(-1, os.SEEK_END)

@@ -1,4 +1,7 @@
-"""The snapshot of a run that the display shows. Events change the snapshot, and every tick hands it to the display."""
+"""Keeps the snapshot of a run that the display shows.
+
+The controller's events change the snapshot. At every tick, `show` hands it to the display.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ BUSY_MEMORY = 0.7
 
 
 class RunView:
-    """The state of one run as people see it."""
+    """The state of one run as its display shows it. Only `show` and `note` reach the display before `close`."""
 
     def __init__(self, progress: Progress, window: Window, versions_total: int) -> None:
         self._progress = progress
@@ -35,7 +38,10 @@ class RunView:
         self._shown.phase = phase
 
     def stepped(self, batch: Batch, lags: Counter[int], reward: float | None) -> None:
-        """Show that an optimizer step is done."""
+        """Note that the optimizer step of this batch is done.
+
+        Supervised steps are numbered up to 0, and change only the step and the message.
+        """
         shown = self._shown
         shown.step = batch.step
         if batch.objective == "imitation":
@@ -50,28 +56,28 @@ class RunView:
             shown.reward_mean = reward if before is None else REWARD_MEMORY * before + (1 - REWARD_MEMORY) * reward
 
     def proved(self, versions: int) -> None:
-        """Show how many versions are done, those of previous processes included."""
+        """Note how many versions are proved, including those of previous processes of this run."""
         self._shown.version = versions
 
     def evaluated(self, accuracy: float) -> None:
-        """Show the accuracy on held-out prompts."""
+        """Note the accuracy on held-out prompts."""
         self._shown.heldout = accuracy
 
     def beat(self, process: str, phase: str, interval: Interval) -> None:
-        """Show what a process reported in its heartbeat."""
+        """Note what a process reported in its heartbeat: its phase, and its work since the heartbeat before."""
         self._shown.generated_tokens += interval.tokens
         before = self._shown.processes.get(process, ProcessActivity())
         busy = BUSY_MEMORY * before.busy_fraction + (1 - BUSY_MEMORY) * interval.busy_fraction
         self._shown.processes[process] = ProcessActivity(phase=phase, busy_fraction=busy)
 
     def show(self) -> None:
-        """Refresh the display."""
+        """Hand the snapshot to the display."""
         self._shown.in_flight = self._window.in_flight
         self._shown.ready = self._window.ready
         self._progress.update(self._shown)
 
     def note(self, line: str) -> None:
-        """Show a line to the people who watch."""
+        """Print a line that stays on the display."""
         self._progress.note(line)
 
     def close(self) -> None:

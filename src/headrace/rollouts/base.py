@@ -74,17 +74,18 @@ class EpisodePlan:
     prefix: Trace | None = None
     """The tokens of an earlier attempt, including its opening, that the first turn continues from unchanged."""
     saved: Sequence[Trace] = ()
-    """The traces of this episode in a previous process, including a prefix. The turns of a single trace are taken
-    unchanged and told to the environment again, as long as the environment answers as before. An episode that cannot
-    continue from its traces begins again, and counts their tokens as `discarded`."""
+    """The traces of this episode in a previous process, including a prefix. If there is one trace, its turns are taken
+    unchanged and given to the environment again, as long as the environment answers as before. From the first different
+    answer on, the episode samples new turns. With several traces, or with an agent, the episode begins again. Sampled
+    tokens that are not used are counted as `discarded`."""
     deadline: float | None = None
-    """The limit in seconds, for preparing and for running each. None leaves the deadline to the caller."""
+    """The limit in seconds for `prepare`, and the same again for `run`. None leaves the deadline to the caller."""
 
 
 class AnyEpisode(ABC):
-    """One rollout in the making, used once: `prepare`, then `run`. Subclasses differ in who drives the turns.
+    """One rollout while it is made. It is used once: `prepare`, then `run`. Subclasses differ in who drives the turns.
 
-    `cancel` ends whatever wait the episode is in, and nothing else; see `interruptible`.
+    `cancel` ends only the call that the episode waits for at that moment; see `interruptible`.
     """
 
     def __init__(self, plan: EpisodePlan) -> None:
@@ -95,7 +96,7 @@ class AnyEpisode(ABC):
         self.cancelled: str | None = None
         """Why the episode was told to end; None if it was not."""
         self.discarded = 0
-        """The number of sampled tokens of `plan.saved` that cannot be used. The episode continues without them."""
+        """The number of sampled tokens of `plan.saved` that could not be used."""
         self._calling: asyncio.Task[Any] | None = None
         """The task that `interruptible` waits for."""
 
@@ -116,22 +117,22 @@ class AnyEpisode(ABC):
 
     @abstractmethod
     def since(self, start: int) -> Trace | None:
-        """Return the tokens after the first `start`, or None if there are none.
+        """Return the tokens after the first `start` tokens, or None if there are none.
 
-        Always None if the episode cannot be continued from these tokens.
+        The result is always None if a later process could not continue the episode from its tokens.
         """
 
     @abstractmethod
     async def prepare(self) -> None:
-        """Do the work that may take any time and submits no request. Idempotent."""
+        """Do the work before the first request to an engine, which may take any time. Idempotent."""
 
     @abstractmethod
     async def run(self) -> Rollout:
-        """Take turns until the episode ends, however it ends."""
+        """Take turns until the episode ends, and return its rollout, whether it finished, failed or was cancelled."""
 
     @abstractmethod
     async def discard(self) -> None:
-        """Close an episode that will not be run, or not be run any more. Idempotent."""
+        """Close an episode that will not be run, or whose run was given up. Idempotent."""
 
     async def cancel(self, reason: str) -> None:
         """End the episode now: `run`, or the scoring after it, ends with the tokens so far."""
@@ -143,7 +144,7 @@ class AnyEpisode(ABC):
         await self.abort_requests()
 
     async def abort_requests(self) -> None:  # noqa: B027
-        """Tell the engine, if one works on a request of this episode, that the tokens are no longer needed."""
+        """Abort the requests of this episode that an engine still works on. By default there are none."""
 
     async def interruptible(self, call: Coroutine[Any, Any, T]) -> T:
         """Await this call in its own task, which `cancel` can end.

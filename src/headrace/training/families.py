@@ -33,7 +33,8 @@ class Member:
     """The positions of the trained tokens within the sequence."""
     targets: Int32Array
     routing: Int16Array | None = None
-    """The experts of the pass over each token. They were recorded with the token after it."""
+    """The experts that each token goes through. The record of a token's experts belongs to the next token, because the
+    engine samples that token in the same pass."""
 
     @property
     def context(self) -> int:
@@ -62,9 +63,8 @@ def family_of(members: Sequence[Member]) -> Family:
 def _common_prefix(members: Sequence[Member]) -> int:
     """Return how many leading tokens all members have in common.
 
-    Trained tokens never count, and a single member has none.
-
-    A token that is computed once has one set of experts, so tokens with different recorded experts are not in common.
+    Trained tokens never count, and the result is 0 for a single member. A shared token is computed once, with one set
+    of experts, so tokens with different recorded experts do not count as common.
     """
     if len(members) < 2:
         return 0
@@ -98,11 +98,10 @@ def cost_of(length: int, before: int) -> float:
 
 
 def first_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    """Divide sizes into rows, largest first, and return the indices of each row.
+    """Divide sizes into rows of at most `budget`, largest first, and return the indices of each row.
 
-    The result is close to the fewest rows.
-
-    The sort is stable, so equal sizes keep their order. A size that is larger than the budget gets a row of its own.
+    The number of rows is close to the smallest possible. Equal sizes keep their order. A size that is larger than the
+    budget gets a row of its own.
     """
     rows: list[list[int]] = []
     room: list[int] = []

@@ -1,8 +1,8 @@
 """Two copies of the weights: a 16-bit copy that the passes read, and master weights that the optimizer updates.
 
-The masters take over the values and the memory of the model's original weights, so whoever holds those tensors sees
-every step. Gradients of the passes are added up in the masters' dtype. Between two steps, the 16-bit copy is always the
-rounded masters.
+Call `collect` after each pass, and `refresh` after each optimizer step. Then the gradients of all passes are added up
+in the dtype of the masters, and between two steps the 16-bit copy always equals the rounded masters. The masters keep
+the memory of the model's original weights, so code that holds those tensors sees every step.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 
 
 class HalfWeights:
-    """The conversion of a model, in place, to compute in a narrower dtype."""
+    """The two copies of one model's weights. Making this object changes the model's parameters to `dtype` in place."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
         self.masters: dict[str, torch.nn.Parameter] = {}
-        """The trainable parameters, by name."""
+        """The master weights of the trainable parameters, by name. The optimizer updates these."""
         self._copies: dict[str, torch.nn.Parameter] = {}
         for name, parameter in model.named_parameters():
             whole = parameter.data
@@ -29,7 +29,7 @@ class HalfWeights:
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Add the gradients of a pass to the masters, and drop them from the copy."""
+        """Add the gradients of the last pass to those of the masters, and drop them from the 16-bit copy."""
         for name, copy in self._copies.items():
             if copy.grad is None:
                 continue
@@ -42,7 +42,7 @@ class HalfWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Round the masters into the copy."""
+        """Round the masters into the 16-bit copy."""
         if self._copies:
             copies: list[torch.Tensor] = list(self._copies.values())
             torch._foreach_copy_(copies, [self.masters[name].data for name in self._copies])

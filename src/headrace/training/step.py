@@ -36,10 +36,14 @@ choice."""
 
 @dataclass
 class Gradients:
-    """The results of `accumulate` beside the gradients on the parameters. Reading `figures` waits for the device."""
+    """The results of `accumulate` beside the gradients on the parameters.
+
+    The first read of `figures`, `loss` or `metrics` waits for the device and for the other ranks, so every rank must
+    read.
+    """
 
     sums: dict[str, torch.Tensor]
-    """Sums over the batch in float64: the loss under `LOSS`, and each metric summed over trained tokens."""
+    """Sums over this rank's rows in float64: the loss under `LOSS`, and each metric summed over trained tokens."""
     trained_tokens: int
     tokens: int
     micro_batches: int
@@ -47,7 +51,7 @@ class Gradients:
 
     @cached_property
     def figures(self) -> dict[str, float]:
-        """The sums over all ranks, read from the device in one transfer."""
+        """The sums over the rows of all ranks, taken from the device and summed over the ranks at the first read."""
         if not self.sums:
             return {LOSS: 0.0}
         values = torch.stack(list(self.sums.values())).tolist()
@@ -84,7 +88,7 @@ def accumulate(
 ) -> Gradients:
     """Add the batch's gradients to the model's parameters.
 
-    The returned figures cover all ranks and are equal on all ranks.
+    The `figures` of the result cover the rows of all ranks, and are equal on all ranks.
 
     `policies` are the frozen policies that the loss needs, by their names in `TokenInputs`. They score all rows before
     the first gradient is computed. `half` holds the master weights, where the passes use a narrower copy: the masters
@@ -106,6 +110,7 @@ def accumulate(
         scores = {name: policy.logprobs([row for row, _ in mine], batch) for name, policy in (policies or {}).items()}
     sums: dict[str, torch.Tensor] = {}
     with dropout():
+        # A row does not count if it is only computed again to keep this rank in step with the others; see `passes`.
         for number, (row, counts) in enumerate(mine):
             reduce_gradients(model, number + 1 == len(mine))
             others = {name: found[number] for name, found in scores.items()}
@@ -140,7 +145,11 @@ def _backward(
     *,
     share: float,
 ) -> dict[str, torch.Tensor]:
-    """Run one row forward and backward, and return its loss and the sums of its metrics."""
+    """Run one row forward and backward, and return its loss and the sums of its metrics.
+
+    `share` is the factor on the gradient: 1, or 0 for a row that does not count. The backward pass runs in both cases,
+    because the other ranks wait for this rank in it. The returned values are not multiplied by `share`.
+    """
     kept = None if batch.kept is None else batch.kept.at(row.sources)
     attention = PackedAttention(row)
     readings = read_row(

@@ -56,6 +56,11 @@ def _half_matrices(model: Any) -> list[torch.nn.Linear]:
 
 
 def _wide(layer: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a forward function that gives the layer's output in float32.
+
+    The function is called once for each chunk of a row. All calls share one stand-in for the weight, in which the
+    weight's gradients of all chunks add up in float32 before they are cast to the weight's dtype once.
+    """
     weight = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight
     gradient: torch.Tensor = _Gradient.apply(weight)  # type: ignore[no-untyped-call]
 
@@ -66,8 +71,8 @@ def _wide(layer: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         if isinstance(hidden, DTensor):
-            # The vocabulary is cut over the tensor ranks: each has the logits of its tokens, and a part of the states'
-            # gradient.
+            # The vocabulary is divided over the tensor ranks. Each rank computes the logits of its own part of the
+            # vocabulary, so its gradient of the hidden states is only one summand of the whole gradient.
             own = multiplied(hidden.to_local(grad_placements=[Partial()]))
             whole = torch.empty((*own.shape[:-1], layer.weight.shape[0]), device="meta")
             logits: torch.Tensor = DTensor.from_local(
@@ -81,7 +86,10 @@ def _wide(layer: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class _Gradient(torch.autograd.Function):
-    """The operation in which the gradients of a matrix add up in float32. Its forward output takes no memory."""
+    """Makes the stand-in for a matrix: a float32 tensor of the same shape that takes no memory.
+
+    Autograd adds up the stand-in's gradients in float32. Then `backward` casts their sum to the dtype of the matrix.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
@@ -94,7 +102,10 @@ class _Gradient(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """The product `hidden @ weight.t()`. The weight's gradient goes to the stand-in, which exists only for that."""
+    """The product `hidden @ weight.t()` in float32.
+
+    The gradient of the weight goes to the stand-in of `_Gradient`, whose values are not used.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""The embedded engine in this process: an `EngineLoop` in a thread, which hands its deltas to the event loop.
+"""The embedded engine inside this process, without a worker process of its own.
 
-Requests that are made in one turn of the event loop enter the engine between the same two steps. When the thread ends,
-all open requests end.
+An `EngineLoop` runs in a thread of its own and hands its deltas to the asyncio event loop. Requests that are made in
+one turn of the event loop enter the engine between the same two steps. When the thread ends, for whatever reason, every
+open request gets its last delta.
 """
 
 from __future__ import annotations
@@ -30,14 +31,18 @@ T = TypeVar("T")
 
 
 class EmbeddedEngine:
-    """An `Engine` in this process. It is made inside a running event loop, and used from that event loop only."""
+    """An `Engine` in this process. It must be made inside a running event loop, and used from that event loop only."""
 
     def __init__(self, core: EngineCore, config: EngineConfig, *, deadline: float = 120.0) -> None:
+        """Start the thread of the engine. `deadline` limits every wait for the thread, in seconds.
+
+        The deltas of a request have no deadline.
+        """
         self.name = core.name
         self._deadline = deadline
         self._events = asyncio.get_running_loop()
         self._loop = EngineLoop(core, self._emit, config.interrupt)
-        # There is no deadline for a delta, because an engine without proved weights may be silent for any time.
+        # An engine without proved weights may be silent for any time, so a delta has no deadline.
         self._streams = DeltaStreams(core.name, self._loop.submit, lambda request_id: self._loop.abort([request_id]))
         self._thread = threading.Thread(target=self._serve, name=core.name, daemon=True)
         self._thread.start()
@@ -55,9 +60,10 @@ class EmbeddedEngine:
         seed: int = 0,
         version: int = NO_VERSION,
     ) -> EmbeddedEngine:
-        """Load the model in this directory, check it and serve it.
+        """Load the model in this directory, check it, and return an engine for it.
 
-        With `version = 0`, the engine serves the weights of the directory as version 0. By default it waits for `load`.
+        With `version = 0`, the engine serves the weights of the directory as version 0. By default it samples nothing
+        until weights come by `load`.
         """
         model = load_model(path, weights=weights, dtype=dtype, seed=seed, device=choose_device(config.device))
         check_model(model, max_length)

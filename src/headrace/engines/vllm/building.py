@@ -1,6 +1,8 @@
-"""Builds the engine of a worker process on a vLLM server: it starts the server or attaches to one, and examines it.
+"""Builds the engine of a worker process that drives one vLLM server, and checks that the server fits the run.
 
-A server that was started here ends with this process. Torch is not imported.
+The vLLM server is a process that is started here (`VllmServer`) and ends with this process, or a server that runs
+already at one of `[engine] urls`. The engine is wrapped in an `EventLoopServer`, which answers the controller's calls
+in this process. Torch is not imported.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ LONGEST_DEFAULT = 4096
 
 
 def build(link: WorkerLink, config: Config, emit: Emit) -> EventLoopServer:
-    """Return a server of this rank's vLLM engine."""
+    """Return the server that answers the controller's calls with this rank's vLLM engine.
+
+    The vLLM server is started, or attached to, only when the returned server runs.
+    """
     return EventLoopServer(link.name, lambda: _opened(link, config), emit)
 
 
 @asynccontextmanager
 async def _opened(link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
-    rank = int(link.name.rpartition("-")[2])
+    rank = int(link.name.rpartition("-")[2])  # The name of a worker process ends in its rank: engine-0.
     model = model_facts(Path(config.model.path), config.model.weights)
     max_length = min(config.engine.max_length or LONGEST_DEFAULT, model.max_positions or LONGEST_DEFAULT)
     server: VllmServer | None = None

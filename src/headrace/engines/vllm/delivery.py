@@ -1,7 +1,7 @@
-"""Brings a version into a vLLM server: it is staged and digested beside the live version, loaded, and proved.
+"""Brings a version into a vLLM server: the version is staged and digested beside the live weights, loaded, and proved.
 
-From the first byte that a load may write until the proof, the server has no version. Some weights cannot be digested
-live, because the server has repacked them. For these the canary alone is the proof.
+From the first byte that a load may write until the proof, the server counts as having no version. Some live weights
+cannot be digested, because the server has repacked them. For these the canary alone is the proof.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ class Delivery:
     def __init__(
         self, client: VllmClient, engine: str, *, deadline: float, keys: str = "", scaling: float | None = None
     ) -> None:
-        """Deliver weights to the server behind `client`.
+        """Set up deliveries to the server behind `client`. Nothing is sent yet.
 
-        `scaling` is the LoRA scaling of the delivered adapters; None if full weights are delivered.
+        `engine` is the name in the proofs. `deadline` limits the staging of a version, in seconds. `keys` is the file
+        with the keys of the run, for transports that encrypt. `scaling` is the LoRA scaling of the delivered adapters;
+        None if full weights are delivered.
         """
         self._client = client
         self._scaling = scaling
@@ -71,7 +73,11 @@ class Delivery:
         return self.rejected(version, reason) if reason else None
 
     async def swap(self, manifest: Manifest) -> Proof:
-        """Load the staged version, resume the scheduler, and prove the live weights."""
+        """Load the staged version, resume the server's scheduler, and prove the live weights.
+
+        The caller has paused the scheduler before. If a call fails before the scheduler is resumed, it stays paused
+        until the next swap. `swap` as a whole has no deadline; each of its calls has the deadline of the client.
+        """
         started = time.monotonic()
         self._quarantined = True
         live: list[Live] = []
