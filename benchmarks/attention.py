@@ -1,11 +1,11 @@
-"""How much of the memory's bandwidth the decode kernel reaches, by kernel shape.
+"""Measures how much of the memory's bandwidth the decode kernel reaches, by kernel shape.
 
     python benchmarks/attention.py
 
-For each workload, one line per shape of the kernel (block size, tile, warps, stages, splits), the best first: time of a
-launch in a replayed CUDA graph, bytes of keys and values over it, and that as a fraction of a plain copy's bandwidth,
-measured first. Every workload's cache is several times the chip's second-level cache. Stops trying shapes after 50
-seconds, and says so.
+For each workload, the script prints one line for each shape of the kernel (block size, tile, warps, stages, splits),
+the fastest first. A line has the time of a launch in a replayed CUDA graph, the bytes of keys and values per second,
+and these as a fraction of the bandwidth of a plain copy. The KV cache of every workload is several times larger than
+the L2 cache of the GPU. After 50 seconds the script tries no more shapes, and says how many it left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REPEATS = 10
 
 @dataclass(frozen=True)
 class Workload:
-    """One new token for each of `batch` sequences of this length."""
+    """A decode step that computes one new token for each of `batch` sequences of this length."""
 
     batch: int
     heads: int
@@ -35,13 +35,13 @@ class Workload:
 
     @property
     def nbytes(self) -> int:
-        """Keys and values that have to be read, bf16."""
+        """The bytes of keys and values (bfloat16) that the step must read."""
         return self.batch * self.length * self.kv_heads * self.size * 2 * 2
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How the kernel is launched."""
+    """The parameters with which the kernel is launched."""
 
     block_size: int
     tile: int
@@ -58,7 +58,7 @@ WORKLOADS = (
 
 
 def shapes(workload: Workload, processors: int) -> Iterator[Shape]:
-    """The default first, then what differs from it in one or two ways."""
+    """Yield the default shape first, then shapes that differ from it in one or two parameters."""
     splits = choose_splits(workload.batch, workload.kv_heads, processors)
     tile = choose_tile(workload.size, 2)
     tried = [(tile, 4, 3), (tile, 4, 4), (tile, 4, 2), (tile // 2, 4, 4), (tile // 2, 2, 4), (tile * 2, 4, 3)]
@@ -70,7 +70,7 @@ def shapes(workload: Workload, processors: int) -> Iterator[Shape]:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Of one call, the median over replays of a graph of ten."""
+    """Return the median seconds of one call, over replays of a CUDA graph of ten calls."""
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -88,7 +88,10 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def decode_call(workload: Workload, block_size: int) -> Callable[[Shape], Callable[[], object]]:
-    """What launches this workload in a given shape, over one cache of scattered blocks."""
+    """Return a function from a kernel shape to a call that launches this workload in that shape.
+
+    All calls read one cache, whose blocks are in random order.
+    """
     blocks_each = -(-workload.length // block_size)
     total = workload.batch * blocks_each
     options = {"dtype": torch.bfloat16, "device": "cuda"}
@@ -116,14 +119,17 @@ def decode_call(workload: Workload, block_size: int) -> Callable[[Shape], Callab
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of a large copy."""
+    """Return the bytes per second, reads and writes counted, of a large copy."""
     source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds(lambda: target.copy_(source))
 
 
 def measure(workload: Workload, processors: int, deadline: float) -> tuple[list[tuple[float, Shape]], int]:
-    """Seconds of every shape tried before the deadline, the default's first, and how many were not."""
+    """Return the seconds of every shape that was tried, the default first, and the number of shapes left out.
+
+    No shape but the first is tried after the deadline.
+    """
     found: list[tuple[float, Shape]] = []
     skipped = 0
     calls: dict[int, Callable[[Shape], Callable[[], object]]] = {}
@@ -138,7 +144,7 @@ def measure(workload: Workload, processors: int, deadline: float) -> tuple[list[
 
 
 def main() -> None:
-    """Print a table per workload."""
+    """Print a table for each workload."""
     started = time.monotonic()
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     bandwidth = copy_bandwidth()

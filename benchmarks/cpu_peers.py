@@ -1,12 +1,12 @@
-"""The embedded engine on a CPU beside its peers: vLLM's CPU build, and Hugging Face `generate` on padded batches.
+"""Compares the embedded engine on a CPU with its peers: vLLM's CPU build, and Hugging Face `generate`.
 
     python benchmarks/cpu_peers.py examples/smollm2/model --vllm-python .venv-vllm/bin/python
 
-Every peer serves the same requests in a process of its own, one after the other, and all of them again in each round:
-prompts of 48 to 80 tokens, answers of lognormal length whose end tokens are ignored, so that all generate the same
-number of tokens. A peer warms up on other requests first. Tokens that only pad a batch do not count. vLLM lives in an
-environment of its own; `--peers ours hf` goes without it. The last column is the share of the machine
-that other processes took meanwhile (Linux): a comparison is worth something only where it is close to 0.
+In each round, every peer serves the same requests, one peer after the other, each in a process of its own. Prompts have
+48 to 80 tokens, and answers have lognormal lengths. End tokens are ignored, so all peers generate the same number of
+tokens. A peer warms up on other requests first. Tokens that only pad a batch do not count. vLLM needs an environment of
+its own; `--peers ours hf` leaves vLLM out. The last column is the share of the machine that other processes took
+meanwhile (on Linux only). A comparison is meaningful only if this share is close to 0.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from typing import Any
 import numpy as np
 
 DEADLINE = 1800
-"""Seconds that a peer has for one round, its start included."""
+"""The time limit of a peer for one round in seconds, including its start."""
 Work = list[tuple[list[int], int]]
-"""Prompts, and how many tokens each is continued by."""
+"""Pairs of a prompt and the length of its answer in tokens."""
 
 
 def make_work(requests: int, mean: float, longest: int, vocabulary: int, seed: int) -> Work:
-    """Prompts of random tokens, with answers of lognormal length (before the cut, `mean` on average)."""
+    """Return prompts of random tokens, and answer lengths from a lognormal distribution with this mean.
+
+    Lengths above `longest` are cut to `longest`.
+    """
     rng = np.random.default_rng(seed)
     sigma = 0.8
     lengths = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, requests).clip(1, longest).astype(int)
@@ -39,7 +42,7 @@ def make_work(requests: int, mean: float, longest: int, vocabulary: int, seed: i
 
 
 def serve_ours(arguments: argparse.Namespace) -> Callable[[Work], int]:
-    """The embedded engine."""
+    """Load the embedded engine, and return a function that serves work and returns the number of tokens."""
     import torch
 
     from headrace.config.schema import EngineConfig
@@ -71,7 +74,10 @@ def serve_ours(arguments: argparse.Namespace) -> Callable[[Work], int]:
 
 
 def serve_hf(arguments: argparse.Namespace) -> Callable[[Work], int]:
-    """Hugging Face `generate`, on batches padded to their longest prompt and run to their longest answer."""
+    """Load Hugging Face's model, and return a function that serves work with `generate`.
+
+    Each batch is padded to its longest prompt, and runs until its longest answer is complete.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -100,7 +106,10 @@ def serve_hf(arguments: argparse.Namespace) -> Callable[[Work], int]:
 
 
 def serve_vllm(arguments: argparse.Namespace) -> Callable[[Work], int]:
-    """The offline engine of vLLM, with the log-probability of every sampled token."""
+    """Load vLLM's offline engine, and return a function that serves work with it.
+
+    vLLM records the log-probability of every sampled token, as the embedded engine does.
+    """
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(
@@ -123,7 +132,10 @@ def serve_vllm(arguments: argparse.Namespace) -> Callable[[Work], int]:
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """CPU time so far of all processes, and of this session's (vLLM computes in a child)."""
+    """Return the CPU time so far of all processes, and of the processes of this process session.
+
+    The whole session counts, because vLLM computes in a child process.
+    """
     tick = os.sysconf("SC_CLK_TCK")
     user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
     ours = 0
@@ -131,7 +143,7 @@ def cpu_seconds() -> tuple[float, float]:
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended
+            continue  # The process has ended.
         if int(fields[3]) == os.getsid(0):
             ours += int(fields[11]) + int(fields[12])
     return (user + nice + system + irq + softirq) / tick, ours / tick
@@ -141,7 +153,7 @@ PEERS = {"ours": serve_ours, "vllm": serve_vllm, "hf": serve_hf}
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Serve the work once, warm, and print one line of JSON: the body of a peer's process."""
+    """Warm up, serve the work once, and print one line of JSON. This runs in the process of a peer."""
     vocabulary = json.loads((Path(arguments.model) / "config.json").read_text())["vocab_size"]
     serve = PEERS[arguments.peer](arguments)
     serve(make_work(arguments.slots, 4, 8, vocabulary, arguments.seed + 1))
@@ -155,7 +167,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def run_peer(peer: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One round of one peer, in a process of its own."""
+    """Run one round of one peer in a process of its own, and return its figures."""
     environment = dict(os.environ, OMP_NUM_THREADS=str(arguments.threads), TOKENIZERS_PARALLELISM="false")
     if peer == "vllm":
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": f"0-{arguments.threads - 1}"}
@@ -178,7 +190,7 @@ def run_peer(peer: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print tokens per second of every peer, and our ratio to the others."""
+    """Print the tokens per second of every peer, and the ratio of the embedded engine to each other peer."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--requests", type=int, default=64)

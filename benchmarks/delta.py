@@ -1,10 +1,10 @@
-"""What a delta of weights costs on this machine: its bytes, the seconds to make it and to apply it.
+"""Measures the cost of a delta of weights on this machine: its bytes, and the seconds to make it and to apply it.
 
     python benchmarks/delta.py --changed 0.01 0.03
 
-Weights are bfloat16 in the shapes of SmolLM2-135M (or `--scale` of it), drawn as a trained model's are. A share of the
-words moves by one unit in the last place, now and then by two, as small steps in bfloat16 do; `float32` rows move every
-word by a millionth. Seconds are the best of `--repeats`.
+Weights are random bfloat16 values in the shapes of SmolLM2-135M (or a `--scale` of it), spread as in a trained model. A
+share of the words changes by one unit in the last place, and one changed word in ten by two units, as after small steps
+in bfloat16. In the row `float32`, every word changes by about a millionth. Seconds are the best of `--repeats`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAYERS, HIDDEN, INNER, KEYS, VOCABULARY = 30, 576, 1536, 192, 49152
 
 
 def make_weights(scale: float) -> dict[str, torch.Tensor]:
-    """Weights of these shapes in float32."""
+    """Return random weights in the shapes of this share of the model, in float32."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"embed_tokens": (max(1, int(VOCABULARY * scale)), HIDDEN)}
     for layer in range(max(1, int(LAYERS * scale))):
@@ -34,14 +34,14 @@ def make_weights(scale: float) -> dict[str, torch.Tensor]:
 
 
 def packed(plan: PackingPlan, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The weights as a snapshot."""
+    """Return the weights as a packed snapshot."""
     snapshot = torch.zeros(plan.nbytes, dtype=torch.uint8)
     pack(snapshot, plan.entries, weights)
     return snapshot
 
 
 def stepped(base: torch.Tensor, share: float) -> torch.Tensor:
-    """A snapshot in bfloat16 after a small step."""
+    """Return the bfloat16 snapshot after a small step that changes this share of the words."""
     generator = torch.Generator().manual_seed(1)
     new = base.clone()
     words = new.view(torch.int16)
@@ -53,7 +53,7 @@ def stepped(base: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def best(repeats: int, do: Callable[[], object]) -> float:
-    """Seconds of the fastest of so many calls."""
+    """Return the seconds of the fastest of `repeats` calls."""
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -63,7 +63,7 @@ def best(repeats: int, do: Callable[[], object]) -> float:
 
 
 def measure(name: str, base: torch.Tensor, new: torch.Tensor, word_bytes: int, repeats: int, threads: int) -> None:
-    """One row of the table."""
+    """Measure and print one row of the table."""
     changed = (base.view(-1, word_bytes) != new.view(-1, word_bytes)).any(1).float().mean().item()
     payload = delta.encode(base, new, word_bytes, threads=threads)
     encoding = best(repeats, lambda: delta.encode(base, new, word_bytes, threads=threads))

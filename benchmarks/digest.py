@@ -1,11 +1,13 @@
-"""What the digest of a model costs beside a copy of the same bytes, on a GPU if there is one.
+"""Compares the digest of a model with a copy of the same bytes, on a GPU if there is one.
 
     python benchmarks/digest.py
 
-On a GPU: 600M bfloat16 elements in 300 tensors, medians of 20 runs by the GPU's own clock; `copy` is the one that a
-receiver makes over live weights, `torch` the same by torch, `flat copy` that of one tensor of all bytes, `host` what
-the calling thread spends on a launch. On a CPU: the tensors of SmolLM2-135M as float32 and as bfloat16, the best of 21;
-the copy has one thread.
+On a GPU there are 600M bfloat16 elements in 300 tensors, and times are medians of 20 runs by the clock of the GPU.
+`copy` is the copy that a receiver makes over live weights. `torch` is the same copy by torch. `flat copy` is the copy
+of one tensor with all bytes. `host` is the time that the calling thread spends on the launch of a digest.
+
+On a CPU there are the tensors of SmolLM2-135M, in float32 and in bfloat16, and times are the best of 21 runs. The copy
+uses one thread.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ LAYER = {
 }
 SHAPES: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (49152, 576), "model.norm.weight": (576,)}
 SHAPES |= {f"model.layers.{i}.{name}.weight": shape for i in range(30) for name, shape in LAYER.items()}
-"""Of SmolLM2-135M."""
+"""The names and shapes of SmolLM2-135M's tensors."""
 
 
 def make_weights(elements: int, tensors: int, device: str) -> dict[str, torch.Tensor]:
-    """Matrices of unequal sizes and as many small vectors, as in a model."""
+    """Return matrices of different sizes and as many small vectors, as in a model."""
     columns = 1024
     rows = max(1, 2 * elements // (columns * tensors))
     made = {}
@@ -48,7 +50,7 @@ def make_weights(elements: int, tensors: int, device: str) -> dict[str, torch.Te
 
 
 def on_gpu(elements: int, tensors: int) -> None:
-    """Print the milliseconds of each."""
+    """Measure on the GPU, and print the milliseconds of the digest and of each copy."""
     from headrace.delivery.kernels.copy import DeviceCopy
     from headrace.delivery.kernels.digest import DeviceDigest
 
@@ -76,7 +78,7 @@ def on_gpu(elements: int, tensors: int) -> None:
 
 
 def gpu_milliseconds(work: Callable[[], object], runs: int = 20) -> float:
-    """The median time of the work on the GPU, warm."""
+    """Return the median milliseconds of the work on the GPU. A first call is not counted."""
     work()
     times = []
     for _ in range(runs):
@@ -90,7 +92,7 @@ def gpu_milliseconds(work: Callable[[], object], runs: int = 20) -> float:
 
 
 def host_milliseconds(work: Callable[[], object], runs: int = 20) -> float:
-    """The median time until the work is enqueued."""
+    """Return the median milliseconds until the work is enqueued."""
     times = []
     for _ in range(runs):
         torch.cuda.synchronize()
@@ -101,7 +103,7 @@ def host_milliseconds(work: Callable[[], object], runs: int = 20) -> float:
 
 
 def on_cpu() -> None:
-    """Print the milliseconds of both, and their ratios."""
+    """Measure on the CPU, and print the milliseconds of digest and copy, and their ratios."""
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.bfloat16):
         weights = {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
@@ -112,7 +114,7 @@ def on_cpu() -> None:
             "two threads": lambda weights=weights: digest(weights.items(), threads=2),
         }
         best = dict.fromkeys(works, float("inf"))
-        # In turns, so that what else runs on the machine meets all of them.
+        # They take turns, so that other work on the machine slows all of them down alike.
         for _ in range(21):
             for name, work in works.items():
                 started = time.perf_counter()
@@ -125,13 +127,13 @@ def on_cpu() -> None:
 
 
 def copy_all(targets: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
-    """Tensor by tensor, as a snapshot is made."""
+    """Copy the weights tensor by tensor, as a snapshot is made."""
     for name, tensor in weights.items():
         targets[name].copy_(tensor)
 
 
 def main() -> None:
-    """Measure on what there is."""
+    """Measure on the GPU if there is one, and on the CPU otherwise."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--elements", type=int, default=600_000_000, help="on a GPU")
     parser.add_argument("--tensors", type=int, default=300, help="on a GPU")

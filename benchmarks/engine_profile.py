@@ -1,6 +1,6 @@
-"""Where the device's time of decode steps goes: `python benchmarks/engine_profile.py SHAPE BATCH`, on a GPU.
+"""Shows which kernels take the time of decode steps on a GPU: `python benchmarks/engine_profile.py SHAPE BATCH`.
 
-Torch's profiler looks at a few launches in the middle of the measured round of `headrace bench engine`.
+Torch's profiler records a few steps in the middle of the measured round of `headrace bench engine`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from headrace.bench.engine_drive import Driver, Round
 from headrace.bench.engine_work import EngineBench
 
 MEASURED_ROUND = 3
-"""After the first request and the warm-up."""
+"""The number of the measured round, counted from 1. The first request and the warm-up come before it."""
 FIRST_STEP, STEPS = 40, 5
 
 
 class ProfiledRound:
-    """Stands in for `Driver.run`."""
+    """A replacement for `Driver.run` that profiles the measured round."""
 
     def __init__(self) -> None:
         self._rounds = 0
         self._run = Driver.run
 
     def __call__(self, driver: Driver, *args: Any, **kwargs: Any) -> Round:
-        """Run a round; the measured one under the profiler, from its 40th step on."""
+        """Run a round. Some steps of the measured round, from `FIRST_STEP` on, run under the profiler."""
         self._rounds += 1
         if self._rounds == MEASURED_ROUND:
             _profile_steps(driver.core)

@@ -1,11 +1,11 @@
-"""Every `headrace bench` of docs/performance.md and docs/delivery.md that needs a GPU, and what it is to reach.
+"""Runs every `headrace bench` of docs/performance.md and docs/delivery.md that needs a GPU, and checks its goals.
 
     python benchmarks/gpu_figures.py runs/figures                   # all, one after the other: about 25 minutes
-    python benchmarks/gpu_figures.py runs/figures engine-1024 loop  # the one, and those whose names begin so
+    python benchmarks/gpu_figures.py runs/figures engine-1024 loop  # engine-1024, and all whose names begin with loop
     python benchmarks/gpu_figures.py --list
 
-A benchmark's figures are left in DIRECTORY/NAME.json, what it says in DIRECTORY/NAME.log. Ends with 1 if a benchmark
-fails, or a figure does not reach its goal.
+The figures of a benchmark are written to DIRECTORY/NAME.json, and its messages to DIRECTORY/NAME.log. The exit code is
+1 if a benchmark fails, or if a figure does not reach its goal.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 Figures = dict[str, Any]
-"""Of one benchmark; under `BESIDE` those of all that lie in the same directory, by name."""
+"""The figures of one benchmark. Under the key `BESIDE` are the figures of all benchmarks in the same directory, by
+name."""
 BESIDE = "beside"
 Bound = float | Callable[[Figures], float]
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure, and the least or the most that it may be; one that has neither is only shown."""
+    """A figure, and the least or the most that it may be. A figure without a bound is only printed."""
 
     name: str
     value: Callable[[Figures], float]
@@ -36,7 +37,7 @@ class Goal:
     most: Bound | None = None
 
     def check(self, figures: Figures) -> tuple[bool, str]:
-        """Whether it is reached, and a line that says so."""
+        """Return whether the goal is reached, and a line that says so."""
         value = float(self.value(figures))
         least, most = (bound(figures) if callable(bound) else bound for bound in (self.least, self.most))
         reached = (least is None or value >= least) and (most is None or value <= most)
@@ -48,13 +49,14 @@ class Goal:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A command, and what its figures are to reach."""
+    """A command, and the goals of its figures."""
 
     name: str
     command: str
-    """After `headrace bench`."""
+    """The arguments of `headrace bench`."""
     goals: Sequence[Goal]
     seconds: float = 300.0
+    """The time limit of the command."""
 
 
 def _rate(least: Bound) -> Goal:
@@ -123,8 +125,8 @@ BENCHMARKS = (
         [Goal("times as fast as padded", lambda f: f["variants"]["without packing"]["slower"], 2.0)],
     ),
     Benchmark("loop-equal", "loop qwen3-0.6b --in-flight 256 --lengths equal:512", _loop(25e3), 420),
-    # Its versions take two seconds, but for one now and then that waits for a late answer: six would count that one too
-    # much.
+    # A version takes two seconds, except for some that wait for a late answer. With only six versions, one such version
+    # would count too much.
     Benchmark(
         "loop-equal-135m", "loop smollm2-135m --in-flight 256 --lengths equal:512 --versions 12", _loop(40e3), 420
     ),
@@ -159,7 +161,7 @@ BENCHMARKS = (
 
 
 def main() -> None:
-    """Run those that were asked for."""
+    """Run the benchmarks that were asked for."""
     parser = argparse.ArgumentParser(description="Measure every figure that needs a GPU.")
     parser.add_argument("directory", type=Path, nargs="?", help="where figures and logs are left")
     parser.add_argument("names", nargs="*", help="names or beginnings of names; all if there are none")
@@ -178,7 +180,10 @@ def main() -> None:
 
 
 def choose(names: Sequence[str]) -> list[Benchmark]:
-    """The benchmarks that have one of these names, or begin like one that none has; all if there are no names."""
+    """Return the benchmarks with these names; all if there are no names.
+
+    A name that no benchmark has stands for all benchmarks whose names begin with it.
+    """
     known = [benchmark.name for benchmark in BENCHMARKS]
     chosen: set[str] = set()
     for name in names:
@@ -190,7 +195,7 @@ def choose(names: Sequence[str]) -> list[Benchmark]:
 
 
 def measure(benchmark: Benchmark, directory: Path) -> bool:
-    """Run one and say what it found; whether it ran and reached its goals."""
+    """Run one benchmark and print its figures. Return whether it ran and reached its goals."""
     command = [sys.executable, "-m", "headrace", "bench", *benchmark.command.split(), "--json"]
     figures = directory / f"{benchmark.name}.json"
     started = time.monotonic()
@@ -202,7 +207,7 @@ def measure(benchmark: Benchmark, directory: Path) -> bool:
             failure = f"not done within {benchmark.seconds:g} s"
     print(f"{benchmark.name}: {time.monotonic() - started:.0f} s", flush=True)
     if failure:
-        # Half of a file would be taken for figures by those that are compared with it.
+        # Other benchmarks compare themselves with this file, so an incomplete file must not stay.
         figures.unlink()
         print(f"    FAILED: {failure} (see {directory / benchmark.name}.log)", flush=True)
         return False
@@ -210,13 +215,13 @@ def measure(benchmark: Benchmark, directory: Path) -> bool:
 
 
 def read_all(directory: Path) -> dict[str, Figures]:
-    """The figures of all benchmarks that have been measured here and did not fail."""
+    """Return the figures of all benchmarks that were measured in this directory and did not fail."""
     files = {b.name: directory / f"{b.name}.json" for b in BENCHMARKS}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.is_file()}
 
 
 def judge(benchmark: Benchmark, figures: Figures) -> bool:
-    """Say every figure that has a goal; whether all are reached."""
+    """Print the figure of every goal. Return whether all goals are reached."""
     checked = [goal.check(figures) for goal in benchmark.goals]
     for _, line in checked:
         print(f"    {line}", flush=True)

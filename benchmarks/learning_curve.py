@@ -1,6 +1,8 @@
-"""What a run learned, and how fast: reward and held-out accuracy over its seconds, as a picture, and the gain in words.
+"""Shows what a run learned, and how fast: prints the gain in held-out accuracy, and draws a chart over time.
 
-python benchmarks/learning_curve.py runs/NAME [--svg docs/NAME.svg]
+    python benchmarks/learning_curve.py runs/NAME [--svg docs/NAME.svg]
+
+The run must have been evaluated before and after its steps.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from headrace.observe.records import EvaluationRecord, StepRecord
 
 WIDTH, HEIGHT = 640, 320
 WINDOW = 5
-"""Steps that a point of the reward is the mean of."""
+"""The number of steps in the moving mean of the reward."""
 STYLE = """
 text { font: 12px sans-serif; fill: #555; } .mid { text-anchor: middle; } .end { text-anchor: end; }
 .grid { stroke: #e3e6e3; } .axis { stroke: #888; } path.line { fill: none; stroke-width: 2; }
@@ -26,7 +28,7 @@ text { font: 12px sans-serif; fill: #555; } .mid { text-anchor: middle; } .end {
 
 
 def main() -> None:
-    """Read, say, draw."""
+    """Read the journal of the run, print the gain, and draw the chart."""
     parser = argparse.ArgumentParser(description="Draw what a run learned over time.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--svg", type=Path)
@@ -45,12 +47,12 @@ def main() -> None:
 
 
 def gain(steps: list[StepRecord], evaluations: list[EvaluationRecord]) -> str:
-    """Held-out accuracy, last minus first, in standard errors too, and the time between."""
+    """Return a line with the first and the last held-out accuracy, their difference, and the time between them."""
     first, last = evaluations[0], evaluations[-1]
     more = last.pass_1 - first.pass_1
     error = math.sqrt(sum(e.pass_1 * (1 - e.pass_1) / e.prompts for e in (first, last)))
     minutes = (steps[-1].ended - first.ended) / 60
-    # Where all were right or all were wrong, both times, there is no spread to compare with.
+    # If all answers were right or all were wrong, both times, the standard error is 0.
     errors = f"{more / error:.1f} standard errors, " if error else ""
     return (
         f"held out {first.pass_1:.3f} -> {last.pass_1:.3f} ({first.prompts} and {last.prompts} prompts): "
@@ -59,7 +61,10 @@ def gain(steps: list[StepRecord], evaluations: list[EvaluationRecord]) -> str:
 
 
 def picture(steps: list[StepRecord], evaluations: list[EvaluationRecord]) -> str:
-    """Two lines over the seconds since the first evaluation; it stands alone, without the report's page."""
+    """Draw reward and held-out accuracy over the seconds since the first evaluation.
+
+    The SVG brings its own styles, so it can be shown without the page of a report.
+    """
     began = evaluations[0].ended
     reward = [(step.ended - began, step.reward_mean) for step in steps]
     heldout = [(max(0.0, e.started - began), e.pass_1) for e in evaluations]

@@ -1,8 +1,9 @@
-"""The long-tail study: a table on the terminal, and the picture of docs/staleness.md.
+"""The long-tail study: prints a table, and draws the picture of docs/staleness.md.
 
     python benchmarks/long_tail.py [--rollouts 20000] [--seed 0] [--svg docs/long_tail.svg]
 
-Real controller, window and rollouts over the fake engine under a virtual clock: the same numbers on every machine.
+The real controller, window and rollouts run with the fake engine under a virtual clock, so the numbers are the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ TONES = {"generated": "#8a8f98", "depth 2": "#1f6feb", "drop oldest": "#d1495b"}
 
 
 def main() -> None:
-    """Run the policies one after the other."""
+    """Run the buffer policies one after the other, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rollouts", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -43,7 +44,7 @@ def main() -> None:
 
 
 def picture(outcomes: dict[str, PolicyOutcome]) -> str:
-    """The distribution functions of lengths, over a logarithmic axis."""
+    """Draw the cumulative distributions of answer lengths over a logarithmic axis."""
     kept, queue = outcomes["depth 2"], outcomes["drop oldest"]
     longest = float(max(kept.generated.max(), queue.generated.max()))
     lines = {"generated": kept.generated, "depth 2": kept.trained, "drop oldest": queue.trained}
@@ -52,7 +53,7 @@ def picture(outcomes: dict[str, PolicyOutcome]) -> str:
         grid = np.unique(np.geomspace(1, longest, 160).round())
         share = np.searchsorted(np.sort(lengths), grid, side="right") / len(lengths)
         points = " ".join(f"{_x(x, longest):.1f},{_y(y):.1f}" for x, y in zip(grid, share, strict=True))
-        # What was generated lies under what depth 2 trained: drawn wide, so that both are seen.
+        # The curve of generated answers lies under that of depth 2, so it is drawn wide, and both can be seen.
         width = 7 if name == "generated" else 2
         body.append(f'<polyline fill="none" stroke="{TONES[name]}" stroke-width="{width}" points="{points}"/>')
         label = name if name == "generated" else f"trained, {name}"

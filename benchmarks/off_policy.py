@@ -1,12 +1,13 @@
-"""The off-policy study: what lag costs on the quickstart's task, and what importance weights are worth.
+"""The off-policy study: measures what lag costs on the quickstart's task, and how much importance weights help.
 
     python benchmarks/off_policy.py [--results docs/off_policy.jsonl] [--svg docs/off_policy.svg]
 
-Real runs, real processes, all from the same warm-started weights. Every finished run is one line of the results file,
-and a run that is there is not made again: a study that was cut goes on where it was.
+All runs are real, with real processes, and begin with the same warm-started weights. Every finished run is one line of
+the results file. A run that is in the file is not made again, so an interrupted study continues where it stopped.
 
-Lag is pinned, not hoped for: with `interrupt = "block"` an engine ends what it was asked for before it takes new
-weights, and with `depth = max_lag = K` the groups of a version fill the window until they are trained K versions later.
+The lag of a run is fixed by its configuration. With `interrupt = "block"` an engine finishes all requests that it has
+before it takes new weights. With `depth = max_lag = K` the groups of a version fill the window until they are trained K
+versions later.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from headrace.pipeline.launch import start_run
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "examples/quickstart/quickstart.toml"
 LOSSES = {"corrected": "cispo", "uncorrected": "reinforce"}
-"""min(r, 1.28) A log pi, which is the default, and A log pi: the same but for the importance weight."""
+"""The losses that are compared. `cispo`, the default, is min(r, 1.28) A log pi. `reinforce` is A log pi: the same
+without the importance weight."""
 TONES = {0: "#8a8f98", 1: "#2a9d8f", 4: "#1f6feb", 8: "#d1495b"}
 WIDTH, HEIGHT, LEFT, BOTTOM, GAP = 640, 340, 56, 44, 26
 KEY = ("lag", "arm", "seed", "learning_rate", "versions")
 
 
 def main() -> None:
-    """Make the runs that are missing, then the table and the picture of all of them."""
+    """Make the runs that are missing, then print the table and draw the picture of all runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "docs/off_policy.jsonl")
     parser.add_argument("--svg", type=Path)
@@ -48,7 +50,7 @@ def main() -> None:
         for seed in given.seeds
         for rate in given.learning_rates
         for lag in given.lags
-        for arm in (LOSSES if lag else ["corrected"])  # on-policy they are one
+        for arm in (LOSSES if lag else ["corrected"])  # Without lag, both losses are the same.
     ]
     for run in wanted:
         if not any(_same(run, found) for found in _read(given.results)):
@@ -109,7 +111,7 @@ def _measure(run: dict[str, Any], runs: Path) -> dict[str, Any]:
 
 
 def _warm_start(runs: Path) -> Path:
-    """The weights that all runs begin with: those of the quickstart after its supervised steps."""
+    """Return the weights that all runs begin with: those of the quickstart after its supervised steps."""
     path = runs / "start"
     if not (path / "summary.json").exists():
         shutil.rmtree(path, ignore_errors=True)
@@ -120,7 +122,7 @@ def _warm_start(runs: Path) -> Path:
 
 
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each learning rate, lag and loss: means over seeds, and the worst of them."""
+    """Return a table with a line for each learning rate, lag and loss: means over seeds, and the worst seed."""
     lines = [
         "| learning rate | lag | lag of trained tokens, mean (largest) | loss | held-out half-way | at the end "
         "| worst seed | seeds |",
@@ -148,7 +150,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def picture(results: Sequence[dict[str, Any]], rate: float) -> str:
-    """Held-out accuracy over versions, a panel for each loss, at one learning rate: a thin line for every seed."""
+    """Draw held-out accuracy over versions at one learning rate: a panel for each loss, and a line for each seed."""
     shown = [run for run in results if run["learning_rate"] == rate]
     body = []
     for number, arm in enumerate(LOSSES):

@@ -1,9 +1,10 @@
-"""What drawing the tokens of one step costs on a GPU, replayed as a CUDA graph.
+"""Measures what it costs to sample the tokens of one step on a GPU, replayed as a CUDA graph.
 
     python benchmarks/sampling.py
 
-For two batches of bf16 logits, flat (scale 1) and peaked (scale 5): milliseconds a step without truncation, with top-p
-0.95, with top-k 50, with both, and with the kept tokens recorded; beside them one read of the logits (their maximum).
+There are two batches of bfloat16 logits, each flat (scale 1) and peaked (scale 5). For each, the script prints the
+milliseconds of a step without truncation, with top-p 0.95, with top-k 50, with both, and with the kept tokens recorded.
+For comparison, it prints the time to read the logits once, to find their maximum.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ RULES: dict[str, dict[str, object]] = {
 
 
 def milliseconds(step: Callable[[], object], repeats: int = 20) -> float:
-    """One call, replayed as a graph: the median of five runs."""
+    """Return the milliseconds of one call, replayed as a CUDA graph: the median of five runs."""
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -46,7 +47,7 @@ def milliseconds(step: Callable[[], object], repeats: int = 20) -> float:
 
 
 def measure(batch: int, vocabulary: int, scale: float) -> None:
-    """Print a line per rule."""
+    """Measure one batch, and print a line for each truncation rule."""
     logits = (torch.randn(batch, vocabulary, device="cuda") * scale).bfloat16()
     rows = torch.arange(batch, dtype=torch.int32, device="cuda")
     ids = torch.empty(batch, KEPT_LIMIT, dtype=torch.int32, device="cuda")

@@ -1,1 +1,1 @@
-"""Measurements of Headrace by itself: the real pipeline on made-up work, so that nothing but speed differs."""
+"""The benchmarks of `headrace bench`. They run the real code on artificial work, so that runs differ only in speed."""

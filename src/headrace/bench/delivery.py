@@ -1,7 +1,7 @@
-"""`headrace bench delivery`: what a new version of the weights costs, by transport and by what is sent.
+"""`headrace bench delivery`: measures what the delivery of a new version costs, by transport and by what is sent.
 
-A trainer's place and each engine's are processes of their own, as in a run, and the real publisher and receivers work
-there: every measured version was proved on every engine, or there is no figure.
+The trainer and each engine are replaced by processes of their own, in which the real publisher and the real receivers
+work, as in a run. If an engine does not prove a version, the benchmark fails, so every figure is of proved versions.
 """
 
 from __future__ import annotations
@@ -34,29 +34,34 @@ Say = Callable[[str], None]
 
 DEADLINE = 600.0
 WARM_UP = 2
-"""Versions that are not measured: there are two places to write a version to."""
+"""The number of first versions that are not measured, so that both places to which versions are written in turn have
+been used before."""
 WITHIN_SECONDS = 0.02
-"""Engines that decode get a version at some moment of so many: several steps of a GPU."""
+"""If engines decode, each publish is delayed by a random time of at most this many seconds, which is several steps of a
+GPU. Otherwise every version would arrive at the same point of a step."""
 LEGS = ("snapshot", "digest", "travel", "stage", "notice", "install", "under_way", "first_step")
-"""Of the way to a first token: the trainer copies, and digests; the manifest comes to the engine, which fetches and
-digests, gets to it between two steps, and launches the copy; what was under way ends; copy and first step."""
+"""The parts of the time from the publish to the first token of the new version, in order. `snapshot`: the trainer
+copies its weights. `digest`: the copy is digested, until the version can be fetched. `travel`: the manifest goes to the
+engine. `stage`: the engine fetches and digests the weights. `notice`: the staged weights wait until the engine is
+between two steps. `install`: the engine launches the copy over its live weights. `under_way`: the steps that were
+launched before end. `first_step`: the copy runs, and the first step with the new weights."""
 
 
 @dataclass(frozen=True)
 class _Delivered:
-    """One measured version."""
+    """The measurements of one version."""
 
     done: PublishReply
     manifest: Manifest
     taken: list[Taken]
     copy_seconds: float
-    """Of a plain copy of what was sent, just after."""
+    """The time of a plain copy of as many bytes as were sent, measured just after the delivery."""
     socket_seconds: float
-    """Through a bare loopback socket, where that is compared."""
+    """The time to pass as many bytes through a bare loopback socket; 0 for transports other than tcp."""
 
 
 def bench_delivery(options: DeliveryBench, say: Say) -> dict[str, Any]:
-    """Measure and return all figures; `say` gets a line before each part."""
+    """Measure and return all figures. `say` gets a line before each part."""
     check_options(options)
     check_model_name(options.model)
     device = _device(options.device)
@@ -77,7 +82,7 @@ def bench_delivery(options: DeliveryBench, say: Say) -> dict[str, Any]:
 
 
 class _Bench:
-    """The two sets of one kind, and a measurement for every transport that is to carry them."""
+    """Two sets of weights of one kind (full, delta or adapter), which every measured transport carries in turn."""
 
     def __init__(self, options: DeliveryBench, device: str, dtype: str, kind: Kind, say: Say) -> None:
         self._options = options
@@ -101,7 +106,10 @@ class _Bench:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Engines wait for weights, and the sets lie on disk for publishers to load, no longer in this process."""
+        """Start the engines, which wait for weights inside this context.
+
+        The sets are moved from this process to files, from which the publisher processes load them.
+        """
         with contextlib.ExitStack() as stack:
             made = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-"))
             self._directory = Path(made)
@@ -118,7 +126,7 @@ class _Bench:
             yield
 
     def row(self, row: Row) -> dict[str, Any]:
-        """All figures of one row."""
+        """Measure one row and return its figures."""
         options = self._options
         self._say(f"{row}: {options.versions} versions to {options.engines} engine(s)")
         with contextlib.closing(PublisherProcess(self._begin(row), DEADLINE, _environment(0))) as publisher:
@@ -137,7 +145,7 @@ class _Bench:
                 proof = each.proof
                 raise DeliveryError(f"version {proof.version} was not accepted by {proof.engine}: {proof.reason}")
         publisher.acknowledged(self._version)
-        # One after each version: a machine that is busy with other work is so for both.
+        # Compared right after each version, so that other work on the machine slows both down alike.
         wire = _wire_bytes(done.manifest)
         bare = socket_seconds(wire, repeats=1) if row.transport == "tcp" else 0.0
         return _Delivered(done, done.manifest, taken, copy_seconds(wire, self._device, repeats=1), bare)
@@ -176,7 +184,7 @@ class _Bench:
 
 
 def _figures(row: Row, delivered: list[_Delivered], *, decodes: bool) -> dict[str, Any]:
-    """The figures of a row; what engines say is that of the slowest one of a version."""
+    """Return the figures of a row. Of the times that engines report for a version, the slowest engine's counts."""
     wire = statistics.median(_wire_bytes(one.manifest) for one in delivered)
     whole = sum(entry.nbytes for entry in delivered[0].manifest.entries)
     seconds = _spread([max(taken.proved_at for taken in one.taken) - one.done.began for one in delivered])
@@ -216,7 +224,7 @@ def _figures(row: Row, delivered: list[_Delivered], *, decodes: bool) -> dict[st
 
 
 def _legs(done: PublishReply, taken: Taken) -> dict[str, float]:
-    """Where the time from the publish to the first token went, one leg after the other; see `LEGS`."""
+    """Return the seconds of each part of the time from the publish to the first token; see `LEGS`."""
     moments = [
         done.began,
         done.began + done.lost_seconds,
@@ -232,7 +240,7 @@ def _legs(done: PublishReply, taken: Taken) -> dict[str, float]:
 
 
 def _wire_bytes(manifest: Manifest) -> int:
-    """What lies at the location, gaps included."""
+    """Return the number of bytes at the location that the manifest names, including gaps between tensors."""
     return max(entry.offset + entry.nbytes for entry in manifest.payload or manifest.entries)
 
 
@@ -245,7 +253,10 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _environment(number: int) -> dict[str, str]:
-    """NCCL takes two processes on one GPU only if it believes them on two hosts; then it needs an interface."""
+    """Return the environment variables that let several processes use NCCL on one GPU.
+
+    NCCL accepts that only if it believes that the processes are on different hosts. Then it needs a network interface.
+    """
     return {"NCCL_HOSTID": f"bench-{number}", "NCCL_SOCKET_IFNAME": "lo"}
 
 

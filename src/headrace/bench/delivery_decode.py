@@ -1,6 +1,7 @@
-"""An engine that decodes while weights arrive: staging runs beside its steps, only the swap stands between two of them.
+"""An engine that decodes while weights arrive. Staging runs beside its steps; only the swap is between two steps.
 
-Sequences that end are replaced, so the batch is always full, and a delivery is never measured on an idle engine.
+A sequence that ends is replaced by a new one. So the batch is always full, and no delivery is measured on an idle
+engine.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from headrace.errors import DeliveryError, HeadraceError
 
 PROMPT = 16
 LONGEST = 512
-"""Tokens of a sequence."""
+"""The length of a sequence in tokens, including its prompt."""
 DEADLINE = 300.0
 _STEPS = 16
-"""That a step's own time is taken from, after as many others."""
+"""The number of steps over which the time of a step is first measured, after as many steps that are not measured."""
 
 
 class DecodingEngine:
-    """A full batch that never ends. See `delivery_messages.BenchEngine`."""
+    """A `BenchEngine` that decodes a full batch all the time."""
 
     def __init__(self, enter: Enter) -> None:
         model = load(enter.model, enter.dtype, enter.device, enter.seed)
         adapter, base = served_adapter(model) if enter.adapter else (None, None)
         positions = int(getattr(model.config.get_text_config(), "max_position_embeddings", LONGEST))
         self._longest = min(LONGEST, positions)
-        # With layers compiled, as in a run: new weights wait for steps, and steps are shorter then.
+        # Layers are compiled, as in a run. Compiled steps are shorter, and new weights wait for a step to end.
         config = EngineConfig(kv="keep", slots=enter.decode, cache_tokens=(enter.decode + 1) * (self._longest + 64))
         self._core = EngineCore(
             model, config, name=enter.name, max_length=self._longest, version=0, adapter=adapter, base_digest=base
@@ -46,24 +47,24 @@ class DecodingEngine:
         self._first_step_seconds = self._warm()
 
     def stage(self, manifest: Manifest) -> Staged:
-        """See `Engine.stage`."""
+        """See `BenchEngine.stage`."""
         return self._core.stage(manifest)
 
     def take(self, staged: Staged) -> Taken:
-        """Install between two steps, go on until it is proved and has drawn a token."""
+        """Install the weights between two steps, and decode until they are proved and have drawn a token."""
         step = self._step()
         self._core.timings.reset()
         began = time.monotonic()
         self._core.install(staged)
         installed = time.monotonic()
         taken = self._proved(staged, installed)
-        # The host stands still for the whole of it where host and device are one.
+        # Without a GPU there is no gap between launches: decoding waits for the whole call of `install`.
         taken.swap_seconds = self._core.timings.longest_gap_seconds or installed - began
         taken.install_began_at, taken.step_seconds = began, step
         return taken
 
     def turn(self) -> None:
-        """One step."""
+        """Run one step, and replace the sequences that ended in it."""
         for delta in self._core.step():
             if delta.finish == "failed":
                 raise HeadraceError(f"the engine failed: {delta.error}")
@@ -71,7 +72,7 @@ class DecodingEngine:
                 self._submit(1)
 
     def close(self) -> None:
-        """See `Engine.close`."""
+        """See `BenchEngine.close`."""
         self._core.close()
 
     def _proved(self, staged: Staged, installed: float) -> Taken:
@@ -104,7 +105,7 @@ class DecodingEngine:
         )
 
     def _step(self) -> float:
-        """Seconds of a decode step since this was last asked, or of the first ones."""
+        """Return the mean seconds of a decode step since the last delivery, or before that of the warm-up."""
         timings = self._core.timings
         if not timings.steps:
             return self._first_step_seconds
@@ -120,7 +121,7 @@ class DecodingEngine:
         self._core.submit(requests)
 
     def _warm(self) -> float:
-        """Seconds of a decode step."""
+        """Run the first steps, and return the mean seconds of a decode step."""
         while not self._core.counters().generated_tokens:
             self.turn()
         for _ in range(_STEPS):
@@ -128,5 +129,5 @@ class DecodingEngine:
         tokens, rows, began = self._core.counters().generated_tokens, self._core.counters().running, time.monotonic()
         while (drawn := self._core.counters().generated_tokens - tokens) < _STEPS * rows:
             self.turn()
-        # Counted in tokens: on a GPU the host plans several steps at a time.
+        # Steps are counted by their tokens, because on a GPU the host plans several steps at a time.
         return (time.monotonic() - began) * rows / drawn

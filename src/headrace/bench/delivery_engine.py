@@ -1,7 +1,7 @@
-"""An engine's place in a delivery benchmark: a process with a model, which fetches, swaps and proves what it is told.
+"""The process of an engine in a delivery benchmark. It holds a model, and fetches, swaps and proves each version.
 
-The canary is scored after everything else and timed by itself. With `decode`, a real engine decodes all the while, and
-what a delivery takes from it is measured where it is felt: between two steps.
+By default nothing runs beside the deliveries, and the canary is scored last and timed by itself. With `decode`, a real
+engine decodes all the time, and the swap is measured as the time by which it delays the steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.0001
 
 
 class HoldingEngine:
-    """The weights of a model, and a canary that the plain model scores."""
+    """A `BenchEngine` that only holds the weights of a model. The plain model scores the canary."""
 
     def __init__(self, enter: Enter) -> None:
         model = load(enter.model, enter.dtype, enter.device, enter.seed)
@@ -72,7 +72,7 @@ class HoldingEngine:
         )
 
     def turn(self) -> None:
-        """Nothing runs here meanwhile."""
+        """Do nothing."""
 
     def close(self) -> None:
         """See `BenchEngine.close`."""
@@ -84,17 +84,17 @@ class HoldingEngine:
 
 
 def make_engine(enter: Enter) -> BenchEngine:
-    """The engine that was asked for."""
+    """Return the engine that the first message asks for."""
     if not enter.decode:
         return HoldingEngine(enter)
-    # Late: an engine loads more than weights need.
+    # Imported only here, because a decoding engine loads many more modules than the weights alone need.
     from headrace.bench.delivery_decode import DecodingEngine
 
     return DecodingEngine(enter)
 
 
 class Orders:
-    """Versions as they come, staged at once: an engine looks only between two steps."""
+    """Receives versions in a thread of its own and stages each at once. The engine takes them between two steps."""
 
     def __init__(self, line: Connection, engine: BenchEngine) -> None:
         self._line = line
@@ -103,11 +103,14 @@ class Orders:
         threading.Thread(target=self._receive, name="orders", daemon=True).start()
 
     def waiting(self) -> bool:
-        """Whether `next` need not wait."""
+        """Return whether a staged version is there, so that `next` does not wait."""
         return not self._staged.empty()
 
     def next(self) -> tuple[Staged, float, float]:
-        """The next version, when it was received and when it was staged. Raises `EOFError` once the line is closed."""
+        """Return the next staged version, when it was received, and when it was staged.
+
+        Raises `EOFError` once the connection is closed.
+        """
         got = self._staged.get(timeout=IDLE_SECONDS)
         if isinstance(got, BaseException):
             raise got
@@ -120,16 +123,16 @@ class Orders:
                 received = time.monotonic()
                 self._staged.put((self._engine.stage(manifest), received, time.monotonic()))
         except (EOFError, OSError, HeadraceError, RuntimeError) as error:
-            # Raised where the engine is driven, not lost with this thread.
+            # `next` raises it in the thread that drives the engine. Here it would be lost with this thread.
             self._staged.put(error)
 
 
 def serve(line: Connection) -> None:
-    """Obey until the line closes."""
+    """Make the engine, and take versions until the connection is closed."""
     enter = line.receive(Enter, IDLE_SECONDS)
     torch.set_num_threads(enter.threads)
     engine = make_engine(enter)
-    # As an engine's own process does, once everything is loaded.
+    # The process of a real engine does the same, once everything is loaded.
     give_way_to_decoding()
     line.send(Entered())
     orders = Orders(line, engine)

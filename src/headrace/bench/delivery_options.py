@@ -1,4 +1,4 @@
-"""What the delivery benchmark is asked for, checked once. No torch here: a mistake is answered at once."""
+"""The options of the delivery benchmark and their check. No torch is imported, so a mistake is reported at once."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from headrace.errors import UserError
 
 KINDS: tuple[Kind, ...] = ("full", "delta", "adapter")
 RANK = 16
-"""Of the adapter that is sent."""
+"""The rank of the adapter that is sent."""
 
 
 class DeliveryBench(msgspec.Struct, frozen=True, kw_only=True):
     """The options of `headrace bench delivery`, as they were given."""
 
     model: str
-    """A named shape, or a model directory."""
+    """The name of a shape (see `models.shapes`), or a model directory."""
     transports: tuple[str, ...] = ("shm",)
     sends: tuple[str, ...] = ("full",)
     engines: int = 1
     versions: int = 5
-    """That are measured, after `WARM_UP` others."""
+    """The number of versions that are measured, after a few that are not."""
     changed: float = 0.01
-    """The share of words in which a version differs from the one before."""
+    """The share of words (single values of a tensor) in which a version differs from the version before."""
     per_parameter: bool = False
+    """Whether nccl is measured a second time, with one broadcast for each parameter."""
     decode: int = 0
-    """Sequences that each engine decodes meanwhile; 0: engines only hold weights."""
+    """The number of sequences that each engine decodes meanwhile; 0 if engines only hold weights."""
     dtype: str = ""
     device: str = "auto"
     threads: int = 1
-    """Of torch, in each process."""
+    """The number of torch's threads in each process."""
     seed: int = 0
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the comparison."""
+    """One measurement: a transport, and what it sends. It is one line of the printed table."""
 
     transport: str
     send: Kind
@@ -72,7 +73,7 @@ def check_options(options: DeliveryBench) -> None:
 
 
 def rows(options: DeliveryBench, device: str) -> list[Row]:
-    """What is measured, in order, on this device."""
+    """Return the measurements in order. Raises `UserError` if a transport needs a GPU and the device is a CPU."""
     if device == "cpu" and (unable := [name for name in options.transports if name not in WITHOUT_GPU]):
         raise UserError(f"--transport {unable[0]}: needs --device cuda")
     found = []

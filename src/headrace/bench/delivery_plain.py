@@ -1,6 +1,7 @@
-"""What a delivery is compared with: the same bytes copied in memory or through a bare socket, by torch's threads.
+"""The baselines of a delivery: a plain copy of the same bytes in memory, or their way through a bare socket.
 
-Measured in the same run, next to what is compared: a machine that is busy is so for both.
+A baseline is measured in the same run, next to the delivery that is compared with it. So other work on the machine
+slows both down alike.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SOCKET_SECONDS = 60.0
 
 
 def median_seconds(work: Callable[[], object], device: str = "cpu", repeats: int = REPEATS) -> float:
-    """Of the work, warm, until the device is done."""
+    """Return the median seconds of the work until the device is done. A first call is not counted."""
     times = []
     for _ in range(repeats + 1):
         settle(device)
@@ -37,28 +38,32 @@ def median_seconds(work: Callable[[], object], device: str = "cpu", repeats: int
 
 
 def copy_seconds(nbytes: int, device: str, repeats: int = REPEATS) -> float:
-    """To copy so many bytes once, in one piece."""
+    """Return the median seconds of a copy of this many bytes, in one piece."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     return median_seconds(lambda: target.copy_(source), device, repeats)
 
 
 class PlainSnapshot:
-    """A plain copy of weights, tensor by tensor: the least that a trainer can lose to a publish."""
+    """A plain copy of weights, tensor by tensor. A trainer cannot lose less time than this to a publish."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], device: str) -> None:
         self._device = device
         self._targets = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
 
     def seconds(self, weights: Mapping[str, torch.Tensor], repeats: int = 1) -> float:
-        """To copy weights of these shapes, by torch's own threads: a delivery may use more cores."""
+        """Return the median seconds of a copy of weights of these shapes.
+
+        Only torch's own threads work on the copy. A delivery may use more cores.
+        """
         return median_seconds(lambda: copy_all(self._targets, weights, threads=1), self._device, repeats)
 
 
 def proof_seconds(weights: Mapping[str, torch.Tensor], device: str) -> dict[str, float]:
-    """A digest of these weights where they lie, by as many threads as a copy of them, and the copy.
+    """Return the seconds of a digest of these weights on `device`, of a plain copy of them, and their ratio.
 
-    On the host a digest may use more cores than that: how long it then takes, by how many, is there too.
+    Digest and copy use the same number of threads. On a CPU a delivery takes its digests with more threads, so
+    `all_cores_digest_seconds` is measured too.
     """
     placed = {name: tensor.to(device) for name, tensor in weights.items()}
     plain = PlainSnapshot(placed, device)
@@ -68,19 +73,19 @@ def proof_seconds(weights: Mapping[str, torch.Tensor], device: str) -> dict[str,
         works["digest_seconds"] = lambda: median_seconds(lambda: digest(placed.items(), alike), repeats=1)
         works["all_cores_digest_seconds"] = lambda: median_seconds(lambda: digest(placed.items()), repeats=1)
     else:
-        # Late: only where there is a GPU is there a need for Triton.
+        # Imported only here, because Triton is needed only with a GPU.
         from headrace.delivery.kernels.digest import DeviceDigest
 
         prepared = DeviceDigest(placed)
         works["digest_seconds"] = lambda: median_seconds(lambda: prepared.value(prepared.launch()), device, 1)
-    # In turns: what else runs on the machine meets all of them.
+    # They take turns, so that other work on the machine slows all of them down alike.
     found = [{name: work() for name, work in works.items()} for _ in range(REPEATS)]
     medians = {name: statistics.median(one[name] for one in found) for name in works}
     return {**medians, "digest_over_copy": medians["digest_seconds"] / medians["copy_seconds"]}
 
 
 def socket_seconds(nbytes: int, repeats: int = REPEATS) -> float:
-    """To pass so many bytes through a loopback socket, in buckets like those of the tcp transport."""
+    """Return the median seconds to pass this many bytes through a loopback socket, in the buckets of the transport."""
     data, target = np.ones(nbytes, np.uint8).data, np.zeros(nbytes, np.uint8).data
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))

@@ -1,7 +1,7 @@
-"""The weights of a delivery benchmark: two sets that take turns, and what the canary says under each.
+"""The weights of a delivery benchmark: two sets that are published in turn, and the canary's log-probabilities of each.
 
-They differ in a given share of words, each by its last bit: what a delta of small steps looks like. An adapter's two
-sets differ everywhere, as its tensors do after any step.
+The two sets differ in the last bit of a given share of words, because small optimizer steps cause such deltas. The two
+sets of an adapter differ everywhere, as the tensors of an adapter do after any step.
 """
 
 from __future__ import annotations
@@ -26,44 +26,47 @@ from headrace.models.shapes import SHAPES, build_shape
 from headrace.types import Float32Array, Int32Array
 
 _SPREAD = 0.02
-"""Of an adapter's random entries."""
+"""The standard deviation of an adapter's random entries."""
 
 
 @dataclass(frozen=True)
 class Sets:
-    """What is published in turn."""
+    """The two sets of weights that are published in turn."""
 
     weights: tuple[Weights, Weights]
-    """In host memory."""
+    """The sets, in host memory."""
     logprobs: list[Float32Array]
-    """Of the canary, under each."""
+    """The log-probabilities of the canary under each set."""
     canary: Int32Array
     base_digest: int
-    """Of the weights under an adapter, else 0."""
+    """The digest of the weights under an adapter; 0 without an adapter."""
 
 
 def check_model_name(model: str) -> None:
-    """Raise a one-line `UserError` for what is neither a shape nor a directory."""
+    """Raise a one-line `UserError` if this is neither the name of a shape nor a directory."""
     if model not in SHAPES and not Path(model).is_dir():
         raise UserError(f"--model-shape {model}: neither a model directory nor a shape (one of {', '.join(SHAPES)})")
 
 
 def load(model: str, dtype: str, device: str, seed: int) -> Any:
-    """The model that trainer and engines begin with: the same in every process."""
+    """Return the model that trainer and engines begin with. It is the same in every process."""
     if model in SHAPES:
         return build_shape(model, dtype, device, seed)
     return load_model(model, dtype=dtype, seed=seed, device=device)
 
 
 def served_adapter(model: Any) -> tuple[Adapter, int]:
-    """An adapter to this model as an engine serves it, merged, and the digest of the weights under it."""
+    """Attach an adapter to this model, as an engine serves it (merged).
+
+    Return the adapter and the digest of the weights under it.
+    """
     base = digest(named_weights(model).items())
     return attach(model, LoraSpec(rank=RANK, alpha=2.0 * RANK, targets=(ALL_LINEAR,)), "merged"), base
 
 
 @torch.inference_mode()
 def make_sets(options: DeliveryBench, model: Any, dtype: str, kind: Kind) -> Sets:
-    """Two sets of what a trainer of this model would send. The model is left with the second one."""
+    """Return two sets of what a trainer of this model would send. The model has the second set afterwards."""
     draw = torch.Generator().manual_seed(options.seed)
     canary = canary_tokens(int(model.get_input_embeddings().weight.shape[0]))
     if kind == "adapter":
@@ -88,7 +91,7 @@ def make_sets(options: DeliveryBench, model: Any, dtype: str, kind: Kind) -> Set
 
 
 def flip_words(tensor: torch.Tensor, share: float, draw: torch.Generator) -> torch.Tensor:
-    """A copy in which the last bit of this share of words, drawn at random, is another one."""
+    """Return a copy in which the last bit is flipped in this share of words, chosen at random."""
     changed = tensor.clone()
     count = round(share * tensor.numel())
     if not count or not tensor.is_floating_point():

@@ -1,4 +1,4 @@
-"""The figures of the delivery benchmark as lines for a reader."""
+"""Formats the figures of the delivery benchmark as lines of text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _COLUMNS = ("", "MB", "acked", "lost", "copies", "stage", "fetch", "swap", "cana
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """One line a row; what only some rows have comes after."""
+    """Return one line for each row, and after them the figures that only some rows have."""
     threads = "one thread" if found["threads"] == 1 else f"{found['threads']} threads"
     if found["device"] == "cpu":
         threads += (

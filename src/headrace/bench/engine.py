@@ -1,7 +1,12 @@
-"""`headrace bench engine`: how fast the embedded engine generates, beside what this device's memory would allow.
+"""`headrace bench engine`: measures how fast the embedded engine generates, and compares that with a ceiling.
 
-One call measures everything it compares: the ceiling's bandwidth, the peers and the reference scores come from the same
-process, the same weights and the same prompts as the rate.
+The ceiling is the rate at which the engine would generate if every step took only the time to read the bytes that it
+must read, at the bandwidth of a plain copy (see `engine_bytes`). One call measures all that is compared: the bandwidth,
+the rates of the engine and of its peers, and the reference scores, in the same process, with the same weights and the
+same prompts.
+
+The tail is the last part of a round in which only the longest requests still run (`--tail`). A stretch is a part of a
+round that is measured by itself: the steps before the tail, or the tail.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ Say = Callable[[str], None]
 
 
 def bench_engine(options: EngineBench, say: Say) -> dict[str, Any]:
-    """Measure and return all figures; `say` gets a line before each part."""
+    """Measure and return all figures. `say` gets a line before each part."""
     check_options(options)
     _check_model_name(options)
     device = _device(options.device)
@@ -48,7 +53,7 @@ def bench_engine(options: EngineBench, say: Say) -> dict[str, Any]:
 
 
 class _Bench:
-    """One call's model, engine and work, from the first load to the last figure."""
+    """One benchmark: its model, its engine and its work."""
 
     def __init__(self, options: EngineBench, device: str, dtype: str, say: Say) -> None:
         self._options = options
@@ -65,12 +70,15 @@ class _Bench:
         settle(device)
         self._load_seconds = time.perf_counter() - started
         self._footprint = footprint(self._model)
-        # Before there is an engine: it may compile the model's layers, and takes most of the memory.
+        # These come before the engine, which may compile the model's layers, and which takes most of the memory.
         self._twin = plain_twin(self._model)
         self._bandwidth = copy_bandwidth(device)
 
     def run(self) -> dict[str, Any]:
-        """All parts in order; swaps are the last that the engine does, because they leave other weights behind."""
+        """Measure all parts in order and return the figures.
+
+        The swaps come last for the engine, because it has other weights afterwards.
+        """
         options, work = self._options, self._work
         self._say("starting the engine")
         started = time.perf_counter()
@@ -78,7 +86,7 @@ class _Bench:
         driver = Driver(core)
         driver.run([work.request("first", work.prompts[0], 1, seed=0)])
         start_seconds = time.perf_counter() - started
-        # As an engine's own process does, once everything is loaded.
+        # The process of a real engine does the same, once everything is loaded.
         give_way_to_decoding()
         self._say("warming up")
         warm = driver.run(work.warm_up().requests("warm"))
@@ -133,7 +141,11 @@ class _Bench:
         return found | self._ceiling(foot.kv_read(contexts), run.tokens, run.steps, run.seconds)
 
     def _ceiling(self, kv_bytes: int, tokens: int, steps: int, seconds: float) -> dict[str, Any]:
-        """How a stretch of steps compares with reading only what it must, at the bandwidth of a copy."""
+        """Return the ceiling of these steps, and how close they come to it.
+
+        The fraction of the ceiling is the time that the necessary reads would take at the bandwidth of a copy, divided
+        by the measured time.
+        """
         weights = self._footprint.weights_read(tokens / steps)
         a_step = weights + kv_bytes / steps
         ideal = a_step / self._bandwidth
@@ -146,12 +158,12 @@ class _Bench:
         }
 
     def _while_full(self, run: Round) -> float | None:
-        """Until the last request had its place; None where all had theirs from the beginning."""
+        """Return the tokens per second until the last request got a slot; None if all had one from the beginning."""
         mark = run.full_until
         return mark.tokens / mark.seconds if mark and len(run.answers) > self._options.batch else None
 
     def _before_tail(self, run: Round) -> dict[str, Any]:
-        """The steps from submitting until only the tail's rows were left, prompts included."""
+        """Return the figures of the steps until only the requests of the tail were left, including the prompts."""
         assert run.tail_from is not None
         work, mark = self._work, run.tail_from
         drawn = drawn_before_tail(work.lengths, work.tail_rows, mark.tokens)
@@ -159,7 +171,7 @@ class _Bench:
         return self._stretch(len(drawn), kv, mark.tokens, mark.steps, mark.seconds)
 
     def _tail(self, run: Round) -> dict[str, Any]:
-        """The steps after all but the tail's rows ended."""
+        """Return the figures of the steps after all requests but those of the tail had ended."""
         assert run.tail_from is not None
         rows, mark = self._work.tail_rows, run.tail_from
         tokens, steps, seconds = run.tokens - mark.tokens, run.steps - mark.steps, run.seconds - mark.seconds
@@ -168,7 +180,7 @@ class _Bench:
         return self._stretch(rows, kv, tokens, steps, seconds)
 
     def _stretch(self, rows: int, kv_bytes: int, tokens: int, steps: int, seconds: float) -> dict[str, Any]:
-        """The figures of a part of a round's steps."""
+        """Return the figures of a part of a round, in which `rows` requests ran."""
         found = {"rows": rows, "tokens": tokens, "steps": steps, "seconds": seconds}
         found |= {"tokens_per_second": tokens / seconds, "step_ms": 1e3 * seconds / steps}
         return found | self._ceiling(kv_bytes, tokens, steps, seconds)
@@ -218,7 +230,7 @@ class _Bench:
     def _engine_config(self) -> EngineConfig:
         options = self._options
         given: dict[str, Any] = {"device": self._device, "graphs": options.graphs, "compile": options.compile}
-        # filled by GPU runners: an engine without these settings runs where its model is, and has no graphs
+        # An engine without these settings runs on the device of its model, and has no graphs.
         known = {name: value for name, value in given.items() if name in EngineConfig.__struct_fields__}
         for name in ("graphs", "compile"):
             if given[name] and name not in known:
@@ -234,14 +246,17 @@ PEER_NAMES = {"transformers": "transformers' continuous batching", "generate": "
 
 
 def _free_memory(device: str) -> None:
-    """What an engine held is a peer's to take."""
+    """Release the memory of the engine, so that a peer can take it."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
 def drawn_before_tail(lengths: list[int], tail_rows: int, tokens: int) -> list[int]:
-    """Tokens of each row when only the tail's were left, of so many in all: the others had every token of theirs."""
+    """Return how many tokens each row had when only the rows of the tail were left.
+
+    `tokens` is their sum. All rows but those of the tail were complete then.
+    """
     ended = lengths[:-tail_rows]
     return ended + [(tokens - sum(ended)) // tail_rows] * tail_rows
 
@@ -288,8 +303,8 @@ def _check_length(model: Any, longest: int) -> None:
 
 
 def _cache_tokens(options: EngineBench, work: Work, block_size: int) -> int:
-    """Room for the longest answers of a full batch at once, and for all forks beside their pivot."""
+    """Return how many tokens the cache must hold: a full batch of the longest answers, or all forks and their pivot."""
     held = sorted((options.prompt + length for length in work.lengths), reverse=True)[: options.batch]
     forks = [work.fork[1] + options.generate] * (work.fork[0] + 1) if work.fork else []
-    # One block each for rounding up, and one that admission wants free.
+    # Each sequence needs up to one block more for rounding up, and admission needs one free block.
     return max(sum(part) + block_size * (len(part) + 1) for part in (held, forks))

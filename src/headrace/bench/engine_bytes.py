@@ -1,7 +1,7 @@
-"""The bandwidth ceiling: what a decode step must read, and how fast this device moves bytes.
+"""The bandwidth ceiling: the bytes that a decode step must read, and how fast this device moves bytes.
 
-A step reads every weight once and the keys and values of every token before each row. Nothing that caches or kernels
-might add is counted, so the ceiling can be approached and never passed.
+A step must read every weight once, and for each row the keys and values of all tokens before it. Nothing else is
+counted, so an engine can come close to the ceiling but never exceed it.
 """
 
 from __future__ import annotations
@@ -20,34 +20,42 @@ _REPEATS = 7
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one model."""
+    """The sizes of one model's parts in bytes."""
 
     weights: int
-    """All parameters."""
+    """The bytes of all parameters."""
     shared: int
-    """Read by every step: all but the experts and an input embedding that is not the output's too."""
+    """The bytes that every step reads: all parameters except the experts, and except an input embedding that is not
+    tied to the output."""
     experts: int
-    """All experts of all layers."""
+    """The bytes of all experts of all layers."""
     expert_count: int
-    """Of one layer."""
+    """The number of experts in one layer."""
     experts_per_token: int
     kv_of_window: dict[int | None, int]
-    """Bytes of a token's keys and values, by the window of the layers that hold them (None: all tokens are seen)."""
+    """Attention window -> the bytes of one token's keys and values in all layers with this window. The window None
+    means that a layer sees all tokens."""
 
     @property
     def kv_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """The bytes of one token's keys and values in all layers."""
         return sum(self.kv_of_window.values())
 
     def weights_read(self, rows: float) -> float:
-        """Weight bytes of a step of this many rows. Of experts, those that any row is expected to choose."""
+        """Return the bytes of weights that a step of this many rows reads.
+
+        Of the experts, it counts the share that at least one row chooses, if rows choose at random.
+        """
         if not self.expert_count:
             return float(self.shared)
         missed: float = (1 - self.experts_per_token / self.expert_count) ** rows
         return self.shared + self.experts * (1 - missed)
 
     def kv_read(self, contexts: Iterable[tuple[int, int]]) -> int:
-        """Bytes of keys and values that single-token passes read; `(first, last)` context length of each sequence."""
+        """Return the bytes of keys and values that decode steps read.
+
+        `contexts` holds for each sequence the number of tokens it sees in its first and in its last step.
+        """
         total = 0
         for first, last in contexts:
             for window, size in self.kv_of_window.items():
@@ -56,12 +64,15 @@ class Footprint:
 
 
 def decode_contexts(prompt: int, lengths: Iterable[int]) -> list[tuple[int, int]]:
-    """What the passes after the prompt's read: token i of an answer is drawn over the prompt and i more."""
+    """Return, for each answer, how many tokens its first and its last decode step see.
+
+    The first token of an answer comes from the pass over the prompt, so an answer of one token has no decode step.
+    """
     return [(prompt + 1, prompt + length - 1) for length in lengths if length > 1]
 
 
 def _tokens_seen(first: int, last: int, window: int | None) -> int:
-    """The sum of `min(n, window)` for n from first to last."""
+    """Return the sum of `min(n, window)` for n from first to last."""
     if last < first:
         return 0
     whole = last if window is None else min(last, window)
@@ -70,7 +81,7 @@ def _tokens_seen(first: int, last: int, window: int | None) -> int:
 
 
 def footprint(model: Any) -> Footprint:
-    """The bytes of this model, from its parameters and its configuration."""
+    """Compute the sizes of this model's parts from its parameters and its configuration."""
     config = model.config.get_text_config()
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -103,7 +114,7 @@ def _first(config: Any, *names: str) -> int:
 
 @torch.inference_mode()
 def copy_bandwidth(device: str) -> float:
-    """Bytes a second of a large copy on this device, those read and those written, the best of several."""
+    """Return the bytes per second of a large copy on this device, reads and writes counted, the best of several."""
     size = _COPY_BYTES[device]
     if device == "cuda":
         size = min(size, torch.cuda.mem_get_info()[0] // 4)
@@ -120,6 +131,6 @@ def copy_bandwidth(device: str) -> float:
 
 
 def settle(device: str) -> None:
-    """Wait for what the device was given."""
+    """Wait until the device has done all work that was launched."""
     if device == "cuda":
         torch.cuda.synchronize()

@@ -1,6 +1,6 @@
-"""Drives an `EngineCore` and times it: from submit to the last token, prompts included, log-probabilities recorded.
+"""Drives an `EngineCore` and times it, from the submit to the last token. Prompts are included.
 
-Every request must end with all of its tokens; one that does not is an error, never a lower figure.
+Every request must end with all of its tokens. If one does not, the benchmark fails instead of showing a lower figure.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from headrace.errors import HeadraceError, StallError
 from headrace.types import Float32Array, Int32Array
 
 STALL_SECONDS = 300.0
-"""Steps that give no token for so long are a stall."""
+"""If no step gives a token for this long, the engine is stalled."""
 
 
 @dataclass(frozen=True)
 class DrawnAnswer:
-    """All that one request got."""
+    """All tokens of one request, with their records."""
 
     token_ids: Int32Array
     logprobs: Float32Array
@@ -32,7 +32,7 @@ class DrawnAnswer:
 
 @dataclass
 class ProgressMark:
-    """Where a run stands at one moment."""
+    """How far a round has come at one moment."""
 
     seconds: float
     steps: int
@@ -41,32 +41,32 @@ class ProgressMark:
 
 @dataclass
 class Round:
-    """One timed round."""
+    """The measurements of one round of requests."""
 
     answers: list[DrawnAnswer] = field(default_factory=list)
-    """In the order of the requests."""
+    """The answers, in the order of the requests."""
     seconds: float = 0.0
     steps: int = 0
     decode_steps: int = 0
-    """Steps that computed no prompt token."""
+    """The number of steps that computed no prompt token."""
     decode_seconds: float = 0.0
     host_seconds: float | None = None
     device_seconds: float | None = None
     prefilled: int = 0
     preemptions: int = 0
     full_until: ProgressMark | None = None
-    """When nobody waited for a place any more."""
+    """The moment from which no request waited for a slot any more."""
     tail_from: ProgressMark | None = None
-    """When only the tail was left."""
+    """The moment from which only the requests of the tail were left; None if the round has no tail."""
 
     @property
     def tokens(self) -> int:
-        """Tokens generated."""
+        """The number of generated tokens."""
         return sum(len(answer.token_ids) for answer in self.answers)
 
 
 class Driver:
-    """Steps one core until its requests are done."""
+    """Runs the steps of one core and collects the answers of its requests."""
 
     def __init__(self, core: EngineCore, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self.core = core
@@ -79,8 +79,11 @@ class Driver:
     def run(
         self, requests: Sequence[Request], *, tail_rows: int = 0, between: Callable[[], None] | None = None
     ) -> Round:
-        """Submit all, step until every one has ended. `between` is called before every step."""
-        timings = getattr(self.core, "timings", None)  # filled by GPU runners
+        """Submit all requests, and run steps until every request has ended.
+
+        `between` is called before every step. The tail begins when at most `tail_rows` requests are left.
+        """
+        timings = getattr(self.core, "timings", None)  # GPU runners fill these in.
         if timings is not None:
             timings.reset()
         before = stats = self.core.counters()
@@ -112,14 +115,14 @@ class Driver:
         return run
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Give the engine these requests."""
+        """Submit these requests to the engine."""
         self._open.update(request.id for request in requests)
         self._deltas |= {request.id: [] for request in requests}
         self._alive = self._clock()
         self.core.submit(requests)
 
     def step(self) -> None:
-        """One step; what it answered is kept."""
+        """Run one step and keep its deltas. Raises `StallError` if there was no token for `STALL_SECONDS`."""
         self._calls += 1
         tokens = self.core.counters().generated_tokens
         self.take(self.core.step())
@@ -129,7 +132,7 @@ class Driver:
             raise StallError(f"the engine gave no token for {STALL_SECONDS:g} s")
 
     def take(self, deltas: Sequence[Delta]) -> None:
-        """Keep these deltas."""
+        """Keep these deltas. Raises `HeadraceError` if one says that its request failed."""
         for delta in deltas:
             if delta.finish == "failed":
                 raise HeadraceError(f"the engine failed: {delta.error}")
@@ -138,7 +141,7 @@ class Driver:
                 self._open.remove(delta.id)
 
     def answer(self, request: Request, *, whole: bool = True) -> DrawnAnswer:
-        """What a request got so far, in one piece; with `whole` it must be all that it asked for."""
+        """Return all tokens of a request so far. With `whole`, raise `HeadraceError` unless the answer is complete."""
         deltas = self._deltas[request.id]
         answer = DrawnAnswer(
             np.concatenate([np.empty(0, np.int32), *(d.token_ids for d in deltas)]),
@@ -151,5 +154,5 @@ class Driver:
         return answer
 
     def _steps(self) -> int:
-        timings: Any = getattr(self.core, "timings", None)  # filled by GPU runners
+        timings: Any = getattr(self.core, "timings", None)  # GPU runners fill these in.
         return self._calls if timings is None else int(timings.steps)

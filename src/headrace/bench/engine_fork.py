@@ -1,6 +1,7 @@
-"""Continuations from a pivot inside a running sequence: what they cost to start, and whether they are the right ones.
+"""Forks of a running sequence: measures what they cost to start, and checks their tokens.
 
-Each must be, token for token, what a fresh request gives for the same prefix and seed.
+The running sequence is called the pivot. Each fork must have exactly the tokens that a fresh request with the same
+prefix and seed gets.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from headrace.types import Int32Array
 
 
 def bench_fork(driver: Driver, work: Work, count: int, at: int, length: int) -> dict[str, Any]:
-    """Fork a running sequence `count` times after its first `at` tokens; `length` tokens each."""
+    """Fork a running sequence `count` times after its first `at` tokens. Each fork samples `length` tokens."""
     prefix, pivot = _run_to_pivot(driver, work, at, length)
     forks = [work.request(f"fork/{i}", prefix, length, seed=1 + i, parent=pivot.id) for i in range(count)]
     forked = driver.run(forks)
@@ -38,7 +39,7 @@ def bench_fork(driver: Driver, work: Work, count: int, at: int, length: int) -> 
 
 def _run_to_pivot(driver: Driver, work: Work, at: int, length: int) -> tuple[Int32Array, Request]:
     prompt = work.prompts[0]
-    # It has as far to go as its forks, so that all end together.
+    # The pivot samples as many more tokens as its forks, so that all end together.
     pivot = work.request("pivot", prompt, at - len(prompt) + length, seed=0)
     driver.submit([pivot])
     while len(driver.answer(pivot, whole=False).token_ids) < at - len(prompt):
@@ -53,7 +54,7 @@ def _pairs(forks: list[DrawnAnswer], fresh: list[DrawnAnswer]) -> list[tuple[Dra
 
 
 def _difference(fork: DrawnAnswer, fresh: DrawnAnswer) -> float:
-    """Up to where the tokens part."""
+    """Return the largest difference of the log-probabilities, up to the first token that differs."""
     same = fork.token_ids == fresh.token_ids
     until = len(same) if same.all() else int(same.argmin())
     return float(np.abs(fork.logprobs[:until] - fresh.logprobs[:until]).max(initial=0.0))

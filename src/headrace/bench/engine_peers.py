@@ -1,6 +1,6 @@
-"""Hugging Face's own ways to generate, on the same prompts and the same parameters, in the same process.
+"""The peers of the engine: Hugging Face's own ways to generate, with the same prompts, parameters and process.
 
-Only tokens that were asked for count. A peer that cannot run here says why in one line, and has no figure.
+Only tokens that were asked for count. For a peer that cannot run here, the figures hold the reason instead.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ DEADLINE = 1800.0
 _PAGE = 256
 _ROOM, _SPARE_PAGES = 1.3, 8
 _MOST_BATCH_TOKENS = 8192
-"""What transformers takes where it has the memory."""
+"""The largest batch of transformers if memory suffices."""
 
 
 class PeerError(Exception):
-    """A peer did not do its work; the text says why."""
+    """A peer did not generate what it was asked for. The text says why."""
 
 
 def bench_peer(name: str, twin: Any, work: Work, batch: int, device: str) -> dict[str, Any]:
-    """The peer's tokens a second, or why there are none."""
+    """Return the tokens per second of a peer, or the reason why it did not run."""
     run = _padded_generate if name == "generate" else _continuous_batching
     try:
         seconds = run(twin, work, batch, device)
@@ -51,8 +51,11 @@ def _settings(work: Work, tokens: int) -> GenerationConfig:
 
 
 def _padded_generate(twin: Any, work: Work, batch: int, device: str) -> float:
-    """`generate` on batches in the order of the requests; each runs to the longest of its answers."""
-    # What the model's own generation settings say (end tokens, penalties) would change the work.
+    """Return the seconds of `generate` on batches in the order of the requests.
+
+    Each batch runs until its longest answer is complete.
+    """
+    # The model's own generation settings (end tokens, penalties) would change the work.
     twin.generation_config = _settings(work, 1)
     _generate_batch(twin, work, range(min(batch, len(work.prompts))), 4)
     settle(device)
@@ -73,7 +76,7 @@ def _generate_batch(twin: Any, work: Work, rows: range, tokens: int) -> None:
 
 
 def _continuous_batching(twin: Any, work: Work, batch: int, device: str) -> float:
-    """The continuous batching of transformers, one request each, with log-probabilities where it can give them."""
+    """Return the seconds of the continuous batching of transformers, with log-probabilities if it can give them."""
     config = _batching_config(work, batch)
     settings = _settings(work, max(work.lengths))
     settings.eos_token_id = -1
@@ -88,7 +91,10 @@ def _continuous_batching(twin: Any, work: Work, batch: int, device: str) -> floa
 
 
 def _batching_config(work: Work, batch: int) -> Any:
-    """Sized for this work: by default it takes most of the memory, and its attention reads masks over all of that."""
+    """Return a configuration with a cache that fits this work.
+
+    By default the cache takes most of the memory, and the attention reads masks over the whole cache.
+    """
     from transformers import ContinuousBatchingConfig
 
     known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
@@ -97,7 +103,7 @@ def _batching_config(work: Work, batch: int) -> Any:
     wanted = {
         "return_logprobs": True,
         "max_requests_per_batch": batch,
-        # It admits nobody while less than a share of its pages is free.
+        # It admits no request while too few of its pages are free.
         "num_blocks": int(sum(pages[:batch]) * _ROOM) + _SPARE_PAGES,
         "max_batch_tokens": min(_MOST_BATCH_TOKENS, max(batch, sum(len(prompt) for prompt in work.prompts))),
     }

@@ -1,7 +1,8 @@
-"""A stream of weights into a decoding engine: published, staged and proved as in a run, swapped between two steps.
+"""Delivers new versions to a decoding engine at a fixed interval, and measures how long decoding stops for each.
 
-Two sets of weights take turns, so far apart that a token tagged with the wrong version has a log-probability that its
-version cannot have given. Publishing runs in a process of its own, staging in a thread; only the swap stops decoding.
+Versions are published, staged and proved as in a run, and swapped in between two steps. Publishing runs in a process of
+its own, and staging in a thread, so only the swap stops decoding. Two sets of weights take turns. They differ so much
+that a token tagged with the wrong version is found by its log-probability.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ DEADLINE = 300.0
 CANARY_TOKENS = 16
 CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 _CHANGE = 0.2
-"""How far the second set is from the first, relative to each weight."""
+"""The standard deviation of the change from the first set to the second, relative to each weight."""
 
 
 @torch.inference_mode()
 def two_sets(model: Any, seed: int) -> tuple[Weights, Weights]:
-    """The model's weights and a changed set, both in host memory, as a trainer beside the engine would hold them."""
+    """Return the model's weights and a changed set, both in host memory."""
     draw = torch.Generator(model.device).manual_seed(seed)
 
     def changed(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,31 +56,31 @@ def two_sets(model: Any, seed: int) -> tuple[Weights, Weights]:
 
 @torch.inference_mode()
 def install(model: Any, weights: Weights) -> None:
-    """Copy these weights over the model's."""
+    """Copy these weights over those of the model."""
     for name, tensor in named_weights(model).items():
         tensor.copy_(weights[name])
 
 
 @dataclass(frozen=True)
 class Swap:
-    """One swap: when it began, how long decoding stood still for it, and how long staging took beside it.
-
-    On a GPU decoding stands still between the end of one launch of steps and the begin of the next. What counts is the
-    longest time from the beginning of staging until the weights are proved; the copy of the weights is a part of that.
-    """
+    """The measurements of one swap."""
 
     at: float
+    """When the swap began."""
     version: int
     stall_seconds: float
+    """How long decoding stood still. On a GPU: the longest gap between two launches of steps, from the beginning of
+    staging until the weights were proved. The copy of the weights is part of that gap."""
     copy_seconds: float
     stage_seconds: float
+    """How long staging took, while decoding continued."""
 
 
 class SwapStream:
-    """Swaps every so often, while it is entered. Call `tick` between two steps.
+    """Swaps weights every `every` seconds inside its context. The caller calls `tick` between two steps.
 
-    One version is installed before, as in a run, where an engine has weights before it serves. `every` lies between one
-    `install` and the beginning of the next staging: a swap that is late moves all that follow.
+    Entering the context installs one version, because in a run too an engine has weights before it serves. `every` is
+    the time from one `install` to the beginning of the next staging. So if a swap is late, all later ones are late too.
     """
 
     def __init__(
@@ -92,7 +93,10 @@ class SwapStream:
         dtype: str,
         start: Callable[[Any, tuple[Weights, Weights], str], PublisherProcess] | None = None,
     ) -> None:
-        """`start` makes the process that publishes; without it, that is a process that scores with `twin`."""
+        """Start the process that publishes. `start` replaces the function that does so, for tests.
+
+        The default scores the canary with `twin`, which has the first set of weights afterwards.
+        """
         self.swaps: list[Swap] = []
         self._core = core
         self._every = every
@@ -126,9 +130,10 @@ class SwapStream:
             raise HeadraceError(f"staging did not end within {DEADLINE:g} s")
 
     def tick(self) -> None:
-        """Swap, if weights are staged and no prompt is half computed: it would be of two versions.
+        """Swap if weights are staged and the last step computed no prompt tokens.
 
-        Decoding goes on while a swap is proved.
+        A prompt that is partly computed would get keys and values of two versions. Decoding continues while the new
+        weights are proved.
         """
         if self._unproved is not None:
             self._prove(self._unproved)
@@ -141,7 +146,7 @@ class SwapStream:
             raise staged
         self._unproved, self._began = staged, time.perf_counter()
         self._core.install(staged)
-        # The host stands still for the whole of it where host and device are one.
+        # Without a GPU there is no gap between launches: decoding waits for the whole call of `install`.
         self._stood_still = time.perf_counter() - self._began
 
     def _prove(self, staged: Staged) -> None:
@@ -174,18 +179,18 @@ class SwapStream:
                 manifest = publishing.result(DEADLINE).manifest
                 assert manifest is not None
                 self._swapped.clear()
-                # Not before: an engine that has staged weights is in a hurry to install them.
+                # Staging waits too, because staged weights are installed as soon as possible.
                 self._stop.wait(max(0.0, self._due - time.perf_counter()))
                 self._core.timings.longest_gap_seconds = 0.0
                 self._ready.put(self._core.stage(manifest))
-                # A trainer is at its next version while an engine serves this one.
+                # In a run too, the trainer makes the next version while the engine serves this one.
                 publishing = self._publish(version + 1)
                 if not self._stop.is_set() and not self._swapped.wait(DEADLINE):
                     raise HeadraceError(f"version {version} was staged and not swapped for {DEADLINE:g} s")
                 self._orders.submit(self._publisher.acknowledged, version)
                 version += 1
         except (HeadraceError, OSError, RuntimeError) as error:
-            # Raised where the run is driven, not lost with this thread.
+            # `tick` raises it in the thread that drives the engine. Here it would be lost with this thread.
             self._ready.put(error)
 
     def _publish(self, version: int) -> Future[PublishReply]:
@@ -199,25 +204,25 @@ def _check(proof: Proof) -> None:
 
 def _start_publisher(twin: Any, sets: tuple[Weights, Weights], dtype: str) -> PublisherProcess:
     canary = canary_tokens(int(twin.get_input_embeddings().weight.shape[0]))
-    # The first set last: it is what the twin holds afterwards.
+    # The first set is scored last, because the twin must have it afterwards.
     expected = [_score(twin, weights, canary) for weights in reversed(sets)][::-1]
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as directory:
         begin = Begin(
             files=save_sets(Path(directory), sets),
             dtype=dtype,
-            # As `auto` chooses for a trainer beside its engine.
+            # The transport that `auto` chooses if trainer and engine are on one host.
             transport="cuda_ipc" if twin.device.type == "cuda" else "shm",
             device=str(twin.device),
             tolerance=CANARY_TOLERANCE[dtype],
             canary=canary,
             logprobs=expected,
         )
-        # It has loaded the files when it answers.
+        # The process has loaded the files when this returns, so the directory can be removed.
         return PublisherProcess(begin, DEADLINE)
 
 
 def canary_tokens(vocabulary: int) -> Int32Array:
-    """A fixed sequence that is scored at every delivery."""
+    """Return a fixed sequence of tokens, which is scored at every delivery."""
     return (np.arange(CANARY_TOKENS) * 7919 % vocabulary).astype(np.int32)
 
 
@@ -229,7 +234,11 @@ def _score(twin: Any, weights: Weights, tokens: Int32Array) -> Any:
 def swap_figures(
     swaps: list[Swap], *, seconds: float, tokens: int, plain_rate: float, copy_seconds: float, step_seconds: float
 ) -> dict[str, Any]:
-    """The figures of a run with swaps beside one without; `copy_seconds` at the device's bandwidth."""
+    """Return the figures of a round with swaps, compared with a round without.
+
+    `plain_rate` and `step_seconds` are those of the round without swaps. `copy_seconds` is the time of a copy of all
+    weights at the bandwidth of the device.
+    """
     stalls = [swap.stall_seconds for swap in swaps]
     rate = tokens / seconds
     return {
@@ -241,7 +250,7 @@ def swap_figures(
         "copy_seconds_mean": float(np.mean([swap.copy_seconds for swap in swaps])) if swaps else None,
         "stage_seconds_mean": float(np.mean([swap.stage_seconds for swap in swaps])) if swaps else None,
         "copy_seconds": copy_seconds,
-        # What a swap may cost: its copy at 70% of the bandwidth, and the step that it waits for.
+        # A swap may take as long as its copy at 70% of the bandwidth, and the step that it waits for.
         "stall_limit_seconds": copy_seconds / 0.7 + step_seconds,
         "lost_seconds_a_swap": (seconds - tokens / plain_rate) / len(swaps) if swaps else None,
         "tokens_per_second_without": plain_rate,

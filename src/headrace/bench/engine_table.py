@@ -1,4 +1,4 @@
-"""The figures of the engine benchmark as lines for a reader."""
+"""Formats the figures of the engine benchmark as lines of text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """One aligned line a figure, in sections."""
+    """Return one aligned line for each figure, in sections."""
     rows = [*_speed(found), *_ceiling(found)]
     sections = {"rescore": _rescore, "before_tail": _before_tail, "tail": _tail, "fork": _fork, "swaps": _swaps}
     for name, section in sections.items():

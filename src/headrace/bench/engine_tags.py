@@ -1,7 +1,8 @@
-"""Are tokens tagged with the version that drew them? Replays rows token by token of their tags and compares.
+"""Checks that every token is tagged with the version that sampled it, by replaying rows under the tagged versions.
 
-With kept keys and values a row holds those of several versions: the input before a sampled token went through the
-weights of that token's tag. The plain model does the same here, with its own cache, one stretch of a tag at a time.
+The engine keeps keys and values across swaps, so a row holds those of several versions. The input before a sampled
+token went through the weights of that token's tag. The plain model repeats this with a cache of its own: it computes
+each stretch of tokens with the same tag under the weights of that tag.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from headrace.models.head import float32_head
 from headrace.types import Float32Array, Int32Array
 
 TAG_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
-"""A log-probability further off than this was not given by the version of its tag."""
+"""If a log-probability differs by more than this from that of the tagged version, the tag is wrong."""
 
 
 def check_tags(
@@ -34,7 +35,11 @@ def check_tags(
     sampling: Sampling,
     dtype: str,
 ) -> dict[str, Any]:
-    """Tokens whose tag cannot be right. Every row: tags never go back. The chosen rows: replayed."""
+    """Count the tokens whose tag cannot be right.
+
+    In every row, a tag must not be smaller than the tag before it. The rows in `rows` are replayed too, and their
+    log-probabilities are compared with the recorded ones.
+    """
     backwards = sum(int((np.diff(answer.versions) < 0).sum()) for answer in answers)
     errors, others, outside = [], [], 0
     for row in rows:
@@ -42,7 +47,8 @@ def check_tags(
         expected = replay(twin, sets, prompts[row], answer, sampling)
         swapped = DrawnAnswer(answer.token_ids, answer.logprobs, (answer.versions + 1).astype(np.int32))
         wrong = replay(twin, sets, prompts[row], swapped, sampling)
-        # Minus infinity: truncation leaves the token out, by rounding at its edge or because the tag is wrong.
+        # Minus infinity means that truncation leaves the token out: by rounding at the edge, or because the tag is
+        # wrong.
         inside, known = ~np.isneginf(expected), ~np.isneginf(wrong)
         outside += int((~inside).sum())
         errors.append(np.abs(expected[inside] - answer.logprobs[inside]))
@@ -55,7 +61,7 @@ def check_tags(
         "versions_seen": len({int(v) for answer in answers for v in np.unique(answer.versions)}),
         "replay_max_error": float(joined.max(initial=0.0)),
         "replay_mean_error": float(joined.mean()) if len(joined) else 0.0,
-        # What errors would be like if all tags were off by one: so far from rounding, the check can see it.
+        # The mean error if all tags were wrong by one. It must be far above rounding, or the check could find nothing.
         "other_version_mean_error": float(other.mean()) if len(other) else 0.0,
     }
 
@@ -64,7 +70,10 @@ def check_tags(
 def replay(
     twin: Any, sets: tuple[Weights, Weights], prompt: Int32Array, answer: DrawnAnswer, sampling: Sampling
 ) -> Float32Array:
-    """Log-probabilities of an answer whose inputs go through the weights of the tags, with all older keys kept."""
+    """Return the log-probabilities of an answer whose inputs go through the weights of their tags.
+
+    Keys and values of older versions are kept, as in the engine.
+    """
     ids = torch.from_numpy(np.concatenate([prompt, answer.token_ids]).astype(np.int64)).to(twin.device)
     cache, fed, found = DynamicCache(config=twin.config), 0, []
     for version, stretch in groupby(answer.versions.tolist()):

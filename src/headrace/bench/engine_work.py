@@ -1,6 +1,7 @@
-"""What the engine benchmark asks for: its options, checked once, and the requests that follow from them.
+"""The options of the engine benchmark, their check, and the requests that follow from them.
 
-No torch here: a mistake in the options is found before anything is loaded. The same options give the same requests.
+The same options always give the same requests. No torch is imported, so a mistake in the options is reported before
+anything is loaded.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from headrace.types import Int32Array
 
 PEERS = ("transformers", "generate")
 SPREAD = 0.8
-"""The sigma of drawn answer lengths."""
+"""The sigma of the lognormal distribution of answer lengths."""
 WARM_TOKENS = 64
-"""What the longest answer of the warm-up round has; the others in proportion. While the last of a full batch begin, the
-first must not have ended: else its largest step would be captured in the measured round."""
+"""The length of the longest answer in the warm-up round, in tokens; the others are scaled in proportion. It is so large
+that no answer has ended when the last request of a full batch begins. Otherwise the warm-up would never reach the
+largest batch, and its CUDA graph would be captured in the measured round."""
 
 
 class EngineBench(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,18 +34,22 @@ class EngineBench(msgspec.Struct, frozen=True, kw_only=True):
     random_weights: bool = False
     batch: int = 256
     requests: int = 0
-    """0 takes as many as `batch`."""
+    """The number of requests; 0 takes as many as `batch`."""
     prompt: int = 64
+    """The number of tokens of a prompt."""
     group_size: int = 1
-    """Requests to one prompt."""
+    """The number of requests with the same prompt."""
     generate: int = 512
+    """The number of tokens of an answer, unless `lengths` or `tail` says otherwise."""
     lengths: str = ""
-    """`lognormal:MEAN:CUT`."""
+    """`lognormal:MEAN:CUT`: answer lengths are drawn from a lognormal distribution, and cut at `CUT`."""
     tail: str = ""
-    """`ROWS:LENGTH`."""
+    """`ROWS:LENGTH`: the last `ROWS` requests have answers of `LENGTH` tokens, and run on when all others have
+    ended."""
     fork: str = ""
-    """`N:AT`."""
+    """`N:AT`: a running sequence is forked `N` times after its first `AT` tokens."""
     swap_every: float = 0.0
+    """Seconds between two swaps of the weights; 0 measures no swaps."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -61,25 +67,25 @@ class EngineBench(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Work:
-    """Requests of one round: `lengths[i]` tokens after prompt i."""
+    """The requests of one round. Request i has the prompt `prompts[i]` and an answer of `lengths[i]` tokens."""
 
     prompts: list[Int32Array]
     lengths: list[int]
     tail_rows: int = 0
-    """How many of the last requests run on after all others ended."""
+    """The number of requests in the tail: the last ones, which still run when all others have ended."""
     fork: tuple[int, int] | None = None
-    """How many continuations, and how many tokens lie before them."""
+    """The number of forks, and the number of tokens before them; None if nothing is forked."""
     group_size: int = 1
-    """Requests, one after the other, to one prompt."""
+    """The number of successive requests with the same prompt."""
     sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=1))
 
     @property
     def tokens(self) -> int:
-        """All that is generated."""
+        """The number of tokens to generate, over all requests."""
         return sum(self.lengths)
 
     def requests(self, name: str) -> list[Request]:
-        """The round's requests, each with a seed of its own."""
+        """Return the requests of the round, each with a seed of its own."""
         return [
             self.request(f"{name}/{i}", prompt, length, seed=i, group=self._group(name, i))
             for i, (prompt, length) in enumerate(zip(self.prompts, self.lengths, strict=True))
@@ -88,7 +94,7 @@ class Work:
     def request(
         self, name: str, prompt: Int32Array, length: int, *, seed: int, parent: str = "", group: str = ""
     ) -> Request:
-        """One request that samples as all do."""
+        """Return one request with the sampling settings of this work."""
         sampling = msgspec.structs.replace(self.sampling, max_tokens=length, seed=self.sampling.seed + seed)
         return Request(id=name, token_ids=prompt, sampling=sampling, parent=parent, group=group)
 
@@ -96,7 +102,7 @@ class Work:
         return f"{name}/group-{number // self.group_size}" if self.group_size > 1 else ""
 
     def warm_up(self) -> Work:
-        """A short round through the same batch sizes: answers end in the same order."""
+        """Return a short round that goes through the same batch sizes, because its answers end in the same order."""
         longest = max(self.lengths)
         scaled = [
             max(2, round(length * WARM_TOKENS / longest)) if longest > WARM_TOKENS else length
@@ -105,12 +111,12 @@ class Work:
         return dataclasses.replace(self.rolled(1), lengths=scaled, tail_rows=0, fork=None)
 
     def rolled(self, by: int) -> Work:
-        """The same round with other prompts, of which no cache knows the beginnings."""
+        """Return the same round with other prompts, so that no cache holds a prefix of them."""
         return dataclasses.replace(self, prompts=[np.roll(prompt, by) for prompt in self.prompts])
 
 
 def make_work(options: EngineBench, vocabulary: int) -> Work:
-    """The measured round."""
+    """Return the round that is measured."""
     draw = np.random.default_rng(options.seed)
     count = options.requests or options.batch
     groups = draw.integers(0, vocabulary, (-(-count // options.group_size), options.prompt)).astype(np.int32)
@@ -140,7 +146,7 @@ def make_work(options: EngineBench, vocabulary: int) -> Work:
 
 
 def draw_lengths(count: int, mean: float, cut: int, seed: int) -> npt.NDArray[np.int64]:
-    """Answer lengths: lognormal with this mean before the cut, each between 1 and `cut`."""
+    """Draw answer lengths from a lognormal distribution with this mean, each then limited to 1 to `cut`."""
     draw = np.random.default_rng([seed, 1])
     # The mean of exp(N(mu, sigma)) is exp(mu + sigma^2 / 2).
     drawn = draw.lognormal(math.log(mean) - SPREAD**2 / 2, SPREAD, count)
@@ -192,7 +198,7 @@ def _check_scenarios(options: EngineBench, count: int) -> None:
 
 
 def parse_pair(option: str, form: str, text: str) -> tuple[int, int]:
-    """Two positive numbers with a colon between."""
+    """Parse two positive numbers with a colon between them."""
     first, _, second = text.partition(":")
     if not (first.isdecimal() and second.isdecimal() and int(first) and int(second)):
         raise UserError(f"{option} {text}: must be {form}, two whole numbers above 0")
@@ -200,7 +206,7 @@ def parse_pair(option: str, form: str, text: str) -> tuple[int, int]:
 
 
 def parse_lengths(text: str) -> tuple[float, int]:
-    """The mean and the cut of `lognormal:MEAN:CUT`."""
+    """Return the mean and the cut of `lognormal:MEAN:CUT`."""
     kind, _, rest = text.partition(":")
     if kind != "lognormal":
         raise UserError(f"--lengths {text}: must be lognormal:MEAN:CUT")

@@ -1,8 +1,8 @@
-"""What the journal costs a run: one real run, in which the journal writes for some versions and for others does not.
+"""Measures what the journal costs a run: in one real run, the journal is switched off for some versions.
 
-Blocks of versions follow each other in pairs, off and on, in the same processes. Off means that what is put to the
-journal stays in memory: no row, no token and no partial answer is written. It is written after the block, in versions
-that are not counted, so the journal of the run is whole in the end, and its ledgers balance.
+Versions are divided into blocks, and the blocks into pairs: the journal is off in one block of a pair and on in the
+other. Off means that events stay in memory: no row, no token and no partial answer is written. They are written after
+the block, in versions that are not counted. So the journal of the run is complete at the end, and its ledgers balance.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from headrace.review.ledgers import read_ledgers
 from headrace.run_dir import RunDir
 
 WARM_VERSIONS = 4
-"""At the beginning, not counted."""
+"""The number of first versions that are not counted."""
 SETTLE_VERSIONS = 2
-"""Before every block, not counted: what was kept in memory is written, or what is queued."""
+"""The number of versions before every block that are not counted. In these versions, events that were kept in memory or
+are still queued are written."""
 DEPTH = 2
 PROMPT, ANSWER = 16, 32
 CONFIDENCE = 0.95
 LIMIT = 0.05
-"""What the journal may cost, at the upper end of the interval."""
+"""The largest share of the rate that the journal may cost, at the upper end of the confidence interval."""
 
 
 class Block(NamedTuple):
@@ -47,7 +48,10 @@ class Block(NamedTuple):
 
 
 def plan_blocks(pairs: int, versions: int) -> list[Block]:
-    """Pairs of blocks of so many versions; which of a pair is first changes with every pair, so that drift cancels."""
+    """Return pairs of blocks of `versions` versions each.
+
+    The order of on and off changes from pair to pair, so that a slow drift of the machine's speed cancels out.
+    """
     blocks, step = [], WARM_VERSIONS
     for pair in range(pairs):
         for on in (False, True) if pair % 2 == 0 else (True, False):
@@ -58,37 +62,40 @@ def plan_blocks(pairs: int, versions: int) -> list[Block]:
 
 
 class HoldingWriter(Writer):
-    """Keeps events in memory while it is told to; what somebody waits for is done all the same."""
+    """A writer that keeps events in memory between `hold` and `let_go`.
+
+    A `Call`, whose result somebody waits for, is never kept.
+    """
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self._held: list[Event] | None = None
 
     def hold(self) -> None:
-        """From now on nothing is written."""
+        """Keep all later events in memory."""
         self._held = [] if self._held is None else self._held
 
     def let_go(self) -> None:
-        """Write what was held, in its order; call it where `put` is called."""
+        """Write the kept events in order, and keep no new ones. Call this in the thread that calls `put`."""
         held, self._held = self._held or [], None
         for event in held:
             super().put(event)
 
     def put(self, event: Event) -> None:
-        """Queue an event, or keep it."""
+        """Queue an event, or keep it in memory."""
         if self._held is None or isinstance(event, Call):
             super().put(event)
         else:
             self._held.append(event)
 
     def close(self, timeout: float) -> None:
-        """Write everything and end."""
+        """Write all events, and close the writer."""
         self.let_go()
         super().close(timeout)
 
 
 class BlockJournal(Journal):
-    """A journal that is off in some blocks, and measures all of them as their steps end."""
+    """A journal that is off in some blocks, and records when each step ended."""
 
     def __init__(self, path: Path, blocks: Sequence[Block], *, keep_rollouts: bool = True) -> None:
         self.path = path
@@ -98,7 +105,7 @@ class BlockJournal(Journal):
         self._ended: dict[int, tuple[float, int]] = {}
 
     def step(self, *, step: int, trained_tokens: int, **facts: Any) -> None:
-        """An optimizer step is done; a block may begin or end with it."""
+        """Record an optimizer step. If a block begins or ends with this step, switch the journal."""
         super().step(step=step, trained_tokens=trained_tokens, **facts)
         self._ended[step] = (time.monotonic(), trained_tokens)
         for block in self._blocks:
@@ -108,7 +115,7 @@ class BlockJournal(Journal):
                 self._writer.let_go()
 
     def rates(self) -> dict[str, list[float]]:
-        """Consumed tokens a second of the blocks, in their order."""
+        """Return the consumed tokens per second of each block, in order, by `off` and `on`."""
         found: dict[str, list[float]] = {"off": [], "on": []}
         for block in self._blocks:
             tokens = sum(self._ended[step][1] for step in range(block.first + 1, block.last + 1))
@@ -118,9 +125,9 @@ class BlockJournal(Journal):
 
 
 def bench_overhead(pairs: int, versions: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run once, with so many pairs of blocks of so many versions."""
+    """Make one run with this many pairs of blocks, of `versions` versions each, and return the figures."""
     blocks = plan_blocks(pairs, versions)
-    total = blocks[-1].last + DEPTH + 1  # beside the last versions nothing is generated
+    total = blocks[-1].last + DEPTH + 1  # The last versions are not measured: nothing is generated beside them.
     made: list[BlockJournal] = []
 
     def journal(path: Path, *, keep_rollouts: bool) -> Journal:
@@ -146,7 +153,7 @@ def bench_overhead(pairs: int, versions: int, say: Callable[[str], None]) -> dic
 
 
 def interval(off: Sequence[float], on: Sequence[float]) -> dict[str, float]:
-    """The mean relative loss of the pairs, and the ends of its interval by Student's t."""
+    """Return the mean relative loss of the pairs, and the ends of its confidence interval by Student's t."""
     losses = [1 - with_it / without for without, with_it in zip(off, on, strict=True)]
     mean = statistics.fmean(losses)
     half = student_t(CONFIDENCE, len(losses) - 1) * statistics.stdev(losses) / math.sqrt(len(losses))
@@ -154,11 +161,14 @@ def interval(off: Sequence[float], on: Sequence[float]) -> dict[str, float]:
 
 
 def student_t(confidence: float, freedom: int) -> float:
-    """The t with this much probability between -t and t, by integration and bisection."""
+    """Return the t for which a value lies between -t and t with this probability.
+
+    It is found by numerical integration and bisection.
+    """
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
 
     def inside(t: float) -> float:
-        # Over an angle: x = sqrt(n) tan(a), so that heavy tails are no more points than light ones.
+        # Integrated over the angle a with x = sqrt(n) tan(a), so that heavy tails need no more points than light ones.
         angles = np.linspace(0.0, math.atan(t / math.sqrt(freedom)), 4001)
         return float(2 * scale * math.sqrt(freedom) * np.trapezoid(np.cos(angles) ** (freedom - 1), angles))
 
@@ -170,7 +180,7 @@ def student_t(confidence: float, freedom: int) -> float:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """For people."""
+    """Return the figures as lines of text."""
     off, on = statistics.fmean(found["off"]), statistics.fmean(found["on"])
     verdict = "within" if found["loss_high"] <= found["limit"] else "NOT within"
     return [

@@ -1,7 +1,7 @@
-"""A journal of many rollouts, written by the real writer, and how long a run or a person waits for it.
+"""Writes a journal of many rollouts with the real writer, and measures how long it takes to open, resume and query it.
 
-The run that it holds is an ordinary one that died: steps of a batch each, versions, deliveries, beats, and groups that
-were complete, being sampled or just begun.
+The journal is that of an ordinary run that died. It holds steps of one batch each, versions, deliveries, activity of
+processes, and groups that were complete, being sampled, or just begun when the run died.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ GROUP_SIZE, GROUPS = 8, 16
 PROMPT_TOKENS, ANSWER_TOKENS = 16, 48
 PROMPTS = 4096
 LEFT_GROUPS = 2 * GROUPS
-"""In flight when the run died: half of them complete, a quarter being sampled, a quarter just begun."""
+"""The number of groups in flight when the run died: half of them complete, a quarter being sampled, a quarter just
+begun."""
 STEPS_AFTER_CHECKPOINT = 10
 SHOWN = 20
 WHERE = "reward >= 1 AND newest_version > oldest_version"
 
 
 def bench_size(directory: Path, rollouts: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Write a journal of so many rollouts, then time what opens, resumes, counts and queries it."""
+    """Write a journal of this many rollouts, then time how long it takes to open, resume, count and query it."""
     path = directory / "journal.db"
     say(f"writing {rollouts:,} rollouts")
     started = time.monotonic()
@@ -71,7 +72,7 @@ def bench_size(directory: Path, rollouts: int, say: Callable[[str], None]) -> di
 
 
 class Spent(NamedTuple):
-    """What something took: of the clock, and of a core, which a busy machine does not change."""
+    """The time that something took: by the clock, and of a core. The latter hardly depends on other work."""
 
     seconds: float
     cpu_seconds: float
@@ -85,7 +86,10 @@ def _timed(into: dict[str, Spent], name: str) -> Iterator[None]:
 
 
 def write_run(path: Path, rollouts: int) -> int:
-    """The journal of a run that died after it had trained so many rollouts (whole batches); its steps."""
+    """Write the journal of a run that died after it had trained this many rollouts, and return its number of steps.
+
+    The number of rollouts is rounded down to whole batches.
+    """
     steps = max(1, rollouts // (GROUPS * GROUP_SIZE))
     with Journal(path) as journal:
         journal.meta("name", "many rollouts")
@@ -109,7 +113,7 @@ def _admit(journal: Journal, group_id: int, version: int) -> None:
 
 def _complete(journal: Journal, group_id: int, version: int) -> None:
     for index in range(GROUP_SIZE):
-        # Some answers go through a swap, and half of them are right.
+        # One answer in ten has tokens of two versions, and half of the answers are right.
         later = (group_id + index) % 10 == 0
         journal.rollout_ended(
             Rollout(
@@ -168,7 +172,7 @@ def _leave(journal: Journal, steps: int) -> None:
 
 
 def _config() -> Config:
-    """What the batches of these steps are made with."""
+    """Return the configuration with which the batches of these steps are made."""
     return make_config(
         {
             "model": {"path": "-"},
@@ -180,7 +184,7 @@ def _config() -> Config:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """For people."""
+    """Return the figures as lines of text."""
     database, segments = (found[key] / 2**20 for key in ("database_bytes", "segment_bytes"))
 
     def row(name: str, what: str) -> str:

@@ -1,4 +1,4 @@
-"""How long answers are: all alike, or drawn from a lognormal distribution; a function of the text and the seed."""
+"""The lengths of answers: all equal, or drawn from a lognormal distribution. They follow from a text and a seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.errors import UserError
 
 
 def make_lengths(text: str, count: int, seed: int) -> npt.NDArray[np.int64]:
-    """The lengths of `count` answers by `equal:N` or `lognormal:MEAN:CUT`."""
+    """Return the lengths of `count` answers. `text` is `equal:N` or `lognormal:MEAN:CUT`."""
     kind, _, rest = text.partition(":")
     if kind == "equal" and rest.isdecimal() and int(rest):
         return np.full(count, int(rest))
@@ -21,6 +21,6 @@ def make_lengths(text: str, count: int, seed: int) -> npt.NDArray[np.int64]:
 
 
 def longest_of(text: str) -> int:
-    """No answer is longer than this."""
+    """Return the largest length that `make_lengths` can give for this text."""
     kind, _, rest = text.partition(":")
     return int(rest) if kind == "equal" else int(parse_pair("--lengths lognormal", "lognormal:MEAN:CUT", rest)[1])

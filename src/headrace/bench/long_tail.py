@@ -1,7 +1,8 @@
-"""`headrace bench loop --long-tail`: answers of very different length, synchronous and asynchronous, in one call.
+"""`headrace bench loop --long-tail`: compares synchronous and asynchronous runs with answers of very different lengths.
 
-The lengths are those of the virtual-clock study (`sim.long_tail`): lognormal, one in ten ten times longer. The runs are
-real ones, processes and all; depths take turns, so that a change of the load of the machine meets both.
+The lengths are those of the study on a virtual clock (`sim.long_tail`): lognormal, and one answer in ten is ten times
+longer. The runs are real, with real processes. Synchronous and asynchronous runs take turns, so that other work on the
+machine slows both down alike.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LEAST_VERSIONS = WARM_VERSIONS + max(DEPTHS) + 1
 
 
 class LongTailTask(LengthsTask):
-    """Prompts whose answers have the lengths of the study, cut at `LONGEST`."""
+    """A task whose answers have the lengths of the study, cut at `LONGEST`."""
 
     def __init__(self, length: int, seed: int, heldout: int) -> None:
         super().__init__(length, "equal:1", seed, heldout)
@@ -43,7 +44,7 @@ class LongTailTask(LengthsTask):
 
 
 def check_options(model: str, versions: int) -> None:
-    """Raise a one-line `UserError` for what makes no sense; 0 versions takes the default."""
+    """Raise a one-line `UserError` for an option that makes no sense. 0 versions stands for the default."""
     if model:
         raise UserError(f"--long-tail: measures a tiny model of its own (remove {model})")
     if versions and versions < LEAST_VERSIONS:
@@ -51,7 +52,7 @@ def check_options(model: str, versions: int) -> None:
 
 
 def bench_long_tail(versions: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure each depth `rounds` times; `say` gets a line after each run."""
+    """Measure each depth `rounds` times and return all figures. `say` gets a line after each run."""
     runs: dict[int, list[dict[str, Any]]] = {depth: [] for depth in DEPTHS}
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
@@ -87,7 +88,7 @@ def _measure(directory: Path, name: str, versions: int, depth: int) -> dict[str,
 
 
 def _config(directory: Path, name: str, versions: int, depth: int) -> Config:
-    """As many answers decode together as the deepest run has slots for, at every depth."""
+    """Return the configuration of one run. At every depth, the engine has slots for all answers of the deepest run."""
     slots = (max(DEPTHS) + 1) * GROUPS * GROUP_SIZE
     return make_config(
         {
@@ -108,7 +109,7 @@ def _config(directory: Path, name: str, versions: int, depth: int) -> Config:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """For people."""
+    """Return the figures as lines of text."""
     rows = [
         f"{key.replace('_', ' ')}  {rate:>8.0f} tokens/s   idle: trainer {_mean(runs, 'trainer_idle_fraction')}, "
         f"engine {_mean(runs, 'engine_idle_fraction')}   lag {_mean(runs, 'lag_mean')} "

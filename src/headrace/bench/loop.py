@@ -1,9 +1,10 @@
-"""Synchronous against asynchronous, on one workload, in one call.
+"""`headrace bench loop`: compares synchronous and asynchronous runs of one workload with a tiny model.
 
-Every run is the real one: engine and trainer in processes of their own, one compute thread each, weights delivered and
-proved at every version. Rates count *consumed* tokens (those that reached a loss) over the whole training window, fill
-and drain included. The workload is first balanced, so that generating and training a version take about equal time:
-that is where asynchrony can gain most, and it is said how well the balance was met.
+Every run is real: engine and trainer are processes of their own with one compute thread each, and weights are delivered
+and proved at every version. Rates count *consumed* tokens, which are those that reached a loss, over the whole time of
+training. This includes the beginning, when the buffer fills, and the end, when it empties. The workload is first
+balanced, so that generating and training a version take about the same time, because asynchrony can gain most there.
+The figures say how close the balance was.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ SHORTEST_PROMPT, LONGEST_PROMPT = 4, 512
 CALIBRATION_VERSIONS = 6
 ATTEMPTS = 3
 TARGET = 1.08
-"""Training over generation: the trainer is the one that should not wait."""
+"""The wanted ratio of training time to generation time. It is above 1, so that the trainer does not have to wait."""
 
 
 def bench_loop(versions: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure and return all figures; `say` gets a line before each run."""
+    """Measure and return all figures. `say` gets a line before each run."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
         write_model(directory / "model")
@@ -55,10 +56,10 @@ def bench_loop(versions: int, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _balance(directory: Path, say: Callable[[str], None]) -> int:
-    """The prompt length at which training takes `TARGET` times as long as generation.
+    """Return a prompt length at which training takes about `TARGET` times as long as generation.
 
-    Both times are close to linear in it: prompts are computed once a group when generating and once an answer when
-    training, so a longer prompt moves work to the trainer.
+    Generation computes a prompt once for each group, and training once for each answer. So a longer prompt gives the
+    trainer more work than the engine. Both times are close to linear in the length of the prompt.
     """
     points: list[tuple[int, float, float]] = []
     prompt = FIRST_PROMPT
@@ -75,7 +76,11 @@ def _balance(directory: Path, say: Callable[[str], None]) -> int:
 
 
 def _next_prompt(points: list[tuple[int, float, float]]) -> int:
-    """Where the line through the last two excesses (or, after one, a proportional guess) crosses zero."""
+    """Return the prompt length to try next.
+
+    The excess of a try is its training time minus `TARGET` times its generation time. The next length is where the line
+    through the last two excesses crosses zero. After the first try, it is a proportional guess.
+    """
     excess = [(prompt, training - TARGET * generation) for prompt, generation, training in points]
     if len(excess) == 1:
         prompt, generation, training = points[0]

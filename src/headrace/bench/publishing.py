@@ -1,6 +1,6 @@
-"""A trainer's place in a benchmark: a process of its own that publishes sets of weights in turn.
+"""The process that takes the place of a trainer in a benchmark: it publishes sets of weights in turn.
 
-What a trainer spends on a version is spent there, as in a run, and takes nothing from the engine's process.
+As in a run, the work of publishing a version is done in a process of its own, and takes no time from the engine's.
 """
 
 from __future__ import annotations
@@ -29,58 +29,58 @@ _IDLE_SECONDS = 3600.0
 
 
 class Begin(msgspec.Struct, kw_only=True):
-    """The first message: what to publish, and how. Version v is set `v % len(files)`."""
+    """The first message: what to publish, and how. Version v has the weights of set `v % len(files)`."""
 
     files: list[str]
-    """Of safetensors, one for each set."""
+    """The safetensors files of the sets."""
     dtype: str
     transport: str
     tolerance: float
     canary: Int32Array
     logprobs: list[Float32Array]
-    """Of the canary under each set."""
+    """The log-probabilities of the canary under each set."""
     device: str = "cpu"
     send: Kind = "full"
     base_digest: int = 0
-    """adapter: of the weights under it."""
+    """For an adapter: the digest of the weights under it."""
     per_parameter: bool = False
     receivers: int = 1
     directory: str = ""
-    """Of the `file` transport."""
+    """The directory of the `file` transport."""
     threads: int = 0
-    """Of torch; 0 leaves it its own."""
+    """The number of torch's threads; 0 leaves torch its default."""
     compare: bool = False
-    """Make a plain copy before each publish, to compare with."""
+    """Whether to time a plain copy before each publish, for comparison."""
     within_seconds: float = 0.0
-    """A publish begins at some moment of so many seconds, as a trainer's does: whoever publishes as soon as an engine
-    has answered always meets it at the same place of a step."""
+    """Each publish is delayed by a random time of at most this many seconds. Without a delay, a version would be
+    published as soon as the engine has answered, always at the same point of the engine's step."""
 
 
 class PublishRequest(msgspec.Struct, kw_only=True):
-    """Publish a version, or free the place of one."""
+    """The request to publish a version, or to free the place of an acknowledged version."""
 
     publish: int = -1
     acknowledged: int = -1
 
 
 class PublishReply(msgspec.Struct, kw_only=True):
-    """What came of an order."""
+    """The answer to a request."""
 
     manifest: Manifest | None = None
     lost_seconds: float = 0.0
-    """That the trainer waited."""
+    """How long the trainer waited for `publish` to return."""
     ready_seconds: float = 0.0
-    """Until the version could be fetched."""
+    """How long it took until the version could be fetched."""
     snapshot_seconds: float = 0.0
-    """Of those lost, for the copy."""
+    """The part of `lost_seconds` that the copy took."""
     copy_seconds: float = 0.0
-    """Of a plain copy of the same tensors in this process, just before."""
+    """The time of a plain copy of the same tensors in this process, measured just before; 0 without `compare`."""
     began: float = 0.0
-    """When, by the monotonic clock that the processes of a host share."""
+    """When the publish began, by the monotonic clock, which all processes of a host share."""
 
 
 class PublisherProcess:
-    """The benchmark's end of it. Used by one thread at a time."""
+    """The benchmark's handle to the process that publishes. Only one thread at a time may use it."""
 
     def __init__(self, begin: Begin, deadline: float, environment: Mapping[str, str] | None = None) -> None:
         self._deadline = deadline
@@ -88,11 +88,11 @@ class PublisherProcess:
         self._side.ask(begin, PublishReply, deadline)
 
     def publish(self, version: int) -> PublishReply:
-        """Publish the next version; answers once it can be fetched."""
+        """Publish the next version. Return once it can be fetched."""
         return self._side.ask(PublishRequest(publish=version), PublishReply, self._deadline)
 
     def acknowledged(self, version: int) -> None:
-        """No engine reads this version any more."""
+        """Tell the publisher that no engine reads this version any more."""
         self._side.ask(PublishRequest(acknowledged=version), PublishReply, self._deadline)
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class PublisherProcess:
 
 
 def save_sets(directory: Path, sets: tuple[Weights, ...]) -> list[str]:
-    """Write each set where the process can load it; their paths."""
+    """Write each set to a file that the process can load, and return the paths."""
     files = [directory / f"set-{index}.safetensors" for index in range(len(sets))]
     for file, weights in zip(files, sets, strict=True):
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, file)
@@ -109,7 +109,7 @@ def save_sets(directory: Path, sets: tuple[Weights, ...]) -> list[str]:
 
 
 def serve(line: Connection) -> None:
-    """Obey until the line closes."""
+    """Load the sets, and answer requests until the connection is closed."""
     begin = line.receive(Begin, _IDLE_SECONDS)
     if begin.threads:
         torch.set_num_threads(begin.threads)
@@ -160,7 +160,7 @@ def _obey(
 
 
 def moment(version: int, within_seconds: float) -> float:
-    """When a version is published: every run draws the same."""
+    """Return the delay in seconds before this version is published. It is the same in every run."""
     return random.Random(version).uniform(0.0, within_seconds)
 
 

@@ -1,8 +1,9 @@
-"""`headrace bench loop MODEL`: engine and trainer on one device, synchronous and asynchronous, in one call.
+"""`headrace bench loop MODEL`: compares synchronous and asynchronous runs with engine and trainer on one device.
 
-Every run is the real one, delivery with proof included. Beside them, generation alone is measured with the same answer
-lengths and as many answers in flight; training alone is the steps' own time, in the run whose steps were faster. If
-nothing overlaps, no schedule can consume more than 1 / (1/generation + 1/training) tokens a second.
+Every run is real, and every version is delivered and proved. The rate of generation alone is measured with the same
+answer lengths and the same number of answers in flight. The rate of training alone is taken from the time inside
+optimizer steps, in the run whose steps were faster. If generation and training never overlap, no schedule can consume
+more than 1 / (1/generation + 1/training) tokens per second. The asynchronous run is compared with this bound.
 """
 
 from __future__ import annotations
@@ -42,13 +43,14 @@ Say = Callable[[str], None]
 
 ALONE_SECONDS = 600.0
 ROUNDS = 4
-"""Answers of the engine alone, in units of those in flight; it is measured until the last of them has its place."""
+"""For generation alone: the number of requests, as a multiple of the answers in flight. The rate is measured until the
+last request has a slot."""
 _SAMPLE_SECONDS = 0.25
 _WATCH_END_SECONDS = 10.0
 
 
 def bench_shared(options: SharedBench, say: Say) -> dict[str, Any]:
-    """Measure and return all figures; `say` gets a line before each part."""
+    """Measure and return all figures. `say` gets a line before each part."""
     check_options(options)
     options = msgspec.structs.replace(options, depth=options.depth or lasting_versions(options.lengths))
     cuda = choose_device(options.device) == "cuda"
@@ -85,7 +87,7 @@ def bench_shared(options: SharedBench, say: Say) -> dict[str, Any]:
 
 
 def _model(options: SharedBench, directory: Path, say: Say, *, cuda: bool) -> tuple[Path, str]:
-    """A model directory with a tokenizer, and whether its weights are to be loaded or drawn."""
+    """Return a model directory with a tokenizer, and the value of `[model] weights`: "load" or "random"."""
     given = Path(options.model)
     if given.is_dir():
         return given, "load" if any(given.glob("*.safetensors")) else "random"
@@ -121,7 +123,10 @@ def _run(config: Any, depth: int, *, cuda: bool) -> dict[str, Any]:
 
 @contextmanager
 def _watched_memory(*, cuda: bool) -> Iterator[list[int]]:
-    """The most of the GPU's memory, of all processes, that was in use at some moment of the body."""
+    """Watch the GPU's memory inside this context.
+
+    The list that is yielded holds the largest number of bytes that all processes together had in use.
+    """
     peak = [0]
     done = threading.Event()
 
@@ -142,7 +147,7 @@ def _watched_memory(*, cuda: bool) -> Iterator[list[int]]:
 
 
 def _generation(options: SharedBench, model: Path, weights: str, *, cuda: bool) -> float:
-    """Tokens a second of the engine alone, all its places taken, in a process of its own."""
+    """Return the tokens per second of the engine alone while all its slots are taken, in a process of its own."""
     kind, _, rest = options.lengths.partition(":")
     command = [sys.executable, "-m", "headrace", "bench", "engine", str(model), "--json", "--rescore", "0"]
     command += ["--batch", str(options.in_flight), "--requests", str(ROUNDS * options.in_flight)]

@@ -1,4 +1,4 @@
-"""The figures of the loop benchmark of one model as lines for a reader."""
+"""Formats the figures of the loop benchmark of one model as lines of text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """One aligned line a figure."""
+    """Return one aligned line for each figure."""
     options = found["arguments"]
     rows = [
         ("model", f"{found['model']}, {found['device_name']}, torch {found['torch']}"),
@@ -34,7 +34,7 @@ def _run(run: dict[str, Any]) -> str:
 
 
 def _memory(run: dict[str, Any]) -> list[str]:
-    """The GPU's, and what each side's allocator has held of it at most; nothing where there is no GPU."""
+    """Return the peak memory of the GPU, and the peak of each role's allocator; nothing if there is no GPU."""
     if run["peak_memory_bytes"] is None:
         return []
     sides = ", ".join(f"{role} {_gib(run[f'{role}_peak_memory_bytes'])}" for role in ("trainer", "engine"))
@@ -46,5 +46,5 @@ def _gib(size: int | None) -> str:
 
 
 def _share(fraction: float | None) -> str:
-    """A run that is over before its processes have said what they did has none."""
+    """Format a fraction. It is unknown if a run ended before its processes reported what they did."""
     return "unknown" if fraction is None else f"{fraction:.2f}"

@@ -1,6 +1,7 @@
-"""What the loop benchmark of one model asks for, checked before torch is loaded, and the runs' configurations.
+"""The options of the loop benchmark of one model, their check, and the configurations of its runs.
 
-Answers have forced lengths, so that every run does the same work whatever its weights say.
+The lengths of answers are fixed in advance, so that every run does the same work, whatever its weights are. No torch is
+imported, so a mistake in the options is reported at once.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from headrace.bench.lengths import longest_of, make_lengths
 from headrace.errors import UserError
 
 WARM_VERSIONS = 2
-"""Versions at the beginning of a run that are not counted: kernels are loaded, steps captured."""
+"""The number of first versions that are not counted, because kernels are loaded and graphs captured in them."""
 
 MEAN_OF = 100_000
-"""Drawn lengths that their mean is taken of."""
+"""The number of lengths that are drawn to estimate the mean length of an answer."""
 
 
 class SharedBench(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,19 +26,19 @@ class SharedBench(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     versions: int = 6
-    """That are counted; a run has others before and behind them."""
+    """The number of versions that are counted. A run has more versions before and after them."""
     in_flight: int = 256
     lengths: str = "lognormal:256:2048"
     prompt: int = 64
     group_size: int = 8
     depth: int = 0
-    """0 takes `lasting_versions`."""
+    """The depth of the asynchronous run; 0 takes `lasting_versions`."""
     micro_batch_tokens: int = 16384
     one_gpu: str = "turns"
     device: str = "auto"
     seed: int = 0
     keep: str = ""
-    """Where the runs are left, with their timelines; nowhere if it is empty."""
+    """The directory in which the run directories are kept, with their timelines. Empty if they are not kept."""
 
 
 def check_options(options: SharedBench) -> None:
@@ -55,15 +56,16 @@ def check_options(options: SharedBench) -> None:
 
 
 def lasting_versions(lengths: str) -> int:
-    """Versions that the longest answer lasts, at least 2: a window of fewer would wait for it.
+    """Return how many versions are trained while the longest answer is generated, and at least 2.
 
-    A version trains as many answers as are in flight, so about one is trained while an answer of mean length grows.
+    With a smaller depth, training would wait for the longest answer. A version trains as many answers as are in flight,
+    so about one version is trained while an answer of mean length is generated.
     """
     return max(2, round(longest_of(lengths) / float(make_lengths(lengths, MEAN_OF, 0).mean())))
 
 
 def run_config(options: SharedBench, directory: Path, model: Path, weights: str, depth: int, *, cuda: bool) -> Any:
-    """The configuration of one measured run: a version trains as many answers as are in flight."""
+    """Return the configuration of one measured run. A version trains as many answers as are in flight."""
     from headrace.config import make_config
 
     device = "cuda" if cuda else "cpu"
@@ -93,10 +95,10 @@ def run_config(options: SharedBench, directory: Path, model: Path, weights: str,
 
 
 def steady_rate(steps: list[dict[str, Any]], depth: int, warm: int) -> dict[str, float]:
-    """Consumed tokens a second, from the end of the `warm` versions to where the end of the run begins to show.
+    """Return the consumed tokens per second, without the first `warm` and the last `depth` versions.
 
-    The last `depth` versions of a run are trained while nothing more is generated: they would count too well, and so
-    may as many of the first, generated while the trainer was still getting ready.
+    The last `depth` versions are trained while nothing is generated any more, so their rate is too high. The rate of as
+    many first versions may be too high as well, because they are generated while the trainer still starts.
     """
     counted = steps[warm : len(steps) - depth]
     seconds = counted[-1]["ended"] - steps[warm - 1]["ended"]
@@ -113,15 +115,15 @@ def steady_rate(steps: list[dict[str, Any]], depth: int, warm: int) -> dict[str,
 
 
 def faster_training(runs: dict[str, dict[str, Any]]) -> tuple[str, float]:
-    """The run whose steps trained more tokens a second, and how many.
+    """Return the name of the run whose steps trained more tokens per second, and this rate.
 
-    A step's seconds begin once the trainer has the GPU, so no wait for its turn is among them. Whatever else an engine
-    does beside a step can only slow it down: the faster run is nearer to training alone, and makes the higher bound.
+    The time of a step begins when the trainer has the GPU, so it includes no wait for a turn. Work of the engine beside
+    a step can only slow the step down. So the faster run is closer to training alone, and gives the higher bound.
     """
     name = max(runs, key=lambda run: float(runs[run]["training_tokens_per_second"]))
     return name, float(runs[name]["training_tokens_per_second"])
 
 
 def held_by(role: str, peaks: dict[str, int]) -> int | None:
-    """The most bytes of a GPU that the processes of a role have held, each by its own peak; None if none has said."""
+    """Return the sum of the peak GPU memory of a role's processes in bytes; None if no process has reported it."""
     return sum(peak for process, peak in peaks.items() if process.startswith(f"{role}-")) or None

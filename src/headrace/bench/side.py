@@ -1,6 +1,7 @@
-"""A process beside a benchmark's own, and the line to it: messages of the channel's codec over a pair of sockets.
+"""A child process of a benchmark, and the connection to it: messages of the channel's codec over a pair of sockets.
 
-It ends when the line is closed, so it never outlives the benchmark, and no answer is waited for without a deadline.
+The child ends when the connection is closed, so it never outlives the benchmark. Every wait for an answer has a
+deadline.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 CLOSE_SECONDS = 30.0
 _END_SECONDS = 5.0
-"""For a process to end after its line did."""
+"""How long to wait for a process to end after its connection was closed, to learn its exit code."""
 
 
 class Connection:
-    """One end of the line. One thread may receive while another one sends."""
+    """One end of the connection. One thread may receive while another thread sends."""
 
     def __init__(self, descriptor: int) -> None:
         self._connection = pipes.Connection(descriptor)
@@ -39,7 +40,10 @@ class Connection:
             self._connection.send_bytes(frame)
 
     def receive(self, kind: type[T], deadline: float) -> T:
-        """The next message, which must be of this kind. Raises `EOFError` once the other end is closed."""
+        """Return the next message, which must be of this kind.
+
+        Raises `EOFError` once the other end is closed, and `HeadraceError` after `deadline` seconds.
+        """
         if not self._connection.poll(deadline):
             raise HeadraceError(f"a process of the benchmark did not answer within {deadline:g} s")
         count = int.from_bytes(self._connection.recv_bytes(), "little")
@@ -47,15 +51,15 @@ class Connection:
         return decode(kind, frames)
 
     def close(self) -> None:
-        """Close this end; the other one sees it. Idempotent."""
+        """Close this end. The other end then gets an `EOFError`. Idempotent."""
         self._connection.close()
 
 
 class Side:
-    """`python -m MODULE DESCRIPTOR ARGUMENTS` as a child, and our end of the line to it."""
+    """A child process `python -m MODULE DESCRIPTOR ARGUMENTS`, and our end of the connection to it."""
 
     def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-        """`environment` is added to ours."""
+        """Start the child. It gets the environment of this process and the variables of `environment`."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", module, str(theirs.fileno()), *arguments]
         with theirs:
@@ -65,26 +69,26 @@ class Side:
         self._line = Connection(ours.detach())
 
     def ask(self, message: msgspec.Struct, answer: type[T], deadline: float) -> T:
-        """Send a message and wait for its answer."""
+        """Send a message, wait for its answer, and return the answer."""
         self.tell(message)
         return self.answer(answer, deadline)
 
     def tell(self, message: msgspec.Struct) -> None:
-        """Send a message, whose answer is waited for later."""
+        """Send a message. Call `answer` later to get its answer."""
         try:
             self._line.send(message)
         except OSError as error:
             raise self._ended() from error
 
     def answer(self, kind: type[T], deadline: float) -> T:
-        """The answer to the oldest message that has none yet."""
+        """Return the answer to the oldest message that has none yet. Raises `HeadraceError` if the child has ended."""
         try:
             return self._line.receive(kind, deadline)
         except (EOFError, OSError) as error:
             raise self._ended() from error
 
     def close(self) -> None:
-        """End the process. Idempotent."""
+        """Close the connection, and wait for the child to end. Kill it after `CLOSE_SECONDS`. Idempotent."""
         self._line.close()
         try:
             self._process.wait(CLOSE_SECONDS)

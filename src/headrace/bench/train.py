@@ -1,8 +1,8 @@
-"""`headrace bench train`: how fast the trainer trains, beside what the arithmetic alone would take.
+"""`headrace bench train`: measures how fast the trainer trains, and compares that with the arithmetic that it needs.
 
-What is timed are whole optimizer steps of the real trainer, after steps that are not: packing, passes, gradients, the
-optimizer and the refresh of the 16-bit weights. `--compare` measures the same sequences without packing, without chunks
-and without compilation too, in one call.
+After a few steps of warm-up, whole optimizer steps of the real trainer are timed: packing, passes, gradients, the
+optimizer and the refresh of the 16-bit weights. With `--compare`, the same sequences are also measured without packing,
+without chunks and without compilation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 WARM_STEPS = 2
 WHOLE = 1 << 62
-"""A chunk that holds the logits of any row."""
+"""A size of chunks that is large enough for the logits of any row, so that rows are not divided into chunks."""
 VARIANTS: dict[str, dict[str, bool]] = {
     "without packing": {"pack": False},
     "without chunks": {"chunk": False},
@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, bool]] = {
 
 
 def bench_train(options: TrainBench, say: Say) -> dict[str, Any]:
-    """Measure and return all figures; `say` gets a line before each part."""
+    """Measure and return all figures. `say` gets a line before each part."""
     check_options(options)
     if options.model not in SHAPES and not Path(options.model).is_dir():
         raise UserError(f"{options.model} is neither a model directory nor a shape (one of {', '.join(SHAPES)})")
@@ -168,7 +168,7 @@ def _load(options: TrainBench, device: str) -> Any:
 
 
 def _free(device: str) -> None:
-    """What the last variant held is the next one's to take."""
+    """Release the memory of the last variant, so that the next one can take it."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -1,10 +1,11 @@
-"""The arithmetic that training needs, and no more: what MFU is a share of.
+"""Counts the floating-point operations that training needs. MFU is this count per second, as a share of the GPU's peak.
 
-    a token      6 x parameters of the layers (those that it passes, of experts), forward and backward
-    a pair       12 x heads x head size x layers, for each query and key that it sees (causal attention counted once)
+    a token      6 x parameters of the layers, forward and backward; of experts, only those that the token goes through
+    a pair       12 x heads x head size x layers, for each query and each key that the query sees (causal attention)
     a target     6 x hidden size x vocabulary
 
-Nothing that is computed again, padded or masked is counted, nor embeddings, norms, softmax and the optimizer.
+Work on padding, masked work and recomputation are not counted, and neither are embeddings, norms, softmax and the
+optimizer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-"""Dense bfloat16 operations a second, by what a GPU's name contains."""
+"""Part of a GPU's name -> its peak of dense bfloat16 operations per second."""
 
 
 FORMULA = (
@@ -23,26 +24,26 @@ FORMULA = (
     "a_pair = 12 * heads * head_size * layers; "
     "a_target = 6 * hidden_size * vocabulary"
 )
-"""What `Flops.of` computes from what `count_flops` counts."""
+"""The formula of `Flops.of`, in words, with the coefficients of `count_flops`."""
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one model."""
+    """The operations of one model, forward and backward: for a token, for a query-key pair, and for a target."""
 
     a_token: int
     a_pair: int
     a_target: int
 
     def of(self, lengths: Iterable[int]) -> int:
-        """A step over sequences of these lengths, all but whose first tokens are targets."""
-        # The last token of a sequence is a target and is not computed itself.
+        """Return the operations of a step over sequences of these lengths. All tokens but the first are targets."""
+        # The last token of a sequence is only a target and is not computed itself.
         own = [int(length) - 1 for length in lengths]
         return sum(n * (self.a_token + self.a_target) + n * (n + 1) // 2 * self.a_pair for n in own)
 
 
 def count_flops(model: Any) -> Flops:
-    """The formula's figures, from the model's parameters and configuration."""
+    """Return the coefficients of the formula, from the model's parameters and configuration."""
     config = model.config.get_text_config()
     outer = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     parameters = 0.0
@@ -61,5 +62,5 @@ def count_flops(model: Any) -> Flops:
 
 
 def peak_of(device_name: str) -> float | None:
-    """What this GPU could do at most; None where that is not known."""
+    """Return the peak of this GPU in operations per second; None if it is not known."""
     return next((peak for name, peak in PEAKS.items() if name in device_name), None)

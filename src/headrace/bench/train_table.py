@@ -1,4 +1,4 @@
-"""The figures of the training benchmark as lines for a reader."""
+"""Formats the figures of the training benchmark as lines of text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """One aligned line a figure."""
+    """Return one aligned line for each figure."""
     rows = [
         ("model", f"{found['model']}, {found['compute_dtype']}, compiled: {'yes' if found['compiled'] else 'no'}"),
         ("device", f"{found['device']} ({found['device_name']}), torch {found['torch']}"),
@@ -30,7 +30,7 @@ def table(found: dict[str, Any]) -> list[str]:
 
 
 def _formula_lines(formula: str) -> list[tuple[str, str]]:
-    """The sum, and a line for each of its terms."""
+    """Return a line for the sum, and a line for each of its terms."""
     total, *terms = formula.split("; ")
     return [("their formula", total), *(("", term) for term in terms)]
 

@@ -1,7 +1,8 @@
-"""What the training benchmark asks for: its options, checked before torch is loaded, and the batches that follow.
+"""The options of the training benchmark, their check, and the batches that follow from them.
 
-Every token but a sequence's first is trained. Padding is real work here: tokens before a sequence that are computed and
-trained nowhere, as a trainer without packing has them.
+Every token but the first of a sequence is trained. Padding stands for the work of a trainer without packing: it is
+tokens before a sequence that are computed but not trained. No torch is imported, so a mistake in the options is
+reported at once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class TrainBench(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     random_weights: bool = False
     tokens: int = 65536
-    """Tokens of a step, padding not counted."""
+    """The number of tokens in a step, without padding."""
     sequence: int = 4096
     lengths: str = ""
     steps: int = 5
@@ -39,7 +40,7 @@ class TrainBench(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mix(self) -> str:
-        """How long sequences are, in one form."""
+        """The lengths of sequences, in the form that `make_lengths` takes."""
         return self.lengths or f"equal:{self.sequence}"
 
 
@@ -56,14 +57,17 @@ def check_options(options: TrainBench) -> None:
 
 
 def draw_sequences(options: TrainBench) -> Lengths:
-    """Lengths of the sequences of a step, of `tokens` in all or a little more."""
+    """Return the lengths of a step's sequences. Their sum is `tokens` or a little more."""
     drawn = make_lengths(options.mix, options.tokens, options.seed)
     drawn = np.maximum(drawn, 2)
     return drawn[: int(np.searchsorted(drawn.cumsum(), options.tokens)) + 1]
 
 
 def padded(lengths: Lengths, budget: int) -> Lengths:
-    """To which length each sequence is padded: the longest of its micro-batch, filled up in the order given."""
+    """Return the length to which each sequence is padded: that of the longest sequence in its micro-batch.
+
+    Micro-batches are filled in the given order, up to `budget` tokens with padding.
+    """
     found = np.zeros_like(lengths)
     start = 0
     for end in range(1, len(lengths) + 1):
@@ -75,7 +79,10 @@ def padded(lengths: Lengths, budget: int) -> Lengths:
 
 
 def make_batch(lengths: Lengths, widths: Lengths, vocabulary: int, step: int, seed: int) -> Batch:
-    """One step's batch of random tokens; sequence i has `lengths[i]` of its own, and `widths[i]` with padding."""
+    """Return the batch of one step, with random tokens.
+
+    Sequence i has `lengths[i]` tokens of its own, and `widths[i]` tokens with padding.
+    """
     draw = np.random.default_rng([seed, step])
     total, own = int(widths.sum()), int((lengths - 1).sum())
     ends = widths.cumsum()

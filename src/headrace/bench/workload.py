@@ -1,4 +1,4 @@
-"""Work that is the same in every run: a random Llama, prompts of one length, answers that never end early."""
+"""Work that is the same in every run: a random Llama model, prompts of one length, and answers that never end early."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace.tasks.base import EnvironmentStep
 from headrace.types import Prompt
 
 DRAWN = 1 << 16
-"""Lengths that are drawn before they come again."""
+"""The number of lengths that are drawn. After that, they are used again from the first."""
 ALPHABET = "abcdefghijklmnopqrstuvwxyz "
 SHAPE = {
     "hidden_size": 128,
@@ -27,7 +27,10 @@ SHAPE = {
 
 
 def write_model(directory: Path) -> None:
-    """A model directory with a tokenizer of single characters, and no end token: every answer has full length."""
+    """Write a model directory with a tokenizer of single characters.
+
+    There is no end token, so every answer has its full length.
+    """
     directory.mkdir(parents=True)
     write_tokenizer(directory)
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, **SHAPE}
@@ -36,7 +39,7 @@ def write_model(directory: Path) -> None:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A tokenizer of single characters, without an end token."""
+    """Write a tokenizer of single characters, without an end token."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate([*ALPHABET, "?"])}, unk_token="?"))
@@ -46,7 +49,10 @@ def write_tokenizer(directory: Path) -> None:
 
 
 class LengthsTask:
-    """Prompts of `length` characters whose answers have the lengths that `lengths` says, in the order of beginning."""
+    """A task with prompts of `length` characters and random rewards.
+
+    Answers get the lengths of `lengths`, in the order in which their episodes begin.
+    """
 
     def __init__(self, length: int, lengths: str, seed: int, heldout: int) -> None:
         draw = self._draw = random.Random(seed)
@@ -55,19 +61,19 @@ class LengthsTask:
         self._lengths = itertools.cycle(make_lengths(lengths, DRAWN, seed).tolist())
 
     def episode(self, prompt: Prompt) -> LengthsEpisode:
-        """One answer of the next length."""
+        """Return an episode whose answer has the next length."""
         return LengthsEpisode(next(self._lengths), float(self._draw.random() < 0.5))
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        """There is no right answer."""
+        """Return None, because there is no right answer."""
         return None
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because nothing is held."""
 
 
 class FixedTask:
-    """Prompts of `length` characters; the reward is a coin thrown by the answer itself."""
+    """A task with prompts of `length` characters. The reward, 0 or 1, is a hash of the answer."""
 
     def __init__(self, length: int, seed: int, heldout: int) -> None:
         draw = random.Random(seed)
@@ -75,41 +81,41 @@ class FixedTask:
         self.heldout: list[Prompt] = []
 
     def episode(self, prompt: Prompt) -> FixedEpisode:
-        """One answer, judged on the spot."""
+        """Return an episode of one turn."""
         return FixedEpisode()
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        """There is no right answer."""
+        """Return None, because there is no right answer."""
         return None
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because nothing is held."""
 
 
 class FixedEpisode:
-    """A turn, then the coin."""
+    """An episode of one turn, with a reward that is a hash of the answer."""
 
     async def reset(self) -> list[dict[str, str]]:
-        """No messages: the prompt's text is used as it is."""
+        """Return no messages, so that the text of the prompt is used as it is."""
         return []
 
     async def step(self, completion: str) -> EnvironmentStep:
-        """Done at once."""
+        """End the episode."""
         return EnvironmentStep(done=True, reward=float(sum(completion.encode()) % 2))
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because nothing is held."""
 
 
 class LengthsEpisode(FixedEpisode):
-    """A turn of a given length, then a coin."""
+    """An episode of one turn with an answer of a given length, and a reward that is given in advance."""
 
     def __init__(self, length: int, coin: float) -> None:
         self.max_tokens = length
         self._coin = coin
 
     async def step(self, completion: str) -> EnvironmentStep:
-        """Done at once; the reward has nothing to do with the answer."""
+        """End the episode. The reward does not depend on the answer."""
         return EnvironmentStep(done=True, reward=self._coin)
 
 
@@ -124,7 +130,7 @@ def loop_config(
     threads: int,
     keep_rollouts: bool = False,
 ) -> Any:
-    """The configuration of one measured run."""
+    """Return the configuration of one measured run."""
     from headrace.config import make_config
 
     return make_config(
