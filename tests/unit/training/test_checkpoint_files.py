@@ -107,16 +107,16 @@ def test_companions_are_copied_and_weights_are_not(tmp_path):
     assert all((target / name).read_text() == name for name in companions)
 
 
-def test_what_is_ahead_of_the_journal_is_set_aside_and_what_is_torn_is_named(tmp_path):
+def test_what_is_ahead_of_the_journal_is_deleted_and_what_is_incomplete_is_named(tmp_path):
     for steps in (3, 5, 7):
         checkpoint.write_checkpoint(
             tmp_path, TrainerState(steps_done=steps + 2, policy_steps=steps), lambda path: (path / "a").write_text("b")
         )
-    assert checkpoint.torn(tmp_path) == []
+    assert checkpoint.incomplete(tmp_path) == []
     assert checkpoint.delete_ahead(tmp_path, 7) == []
     assert checkpoint.delete_ahead(tmp_path, 6) == ["step-00000009"]
     assert names(tmp_path) == ["step-00000005", "step-00000007"]
     (tmp_path / "step-00000007" / "a").write_text("longer")
-    assert checkpoint.torn(tmp_path) == ["step-00000007"]
+    assert checkpoint.incomplete(tmp_path) == ["step-00000007"]
     assert latest(tmp_path) == tmp_path / "step-00000005"
-    assert checkpoint.delete_ahead(tmp_path / "nowhere", 0) == checkpoint.torn(tmp_path / "nowhere") == []
+    assert checkpoint.delete_ahead(tmp_path / "nowhere", 0) == checkpoint.incomplete(tmp_path / "nowhere") == []
