@@ -42,7 +42,7 @@ class SessionHost(Protocol):
 class AgentEquipment:
     """The objects and settings that the episodes of agents use, the same for the whole run."""
 
-    house: SessionHost
+    session_host: SessionHost
     chat: Chat
     agents: AgentPool | None
     """The run's own agents. None means that sessions are offered to agents from outside."""
@@ -58,7 +58,7 @@ class AgentEpisode(AnyEpisode):
 
     def __init__(self, plan: EpisodePlan, equipment: AgentEquipment) -> None:
         super().__init__(plan)
-        self._session_host = equipment.house
+        self._session_host = equipment.session_host
         self._agents = equipment.agents
         self._chat = equipment.chat
         self._max_turns = equipment.max_turns

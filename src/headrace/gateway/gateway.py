@@ -96,7 +96,7 @@ class Gateway:
     def episode(self, plan: EpisodePlan, scoring: Scoring | None = None) -> AgentEpisode:
         """See `EpisodeMaker.episode`."""
         equipment = AgentEquipment(
-            house=self,
+            session_host=self,
             chat=self._chat,
             agents=self._agents,
             max_turns=self._max_turns,

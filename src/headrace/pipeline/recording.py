@@ -77,18 +77,18 @@ class Recorder:
         self._activity = Activity()
         self._peak_memory: dict[str, int] = {}
         """The most bytes of GPU memory that each process has held, by process."""
-        self._picture = RunView(progress, window, versions_total)
+        self._view = RunView(progress, window, versions_total)
         self.ledgers = Ledgers(before.groups, before.rollouts, policy=window.policy)
         self.checkpoint: Path | None = None
 
     @property
     def phase(self) -> str:
         """The present phase of the run as a whole."""
-        return self._picture.phase
+        return self._view.phase
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        self._picture.phase = phase
+        self._view.phase = phase
 
     def now(self) -> float:
         """Return the wall time, as the journal stores it."""
@@ -159,7 +159,7 @@ class Recorder:
         described = describe_end(group, reason or state, version, self._window.republished)
         self._metrics.write("group", **described, seconds=self.now() - admitted)
         if state == "failed":
-            self._picture.note(f"group {group.id} failed: {reason}")
+            self._view.note(f"group {group.id} failed: {reason}")
 
     def abandon(self, reason: str) -> None:
         """End all groups that are still under way: the run ends before they do."""
@@ -215,11 +215,11 @@ class Recorder:
             **report.metrics,
         )
         if warning := self._drift.warning():
-            self._picture.note(warning)
+            self._view.note(warning)
         if report.skipped:
             why = "its batch has no token to train" if math.isfinite(report.grad_norm) else "its gradient is not finite"
-            self._picture.note(f"step {batch.step} was skipped: {why}")
-        self._picture.stepped(batch, lags, reward)
+            self._view.note(f"step {batch.step} was skipped: {why}")
+        self._view.stepped(batch, lags, reward)
 
     # ---- versions
 
@@ -254,11 +254,11 @@ class Recorder:
         if proof.accepted:
             self._scheduled("swap", version=proof.version, engine=proof.engine)
         else:
-            self._picture.note(f"{proof.engine} refused version {proof.version}: {proof.reason}")
+            self._view.note(f"{proof.engine} refused version {proof.version}: {proof.reason}")
 
     def version_proved(self, version: int) -> None:
         """Record that a version is declared proved."""
-        self._picture.proved(self._versions_done + self._window.count(version))
+        self._view.proved(self._versions_done + self._window.count(version))
 
     def evaluated(self, version: int, moment: Moment, result: EvaluationResult, started: float) -> None:
         """Record the answers to held-out prompts."""
@@ -286,8 +286,8 @@ class Recorder:
                 policy=self._window.policy,
             )
         self._metrics.write("evaluation", version=version, moment=moment, pass_1=result.pass_1, pass_k=result.pass_k)
-        self._picture.evaluated(result.pass_1)
-        self._picture.note(
+        self._view.evaluated(result.pass_1)
+        self._view.note(
             f"held-out {moment} training, version {version}: {result.pass_1:.3f} right of {result.prompts} prompts"
             + (f", {result.pass_k:.3f} within {result.k} tries" if result.samples > 1 else "")
             + (f", {result.failed} failed" if result.failed else "")
@@ -322,7 +322,7 @@ class Recorder:
         )
         if beat.peak_memory_bytes > self._peak_memory.get(process, 0):
             self._peak_memory[process] = beat.peak_memory_bytes
-        self._picture.beat(process, beat.phase, interval)
+        self._view.beat(process, beat.phase, interval)
 
     def restarted(self, process: str, reason: str, steps: tuple[int, int] | None = None) -> None:
         """Record that a process died and is restarted.
@@ -358,15 +358,15 @@ class Recorder:
 
     def show(self) -> None:
         """Refresh the display."""
-        self._picture.show()
+        self._view.show()
 
     def note(self, line: str) -> None:
         """Show a line to the people who watch."""
-        self._picture.note(line)
+        self._view.note(line)
 
     def close(self, outcome: str) -> None:
         """Write everything to disk and check the ledgers."""
-        self._picture.close()
+        self._view.close()
         if self._peak_memory:
             self._journal.meta("peak_memory_bytes", self._peak_memory)
         self._journal.meta("outcome", outcome)
