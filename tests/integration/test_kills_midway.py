@@ -54,14 +54,14 @@ def examine(run_dir: Path, *, process: str) -> list[tuple[int, int]]:
     ("transport", "send", "point", "count"),
     [
         # All bytes are there and the segment is not yet declared whole.
-        ("shm", "full", f"{TRANSPORTS}.segments:Segment.finish", 4),
-        ("shm", "delta", f"{TRANSPORTS}.segments:Segment.finish", 4),
+        ("shm", "full", f"{TRANSPORTS}.segments:SharedSegment.finish", 4),
+        ("shm", "delta", f"{TRANSPORTS}.segments:SharedSegment.finish", 4),
         # The file has some of its chunks.
         ("file", "full", f"{TRANSPORTS}.files:_write_all", 75),
         ("file", "delta", f"{TRANSPORTS}.files:_write_all", 33),
         # An engine is fetching.
-        ("tcp", "full", f"{TRANSPORTS}.tcp:TcpSender._answer", 4),
-        ("tcp", "delta", f"{TRANSPORTS}.tcp:TcpSender._answer", 4),
+        ("tcp", "full", f"{TRANSPORTS}.tcp:TcpSender.respond", 4),
+        ("tcp", "delta", f"{TRANSPORTS}.tcp:TcpSender.respond", 4),
     ],
 )
 def test_a_trainer_killed_while_it_publishes(
@@ -100,7 +100,7 @@ def test_a_trainer_killed_while_it_writes_a_checkpoint(
     ("point", "count"),
     [
         ("headrace.training.checkpoint:finish_checkpoint", 2),
-        (f"{TRANSPORTS}.segments:Segment.finish", 4),
+        (f"{TRANSPORTS}.segments:SharedSegment.finish", 4),
     ],
 )
 def test_all_killed_while_the_trainer_writes(tmp_path: Path, stop: Callable[..., Path], point: str, count: int) -> None:

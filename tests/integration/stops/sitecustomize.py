@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 WORKER = "headrace.cluster.worker_main"
-SEED = "headrace.cluster.launchers.fork_server"
+FORK_SERVER = "headrace.cluster.launchers.fork_server"
 
 
 class MeddledWorkers(importlib.abc.MetaPathFinder):
@@ -96,7 +96,7 @@ def stops(function: Callable[..., Any], count: int, victim: str, file: Path) -> 
     return called
 
 
-if SEED in sys.orig_argv:
+if FORK_SERVER in sys.orig_argv:
     sys.meta_path.insert(0, MeddledWorkers())
 elif "headrace" in sys.orig_argv:
     os.environ["HEADRACE_CONTROLLER"] = str(os.getpid())
