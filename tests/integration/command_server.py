@@ -9,6 +9,7 @@ of it behaves like a new process.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -75,14 +76,26 @@ def become_command(command: dict[str, Any]) -> NoReturn:
     os.environ.update(command["environment"])
     sys.path[0] = command["cwd"]
     sys.argv[1:] = command["arguments"]
-    runpy.run_module("headrace", run_name="__main__", alter_sys=True)
-    sys.exit()
+    code = 0
+    try:
+        runpy.run_module("headrace", run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    # The interpreter's own end would take every loaded module apart, for longer than most commands take.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def main() -> None:
     """Load, then serve until the test closes its end."""
+    import pydantic  # noqa: F401  (typer loads it with the first command)
+
+    import headrace.cli.main
     import headrace.engines.embedded.building
     import headrace.pipeline.replay
+    import headrace.pipeline.status
     import headrace.training.serving  # noqa: F401
 
     # The collector of a fork, also the one that runs at its end, needs not look at what is loaded.

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 import headrace
+from doc_blocks import FENCE, INLINE, SHELL, shell_lines
 from headrace.cli.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -18,8 +19,6 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 EACH_DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"`([^`]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 OUR_PATH = re.compile(r"(?:src|tests|docs|examples|benchmarks)/[\w./-]+")
@@ -47,7 +46,7 @@ def anchors(document: Path) -> set[str]:
 
 def commands(text: str) -> list[str]:
     """Everything quoted that is a call of the program, in blocks and in running text."""
-    lines = [line for kind, block in FENCE.findall(text) if kind in ("sh", "") for line in block.splitlines()]
+    lines = [line for kind, block in FENCE.findall(text) if kind in (*SHELL, "") for line in shell_lines(block)]
     quoted = [*lines, *(" ".join(code.split()) for code in INLINE.findall(without_blocks(text)))]
     found = [re.match(r"(?:\$ )?(?:\.venv/bin/)?headrace ([a-z-].*)", line) for line in quoted]
     return [match[1] for match in found if match]
@@ -108,6 +107,7 @@ def test_commands_exist(document: Path) -> None:
 def test_commands_are_found_at_all() -> None:
     text = "Try `headrace check\nfirst.toml`.\n```sh\n.venv/bin/headrace bench loop --json  # both\n```\n"
     assert commands(text) == ["bench loop --json  # both", "check first.toml"]
+    assert commands("```bash\nheadrace check a.toml \\\n    --json\n```\n") == ["check a.toml --json"]
     assert {line.split()[0] for line in commands((ROOT / "README.md").read_text())} >= {"train", "check", "resume"}
 
 
@@ -115,7 +115,7 @@ def test_commands_are_found_at_all() -> None:
 def test_make_targets_exist(document: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = document.read_text()
-    lines = [line for kind, block in FENCE.findall(text) if kind == "sh" for line in block.splitlines()]
+    lines = [line for kind, block in FENCE.findall(text) if kind in SHELL for line in shell_lines(block)]
     quoted = [re.match(r"make ([\w-]+)", code) for code in [*lines, *INLINE.findall(without_blocks(text))]]
     assert {match[1] for match in quoted if match} <= targets
 
