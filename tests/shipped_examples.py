@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fork_servers import shared_fork_server
+from shared_fork_server import shared_fork_server
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = ("quickstart", "vllm")

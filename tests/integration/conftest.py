@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from fork_servers import shared_fork_server
+from shared_fork_server import shared_fork_server
 
 
 def meddling() -> str:

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit" / "training"))
 
 from random_models import AllDouble, model_dir, random_batch, with_experts
 
-from fork_server import PROCESSES
+from forked_processes import PROCESSES
 from headrace.channel.codec import encode
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.delivery.canary import canary_sequence

@@ -176,8 +176,18 @@ class Fleet:
             self.restarting.discard(name)
 
     def kill(self, name: str) -> None:
-        """Kill a worker that does not do its work. It is then restarted like any worker that died."""
-        self._launcher.kill(name)
+        """Kill a worker that does not do its work. It is then restarted like any worker that died.
+
+        The worker first gets a few seconds to end by itself: one that reported an error may be about to, and only its
+        own exit code says whether the error was a user's mistake.
+        """
+        deaths = self._deaths[name]
+
+        def kill() -> None:
+            if self._deaths[name] == deaths and not self._stopping:
+                self._launcher.kill(name)
+
+        asyncio.get_running_loop().call_later(EXIT_NEWS_SECONDS, kill)
 
     async def _watch_silence(self) -> None:
         while True:

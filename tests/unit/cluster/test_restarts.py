@@ -42,7 +42,7 @@ class Played:
         return await asyncio.wait_for(self.exits.get(), SECONDS)
 
     def kill(self, name: str) -> None:
-        raise AssertionError("nobody is killed here")
+        self.ends(-9, "")
 
     async def stop(self, grace: float) -> None:
         self.spoke.close()
@@ -114,6 +114,35 @@ async def test_a_mistake_ends_the_run_at_once_but_counts_as_a_death_while_coming
     with pytest.raises(ExceptionGroup) as caught:
         await supervised(tmp_path, dies_twice_on_its_way)
     assert caught.group_contains(UserError, match="^the vLLM server ended again$")
+
+
+async def test_what_ends_by_itself_before_it_is_killed_keeps_its_own_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "EXIT_NEWS_SECONDS", 0.2)
+
+    async def ends_by_itself(fleet: Fleet, launcher: Played) -> None:
+        fleet.kill(ENGINE)
+        await asyncio.sleep(0.02)
+        launcher.ends(EXIT_USER_ERROR, "[delivery] transport: no ears")
+        await until(lambda: launcher.starts == 2)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await supervised(tmp_path, ends_by_itself)
+    assert caught.group_contains(UserError, match="no ears$")
+
+    async def goes_on(fleet: Fleet, launcher: Played) -> None:
+        fleet.kill(ENGINE)
+        await asyncio.sleep(0.1)
+        fleet.kill(ENGINE)
+        await until(lambda: launcher.starts == 2)
+        launcher.becomes_ready()
+        await until(lambda: fleet.known_facts(ENGINE) == {"start": 2})
+        await asyncio.sleep(0.3)
+        assert fleet.known_facts(ENGINE) == {"start": 2}, "the second kill was meant for the process that is gone"
+
+    (death,) = await supervised(tmp_path, goes_on)
+    assert str(death) == "engine-0 died: killed by signal 9"
 
 
 async def test_a_slow_start_is_no_time_of_good_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 import trainer_process
 from bigram import CANARY, make_weights, score
 
-from fork_server import PROCESSES
+from forked_processes import PROCESSES
 from headrace.channel.codec import decode, encode
 from headrace.delivery import transports
 from headrace.delivery.base import Manifest, Proof

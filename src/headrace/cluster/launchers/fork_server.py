@@ -131,8 +131,8 @@ class ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._close()
             os.setsid()
-            _redirect(start.log)
             os.chdir(start.directory)
+            _redirect(start.log)
             os.environ.clear()
             os.environ.update(start.environment)
             sys.argv = ["headrace.cluster.worker_main", *start.arguments]
