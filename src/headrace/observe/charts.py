@@ -1,7 +1,7 @@
 """Charts as SVG text: pure functions from numbers to markup, without scripts and without styles except class names.
 
-Colours and fonts come from the page's CSS (`page.py`), so one chart fits light and dark mode. Every mark that stands
-for a number carries the number as a `<title>`, which browsers show on hover.
+Colours and fonts come from the page's CSS (`report.html.jinja`), so one chart fits light and dark mode. Every mark that
+stands for a number carries the number as a `<title>`, which browsers show on hover.
 """
 
 from __future__ import annotations
@@ -29,6 +29,16 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FEW = 12
+
+
+class Drawing(msgspec.Struct, frozen=True):
+    """A chart as a page shows it."""
+
+    svg: str
+    keys: list[tuple[str, str]] = []
+    """The legend: pairs of a colour and what it stands for."""
+    wide: bool = False
+    """Whether the chart keeps its width on a narrow page, which scrolls it."""
 
 
 class Frame:
@@ -170,12 +180,6 @@ def bar_chart(
     middle = (frame.left + frame.right) / 2
     parts.append(f'<text class="label mid" x="{middle:.0f}" y="{height - 4}">{escape(x_label)}</text>')
     return svg(width, height, name, "".join(parts))
-
-
-def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Draw a row of colour keys from (tone, label) pairs."""
-    keys = "".join(f'<span><i class="key {tone}"></i>{escape(label)}</span>' for tone, label in entries)
-    return f'<div class="legend">{keys}</div>'
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:

@@ -94,7 +94,7 @@ def test_what_models_and_users_wrote_is_text(finished_run: JournalMaker):
 
 def test_samples_stand_side_by_side(finished_run: JournalMaker):
     html, _ = read(finished_run.run_dir)
-    row = re.search(r'<table class="samples">.*?<tbody><tr>(.*?)</tr>', html, re.S)
+    row = re.search(r'<table class="samples">.*?<tbody>\s*<tr>(.*?)</tr>', html, re.S)
     assert row is not None
     cells = re.findall(r"<td>(.*?)</td>", row[1], re.S)
     assert ["1 &lt; 2?" in cells[0], "before" in cells[1], "after" in cells[2]] == [True, True, True]
@@ -155,8 +155,9 @@ def test_what_a_role_does_most_has_its_colour(tmp_path: Path):
         timeline.add("scorer-0", [TimeSpan(f"judge {i}", i * 0.1, i * 0.1 + 0.1) for i in range(10)])
     activity = read_activity(path, (0.0, 4.5))
     assert activity is not None
-    markup = close_up(activity)
-    found = dict(re.findall(r'<rect class="span (\w+)"[^>]*><title>\S+ · (\w+):', markup))
+    drawing = close_up(activity)
+    found = dict(re.findall(r'<rect class="span (\w+)"[^>]*><title>\S+ · (\w+):', drawing.svg))
     assert (found["a"], found["b"]) == ("decode", "train")
-    assert "other work" in markup
-    assert "waiting" not in markup
+    assert ("other", "other work") in drawing.keys
+    assert "wait" not in dict(drawing.keys)
+    assert "waiting" not in drawing.svg
