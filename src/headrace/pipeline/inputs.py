@@ -20,9 +20,9 @@ from headrace.config import (
 )
 from headrace.config.model_dir import check_model_dir, check_teacher
 from headrace.errors import ConfigError
+from headrace.gateway.agent_main import AgentSetup
 from headrace.gateway.agents import AgentPool
-from headrace.gateway.messages import AgentSetup
-from headrace.gateway.task import AgentTask as Agents
+from headrace.gateway.agents import AgentTask as Agents
 from headrace.pipeline.extensions import check_extensions, named
 from headrace.reference import call_factory, import_function
 from headrace.scoring.base import Scorer

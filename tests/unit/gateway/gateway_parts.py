@@ -84,7 +84,7 @@ def opened(gateway: Gateway, *, seed: int = 1, max_tokens: int = 40, temperature
         sampling=Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=(END,)),
         max_turns=8,
     )
-    gateway.admit(session, offered=False)
+    gateway.sessions.add(session)
     session.begin(20.0)
     return session
 
