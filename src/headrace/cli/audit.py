@@ -27,8 +27,8 @@ def audit(
     """Recompute recorded log-probabilities under the checkpoints of their versions. Exit code 1 if one is wrong."""
     from transformers.utils import logging
 
+    from headrace.review.audit import HINT, describe_audit
     from headrace.review.audit import audit as check
-    from headrace.review.findings import HINT, describe_audit
     from headrace.review.recompute import PlainModel
 
     logging.disable_progress_bar()

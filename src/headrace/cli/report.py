@@ -18,8 +18,7 @@ def register(app: typer.Typer) -> None:
 def report(run_dir: RunPath, as_json: AsJson = False) -> None:
     """Write RUN_DIR/summary.json and RUN_DIR/report.html from its journal, and print the summary."""
     from headrace.observe.summary import describe
-    from headrace.review.report import write_report
-    from headrace.review.summary import write_summary
+    from headrace.review.summary import write_report, write_summary
 
     summary = write_summary(Path(run_dir))
     page = write_report(Path(run_dir))

@@ -29,8 +29,8 @@ def rollouts(
     """Browse the recorded rollouts of RUN_DIR, or export them with their tokens."""
     from headrace.buffer.reader import open_readonly
     from headrace.review import rollouts as found
-    from headrace.review.export import export as write
-    from headrace.review.export import writer_for
+    from headrace.review.rollouts import export as write
+    from headrace.review.rollouts import writer_for
     from headrace.run_dir import RunDir
 
     path = Path(run_dir)

@@ -16,6 +16,7 @@ from headrace.channel.pipes import CLOSE_SECONDS
 from headrace.channel.worker_pool import PoolClosed, WorkerDied, WorkerPool
 from headrace.errors import ConfigError, HeadraceError
 from headrace.gateway.agent_main import AgentResult, AgentSetup, Job
+from headrace.tasks.base import written_answer
 from headrace.types import Prompt
 
 
@@ -105,10 +106,7 @@ class AgentTask:
 
     def demonstration(self, prompt: Prompt) -> str | None:
         """Return the correct answer from the prompt's data, if there is one as text or as a number."""
-        value = prompt.data.get(self._demonstration_field) if self._demonstration_field is not None else None
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            return None
-        return str(value)
+        return written_answer(prompt, self._demonstration_field)
 
     async def start(self) -> None:
         """Start the agents' workers."""

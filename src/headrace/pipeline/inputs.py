@@ -31,10 +31,9 @@ from headrace.scoring.stage import Stage
 from headrace.scoring.workers import WorkerScorer
 from headrace.tasks.base import Task
 from headrace.tasks.chat import ChatFormat
-from headrace.tasks.dataset import check_disjoint, load_prompts, split_heldout
+from headrace.tasks.dataset import SingleTurnTask, check_disjoint, load_prompts, split_heldout
 from headrace.tasks.gym import VERIFIER
 from headrace.tasks.gym import GymTask as Gym
-from headrace.tasks.single_turn import SingleTurnTask
 from headrace.types import Prompt
 
 OWN_REWARDS = ("environment", "agent")

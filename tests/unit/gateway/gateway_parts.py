@@ -18,8 +18,7 @@ from headrace.engines.fake import FakeEngine
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.session import Session
-from headrace.tasks.chat import ChatFormat
-from headrace.tasks.template import ChatTemplate
+from headrace.tasks.chat import ChatFormat, ChatTemplate
 from headrace.types import Prompt
 
 SPECIAL = ["<|user|>", "<|assistant|>", "<|end|>", "<|tool|>"]

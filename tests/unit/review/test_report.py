@@ -10,7 +10,7 @@ from headrace.observe.clock import RunClock
 from headrace.observe.gantt import BINS, close_up, read_activity
 from headrace.observe.spans import TimeSpan
 from headrace.observe.timeline import Timeline
-from headrace.review.report import write_report
+from headrace.review.summary import write_report
 
 VOID = {"meta", "br", "link", "img"}
 
