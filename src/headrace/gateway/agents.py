@@ -8,7 +8,6 @@ with everything that it started, and a new worker replaces it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from headrace.channel.frames import encode
@@ -27,18 +26,14 @@ class AgentError(Exception):
 class AgentPool:
     """A pool of `workers` processes that run `concurrency` agents each. Further agents wait for a place."""
 
-    def __init__(self, setup: AgentSetup, *, workers: int, concurrency: int, log: Path | None = None) -> None:
-        """Make a pool without starting workers.
-
-        What agents print goes to `log`, or to this process's standard error.
-        """
+    def __init__(self, setup: AgentSetup, *, workers: int, concurrency: int) -> None:
+        """Make a pool without starting workers. What agents print goes to this process's standard error."""
         self._pool = WorkerPool(
             "headrace.gateway.agent_main",
             setup,
             workers=workers,
             concurrency=concurrency,
             grace=CLOSE_SECONDS,  # A worker that runs commands ends the commands when its pipe ends.
-            log=log,
         )
         self.places = self._pool.places
         """The places for agents. A caller waits for a place at most as long as the sessions before it may last."""

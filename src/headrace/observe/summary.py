@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.observe.clock import compact, duration
@@ -41,6 +42,12 @@ def whole(value: float | None) -> str:
 def percent(fraction: float | None) -> str:
     """Format a fraction as a percentage, or `unknown`."""
     return "unknown" if fraction is None else f"{100 * fraction:.1f}%"
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table as text, with the cells of each column below each other."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
 def _training_line(summary: dict[str, Any]) -> str:

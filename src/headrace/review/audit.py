@@ -22,6 +22,7 @@ from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.config import Config
 from headrace.errors import HeadraceError
 from headrace.observe.records import DeliveryRecord, RolloutRecord, VersionRecord
+from headrace.observe.summary import aligned
 from headrace.run_dir import RunDir
 from headrace.training.checkpoint import by_version
 from headrace.types import (
@@ -348,8 +349,7 @@ def _table(versions: list[VersionAudit]) -> list[str]:
                 *(_number(entry.lag_max, "d"), proofs, _number(entry.canary_error, ".2g")),
             ]
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return aligned(lines)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -16,6 +16,7 @@ import msgspec
 from headrace.buffer.reader import JournalReader
 from headrace.errors import UserError
 from headrace.observe.records import RolloutRecord
+from headrace.observe.summary import aligned
 from headrace.run_dir import RunDir
 from headrace.tasks.chat import ChatFormat
 from headrace.training.checkpoint import latest
@@ -70,8 +71,7 @@ def table(entries: Iterable[Row]) -> list[str]:
         cells = [entry["id"], entry["step"], entry["state"] + reason, entry["ending"]]
         cells += [_number(entry["reward"]), entry["sampled_tokens"], _versions(entry)]
         lines.append([_cell(cell) for cell in cells] + ([_text(entry["text"])] if with_text else []))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return aligned(lines)
 
 
 def _number(value: float | None) -> str | None:

@@ -39,9 +39,19 @@ def write_summary(run_dir: Path) -> dict[str, Any]:
 
 def write_report(run_dir: Path) -> Path:
     """Write a run's `report.html`, whole or not at all, and return its path."""
+    page = draw(read_report(run_dir))
+    whole = RunDir(run_dir).report
+    part = whole.with_suffix(".html.part")
+    part.write_text(page, encoding="utf-8", errors="replace")
+    part.replace(whole)
+    return whole
+
+
+def read_report(run_dir: Path) -> Report:
+    """Read the data of the page of a run that is over, cut short or still running."""
     paths = RunDir(run_dir)
     with open_readonly(paths.journal) as journal:
-        report = Report(
+        return Report(
             directory=run_dir.name,
             meta=journal.meta(),
             summary=summarize_journal(journal),
@@ -54,10 +64,6 @@ def write_report(run_dir: Path) -> Path:
             timeline=paths.timeline,
             config=paths.config.read_text(encoding="utf-8", errors="replace") if paths.config.is_file() else None,
         )
-    part = paths.report.with_suffix(".html.part")
-    part.write_text(draw(report), encoding="utf-8", errors="replace")
-    part.replace(paths.report)
-    return paths.report
 
 
 def read_ledgers(run_dir: Path) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from journals import JournalMaker
 from headrace.errors import UserError
 from headrace.observe.clock import RunClock
 from headrace.observe.gantt import BINS, close_up, read_activity
+from headrace.observe.report import templates, values
 from headrace.observe.spans import TimeSpan
 from headrace.observe.timeline import Timeline
-from headrace.review.summary import write_report
+from headrace.review.summary import read_report, write_report
 
 VOID = {"meta", "br", "link", "img"}
 
@@ -161,3 +162,18 @@ def test_what_a_role_does_most_has_its_colour(tmp_path: Path):
     assert ("other", "other work") in drawing.keys
     assert "wait" not in dict(drawing.keys)
     assert "waiting" not in drawing.svg
+
+
+def test_another_page_can_extend_the_report(journal: JournalMaker):
+    """The template's macros and values reach the blocks of a page that extends it, and escaping stays on."""
+    page = templates().from_string(
+        '{% extends "report.html.jinja" %}'
+        "{% block head %}<script></script>{% endblock %}"
+        "{% block tiles %}{% call tile(name, 'now') %}{{ summary.steps | thousands }}{% endcall %}{% endblock %}"
+    )
+    journal.meta(name="a & b")
+    html = page.render(values(read_report(journal.run_dir)))
+    assert "<script></script>" in html.partition("</head>")[0]
+    assert '<span class="what">a &amp; b</span><b>0</b><small>now</small>' in html
+    assert "Trained tokens per second" not in html
+    assert "No delivery was recorded." in html
