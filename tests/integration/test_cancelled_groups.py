@@ -13,7 +13,7 @@ from headrace.bench.workload import LengthsEpisode, LengthsTask, write_model
 from headrace.config import make_config
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run
-from headrace.review.ledgers import read_ledgers
+from headrace.review.summary import read_ledgers
 from headrace.types import NO_VERSION, Prompt, Rollout
 
 SHORT, LONG, EVERY = 6, 150, 5

@@ -11,7 +11,7 @@ import pytest
 from runs import ROOT, headrace
 
 from headrace import Run
-from headrace.review.ledgers import read_ledgers
+from headrace.review.summary import read_ledgers
 from headrace.types import NO_VERSION, Rollout
 
 QUICKSTART = ROOT / "examples/quickstart"

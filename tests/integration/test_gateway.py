@@ -58,7 +58,7 @@ async def test_what_is_recorded_is_what_plain_code_computes() -> None:
             chat=chat, prompt=Prompt(id="p"), max_turns=4,
             sampling=Sampling(max_tokens=40, temperature=0.7, seed=3, stop_token_ids=chat.stop_token_ids),
         )  # fmt: skip
-        gateway.admit(session, offered=False)
+        gateway.sessions.add(session)
         key = gateway.job(session).api_key
         async with AsyncOpenAI(base_url=gateway.base_url, api_key=key, max_retries=0) as api:
             history = [{"role": "user", "content": "cab"}]

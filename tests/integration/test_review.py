@@ -21,10 +21,9 @@ from headrace import Run
 from headrace.channel.codec import encode
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run
-from headrace.review.audit import audit
-from headrace.review.findings import Audit
-from headrace.review.ledgers import read_ledgers
+from headrace.review.audit import Audit, audit
 from headrace.review.recompute import PlainModel
+from headrace.review.summary import read_ledgers
 
 
 class Watcher(threading.Thread):

@@ -22,7 +22,7 @@ FREE = [
     "headrace.tasks.calculator", "headrace.engines.base", "headrace.engines.fake", "headrace.engines.remote",
     "headrace.rollouts.groups", "headrace.scoring.workers", "headrace.buffer.journal", "headrace.algorithms.assemble",
     "headrace.training.remote", "headrace.delivery.base", "headrace.pipeline.launch", "headrace.observe.report",
-    "headrace.api", "headrace.review.audit", "headrace.review.export", "headrace.cli.main",
+    "headrace.api", "headrace.review.audit", "headrace.review.rollouts", "headrace.cli.main",
 ]  # fmt: skip
 
 

@@ -48,7 +48,7 @@ ARROWS = {
         "delivery.transports.keys",
         "models",
     },
-    "gateway": {"engines.base", "rollouts.base", "scoring.base"},
+    "gateway": {"engines.base", "rollouts.base", "scoring.base", "tasks.base"},
     "headrace_vllm_plugin": {"delivery.base", "delivery.digest", "delivery.plan", "delivery.transports"},
     "models": set(),
     "pipeline": {
@@ -61,7 +61,6 @@ ARROWS = {
         "engines.messages",
         "engines.pool",
         "gateway.base",
-        "review.report",
         "review.summary",
         "rollouts",
         "scoring.base",

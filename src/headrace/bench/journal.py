@@ -24,7 +24,7 @@ from headrace.buffer.writer import Call, Event, Writer
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.inputs import check_inputs
 from headrace.pipeline.session import RunSession
-from headrace.review.ledgers import read_ledgers
+from headrace.review.summary import read_ledgers
 from headrace.run_dir import RunDir
 
 WARM_VERSIONS = 4

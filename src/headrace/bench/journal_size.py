@@ -17,7 +17,7 @@ import numpy as np
 from headrace.buffer.journal import Journal, open_readonly
 from headrace.config import Config, make_config
 from headrace.pipeline.batches import recorded_batches
-from headrace.review.ledgers import read_ledgers
+from headrace.review.summary import read_ledgers
 from headrace.types import NO_VERSION, Group, Prompt, Rollout, Trace, Version
 
 GROUP_SIZE, GROUPS = 8, 16

@@ -10,7 +10,7 @@ import sqlite3
 from typing import Any, Literal
 
 from headrace.buffer.ledger import Counts
-from headrace.observe.ledgers import STATES, ledger_line
+from headrace.observe.summary import STATES, ledger_line
 
 Table = Literal["groups", "rollouts"]
 TABLES: tuple[Table, Table] = ("groups", "rollouts")

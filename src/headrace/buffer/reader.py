@@ -20,7 +20,6 @@ from headrace.buffer.database import LOOK_SECONDS, as_current, connect
 from headrace.buffer.ledger import Counts
 from headrace.buffer.segments import read
 from headrace.errors import DataError, UserError
-from headrace.observe.ledgers import STATES
 from headrace.observe.records import (
     DeliveryRecord,
     EndedGroup,
@@ -30,6 +29,7 @@ from headrace.observe.records import (
     StepRecord,
     VersionRecord,
 )
+from headrace.observe.summary import STATES
 from headrace.types import Group, Prompt, Rollout, republished_among, without_republished
 
 Record = TypeVar("Record", bound=msgspec.Struct)

@@ -1,8 +1,15 @@
-"""`headrace check`: reports everything that is known about a run before it starts, without loading torch."""
+"""`headrace check` and `headrace doctor`: what is known about a run, and about this machine, before a run starts.
+
+`check` does not load torch.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +17,7 @@ import typer
 
 from headrace.cli.options import AsJson, ConfigPath, Settings
 
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(check)
+PACKAGES = ("torch", "transformers", "tokenizers", "peft", "safetensors", "msgspec", "pyzmq", "numpy", "reasoning-gym")
 
 
 def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
@@ -70,3 +74,58 @@ def _lines(found: dict[str, Any]) -> list[str]:
         f"bottleneck  {found['bottleneck']} (an estimate: generation {found['generation_seconds']:.2g} s, "
         f"training {found['training_seconds']:.2g} s a version)",
     ]
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Report what this machine has and which paths a run will use."""
+    found = examine()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for section, facts in found.items():
+        typer.echo(section)
+        for name, value in facts.items():
+            typer.echo(f"  {name:<16} {value}")
+
+
+def examine() -> dict[str, dict[str, Any]]:
+    """Return facts about the machine, the installed packages, and the choices that follow."""
+    import torch
+
+    from headrace.config.schema import DeliveryConfig
+    from headrace.delivery.setup import choose
+
+    cuda = torch.cuda.is_available()
+    shm = Path("/dev/shm")
+    device = "cuda" if cuda else "cpu"
+    choice = choose(DeliveryConfig(), shm, trainer=device, engines=device)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "python": sys.version.split()[0],
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "memory": f"{memory / 1e9:.1f} GB",
+            "shared memory": f"{shutil.disk_usage(shm).free / 1e9:.1f} GB free" if shm.is_dir() else "none",
+            "gpu": torch.cuda.get_device_name(0) if cuda else "none",
+        },
+        "packages": {name: _version(name) for name in PACKAGES},
+        "paths": {
+            "engine": "embedded, GPU: Triton kernels, captured steps, compiled layers"
+            if cuda
+            else "embedded, CPU: paged attention in plain torch",
+            "weights": f"{choice.transport}: {choice.why}; others: [delivery] transport",
+            "training": "one process, packed sequences, "
+            + ("GPU: float32 masters, bfloat16 passes, compiled layers" if cuda else "CPU: float32"),
+            "threads": f"{torch.get_num_threads()} by default; [engine] threads and [training] threads decide",
+        },
+    }
+
+
+def _version(package: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed" + (' (pip install "headrace[tasks]")' if package == "reasoning-gym" else "")

@@ -30,11 +30,6 @@ class InputLine(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     n: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command()(generate)
-
-
 def generate(
     model_dir: Annotated[str, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face directory.")],
     input_: Annotated[str, typer.Option("--input", help="JSON lines: token_ids or text, max_tokens, temperature, ...")],

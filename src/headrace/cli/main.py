@@ -9,21 +9,7 @@ import sys
 
 import typer
 
-from headrace.cli import (
-    audit,
-    bench,
-    check,
-    doctor,
-    export,
-    gateway,
-    generate,
-    ledger,
-    replay,
-    report,
-    rollouts,
-    stall,
-    train,
-)
+from headrace.cli import bench, check, generate, review, train
 from headrace.errors import HeadraceError, PeerDied, UserError
 
 app = typer.Typer(
@@ -33,19 +19,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-train.register(app)
-check.register(app)
-gateway.register(app)
-generate.register(app)
+app.command()(train.train)
+app.command()(train.resume)
+app.command()(check.check)
+app.command()(train.gateway)
+app.command()(generate.generate)
 bench.register(app)
-report.register(app)
-ledger.register(app)
-rollouts.register(app)
-audit.register(app)
-replay.register(app)
-stall.register(app)
-export.register(app)
-doctor.register(app)
+app.command()(review.report)
+app.command()(review.ledger)
+app.command()(review.rollouts)
+app.command()(review.audit)
+app.command()(review.replay)
+app.command()(review.stall)
+app.command()(review.export)
+app.command()(check.doctor)
 
 
 def main() -> None:

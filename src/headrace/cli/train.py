@@ -1,4 +1,4 @@
-"""`headrace train` starts a run, and `headrace resume` continues one."""
+"""`headrace train` starts a run, `headrace resume` continues one, `headrace gateway` takes agents from outside."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from headrace.cli.options import AsJson, ConfigPath, RunPath, Settings
+from headrace.errors import UserError
 
 if TYPE_CHECKING:
     from headrace.pipeline.launch import Outcome
 
 INTERRUPTED = 130
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command()(train)
-    app.command()(resume)
 
 
 def train(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
@@ -42,6 +37,25 @@ def resume(run_dir: RunPath, settings: Settings = None, as_json: AsJson = False)
     from headrace.pipeline.launch import resume_run
 
     end(resume_run(run_dir, make_progress("auto", Console(stderr=as_json)), settings or []), as_json)
+
+
+def gateway(config: ConfigPath, settings: Settings = None, as_json: AsJson = False) -> None:
+    """Train with agents from outside, as CONFIG says: serve OpenAI's API and offer sessions at POST /v1/sessions."""
+    import msgspec
+    from rich.console import Console
+
+    from headrace.config import AgentTaskConfig, load_config
+    from headrace.observe.progress import make_progress
+    from headrace.pipeline.launch import start_run
+
+    loaded = load_config(config, settings or [])
+    if not isinstance(loaded.task, AgentTaskConfig):
+        kind = type(loaded.task).__struct_config__.tag
+        raise UserError(f'headrace gateway needs [task] kind = "agent", not "{kind}"')
+    task = msgspec.structs.replace(loaded.task, agent=None, command=[])
+    loaded = msgspec.structs.replace(loaded, task=task)
+    progress = make_progress(loaded.observe.display, Console(stderr=as_json), title=loaded.run.name)
+    end(start_run(loaded, progress), as_json)
 
 
 def end(outcome: Outcome, as_json: bool) -> None:

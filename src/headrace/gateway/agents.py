@@ -1,18 +1,22 @@
-"""The run's own agents run in worker processes. An agent that hangs, raises or dies fails its rollouts, never the run.
+"""The task of agents, and the worker processes that run the run's own agents.
 
-A worker runs several agents at a time. When one of them exceeds its time, the worker gets no new agents. Once its other
-agents have ended, the worker is killed together with everything that it started, and a new worker replaces it.
+An agent that hangs, raises or dies fails its rollouts, never the run. A worker runs several agents at a time. When one
+of them exceeds its time, the worker gets no new agents. Once its other agents have ended, the worker is killed together
+with everything that it started, and a new worker replaces it.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from typing import NoReturn
 
 from headrace.channel.frames import encode
 from headrace.channel.pipes import CLOSE_SECONDS
 from headrace.channel.worker_pool import PoolClosed, WorkerDied, WorkerPool
-from headrace.errors import ConfigError
-from headrace.gateway.messages import AgentResult, AgentSetup, Job
+from headrace.errors import ConfigError, HeadraceError
+from headrace.gateway.agent_main import AgentResult, AgentSetup, Job
+from headrace.tasks.base import written_answer
+from headrace.types import Prompt
 
 
 class AgentError(Exception):
@@ -22,18 +26,14 @@ class AgentError(Exception):
 class AgentPool:
     """A pool of `workers` processes that run `concurrency` agents each. Further agents wait for a place."""
 
-    def __init__(self, setup: AgentSetup, *, workers: int, concurrency: int, log: Path | None = None) -> None:
-        """Make a pool without starting workers.
-
-        What agents print goes to `log`, or to this process's standard error.
-        """
+    def __init__(self, setup: AgentSetup, *, workers: int, concurrency: int) -> None:
+        """Make a pool without starting workers. What agents print goes to this process's standard error."""
         self._pool = WorkerPool(
             "headrace.gateway.agent_main",
             setup,
             workers=workers,
             concurrency=concurrency,
             grace=CLOSE_SECONDS,  # A worker that runs commands ends the commands when its pipe ends.
-            log=log,
         )
         self.places = self._pool.places
         """The places for agents. A caller waits for a place at most as long as the sessions before it may last."""
@@ -73,3 +73,42 @@ class AgentPool:
 
 def _refusal(error: ConfigError) -> str:
     return f"[task] agent: {error}"
+
+
+class AgentTask:
+    """A `Task` whose episodes are sessions of the gateway. The task owns its agents: closing the task ends them."""
+
+    def __init__(
+        self,
+        train: Sequence[Prompt],
+        heldout: Sequence[Prompt],
+        agents: AgentPool | None,
+        *,
+        timeout: float,
+        demonstration_field: str | None = None,
+    ) -> None:
+        """Make a task. Without `agents`, agents from outside take the sessions."""
+        self.train = train
+        self.heldout = heldout
+        self.agents = agents
+        self.timeout = timeout
+        """Seconds in which a session must have its reward."""
+        self._demonstration_field = demonstration_field
+
+    def episode(self, prompt: Prompt) -> NoReturn:
+        """Raise `HeadraceError`: there is no environment, because agents take their turns through the gateway."""
+        raise HeadraceError("the rollouts of agents come from the gateway, not from an environment")
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        """Return the correct answer from the prompt's data, if there is one as text or as a number."""
+        return written_answer(prompt, self._demonstration_field)
+
+    async def start(self) -> None:
+        """Start the agents' workers."""
+        if self.agents is not None:
+            await self.agents.start()
+
+    async def close(self) -> None:
+        """End the agents. Idempotent."""
+        if self.agents is not None:
+            await self.agents.close()

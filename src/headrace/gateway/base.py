@@ -1,6 +1,6 @@
 """What the parts of the gateway share: errors, the chat format, and the result of an agent's session.
 
-    agent ──HTTP──▶ server ──▶ requests ──▶ completions ──▶ engines
+    agent ──HTTP──▶ server ──▶ openai_format ──▶ completions ──▶ engines
                       │                          │
                       └──── session ◀── conversation (tokens, log-probabilities, versions)
                                │
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from headrace.rollouts.base import AnyEpisode, EpisodePlan
+from headrace.rollouts.base import AnyEpisode, ChatFormat, EpisodePlan
 from headrace.scoring.base import Scoring
 from headrace.types import Int32Array
 
@@ -42,13 +42,8 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class Chat(Protocol):
-    """A `rollouts.ChatFormat` that supports tools."""
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens with which the model ends its turn."""
-        ...
+class Chat(ChatFormat, Protocol):
+    """A chat format that supports tools."""
 
     def open(self, messages: Sequence[Mapping[str, Any]], *, tools: Tools = None) -> Int32Array:
         """Return the tokens of the opening messages, up to the start of the policy's first turn."""
@@ -56,10 +51,6 @@ class Chat(Protocol):
 
     def continue_(self, messages: Sequence[Mapping[str, Any]], *, ended: bool, tools: Tools = None) -> Int32Array:
         """Return the tokens to append after the policy's turn, up to the start of its next turn."""
-        ...
-
-    def encode(self, text: str) -> Int32Array:
-        """Return the tokens of a text, without a chat template."""
         ...
 
     def decode(self, token_ids: Sequence[int] | Int32Array) -> str:

@@ -9,41 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
-from headrace.engines.base import Request, Sampler, Sampling
-from headrace.errors import ModelError
+from headrace.engines.base import Delta, Request, Sampler, Sampling, closing_deltas
+from headrace.errors import HeadraceError, ModelError
+from headrace.gateway.answers import Answered, StreamedAnswer
 from headrace.gateway.base import ApiError, Chat
 from headrace.gateway.conversation import Conversation, Opening
-from headrace.gateway.requests import CompletionRequest
-from headrace.gateway.sampling import EngineFailure, sample
+from headrace.gateway.openai_format import CompletionRequest
 from headrace.gateway.session import Session, turn_sampling
-from headrace.gateway.streamed_answer import StreamedAnswer
 from headrace.rollouts.base import derive_seed
 
 Say = Callable[[int, str, StreamedAnswer], Awaitable[None]]
 """A callback that gets a choice's number, its next piece of text, and the whole answer so far."""
 
-
 END_SECONDS = 10.0
 """Seconds for telling the engines that nobody waits for an answer any more."""
+FRUITLESS_RESUMES = 100
+"""After this many aborts in a row without a token between them, the turn fails."""
 
 
-@dataclass(frozen=True)
-class Answered:
-    """All answers to one request."""
-
-    prompt_tokens: int
-    choices: list[StreamedAnswer] = field(default_factory=list)
-
-    @property
-    def completion_tokens(self) -> int:
-        """The number of sampled tokens, over all choices."""
-        return sum(len(choice) for choice in self.choices)
+class EngineFailure(Exception):
+    """The engines could not answer. The text says why, in one line."""
 
 
 class Completions:
@@ -213,3 +204,52 @@ class Completions:
         if want.seed is not None and "seed" not in self._noted:
             self._noted.add("seed")
             self._note("an agent gives a seed; the noise of a session follows from [run] seed")
+
+
+async def sample(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
+    """Yield the deltas of a turn, sampled with as many requests as it needs. Raises `EngineFailure`.
+
+    An aborted request is resumed from its prefix. The last delta has `finish` "stop" or "length".
+    """
+    limit = request.sampling.max_tokens
+    token_ids = request.token_ids
+    attempt = sampled = fruitless = 0
+    while True:
+        before = sampled
+        asked = msgspec.structs.replace(
+            request,
+            id=f"{request.id}/{attempt}",
+            token_ids=token_ids,
+            sampling=msgspec.structs.replace(request.sampling, max_tokens=limit - sampled),
+        )
+        attempt += 1
+        # Closing this iterator early must also close the engine's iterator, which aborts the request in the engine.
+        async with aclosing(_deltas(engine, asked)) as deltas:
+            async for delta in deltas:
+                sampled += len(delta.token_ids)
+                token_ids = np.concatenate([token_ids, np.asarray(delta.token_ids, np.int32)])
+                if delta.finish == "aborted":
+                    delta = msgspec.structs.replace(delta, finish="length" if sampled == limit else None)
+                yield delta
+                if delta.finish is not None:
+                    return
+        fruitless = fruitless + 1 if sampled == before else 0
+        if fruitless > FRUITLESS_RESUMES:
+            raise EngineFailure(f"{engine.name} aborted {fruitless} times in a row without a token")
+
+
+async def _deltas(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
+    """Yield the deltas of one request up to its finish. Raises `EngineFailure` if the request fails."""
+    finished = False
+    try:
+        async with closing_deltas(engine.generate(request)) as deltas:
+            async for delta in deltas:
+                if delta.finish == "failed":
+                    raise EngineFailure(f"{engine.name}: {delta.error or 'failed without a reason'}")
+                finished = delta.finish is not None
+                yield delta
+                if finished:
+                    return
+    except HeadraceError as error:
+        raise EngineFailure(f"{engine.name}: {error}") from error
+    raise EngineFailure(f"{engine.name}: the stream ended without a finish")

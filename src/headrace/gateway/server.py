@@ -23,12 +23,11 @@ import msgspec
 from aiohttp import web
 
 from headrace.errors import UserError
+from headrace.gateway.answers import StreamedAnswer
 from headrace.gateway.base import ApiError, Chat, Reward
 from headrace.gateway.completions import Completions
-from headrace.gateway.requests import CompletionRequest, chat_request, completion_request
-from headrace.gateway.responses import ResponseShape
+from headrace.gateway.openai_format import CompletionRequest, ResponseShape, chat_request, completion_request
 from headrace.gateway.session import Session, Sessions
-from headrace.gateway.streamed_answer import StreamedAnswer
 
 LARGEST_BODY = 64 * 2**20
 CLOSE_SECONDS = 2.0

@@ -1,13 +1,13 @@
 """Charts as SVG text: pure functions from numbers to markup, without scripts and without styles except class names.
 
-Colours and fonts come from the page's CSS (`page.py`), so one chart fits light and dark mode. Every mark that stands
-for a number carries the number as a `<title>`, which browsers show on hover.
+Colours and fonts come from the page's CSS (`report.html.jinja`), so one chart fits light and dark mode. Every mark that
+stands for a number carries the number as a `<title>`, which browsers show on hover.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from itertools import pairwise
 
@@ -31,6 +31,16 @@ class Series(msgspec.Struct, frozen=True, kw_only=True):
 FEW = 12
 
 
+class Drawing(msgspec.Struct, frozen=True):
+    """A chart as a page shows it."""
+
+    svg: str
+    keys: list[tuple[str, str]] = []
+    """The legend: pairs of a colour and what it stands for."""
+    wide: bool = False
+    """Whether the chart keeps its width on a narrow page, which scrolls it."""
+
+
 class Frame:
     """The rectangle of the plot, and its two scales."""
 
@@ -52,21 +62,33 @@ class Frame:
         low, high = self.y_range
         return self.bottom - (self.bottom - self.top) * (value - low) / (high - low)
 
-    def axes(self, x_label: str, y_label: str, *, whole_x: bool = True) -> str:
-        """Draw grid lines, ticks and labels."""
+    def grid(self, ticks: Sequence[float], label: Callable[[float], str]) -> str:
+        """Draw a horizontal line and a label at each tick."""
         parts = []
-        for tick in nice_ticks(*self.y_range, count=max(3, self.height // 45)):
+        for tick in ticks:
             y = self.y(tick)
             parts.append(f'<line class="grid" x1="{self.left}" x2="{self.right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text class="tick end" x="{self.left - 8}" y="{y + 4:.1f}">{tick_label(tick)}</text>')
+            parts.append(f'<text class="tick end" x="{self.left - 8}" y="{y + 4:.1f}">{label(tick)}</text>')
+        return "".join(parts)
+
+    def floor(self) -> str:
+        """Draw the x axis."""
+        return f'<line class="axis" x1="{self.left}" x2="{self.right}" y1="{self.bottom}" y2="{self.bottom}"/>'
+
+    def x_label(self, label: str) -> str:
+        """Draw the label of the x axis."""
+        middle = (self.left + self.right) / 2
+        return f'<text class="label mid" x="{middle:.0f}" y="{self.height - 4}">{escape(label)}</text>'
+
+    def axes(self, x_label: str, y_label: str) -> str:
+        """Draw grid lines, ticks at whole x values, and labels."""
+        parts = [self.grid(nice_ticks(*self.y_range, count=max(3, self.height // 45)), tick_label)]
         x_ticks = nice_ticks(*self.x_range, count=max(3, self.width // 75))
-        for tick in (t for t in x_ticks if not whole_x or t == round(t)):
+        for tick in (t for t in x_ticks if t == round(t)):
             x = self.x(tick)
             parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{self.bottom}" y2="{self.bottom + 4}"/>')
             parts.append(f'<text class="tick mid" x="{x:.1f}" y="{self.bottom + 17}">{tick_label(tick)}</text>')
-        parts.append(f'<line class="axis" x1="{self.left}" x2="{self.right}" y1="{self.bottom}" y2="{self.bottom}"/>')
-        middle = (self.left + self.right) / 2
-        parts.append(f'<text class="label mid" x="{middle:.0f}" y="{self.height - 4}">{escape(x_label)}</text>')
+        parts += [self.floor(), self.x_label(x_label)]
         across = (self.top + self.bottom) / 2
         parts.append(
             f'<text class="label mid" transform="translate(10 {across:.0f}) rotate(-90)">{escape(y_label)}</text>'
@@ -144,11 +166,7 @@ def bar_chart(
     frame = Frame(width, height, (-0.5, last + 1.0), (0.0, max(shares.values(), default=0.0) * 1.12 or 1.0))
     slot = (frame.right - frame.left) / (last + 1.5)
     thick = min(64.0, slot * 0.72)
-    parts = []
-    for tick in nice_ticks(*frame.y_range, count=4):
-        y = frame.y(tick)
-        parts.append(f'<line class="grid" x1="{frame.left}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick end" x="{frame.left - 8}" y="{y + 4:.1f}">{100 * tick:g}%</text>')
+    parts = [frame.grid(nice_ticks(*frame.y_range, count=4), lambda tick: f"{100 * tick:g}%")]
     every = max(1, math.ceil((last + 1) / 16))
     for key in range(last + 1):
         x, share = frame.x(key), shares.get(key, 0.0)
@@ -161,21 +179,14 @@ def bar_chart(
                 parts.append(f'<text class="tick mid" x="{x:.1f}" y="{top - 5:.1f}">{percent_label(share)}</text>')
         if key % every == 0:
             parts.append(f'<text class="tick mid" x="{x:.1f}" y="{frame.bottom + 17}">{key}</text>')
-    parts.append(f'<line class="axis" x1="{frame.left}" x2="{frame.right}" y1="{frame.bottom}" y2="{frame.bottom}"/>')
+    parts.append(frame.floor())
     if bound is not None:
         x = frame.x(bound + 0.5)
         parts.append(f'<line class="bound" x1="{x:.1f}" x2="{x:.1f}" y1="{frame.top - 6}" y2="{frame.bottom}"/>')
         side, shift = ("end", -6) if x > width * 0.7 else ("", 6)
         parts.append(f'<text class="note {side}" x="{x + shift:.1f}" y="{frame.top + 2}">bound {bound}</text>')
-    middle = (frame.left + frame.right) / 2
-    parts.append(f'<text class="label mid" x="{middle:.0f}" y="{height - 4}">{escape(x_label)}</text>')
+    parts.append(frame.x_label(x_label))
     return svg(width, height, name, "".join(parts))
-
-
-def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Draw a row of colour keys from (tone, label) pairs."""
-    keys = "".join(f'<span><i class="key {tone}"></i>{escape(label)}</span>' for tone, label in entries)
-    return f'<div class="legend">{keys}</div>'
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:

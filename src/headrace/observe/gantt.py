@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.observe.charts import legend, nice_ticks, svg
+from headrace.observe.charts import Drawing, nice_ticks, svg
 from headrace.observe.clock import duration
 from headrace.observe.timeline import TimelineSpan, read_timeline
 
@@ -95,7 +95,7 @@ def _rank(process: str) -> tuple[int, str]:
     return order.get(process.split("-")[0], 2), process
 
 
-def overview(activity: TimelineActivity, marks: list[tuple[float, str]]) -> str:
+def overview(activity: TimelineActivity, marks: list[tuple[float, str]]) -> Drawing:
     """Draw the whole run with one strip per process, as high as it was busy. `marks` are moments with a label."""
     top = 20
     bottom = top + len(activity.busy) * (ROW + GAP)
@@ -125,10 +125,10 @@ def overview(activity: TimelineActivity, marks: list[tuple[float, str]]) -> str:
             f'<text class="note {side}" x="{x + (-6 if side else 6):.1f}" y="{top - 6}">{escape(label)}</text>'
         )
     parts.append(_time_axis(0.0, activity.seconds, bottom))
-    return _wide(svg(WIDTH, bottom + 30, "How busy each process was over the run", "".join(parts)))
+    return Drawing(svg(WIDTH, bottom + 30, "How busy each process was over the run", "".join(parts)), wide=True)
 
 
-def close_up(activity: TimelineActivity) -> str:
+def close_up(activity: TimelineActivity) -> Drawing:
     """Draw the window: every span with its name, waits as thin bars, and a legend."""
     begin, end = activity.window
     tones = _tones_of_names(activity)
@@ -157,7 +157,7 @@ def close_up(activity: TimelineActivity) -> str:
     keys = [(tone, name) for name, tone in tones.items()]
     keys += [("other", "other work")] if any(s.busy and s.name not in tones for s in activity.spans) else []
     keys += [("wait", "waiting")] if any(not span.busy for span in activity.spans) else []
-    return _wide(svg(WIDTH, bottom + 30, "What each process did, span by span", "".join(parts))) + legend(keys)
+    return Drawing(svg(WIDTH, bottom + 30, "What each process did, span by span", "".join(parts)), keys, wide=True)
 
 
 def _tones_of_names(activity: TimelineActivity) -> dict[str, str]:
@@ -205,7 +205,3 @@ def _time_axis(begin: float, end: float, y: float) -> str:
         label = duration(tick) if tick >= 60 and tick == round(tick) else f"{tick:g} s"
         parts.append(f'<text class="tick mid" x="{x:.1f}" y="{y + 14}">{label}</text>')
     return "".join(parts)
-
-
-def _wide(chart: str) -> str:
-    return f'<div class="scroll">{chart}</div>'

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.observe.trackers.feed import Trackers
+from headrace.observe.trackers import Trackers
+from headrace.types import Group, without_republished
 
 
 class MetricsLog:
@@ -72,6 +73,29 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             if isinstance(record, dict):
                 records.append(record)
     return records
+
+
+def describe_end(group: Group, outcome: str, version: int, republished: Sequence[int] = ()) -> dict[str, Any]:
+    """Describe how a group ended, as a record: the length of its answers, the difficulty of its prompt, and its age.
+
+    A version that was published again makes no group older.
+    """
+    usable = group.usable
+    rewards = [rollout.reward for rollout in usable if rollout.reward is not None]
+    oldest = [trace.oldest_version for rollout in usable for trace in rollout.traces if trace.trained.any()]
+
+    def behind(older: int) -> int:
+        return int(without_republished(version, republished) - without_republished(older, republished))
+
+    return {
+        "group": group.id,
+        "outcome": outcome,
+        "tokens": float(np.mean([rollout.sampled_tokens for rollout in usable])) if usable else None,
+        "longest": max((rollout.sampled_tokens for rollout in usable), default=None),
+        "reward": float(np.mean(rewards)) if rewards else None,
+        "age": behind(group.version),
+        "lag": behind(min(oldest)) if oldest else None,
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -1,31 +1,31 @@
 """The progress display of a run: a live panel, plain lines, or nothing. It takes almost no CPU time.
 
 All three displays take the same snapshots. The cores of the machine belong to engines and trainers, so a display draws
-at most a few times a second, however often it is updated.
+at most a few times a second, however often it is updated. No display has a thread of its own, so it costs nothing while
+nobody updates it, and cannot slow an engine down.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from copy import copy
 from typing import Literal, Protocol
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from headrace.observe.clock import compact, duration
-from headrace.observe.live import LiveProgress
 from headrace.observe.snapshot import ProcessActivity, Rates, RunSnapshot
 
-__all__ = [
-    "LiveProgress",
-    "NoProgress",
-    "PlainProgress",
-    "ProcessActivity",
-    "Progress",
-    "RunSnapshot",
-    "make_progress",
-]
+LABEL, QUIET, STRONG = "cyan", "dim", "bold"
+MAX_PROCESSES = 10
+MAX_LAGS = 8
+PHASE_STYLES = {"training": "green", "evaluating": "magenta", "draining": "yellow", "done": "green"}
 
 
 class Progress(Protocol):
@@ -126,6 +126,196 @@ def plain_line(snapshot: RunSnapshot, rates: Rates) -> str:
     if snapshot.message:
         parts.append(snapshot.message)
     return " · ".join(parts)
+
+
+class Glyphs:
+    """The characters that bars are made of. Plain characters are used where the terminal has no others."""
+
+    def __init__(self, *, ascii_only: bool) -> None:
+        self.full, self.empty = ("#", "-") if ascii_only else ("━", "─")
+        self.levels = "_.:-=+*#" if ascii_only else "▁▂▃▄▅▆▇█"
+        self.arrow, self.bound = ("->", "|") if ascii_only else ("→", "┃")
+        self.dot = "-" if ascii_only else "·"
+
+    def bar(self, fraction: float, width: int, style: str) -> Text:
+        """Return a horizontal bar."""
+        filled = round(min(1.0, max(0.0, fraction)) * width)
+        return Text.assemble((self.full * filled, style), (self.empty * (width - filled), QUIET))
+
+    def level(self, fraction: float) -> str:
+        """Return one character whose height is the fraction."""
+        return self.levels[min(len(self.levels) - 1, int(max(0.0, fraction) * len(self.levels)))]
+
+    def sparkline(self, values: list[float]) -> str:
+        """Return one character per value, scaled between the smallest and the largest value."""
+        if not values:
+            return ""
+        low, high = min(values), max(values)
+        return "".join(self.level((value - low) / (high - low) if high > low else 0.5) for value in values)
+
+
+class LiveProgress:
+    """A display that is one panel in the terminal, drawn at most twice a second and only when it is updated."""
+
+    SECONDS_BETWEEN = 0.5
+    SPARKS = 40
+
+    def __init__(
+        self, console: Console, *, title: str = "headrace", clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console
+        self._title = title
+        self._clock = clock
+        self._glyphs = Glyphs(ascii_only=console.options.ascii_only)
+        self._live = Live(console=console, auto_refresh=False)
+        self._rates = Rates()
+        self._started = clock()
+        self._drawn: float | None = None
+        self._snapshot: RunSnapshot | None = None
+        self._rewards: deque[float] = deque(maxlen=self.SPARKS)
+        self._heldout: list[float] = []
+
+    def start(self) -> None:
+        """Take over the terminal."""
+        self._started = self._clock()
+        self._live.start()
+
+    def update(self, snapshot: RunSnapshot) -> None:
+        """Store the snapshot, and draw it unless the last drawing is too recent."""
+        now = self._clock()
+        # A copy, because the controller fills the same struct again and again.
+        last, self._snapshot = self._snapshot, copy(snapshot)
+        self._rates.add(now, snapshot)
+        if snapshot.reward is not None and (last is None or last.step != snapshot.step):
+            self._rewards.append(snapshot.reward)
+        if snapshot.heldout is not None and (last is None or last.heldout != snapshot.heldout):
+            self._heldout.append(snapshot.heldout)
+        if self._drawn is None or now - self._drawn >= self.SECONDS_BETWEEN:
+            self._draw(now)
+
+    def note(self, line: str) -> None:
+        """Print a line above the panel."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        """Draw the last state and leave it on the screen."""
+        if self._live.is_started:
+            if self._snapshot is not None:
+                self._draw(self._clock())
+            self._live.stop()
+
+    def _draw(self, now: float) -> None:
+        self._drawn = now
+        if self._snapshot is not None:
+            self._live.update(self.render(self._snapshot, now), refresh=self._live.is_started)
+
+    def render(self, snapshot: RunSnapshot, now: float) -> RenderableType:
+        """Return the panel for a snapshot."""
+        bar_width = max(10, min(40, self._console.width - 52))
+        processes = self._processes(snapshot, bar_width)
+        table = Table.grid(padding=(0, 2))
+        # On a narrow terminal, values are cut but their labels are not.
+        table.add_column(style=LABEL, no_wrap=True, min_width=max([8, *[len(name) for name, _ in processes]]))
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        table.add_row("version", self._versions(snapshot, now, bar_width))
+        table.add_row("reward", self._reward(snapshot))
+        table.add_row("held-out", self._heldout_line())
+        table.add_row("tokens", self._tokens(snapshot))
+        table.add_row("lag", self._lag(snapshot))
+        table.add_row("buffer", self._buffer(snapshot, bar_width))
+        for name, cells in processes:
+            table.add_row(name, cells)
+        parts: list[RenderableType] = [table]
+        if snapshot.message:
+            parts.append(Text(snapshot.message, style="yellow"))
+        phase = Text(f" {snapshot.phase} ", style=f"bold {PHASE_STYLES.get(snapshot.phase, 'blue')}")
+        title = Text.assemble((f" {self._title} ", STRONG), (self._glyphs.dot, QUIET), phase)
+        width = min(self._console.width, 104)
+        return Panel(
+            Group(*parts), title=title, title_align="left", border_style="bright_black", padding=(0, 1), width=width
+        )
+
+    def _versions(self, snapshot: RunSnapshot, now: float, width: int) -> Text:
+        total = snapshot.versions_total
+        fraction = snapshot.version / total if total else 0.0
+        text = Text.assemble(self._glyphs.bar(fraction, width, "green"), f" {snapshot.version}/{total}")
+        text.append(f"  {100 * fraction:.0f}%", STRONG)
+        text.append(f"  {duration(now - self._started)}", QUIET)
+        left = self._rates.seconds_left
+        if left is not None and snapshot.phase == "training":
+            text.append(f"  {duration(left)} left")
+        return text
+
+    def _reward(self, snapshot: RunSnapshot) -> Text:
+        if snapshot.reward is None:
+            return Text("none yet", QUIET)
+        text = Text().append(f"{snapshot.reward:.3f}", STRONG)
+        if snapshot.reward_mean is not None:
+            text.append(f"  mean {snapshot.reward_mean:.3f}")
+        return text.append("  ").append(self._glyphs.sparkline(list(self._rewards)), "green")
+
+    def _heldout_line(self) -> Text:
+        if not self._heldout:
+            return Text("none yet", QUIET)
+        shown = self._heldout if len(self._heldout) <= 6 else [self._heldout[0], *self._heldout[-5:]]
+        text = Text()
+        for index, value in enumerate(shown):
+            if index:
+                skipped = index == 1 and len(shown) < len(self._heldout)
+                text.append(f" {self._glyphs.arrow} {'... ' if skipped else ''}", QUIET)
+            text.append(f"{value:.3f}", STRONG if index == len(shown) - 1 else "")
+        return text
+
+    def _tokens(self, snapshot: RunSnapshot) -> Text:
+        text = Text()
+        pairs = (
+            ("generated", self._rates.generated, snapshot.generated_tokens),
+            ("trained", self._rates.trained, snapshot.trained_tokens),
+        )
+        for index, (verb, rate, total) in enumerate(pairs):
+            text.append("    " if index else "").append(f"{verb} ")
+            text.append(f"{compact(rate or 0.0)}/s", STRONG).append(f" ({compact(total)})", QUIET)
+        return text
+
+    def _lag(self, snapshot: RunSnapshot) -> Text:
+        tokens = sum(snapshot.lag_histogram.values())
+        if not tokens:
+            return Text("nothing trained yet", QUIET)
+        text = Text()
+        top = max(snapshot.lag_histogram)
+        last = max(top, snapshot.lag_bound or 0)
+        for lag in range(min(last, MAX_LAGS - 1) + 1):
+            share = snapshot.lag_histogram.get(lag, 0) / tokens
+            over = snapshot.lag_bound is not None and lag > snapshot.lag_bound
+            text.append(f"{lag} ", QUIET)
+            text.append(self._glyphs.level(share) if share else " ", "red" if over else "blue")
+            text.append(f"{100 * share:3.0f}%  ")
+            if lag == snapshot.lag_bound:
+                text.append(f"{self._glyphs.bound} ", "yellow")
+        text.append(f"mean {snapshot.lag_mean:.2f}  max {snapshot.lag_max}")
+        if snapshot.lag_bound is not None:
+            text.append(f"  bound {snapshot.lag_bound}", "yellow")
+        return text
+
+    def _buffer(self, snapshot: RunSnapshot, width: int) -> Text:
+        fraction = snapshot.in_flight / snapshot.capacity if snapshot.capacity else 0.0
+        text = self._glyphs.bar(fraction, width, "blue")
+        text.append(f" {snapshot.in_flight}/{snapshot.capacity} groups in flight")
+        return text.append(f", {snapshot.ready} ready", QUIET)
+
+    def _processes(self, snapshot: RunSnapshot, width: int) -> list[tuple[str, Text]]:
+        shown = sorted(snapshot.processes.items())
+        lines = [(name, self._process(activity, width)) for name, activity in shown[:MAX_PROCESSES]]
+        rest = shown[MAX_PROCESSES:]
+        if rest:
+            busy = sum(activity.busy_fraction for _, activity in rest) / len(rest)
+            lines.append((f"+ {len(rest)} more", self._process(ProcessActivity(busy_fraction=busy), width)))
+        return lines
+
+    def _process(self, activity: ProcessActivity, width: int) -> Text:
+        text = self._glyphs.bar(activity.busy_fraction, width, "green")
+        text.append(f" {100 * min(1.0, max(0.0, activity.busy_fraction)):3.0f}% busy")
+        return text.append(f"  {activity.phase}", QUIET)
 
 
 def make_progress(

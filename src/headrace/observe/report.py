@@ -1,32 +1,33 @@
-"""The page of a run, drawn from plain data. The page fetches nothing and runs no script.
+"""The page of a run. This module computes and draws what the page shows; `report.html.jinja` lays it out.
 
-If a run left something out (an evaluation, a timeline, its own end), the page says that it is missing and shows the
-rest.
+The page fetches nothing and runs no script. If a run left something out (an evaluation, a timeline, its own end), the
+page says that it is missing and shows the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from html import escape
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import msgspec
 
 from headrace.observe import charts, gantt
-from headrace.observe.charts import Series
+from headrace.observe.charts import Drawing, Series
 from headrace.observe.clock import compact, duration
-from headrace.observe.composition import composition
-from headrace.observe.curves import lag, learning
-from headrace.observe.ledgers import STATES
-from headrace.observe.page import card, columns, nothing, page, section, stack, table, tile
 from headrace.observe.records import DeliveryRecord, EndedGroup, SampleRecord, StepRecord
-from headrace.observe.summary import number, percent, whole
+from headrace.observe.summary import STATES, number, percent, whole
 from headrace.observe.timeline import timeline_started
 
 MOST_SAMPLES = 8
-NO_ANSWER = '<span class="soft">no answer recorded</span>'
+QUARTERS = 4
+
+Titled = tuple[str, Drawing | None]
+"""A title and its drawing; None if there is nothing to draw."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +41,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The summary, as in `summary.json`."""
     steps: Sequence[StepRecord]
     lag_tokens: dict[int, int]
+    """Lag -> the number of trained tokens with this lag."""
     groups: Sequence[EndedGroup]
     training: tuple[float, float] | None
     """When training began and ended."""
@@ -53,101 +55,236 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def draw(report: Report) -> str:
     """Return the whole page."""
+    return templates().get_template("report.html.jinja").render(values(report))
+
+
+@cache
+def templates() -> jinja2.Environment:
+    """Return the templates beside this file. Everything that they show is escaped, unless they say otherwise."""
+    found = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for format_number in (compact, duration, number, percent, whole, thousands):
+        found.filters[format_number.__name__] = format_number
+    return found
+
+
+def thousands(count: int) -> str:
+    """Format a count with its thousands apart."""
+    return f"{count:,}"
+
+
+def values(report: Report) -> dict[str, Any]:
+    """Return everything that the template shows, by the names that it uses."""
     summary = report.summary
-    name = str(summary["name"] or report.directory)
-    body = [
-        _header(name, report.meta, summary),
-        _tiles(summary),
-        learning(report.steps, summary),
-        lag(report.lag_tokens, summary),
-        composition(report.groups),
-        _processes(report.timeline, report.meta, report.training, report.steps),
-        _ledgers(summary),
-        _deliveries(report.deliveries),
-        _samples(report.samples),
-        _config(report.config),
-        "<footer>Computed from journal.db, timeline.json and config.toml in the run's directory.</footer>",
+    ledger, most, bound = summary["ledger"], summary["lag_max"], summary["lag_bound"]
+    started = report.meta.get("started", report.meta.get("train_started"))
+    # Usually one step makes one version, and then both charts share their axis.
+    axis = "version" if len({step.version for step in report.steps}) == len(report.steps) else "step"
+    return {
+        "report": report,
+        "summary": summary,
+        "name": str(summary["name"] or report.directory),
+        "started": None if started is None else datetime.fromtimestamp(started).strftime("%Y-%m-%d %H:%M"),
+        "balanced": ledger["admitted"] == sum(ledger[state] for state in STATES),
+        "over_bound": most is not None and bound is not None and most > bound,
+        "reward": _reward(report.steps, axis),
+        "heldout": _heldout(summary["evaluations"]),
+        "optimizer": [
+            _of_steps(report.steps, axis, "Loss", "loss", "b", from_zero=False),
+            _of_steps(report.steps, axis, "Gradient norm", "grad_norm", "c"),
+            _of_steps(report.steps, axis, "Seconds per step", "seconds", "a"),
+        ],
+        "lag": _lag(report.lag_tokens, bound),
+        "lag_facts": _lag_facts(report.lag_tokens, summary),
+        "composition": [
+            ("By length", "tokens of an answer", _composition(quarters(report.groups, "tokens"))),
+            ("By difficulty", "mean reward", _composition(quarters(report.groups, "reward"))),
+            ("By outcome", "outcome", _composition(outcomes(report.groups))),
+        ],
+        "processes": _processes(report),
+        "ledgers": [
+            [what, *[thousands(summary[key][state]) for state in ("admitted", *STATES)]]
+            for what, key in (("groups", "ledger"), ("rollouts", "ledger_rollouts"))
+        ],
+        "reasons": [
+            [reason or "no reason recorded", f"{what} {state}", thousands(count)]
+            for what, reasons in (("groups", summary["reasons"]), ("rollouts", summary["reasons_rollouts"]))
+            for state in ("dropped", "failed")
+            for reason, count in reasons[state].items()
+        ],
+        "deliveries": [
+            _of_deliveries(report.deliveries, "Canary error", "canary_error", "nats"),
+            _of_deliveries(report.deliveries, "Time to stage", "stage_seconds", "s"),
+            _of_deliveries(report.deliveries, "Time to swap", "swap_seconds", "s"),
+        ],
+        "refused": [
+            [f"version {row.version} on {row.engine}: {row.reason}", "quarantined" if row.quarantined else "rejected"]
+            for row in report.deliveries
+            if not row.proved
+        ],
+        "samples": _samples(report.samples),
+    }
+
+
+# ---- learning
+
+
+def _reward(steps: Sequence[StepRecord], axis: str) -> Drawing | None:
+    points = charts.finite([(getattr(step, axis), step.reward_mean) for step in steps])
+    if not points:
+        return None
+    window = max(1, min(50, len(points) // 20))
+    each = Series(label=f"reward, {axis}", points=points, tone="faint" if window > 1 else "a")
+    mean = Series(label=f"mean of {window}", points=charts.moving_mean(points, window), hover=False)
+    # The mean is drawn first, because marks that react to the pointer must be on top.
+    lines = [mean, each] if window > 1 else [each]
+    chart = charts.line_chart(lines, name="Reward by step", x_label=axis, y_label="mean reward")
+    keys = [("faint", "each step"), ("a", f"mean of {window} steps")] if window > 1 else [("a", "each step")]
+    return Drawing(chart, keys)
+
+
+def _heldout(evaluations: list[dict[str, Any]]) -> Drawing | None:
+    if not evaluations:
+        return None
+    prompts = " or ".join(thousands(count) for count in sorted({e["prompts"] for e in evaluations}))
+    k = max(e["samples"] for e in evaluations)
+    shown = [("pass@1", "pass_1", "b", f"pass@1 on {prompts} prompts")]
+    if k > 1:
+        shown.append((f"pass@{k}", "pass_k", "c", f"pass@{k}"))
+    lines = [
+        Series(
+            label=f"{label}, version",
+            points=sorted(charts.finite([(e["version"], e[column]) for e in evaluations])),
+            tone=tone,
+            dots=True,
+        )
+        for label, column, tone, _ in shown
     ]
-    return page(f"{name} · Headrace", "".join(body))
+    chart = charts.line_chart(
+        lines, name="Held-out accuracy", x_label="version", y_label="accuracy", y_range=(0.0, 1.02)
+    )
+    return Drawing(chart, [(tone, key) for _, _, tone, key in shown])
 
 
-def _header(name: str, meta: dict[str, Any], summary: dict[str, Any]) -> str:
-    outcome = summary["outcome"]
-    tone = "" if outcome is None else "good" if outcome == "finished" else "bad"
-    pill = f'<span class="pill {tone}">{escape(str(outcome or "no end recorded"))}</span>'
-    facts = [f"{summary['steps']:,} optimizer steps", f"{compact(summary['tokens_generated'])} tokens generated"]
-    started = meta.get("started", meta.get("train_started"))
-    if started is not None:
-        facts.insert(0, datetime.fromtimestamp(started).strftime("%Y-%m-%d %H:%M"))
-    if summary["warm_start_steps"]:
-        facts.append(f"{summary['warm_start_steps']:,} supervised steps before")
-    if summary["train_seconds"] is not None:
-        facts.append(f"{duration(summary['train_seconds'])} of training")
-    head = f'<header><h1>{escape(name)}</h1>{pill}<div class="soft">{escape(" · ".join(facts))}</div></header>'
-    if outcome is not None:
-        return head
-    return head + '<p class="notice">The journal holds no end of this run: it is still going, or it was cut short.</p>'
+def _of_steps(
+    steps: Sequence[StepRecord], axis: str, title: str, column: str, tone: str, *, from_zero: bool = True
+) -> Titled:
+    """Draw one number of the optimizer steps."""
+    points = charts.finite([(getattr(step, axis), getattr(step, column)) for step in steps])
+    if not points:
+        return title, None
+    line = Series(label=f"{title.lower()}, {axis}", points=points, tone=tone)
+    chart = charts.line_chart([line], name=title, x_label=axis, width=400, height=210, from_zero=from_zero)
+    return title, Drawing(chart)
 
 
-def _tiles(summary: dict[str, Any]) -> str:
-    ledger, rate, rejected = summary["ledger"], summary["tokens_per_second"], summary["deliveries_rejected"]
-    balanced = ledger["admitted"] == sum(ledger[state] for state in STATES)
-    speed = "unknown" if rate is None else compact(rate)
-    trained = f"{compact(summary['tokens_trained'])} in all"
-    engine = f"engine {percent(summary['engine_idle_fraction'])}"
-    tiles = [
-        _heldout_tile(summary),
-        tile("Versions published", f"{summary['versions']:,}", f"{summary['steps']:,} policy steps"),
-        tile("Trained tokens per second", speed, trained),
-        tile("Trainer idle", percent(summary["trainer_idle_fraction"]), engine),
-        _lag_tile(summary),
-        tile("Ledger of groups", "balanced" if balanced else "broken", f"{ledger['admitted']:,} admitted"),
-        tile("Deliveries proved", f"{summary['deliveries_proved']:,}", f"{rejected:,} rejected"),
+# ---- lag
+
+
+def _lag(tokens: dict[int, int], bound: float | None) -> Drawing | None:
+    total = sum(tokens.values())
+    if not total:
+        return None
+    shares = {lag: count / total for lag, count in tokens.items()}
+    tips = {lag: f"lag {lag}: {count:,} tokens ({charts.percent_label(shares[lag])})" for lag, count in tokens.items()}
+    chart = charts.bar_chart(
+        shares,
+        tips,
+        name="Trained tokens by lag",
+        x_label="lag in versions",
+        bound=None if bound is None else int(bound),
+    )
+    return Drawing(chart)
+
+
+def _lag_facts(tokens: dict[int, int], summary: dict[str, Any]) -> list[list[str]]:
+    bound = summary["lag_bound"]
+    over = sum(count for lag, count in tokens.items() if bound is not None and lag > bound)
+    return [
+        ["tokens trained", thousands(sum(tokens.values()))],
+        ["tokens at lag 0", thousands(tokens.get(0, 0))],
+        ["tokens over the bound", "no bound recorded" if bound is None else thousands(over)],
+        ["mean lag", number(summary["lag_mean"], 3)],
+        ["largest lag", whole(summary["lag_max"])],
     ]
-    return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
-def _heldout_tile(summary: dict[str, Any]) -> str:
-    before, after = summary["heldout_before"], summary["heldout_after"]
-    value, note = "not evaluated", "no accuracy before or after was recorded"
-    if before is not None or after is not None:
-        value = f'{number(before)}<span class="to">→</span>{number(after)}'
-        note = "pass@1 on prompts never trained on"
-    return tile("Held-out accuracy, before and after", value, note, wide=True)
+# ---- composition: which groups were trained and which were not. Survivor bias would show here.
 
 
-def _lag_tile(summary: dict[str, Any]) -> str:
-    mean, most, bound = summary["lag_mean"], summary["lag_max"], summary["lag_bound"]
-    value = "none" if mean is None else f'{mean:.2f}<span class="to">/</span>{most}'
-    note = f"bound {whole(bound)}"
-    if most is not None and bound is not None and most > bound:
-        note += ": broken"
-    return tile("Lag, mean and max", value, note)
+def quarters(groups: Sequence[EndedGroup], key: str) -> list[tuple[str, list[EndedGroup]]]:
+    """Split the groups into up to four parts of about equal size, by the number `key`. Equal numbers stay together."""
+
+    def of(group: EndedGroup) -> float:
+        return float(getattr(group, key))
+
+    known = sorted((group for group in groups if getattr(group, key) is not None), key=of)
+    cuts = [of(known[len(known) * part // QUARTERS]) for part in range(1, QUARTERS)] if known else []
+    edges = [float("-inf"), *sorted(set(cuts)), float("inf")]
+    parts = [[group for group in known if low <= of(group) < high] for low, high in pairwise(edges)]
+    return [(_span(of(part[0]), of(part[-1])), part) for part in parts if part]
 
 
-def _processes(
-    path: Path, meta: dict[str, Any], training: tuple[float, float] | None, steps: Sequence[StepRecord]
-) -> str:
-    lead = "What is not filled is idle. The whole timeline, span by span, is timeline.json: open it in ui.perfetto.dev."
-    started = timeline_started(path) if path.exists() else None
+def outcomes(groups: Sequence[EndedGroup]) -> list[tuple[str, list[EndedGroup]]]:
+    """Return the groups by how they ended, the most frequent ending first."""
+    ends: dict[str, list[EndedGroup]] = {}
+    for group in groups:
+        ends.setdefault(group.state if group.state == "trained" else group.reason, []).append(group)
+    return sorted(ends.items(), key=lambda item: (-len(item[1]), item[0]))
+
+
+def _span(low: float, high: float) -> str:
+    return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+
+
+def _composition(parts: list[tuple[str, list[EndedGroup]]]) -> list[list[str]]:
+    """Return a line for each part: its size, the trained fraction, and the means over its groups."""
+    return [
+        [
+            name,
+            thousands(len(part)),
+            percent(sum(group.state == "trained" for group in part) / len(part)),
+            *[number(_mean(part, key), 2) for key in ("tokens", "reward", "age", "seconds")],
+        ]
+        for name, part in parts
+    ]
+
+
+def _mean(part: list[EndedGroup], key: str) -> float | None:
+    found = [float(value) for group in part if (value := getattr(group, key)) is not None]
+    return sum(found) / len(found) if found else None
+
+
+# ---- processes
+
+
+def _processes(report: Report) -> list[Titled]:
+    """Draw the timeline, whole and for a few seconds; empty if the run left none."""
+    path, training = report.timeline, report.training
+    if not path.exists():
+        return []
+    started = timeline_started(path)
     inside = None
     if started is not None and training is not None:
         inside = (training[0] - started, training[1] - started)
-    activity = gantt.read_activity(path, _window(inside, steps)) if path.exists() else None
+    activity = gantt.read_activity(path, _window(inside, report.steps))
     if activity is None:
-        return section("Processes", lead, card("Whole run", nothing("This run left no timeline.")))
+        return []
     marks = []
     if inside is not None:
         marks = [(max(0.0, inside[0]), "training begins")]
-        if meta.get("train_ended") is not None:
+        if report.meta.get("train_ended") is not None:
             marks.append((min(inside[1], activity.seconds), "ends"))
     begin, end = activity.window
-    near = f"A close look: {end - begin:.1f} s from {duration(begin)} on"
-    return section(
-        "Processes",
-        lead,
-        stack(card("Whole run, busy fraction", gantt.overview(activity, marks)), card(near, gantt.close_up(activity))),
-    )
+    return [
+        ("Whole run, busy fraction", gantt.overview(activity, marks)),
+        (f"A close look: {end - begin:.1f} s from {duration(begin)} on", gantt.close_up(activity)),
+    ]
 
 
 def _window(training: tuple[float, float] | None, steps: Sequence[StepRecord]) -> tuple[float, float] | None:
@@ -161,45 +298,10 @@ def _window(training: tuple[float, float] | None, steps: Sequence[StepRecord]) -
     return max(0.0, middle - half), middle + half
 
 
-def _ledgers(summary: dict[str, Any]) -> str:
-    lead = "Whatever was admitted is in exactly one state: admitted = trained + dropped + failed + in flight."
-    ledgers = {"groups": summary["ledger"], "rollouts": summary["ledger_rollouts"]}
-    head = ["", "admitted", *[state.replace("_", " ") for state in STATES]]
-    lines = [[what, *[f"{ledger[key]:,}" for key in ("admitted", *STATES)]] for what, ledger in ledgers.items()]
-    why = [
-        [reason or "no reason recorded", f"{what} {state}", f"{count:,}"]
-        for what, reasons in (("groups", summary["reasons"]), ("rollouts", summary["reasons_rollouts"]))
-        for state in ("dropped", "failed")
-        for reason, count in reasons[state].items()
-    ]
-    reasons = (
-        table(["reason", "what", "count"], why, left=2) if why else nothing("Nothing was dropped and nothing failed.")
-    )
-    return section("Ledger", lead, stack(card("Conservation", table(head, lines)), card("Dropped and failed", reasons)))
+# ---- deliveries and samples
 
 
-def _deliveries(deliveries: Sequence[DeliveryRecord]) -> str:
-    lead = "Each engine proves each version: by the digest of its weights, and by a canary scored as by the trainer."
-    if not deliveries:
-        return section("Deliveries", lead, card("Proofs", nothing("No delivery was recorded.")))
-    cards = [
-        _delivery_card(deliveries, "Canary error", "canary_error", "nats"),
-        _delivery_card(deliveries, "Time to stage", "stage_seconds", "s"),
-        _delivery_card(deliveries, "Time to swap", "swap_seconds", "s"),
-    ]
-    refused = [row for row in deliveries if not row.proved]
-    lines = [
-        [
-            f"version {row.version} on {row.engine}: {row.reason}",
-            "quarantined" if row.quarantined else "rejected",
-        ]
-        for row in refused[:20]
-    ]
-    block = [card(f"{len(refused)} refused", table(["what", "result"], lines, left=2))] if refused else []
-    return section("Deliveries", lead, stack(columns(*cards), *block))
-
-
-def _delivery_card(deliveries: Sequence[DeliveryRecord], title: str, column: str, unit: str) -> str:
+def _of_deliveries(deliveries: Sequence[DeliveryRecord], title: str, column: str, unit: str) -> Titled:
     """Draw one number of all deliveries over versions, with a line for each engine."""
     engines = sorted({row.engine for row in deliveries})[:7]
     series = []
@@ -208,47 +310,18 @@ def _delivery_card(deliveries: Sequence[DeliveryRecord], title: str, column: str
         if points:
             series.append(Series(label=f"{engine}, version", points=sorted(points), tone=tone))
     if not series:
-        return card(title, nothing("Not recorded."))
+        return title, None
     most = max(y for line in series for _, y in line.points)
     chart = charts.line_chart(series, name=title, x_label="version", width=400, height=210, from_zero=True)
-    keys = charts.legend([(line.tone, line.label.split(",")[0]) for line in series]) if len(series) > 1 else ""
+    keys = [(line.tone, line.label.split(",")[0]) for line in series] if len(series) > 1 else []
     largest = f"{1e3 * most:.1f} ms" if unit == "s" and most < 1 else f"{charts.tick_label(most)} {unit}"
-    return card(f"{title} · at most {largest}", chart + keys)
+    return f"{title} · at most {largest}", Drawing(chart, keys)
 
 
-def _samples(samples: Sequence[SampleRecord]) -> str:
-    lead = "The same held-out prompts, answered before the first and after the last version."
-    if not samples:
-        return section("Sample rollouts", lead, card("Before and after", nothing("No samples were recorded.")))
+def _samples(samples: Sequence[SampleRecord]) -> list[dict[str, list[SampleRecord]]]:
+    """Return the samples of a few prompts, by the moment of their answers: `before` and `after` training."""
     prompts: dict[str, dict[str, list[SampleRecord]]] = {}
     for sample in samples:
         prompts.setdefault(sample.prompt, {"before": [], "after": []})[sample.moment].append(sample)
     # Prompts that were answered at both moments come first; otherwise the order of recording stays.
-    chosen = sorted(prompts.values(), key=lambda moments: not (moments["before"] and moments["after"]))[:MOST_SAMPLES]
-    body = "".join(_sample_row(moments) for moments in chosen)
-    head = "<thead><tr><th>prompt</th><th>before</th><th>after</th></tr></thead>"
-    return section(
-        "Sample rollouts", lead, f'<div class="card"><table class="samples">{head}<tbody>{body}</tbody></table></div>'
-    )
-
-
-def _sample_row(moments: dict[str, list[SampleRecord]]) -> str:
-    question = (moments["before"] or moments["after"])[0].question
-    cells = [f'<td><div class="said">{escape(question)}</div></td>']
-    for moment in ("before", "after"):
-        answers = "".join(_answer(sample) for sample in moments[moment][:2])
-        cells.append(f"<td>{answers or NO_ANSWER}</td>")
-    return f"<tr>{''.join(cells)}</tr>"
-
-
-def _answer(sample: SampleRecord) -> str:
-    reward = sample.reward
-    tone = "" if reward is None else "good" if reward >= 1 else "bad" if reward <= 0 else ""
-    label = "not judged" if reward is None else f"reward {reward:.3g}"
-    return f'<div class="said">{escape(sample.answer)}</div><span class="badge {tone}">{label}</span>'
-
-
-def _config(text: str | None) -> str:
-    if text is None:
-        return '<p class="soft missing">This run left no config.toml.</p>'
-    return f"<details><summary>Resolved configuration</summary><pre>{escape(text)}</pre></details>"
+    return sorted(prompts.values(), key=lambda moments: not (moments["before"] and moments["after"]))[:MOST_SAMPLES]

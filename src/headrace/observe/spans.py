@@ -3,6 +3,9 @@
 Times are seconds of `time.monotonic`, which all processes of one host share. Neighbouring spans of one name are joined,
 so that a thousand decode steps make few spans. A span that is still open when spans are drained is cut there, so that a
 long step is never reported late.
+
+`Activity` says how busy each process is and how fast it generates, from heartbeat to heartbeat. Every second is counted
+once.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import msgspec
 
@@ -96,3 +100,49 @@ def busy_seconds(spans: Iterable[TimeSpan], start: float, end: float) -> float:
         total += max(0.0, min(span.end, end) - max(span.start, reach))
         reach = max(reach, min(span.end, end))
     return total
+
+
+class Interval(NamedTuple):
+    """What a process did between two heartbeats. Times are monotonic."""
+
+    started: float
+    ended: float
+    busy: float
+    """The busy time in seconds."""
+    tokens: int
+    """The number of generated tokens."""
+
+    @property
+    def busy_fraction(self) -> float:
+        """The busy fraction; 0 for the first heartbeat, before which nothing is known."""
+        return self.busy / (self.ended - self.started) if self.ended > self.started else 0.0
+
+    @property
+    def rate(self) -> float:
+        """The generated tokens per second."""
+        return self.tokens / (self.ended - self.started) if self.ended > self.started else 0.0
+
+
+class Activity:
+    """The last heartbeats of all processes."""
+
+    def __init__(self) -> None:
+        self._last_beat: dict[str, float] = {}
+        self._rates: dict[str, float] = {}
+        """Process -> tokens per second at its last heartbeat."""
+
+    def beat(self, process: str, now: float, spans: Iterable[TimeSpan], tokens: int) -> Interval:
+        """Return what the process did since its last heartbeat.
+
+        The heartbeat was sent at `now` on the sender's monotonic clock. Its spans and tokens are those since the last
+        heartbeat.
+        """
+        started = self._last_beat.get(process, now)
+        self._last_beat[process] = now
+        interval = Interval(started, now, busy_seconds(spans, started, now), tokens)
+        self._rates[process] = interval.rate
+        return interval
+
+    def died(self, process: str) -> float:
+        """Forget a process that has ended, and return its last tokens per second."""
+        return self._rates.pop(process, 0.0)

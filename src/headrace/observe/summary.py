@@ -1,11 +1,14 @@
-"""A run's summary in words, and the formats of its numbers."""
+"""A run's summary and its two ledgers, group attempts and rollouts, in words; and the formats of their numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from headrace.observe.clock import compact, duration
-from headrace.observe.ledgers import ledger_line
+
+STATES = ("trained", "dropped", "failed", "in_flight")
+"""The states of the ledger. Everything that was admitted is in exactly one of them."""
 
 
 def describe(summary: dict[str, Any]) -> str:
@@ -41,6 +44,12 @@ def percent(fraction: float | None) -> str:
     return "unknown" if fraction is None else f"{100 * fraction:.1f}%"
 
 
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table as text, with the cells of each column below each other."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
 def _training_line(summary: dict[str, Any]) -> str:
     text = f"{summary['versions']} versions, {summary['steps']} steps"
     if summary["train_seconds"] is None:
@@ -57,3 +66,30 @@ def _idle_line(summary: dict[str, Any]) -> str:
 def _lag_line(summary: dict[str, Any]) -> str:
     most, bound = whole(summary["lag_max"]), whole(summary["lag_bound"])
     return f"mean {number(summary['lag_mean'], 2)}, max {most}, bound {bound}"
+
+
+def ledger_line(ledger: dict[str, Any]) -> str:
+    """Return one ledger as an equation."""
+    parts = " + ".join(f"{ledger[state]:,} {state.replace('_', ' ')}" for state in STATES)
+    sign = "=" if ledger["admitted"] == sum(ledger[state] for state in STATES) else "≠"
+    return f"{ledger['admitted']:,} admitted {sign} {parts}"
+
+
+def describe_ledgers(ledgers: dict[str, Any]) -> str:
+    """Describe both ledgers for people: an equation each, the reasons below it, and the verdict."""
+    lines = [f"run       {ledgers['name'] or 'unnamed'} ({ledgers['outcome'] or 'no end recorded'})"]
+    for table in ("groups", "rollouts"):
+        lines.append(f"{table:<8}  {ledger_line(ledgers[table])}")
+        for state, reasons in ledgers[table]["reasons"].items():
+            lines += [
+                f"            {count:>9,} {state}: {reason or '(no reason)'}" for reason, count in reasons.items()
+            ]
+    tokens = ledgers["sampled_tokens"]
+    split = ", ".join(f"{tokens[state]:,} {state.replace('_', ' ')}" for state in STATES)
+    lines.append(f"tokens    {sum(tokens.values()):,} sampled: {split}")
+    if ledgers["restarts"]:
+        back = ", ".join(f"{process} {count}" for process, count in ledgers["restarts"].items())
+        lines.append(f"restarts  {back}; {ledgers['regenerated_tokens']:,} tokens sampled again")
+    if ledgers["balanced"]:
+        return "\n".join([*lines, "balanced"])
+    return "\n".join([*lines, "NOT balanced:", *(f"  {problem}" for problem in ledgers["problems"])])

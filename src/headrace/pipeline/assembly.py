@@ -23,8 +23,8 @@ from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import prepare
 from headrace.engines.pool import EnginePool
 from headrace.engines.remote import RemoteEngine
+from headrace.gateway.agents import AgentTask
 from headrace.gateway.base import EpisodeMaker
-from headrace.gateway.task import AgentTask
 from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import Progress

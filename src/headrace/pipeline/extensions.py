@@ -17,7 +17,7 @@ from headrace.config.declared import loss_facts, transport_facts
 from headrace.config.load import check_transport
 from headrace.config.names import is_reference
 from headrace.errors import ConfigError
-from headrace.observe.trackers.feed import Trackers
+from headrace.observe.trackers import Trackers
 from headrace.reference import find_source, import_function, split_reference
 
 

@@ -20,9 +20,9 @@ from headrace.config import (
 )
 from headrace.config.model_dir import check_model_dir, check_teacher
 from headrace.errors import ConfigError
+from headrace.gateway.agent_main import AgentSetup
 from headrace.gateway.agents import AgentPool
-from headrace.gateway.messages import AgentSetup
-from headrace.gateway.task import AgentTask as Agents
+from headrace.gateway.agents import AgentTask as Agents
 from headrace.pipeline.extensions import check_extensions, named
 from headrace.reference import call_factory, import_function
 from headrace.scoring.base import Scorer
@@ -31,10 +31,9 @@ from headrace.scoring.stage import Stage
 from headrace.scoring.workers import WorkerScorer
 from headrace.tasks.base import Task
 from headrace.tasks.chat import ChatFormat
-from headrace.tasks.dataset import check_disjoint, load_prompts, split_heldout
+from headrace.tasks.dataset import SingleTurnTask, check_disjoint, load_prompts, split_heldout
 from headrace.tasks.gym import VERIFIER
 from headrace.tasks.gym import GymTask as Gym
-from headrace.tasks.single_turn import SingleTurnTask
 from headrace.types import Prompt
 
 OWN_REWARDS = ("environment", "agent")

@@ -19,12 +19,11 @@ from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
 from headrace.channel.heartbeats import Heartbeat
 from headrace.delivery.base import Manifest, Proof
-from headrace.observe.activity import Activity
 from headrace.observe.clock import RunClock
 from headrace.observe.drift import LengthDrift
-from headrace.observe.metrics import MetricsLog
-from headrace.observe.outcomes import describe_end
+from headrace.observe.metrics import MetricsLog, describe_end
 from headrace.observe.progress import Progress
+from headrace.observe.spans import Activity
 from headrace.observe.timeline import Timeline
 from headrace.pipeline.run_view import RunView
 from headrace.rollouts.evaluation import EvaluationResult
@@ -310,7 +309,7 @@ class Recorder:
 
     def beat(self, process: str, beat: Heartbeat) -> None:
         """Record what a process did since its last heartbeat."""
-        interval = self._activity.beat(process, beat)
+        interval = self._activity.beat(process, beat.time, beat.spans, beat.generated_tokens)
         if self._timeline is not None:
             self._timeline.add(process, beat.spans)
         self._journal.activity(

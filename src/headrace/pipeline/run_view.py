@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import Counter
 
 from headrace.buffer.window import Window
-from headrace.observe.activity import Interval
 from headrace.observe.progress import Progress
 from headrace.observe.snapshot import ProcessActivity, RunSnapshot
+from headrace.observe.spans import Interval
 from headrace.types import Batch
 
 REWARD_MEMORY = 0.9

@@ -24,8 +24,7 @@ from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask
 from headrace.pipeline.status import write_status
 from headrace.pipeline.waits import Waits
-from headrace.review.report import write_report
-from headrace.review.summary import write_summary
+from headrace.review.summary import write_report, write_summary
 from headrace.run_dir import RunDir
 from headrace.tasks.chat import ChatFormat
 from headrace.types import NO_VERSION

@@ -1,6 +1,7 @@
-"""The file summary.json holds the results of a run. It is computed from journal.db alone, so anybody can recompute it.
+"""The results of a run: the files summary.json and report.html, and both ledgers.
 
-A number that the journal cannot give is null, never a guess.
+The summary is computed from journal.db alone, so anybody can recompute it. A number that the journal cannot give is
+null, never a guess. The report also shows timeline.json and config.toml.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 
 from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.observe.records import StepRecord
+from headrace.observe.report import Report, draw
 from headrace.run_dir import RunDir
 
 
@@ -33,6 +35,52 @@ def write_summary(run_dir: Path) -> dict[str, Any]:
         os.fsync(file.fileno())
     part.replace(whole)
     return summary
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write a run's `report.html`, whole or not at all, and return its path."""
+    page = draw(read_report(run_dir))
+    whole = RunDir(run_dir).report
+    part = whole.with_suffix(".html.part")
+    part.write_text(page, encoding="utf-8", errors="replace")
+    part.replace(whole)
+    return whole
+
+
+def read_report(run_dir: Path) -> Report:
+    """Read the data of the page of a run that is over, cut short or still running."""
+    paths = RunDir(run_dir)
+    with open_readonly(paths.journal) as journal:
+        return Report(
+            directory=run_dir.name,
+            meta=journal.meta(),
+            summary=summarize_journal(journal),
+            steps=journal.steps(),
+            lag_tokens=journal.lag_tokens(),
+            groups=journal.ended_groups(),
+            training=journal.training_window(),
+            deliveries=journal.deliveries(),
+            samples=journal.samples(),
+            timeline=paths.timeline,
+            config=paths.config.read_text(encoding="utf-8", errors="replace") if paths.config.is_file() else None,
+        )
+
+
+def read_ledgers(run_dir: Path) -> dict[str, Any]:
+    """Read both ledgers of a run that is over, cut short or still running. `problems` is empty if they balance."""
+    with open_readonly(RunDir(run_dir).journal) as journal:
+        meta = journal.meta()
+        problems = journal.imbalances()
+        return {
+            "name": meta.get("name"),
+            "outcome": meta.get("outcome"),
+            **journal.counts(),
+            "sampled_tokens": journal.sampled_tokens(),
+            "regenerated_tokens": journal.regenerated_tokens(),
+            "restarts": journal.restarts(),
+            "balanced": not problems,
+            "problems": problems,
+        }
 
 
 def summarize_journal(journal: JournalReader) -> dict[str, Any]:

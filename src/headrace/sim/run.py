@@ -1,15 +1,22 @@
-"""One simulated run: the real controller over fake engines and a simulated trainer, in virtual seconds."""
+"""One simulated run: the real controller over fake engines and a simulated trainer, in virtual seconds.
+
+The parts of a run that would need a process or a model are simulated here. The controller, the window and the rollouts
+are the real ones.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from headrace.buffer.journal import Journal
 from headrace.buffer.window import Window
-from headrace.channel.events import Events
+from headrace.channel.events import Events, Heard
 from headrace.config import Config
+from headrace.delivery.base import Manifest
 from headrace.engines.fake import FakeEngine, Lengths
 from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.pool import EnginePool
@@ -19,9 +26,151 @@ from headrace.observe.progress import NoProgress
 from headrace.pipeline.assembly import Outputs, assemble
 from headrace.pipeline.session import first_cause
 from headrace.pipeline.waits import Waits
-from headrace.sim.parts import VOCABULARY, SimChat, SimTask, SimTrainer
+from headrace.tasks.base import EnvironmentStep
 from headrace.training.base import Checkpoint
-from headrace.types import Batch, Prompt
+from headrace.training.messages import Published
+from headrace.training.report import StepReport
+from headrace.types import Batch, Int32Array, Prompt
+
+STOP_TOKEN = 63
+VOCABULARY = 64
+
+
+class SimChat:
+    """A chat format with one token per character."""
+
+    stop_token_ids = (STOP_TOKEN,)
+
+    def open(self, messages: Sequence[dict[str, str]]) -> Int32Array:
+        """See `ChatFormat.open`."""
+        return self.encode(messages[-1]["content"])
+
+    def continue_(self, messages: Sequence[dict[str, str]], *, ended: bool) -> Int32Array:
+        """See `ChatFormat.continue_`."""
+        return self.encode(messages[-1]["content"])
+
+    def encode(self, text: str) -> Int32Array:
+        """See `ChatFormat.encode`."""
+        return np.array([ord(letter) % STOP_TOKEN for letter in text], np.int32)
+
+    def token_id(self, token: str) -> int:
+        """See `ChatFormat.token_id`."""
+        return ord(token[0]) % STOP_TOKEN
+
+    def decode(self, token_ids: Int32Array) -> str:
+        """See `ChatFormat.decode`."""
+        return "".join(chr(97 + int(token) % 26) for token in token_ids)
+
+
+class SimEnvironment:
+    """An environment of one turn, judged by a function of prompt and answer."""
+
+    def __init__(self, prompt: Prompt, judge: Callable[[Prompt, str], float]) -> None:
+        self._prompt = prompt
+        self._judge = judge
+
+    async def reset(self) -> list[dict[str, str]]:
+        """See `Environment.reset`."""
+        return self._prompt.messages or []
+
+    async def step(self, completion: str) -> EnvironmentStep:
+        """See `Environment.step`."""
+        return EnvironmentStep(done=True, reward=self._judge(self._prompt, completion))
+
+    async def close(self) -> None:
+        """See `Environment.close`."""
+
+
+class SimTask:
+    """A task whose prompts have no meaning."""
+
+    def __init__(self, prompts: int, judge: Callable[[Prompt, str], float]) -> None:
+        self._judge = judge
+        self.train: Sequence[Prompt] = [
+            Prompt(id=str(n), messages=[{"role": "user", "content": f"q{n}"}]) for n in range(prompts)
+        ]
+        self.heldout: Sequence[Prompt] = []
+
+    def episode(self, prompt: Prompt) -> SimEnvironment:
+        """See `Task.episode`."""
+        return SimEnvironment(prompt, self._judge)
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        """See `Task.demonstration`."""
+        return None
+
+    async def close(self) -> None:
+        """See `Task.close`."""
+
+
+class SimTrainer:
+    """A simulated `TrainerHandle`.
+
+    A step takes as long as `seconds` says, and publishes manifests of the fake policy.
+    """
+
+    name = "trainer-0"
+
+    def __init__(self, policy: FakePolicy, seconds: Callable[[Batch], float], events: Events, step: int = 0) -> None:
+        """Make a trainer that has already made `step` steps. What it publishes goes to `events`."""
+        self._policy = policy
+        self._step = step
+        self._seconds = seconds
+        self._turn = asyncio.Lock()
+        self._events = events
+        self.on_batch: Callable[[Batch], None] = lambda batch: None
+        self.trained_tokens = 0
+        self.lengths: list[int] = []
+        """The number of sampled tokens of every trained sequence."""
+        self.lags: list[int] = []
+        """The largest lag in each batch."""
+
+    async def train(
+        self, batch: Batch, *, publish: int | None = None, parent: int = -1, save: bool = False
+    ) -> StepReport:
+        """See `TrainerHandle.train`."""
+        seconds = self._seconds(batch)
+        async with self._turn:
+            await asyncio.sleep(seconds)
+        ends = np.cumsum(batch.lengths)
+        sampled = np.add.reduceat(batch.versions >= 0, ends - batch.lengths)
+        self.lengths += sampled.tolist()
+        self.lags.append(int(batch.lags().max()))
+        self.trained_tokens += batch.trained_tokens
+        self._step = max(0, batch.step)
+        self.on_batch(batch)
+        if publish is not None:
+            await self.publish(publish, parent)
+        return StepReport(
+            step=batch.step,
+            version=batch.version,
+            objective=batch.objective,
+            loss=0.0,
+            grad_norm=1.0,
+            learning_rate=0.0,
+            tokens=len(batch.token_ids),
+            sequence_tokens=len(batch.token_ids),
+            trained_tokens=batch.trained_tokens,
+            micro_batches=1,
+            seconds=seconds,
+        )
+
+    async def publish(self, version: int, parent: int) -> None:
+        """See `TrainerHandle.publish`."""
+        manifest = self._policy.manifest(version, parent=parent, step=self._step)
+        announcement = Published(manifest=manifest, snapshot_seconds=0.0)
+        self._events.put(Heard(self.name, announcement))
+
+    async def resend(self, manifest: Manifest) -> Manifest:
+        """See `TrainerHandle.resend`."""
+        return manifest
+
+    async def acknowledge(self, version: int) -> None:
+        """See `TrainerHandle.acknowledge`."""
+
+    async def save(self, version: int) -> Path:
+        """See `TrainerHandle.save`."""
+        return Path(f"checkpoint-{version}")
 
 
 class SimRun:

@@ -67,3 +67,11 @@ class Task(Protocol):
     async def close(self) -> None:
         """Release everything that the task holds for all its episodes. Idempotent."""
         ...
+
+
+def written_answer(prompt: Prompt, field: str | None) -> str | None:
+    """Return the right answer in this field of the prompt's data; None if there is none as text or as a number."""
+    value = None if field is None else prompt.data.get(field)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    return str(value)

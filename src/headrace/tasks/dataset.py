@@ -1,4 +1,6 @@
-"""This module makes prompts from JSON lines. Ids never change, and training and held-out prompts never overlap.
+"""The plain task of one question and one answer, and prompts from JSON lines.
+
+Ids never change, and training and held-out prompts never overlap.
 
 Every line is checked before anything starts. A bad line raises a `DataError` that names the file and the line.
 """
@@ -14,7 +16,52 @@ from typing import Any
 import msgspec
 
 from headrace.errors import DataError
+from headrace.tasks.base import EnvironmentStep, written_answer
 from headrace.types import Prompt
+
+
+class SingleTurnTask:
+    """A task whose prompts are each answered once. It gives no reward of its own; the run's scorers do."""
+
+    def __init__(
+        self,
+        train: Sequence[Prompt],
+        heldout: Sequence[Prompt],
+        demonstration_field: str | None = None,
+    ) -> None:
+        """`demonstration_field` names the field of a prompt's `data` that holds a right answer."""
+        self.train = train
+        self.heldout = heldout
+        self._demonstration_field = demonstration_field
+
+    def episode(self, prompt: Prompt) -> SingleTurn:
+        """Make a fresh environment for one rollout of this prompt."""
+        return SingleTurn(prompt)
+
+    def demonstration(self, prompt: Prompt) -> str | None:
+        """Return the right answer in the prompt's data; None if it has none as text or as a number."""
+        return written_answer(prompt, self._demonstration_field)
+
+    async def close(self) -> None:
+        """Do nothing: the task holds nothing."""
+
+
+class SingleTurn:
+    """An `Environment` of one turn, without a reward."""
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._prompt = prompt
+
+    async def reset(self) -> list[dict[str, str]]:
+        """Return the prompt's messages. A prompt that is plain text has none, and is opened as it is."""
+        return list(self._prompt.messages or [])
+
+    async def step(self, completion: str) -> EnvironmentStep:
+        """End the episode: the answer is its only turn."""
+        return EnvironmentStep(done=True)
+
+    async def close(self) -> None:
+        """Do nothing: the environment holds nothing."""
 
 
 def load_prompts(path: str | Path, *, system: str | None = None) -> list[Prompt]:

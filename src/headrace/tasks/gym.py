@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 from headrace.errors import ConfigError
-from headrace.tasks.single_turn import SingleTurnTask
+from headrace.tasks.dataset import SingleTurnTask
 from headrace.types import Prompt
 
 VERIFIER = "headrace.tasks.gym:verifier"

@@ -18,8 +18,7 @@ from headrace.engines.fake import FakeEngine
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.session import Session
-from headrace.tasks.chat import ChatFormat
-from headrace.tasks.template import ChatTemplate
+from headrace.tasks.chat import ChatFormat, ChatTemplate
 from headrace.types import Prompt
 
 SPECIAL = ["<|user|>", "<|assistant|>", "<|end|>", "<|tool|>"]
@@ -84,7 +83,7 @@ def opened(gateway: Gateway, *, seed: int = 1, max_tokens: int = 40, temperature
         sampling=Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=(END,)),
         max_turns=8,
     )
-    gateway.admit(session, offered=False)
+    gateway.sessions.add(session)
     session.begin(20.0)
     return session
 

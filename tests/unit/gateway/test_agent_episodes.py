@@ -17,10 +17,9 @@ from gateway_parts import END, fake_engine, post, serving, until
 
 from headrace.engines.base import Sampling
 from headrace.errors import ConfigError
+from headrace.gateway.agent_main import AgentSetup
 from headrace.gateway.agents import AgentPool
-from headrace.gateway.episode import AgentEpisode
-from headrace.gateway.gateway import Gateway
-from headrace.gateway.messages import AgentSetup
+from headrace.gateway.gateway import AgentEpisode, Gateway
 from headrace.rollouts.base import EpisodePlan
 from headrace.rollouts.groups import run_episode
 from headrace.scoring.base import Ended, Scorer, Scoring, Span
@@ -226,7 +225,7 @@ async def test_commands_post_their_reward() -> None:
 OWNER = """
 import asyncio, os, sys
 from headrace.gateway.agents import AgentPool
-from headrace.gateway.messages import Job, AgentSetup
+from headrace.gateway.agent_main import Job, AgentSetup
 
 async def main():
     setup = AgentSetup(command=[sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]])

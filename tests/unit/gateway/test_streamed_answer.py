@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.engines.base import Delta
-from headrace.gateway.streamed_answer import StreamedAnswer
-from headrace.gateway.tool_calls import split_calls
+from headrace.gateway.answers import StreamedAnswer, split_calls
 from headrace.tasks.chat import ChatFormat
 
 

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe.composition import outcomes, quarters
 from headrace.observe.drift import FEWEST, LengthDrift, ks_distance
 from headrace.observe.records import EndedGroup
+from headrace.observe.report import outcomes, quarters
 
 SAMPLES = st.lists(st.integers(0, 30), min_size=1, max_size=40)
 

@@ -6,16 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from headrace.observe.live import Glyphs
-from headrace.observe.progress import (
-    LiveProgress,
-    NoProgress,
-    PlainProgress,
-    ProcessActivity,
-    RunSnapshot,
-    make_progress,
-)
-from headrace.observe.snapshot import Rates, SlidingRate
+from headrace.observe.progress import Glyphs, LiveProgress, NoProgress, PlainProgress, make_progress
+from headrace.observe.snapshot import ProcessActivity, Rates, RunSnapshot, SlidingRate
 
 
 class Clock:

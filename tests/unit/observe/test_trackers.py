@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.observe import trackers as feed
 from headrace.observe.metrics import MetricsLog, read_metrics
-from headrace.observe.trackers import feed
-from headrace.observe.trackers.feed import Trackers
+from headrace.observe.trackers import Trackers
 
 CODE = """
 heard, release = [], threading.Event()

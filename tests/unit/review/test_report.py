@@ -8,9 +8,10 @@ from journals import JournalMaker
 from headrace.errors import UserError
 from headrace.observe.clock import RunClock
 from headrace.observe.gantt import BINS, close_up, read_activity
+from headrace.observe.report import templates, values
 from headrace.observe.spans import TimeSpan
 from headrace.observe.timeline import Timeline
-from headrace.review.report import write_report
+from headrace.review.summary import read_report, write_report
 
 VOID = {"meta", "br", "link", "img"}
 
@@ -94,7 +95,7 @@ def test_what_models_and_users_wrote_is_text(finished_run: JournalMaker):
 
 def test_samples_stand_side_by_side(finished_run: JournalMaker):
     html, _ = read(finished_run.run_dir)
-    row = re.search(r'<table class="samples">.*?<tbody><tr>(.*?)</tr>', html, re.S)
+    row = re.search(r'<table class="samples">.*?<tbody>\s*<tr>(.*?)</tr>', html, re.S)
     assert row is not None
     cells = re.findall(r"<td>(.*?)</td>", row[1], re.S)
     assert ["1 &lt; 2?" in cells[0], "before" in cells[1], "after" in cells[2]] == [True, True, True]
@@ -155,8 +156,24 @@ def test_what_a_role_does_most_has_its_colour(tmp_path: Path):
         timeline.add("scorer-0", [TimeSpan(f"judge {i}", i * 0.1, i * 0.1 + 0.1) for i in range(10)])
     activity = read_activity(path, (0.0, 4.5))
     assert activity is not None
-    markup = close_up(activity)
-    found = dict(re.findall(r'<rect class="span (\w+)"[^>]*><title>\S+ · (\w+):', markup))
+    drawing = close_up(activity)
+    found = dict(re.findall(r'<rect class="span (\w+)"[^>]*><title>\S+ · (\w+):', drawing.svg))
     assert (found["a"], found["b"]) == ("decode", "train")
-    assert "other work" in markup
-    assert "waiting" not in markup
+    assert ("other", "other work") in drawing.keys
+    assert "wait" not in dict(drawing.keys)
+    assert "waiting" not in drawing.svg
+
+
+def test_another_page_can_extend_the_report(journal: JournalMaker):
+    """The template's macros and values reach the blocks of a page that extends it, and escaping stays on."""
+    page = templates().from_string(
+        '{% extends "report.html.jinja" %}'
+        "{% block head %}<script></script>{% endblock %}"
+        "{% block tiles %}{% call tile(name, 'now') %}{{ summary.steps | thousands }}{% endcall %}{% endblock %}"
+    )
+    journal.meta(name="a & b")
+    html = page.render(values(read_report(journal.run_dir)))
+    assert "<script></script>" in html.partition("</head>")[0]
+    assert '<span class="what">a &amp; b</span><b>0</b><small>now</small>' in html
+    assert "Trained tokens per second" not in html
+    assert "No delivery was recorded." in html

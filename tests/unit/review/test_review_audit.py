@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from recorded_runs import ConstantWeights, RunMaker, digest_of, trace
 
-from headrace.review.audit import CHANGED_MODEL, KEPT_CACHE, NO_CHECKPOINT, audit
-from headrace.review.findings import describe_audit
+from headrace.review.audit import CHANGED_MODEL, KEPT_CACHE, NO_CHECKPOINT, audit, describe_audit
 from headrace.types import Version
 
 

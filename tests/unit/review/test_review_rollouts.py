@@ -16,8 +16,7 @@ from transformers import AutoTokenizer
 
 from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.errors import UserError
-from headrace.review.export import export
-from headrace.review.rollouts import load_chat, shown, table
+from headrace.review.rollouts import export, load_chat, shown, table
 
 
 @pytest.fixture

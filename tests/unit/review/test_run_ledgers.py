@@ -6,8 +6,8 @@ import pytest
 from journals import JournalMaker
 
 from headrace.errors import DataError
-from headrace.observe.ledgers import describe_ledgers
-from headrace.review.ledgers import read_ledgers
+from headrace.observe.summary import describe_ledgers
+from headrace.review.summary import read_ledgers
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError
-from headrace.tasks.arithmetic import ArithmeticProblem, evaluate, render
-from headrace.tasks.calculator import CalculatorEpisode, CalculatorTask
+from headrace.tasks.calculator import ArithmeticProblem, CalculatorEpisode, CalculatorTask, evaluate, render
 from headrace.tasks.dataset import prompt_content
 from headrace.types import Prompt
 

@@ -291,7 +291,7 @@ def test_added_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
 
 
 def test_tasks_and_scoring_import_neither_torch_nor_transformers() -> None:
-    modules = ["chat", "dataset", "gym", "single_turn", "calculator", "source"]
+    modules = ["chat", "dataset", "gym", "calculator", "source"]
     imports = [f"headrace.tasks.{name}" for name in modules]
     imports += [
         f"headrace.scoring.{name}" for name in ("base", "stage", "workers", "threads", "functions", "worker_main")

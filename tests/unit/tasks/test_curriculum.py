@@ -7,8 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.tasks.curriculum import RETRIES, RETRY_EVERY, Curriculum
-from headrace.tasks.source import PromptSource
+from headrace.tasks.source import RETRIES, RETRY_EVERY, Curriculum, PromptSource
 from headrace.types import Prompt
 
 SIZE = 8

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.tasks.base import Environment, Task
-from headrace.tasks.single_turn import SingleTurnTask
+from headrace.tasks.dataset import SingleTurnTask
 from headrace.types import Prompt
 
 PROMPT = Prompt(id="a", messages=[{"role": "user", "content": "2+2?"}], data={"answer": 4})

@@ -1,23 +1,71 @@
-"""One growing answer: its tokens with their records, and the text that is final already.
+"""One growing answer: its tokens with their records, the text that is final already, and the function calls in it.
 
 Text that was passed on never changes. Text that a later token could still change (half a character, the beginning of a
 stop string) is held back, so the pieces of a stream joined together are the text of the whole answer.
+
+Function calls are read as many models write them: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`. Text that
+cannot be read as a call stays text, for the agent to judge. Nothing is repaired.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from headrace.engines.base import Delta
 from headrace.gateway.base import Chat, Message
-from headrace.gateway.tool_calls import OPEN_CALL, ToolCall, split_calls
 from headrace.types import Float32Array, Int32Array
 
 HALF = "\N{REPLACEMENT CHARACTER}"
 """The character that a decoder returns for bytes that do not form a complete character yet."""
+OPEN_CALL = "<tool_call>"
+_CALLS = re.compile(r"(?:\s*<tool_call>(.*?)</tool_call>)+\s*$", re.DOTALL)
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One function call."""
+
+    id: str
+    name: str
+    arguments: str
+    """A JSON object, as text."""
+
+    def as_openai(self) -> dict[str, Any]:
+        """Return the call as it stands in a message."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class _Written(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+def split_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """Split an answer into the text before its final calls, and the calls.
+
+    If a call cannot be read, everything is text and there are no calls.
+    """
+    found = _CALLS.search(text)
+    if found is None or text.index(OPEN_CALL) < found.start():
+        return text, []
+    try:
+        written = [msgspec.json.decode(call.strip(), type=_Written) for call in _CALL.findall(found.group())]
+    except msgspec.DecodeError:
+        return text, []
+    calls = [
+        ToolCall(
+            id=f"call_{secrets.token_hex(12)}", name=call.name, arguments=msgspec.json.encode(call.arguments).decode()
+        )
+        for call in written
+    ]
+    return text[: text.index(OPEN_CALL)], calls
 
 
 class StreamedAnswer:
@@ -118,3 +166,16 @@ class StreamedAnswer:
             end = min(end, len(whole) - held)
         # A decoder may drop text that it returned before, but text that was passed on is never taken back.
         return max(end, len(self.text))
+
+
+@dataclass(frozen=True)
+class Answered:
+    """All answers to one request."""
+
+    prompt_tokens: int
+    choices: list[StreamedAnswer] = field(default_factory=list)
+
+    @property
+    def completion_tokens(self) -> int:
+        """The number of sampled tokens, over all choices."""
+        return sum(len(choice) for choice in self.choices)

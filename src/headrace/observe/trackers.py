@@ -1,6 +1,18 @@
-"""This module calls the trackers, each in a thread of its own. Their failures and waits never reach the run.
+"""Trackers get every record of `metrics.jsonl` as soon as it is written. Their failures and waits never reach the run.
 
-A tracker that raises, or that falls too far behind, is switched off with one note.
+A tracker belongs to the user. One thread that nothing else uses calls it, so it may wait for a network. A tracker that
+raises, or that falls too far behind, is switched off with one note, and the run continues. `[observe] trackers =
+["mine.py:Printer"]` names the smallest one:
+
+    class Printer:
+        def start(self, run, config):
+            print("run", run)
+
+        def log(self, record):
+            print(record)
+
+        def close(self):
+            print("done")
 """
 
 from __future__ import annotations
@@ -9,10 +21,9 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.errors import UserError
-from headrace.observe.trackers.base import Tracker
 from headrace.reference import describe, import_function
 
 ROOM = 10_000
@@ -22,6 +33,22 @@ CLOSE_SECONDS = 10.0
 """Seconds that a tracker has for the remaining records when the run ends."""
 
 Record = Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """A tracker follows one run. The configuration names a callable without arguments that returns a tracker."""
+
+    def start(self, run: str, config: Mapping[str, Any]) -> None:
+        """Start or resume the run of this name. `config` is the whole configuration as dictionaries."""
+        ...
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Take one record, as in a line of `metrics.jsonl`: `time`, `kind` ("step", "version", ...) and its fields."""
+        ...
+
+    def close(self) -> None:
+        """End the run, whether it succeeded or failed. No call comes after this one."""
+        ...
 
 
 class Trackers:

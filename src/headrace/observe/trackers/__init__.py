@@ -1,1 +1,0 @@
-"""Trackers receive the records of metrics.jsonl besides the file: `base` is the protocol, `feed` calls the trackers."""
