@@ -10,12 +10,12 @@ the L2 cache of the GPU. After 50 seconds the script tries no more shapes, and s
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from gpu_timing import gpu_seconds
 
 from headrace.engines.embedded.kernels.decode import choose_splits, choose_tile, launch_decode
 
@@ -69,24 +69,6 @@ def shapes(workload: Workload, processors: int) -> Iterator[Shape]:
         yield Shape(16, tile, 4, 3, other)
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Return the median seconds of one call, over replays of a CUDA graph of ten calls."""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(REPEATS):
-            call()
-    times = []
-    for _ in range(7):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000 / REPEATS)
-    return statistics.median(times)
-
-
 def decode_call(workload: Workload, block_size: int) -> Callable[[Shape], Callable[[], object]]:
     """Return a function from a kernel shape to a call that launches this workload in that shape.
 
@@ -122,7 +104,7 @@ def copy_bandwidth() -> float:
     """Return the bytes per second, reads and writes counted, of a large copy."""
     source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / seconds(lambda: target.copy_(source))
+    return 2 * source.nbytes / gpu_seconds(lambda: target.copy_(source), replayed=REPEATS)
 
 
 def measure(workload: Workload, processors: int, deadline: float) -> tuple[list[tuple[float, Shape]], int]:
@@ -139,7 +121,7 @@ def measure(workload: Workload, processors: int, deadline: float) -> tuple[list[
             continue
         if shape.block_size not in calls:
             calls[shape.block_size] = decode_call(workload, shape.block_size)
-        found.append((seconds(calls[shape.block_size](shape)), shape))
+        found.append((gpu_seconds(calls[shape.block_size](shape), replayed=REPEATS), shape))
     return found, skipped
 
 

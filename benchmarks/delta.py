@@ -2,35 +2,23 @@
 
     python benchmarks/delta.py --changed 0.01 0.03
 
-Weights are random bfloat16 values in the shapes of SmolLM2-135M (or a `--scale` of it), spread as in a trained model. A
-share of the words changes by one unit in the last place, and one changed word in ten by two units, as after small steps
-in bfloat16. In the row `float32`, every word changes by about a millionth. Seconds are the best of `--repeats`.
+Weights are random bfloat16 values in the shapes of SmolLM2-135M, spread as in a trained model. A share of the words
+changes by one unit in the last place, and one changed word in ten by two units, as after small steps in bfloat16. In
+the row `float32`, every word changes by about a millionth. Seconds are the best of `--repeats`.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
 
 import torch
 
+from headrace.bench.timing import median_seconds
 from headrace.delivery import delta
 from headrace.delivery.plan import PackingPlan, pack, plan_weights
-
-LAYERS, HIDDEN, INNER, KEYS, VOCABULARY = 30, 576, 1536, 192, 49152
-
-
-def make_weights(scale: float) -> dict[str, torch.Tensor]:
-    """Return random weights in the shapes of this share of the model, in float32."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"embed_tokens": (max(1, int(VOCABULARY * scale)), HIDDEN)}
-    for layer in range(max(1, int(LAYERS * scale))):
-        shapes |= {f"{layer}.{name}": (HIDDEN, HIDDEN) for name in ("q_proj", "o_proj")}
-        shapes |= {f"{layer}.{name}": (KEYS, HIDDEN) for name in ("k_proj", "v_proj")}
-        shapes |= {f"{layer}.{name}": (INNER, HIDDEN) for name in ("gate_proj", "up_proj")}
-        shapes |= {f"{layer}.down_proj": (HIDDEN, INNER), f"{layer}.norm": (HIDDEN,)}
-    return {name: torch.randn(shape, generator=generator) * 0.04 for name, shape in shapes.items()}
+from headrace.models.loading import named_weights
+from headrace.models.shapes import build_shape
 
 
 def packed(plan: PackingPlan, weights: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -52,28 +40,23 @@ def stepped(base: torch.Tensor, share: float) -> torch.Tensor:
     return new
 
 
-def best(repeats: int, do: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of `repeats` calls."""
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        do()
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
+def best(work: Callable[[], object], repeats: int) -> float:
+    """Return the seconds of the fastest of `repeats` calls. A first call is not counted."""
+    return median_seconds(work, repeats=repeats, of=min)
 
 
 def measure(name: str, base: torch.Tensor, new: torch.Tensor, word_bytes: int, repeats: int, threads: int) -> None:
     """Measure and print one row of the table."""
     changed = (base.view(-1, word_bytes) != new.view(-1, word_bytes)).any(1).float().mean().item()
     payload = delta.encode(base, new, word_bytes, threads=threads)
-    encoding = best(repeats, lambda: delta.encode(base, new, word_bytes, threads=threads))
+    encoding = best(lambda: delta.encode(base, new, word_bytes, threads=threads), repeats)
     if payload is None:
         print(f"{name:20} {changed:8.4f} {'none':>12} {'':>8} {encoding:9.3f}")
         return
     target = base.clone()
     delta.apply(payload, target, threads=threads)
     assert torch.equal(target, new)
-    applying = best(repeats, lambda: delta.apply(payload, target, threads=threads))
+    applying = best(lambda: delta.apply(payload, target, threads=threads), repeats)
     print(f"{name:20} {changed:8.4f} {len(payload):12} {len(new) / len(payload):8.1f} {encoding:9.3f} {applying:9.3f}")
 
 
@@ -81,15 +64,16 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--changed", type=float, nargs="+", default=[0.001, 0.01, 0.03, 0.1])
-    parser.add_argument("--scale", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    weights = make_weights(options.scale)
+    # Twice as wide as a new model's weights, which is about as wide as those of a trained model.
+    model = build_shape("smollm2-135m", "float32", "cpu", 0)
+    weights = {name: 2 * tensor for name, tensor in named_weights(model).items()}
     plan = plan_weights(weights, "bfloat16")
     base = packed(plan, weights)
     copy = torch.empty_like(base)
-    print(f"{plan.nbytes} bytes in bfloat16; a copy takes {best(3, lambda: copy.copy_(base)):.3f} s")
+    print(f"{plan.nbytes} bytes in bfloat16; a copy takes {best(lambda: copy.copy_(base), 3):.3f} s")
     print(f"{'':20} {'changed':>8} {'bytes':>12} {'full/':>8} {'encode s':>9} {'apply s':>9}")
     for share in options.changed:
         measure(f"bfloat16, {share:.2%}", base, stepped(base, share), 2, options.repeats, options.threads)

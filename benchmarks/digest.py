@@ -6,35 +6,23 @@ On a GPU there are 600M bfloat16 elements in 300 tensors, and times are medians 
 `copy` is the copy that a receiver makes over live weights. `torch` is the same copy by torch. `flat copy` is the copy
 of one tensor with all bytes. `host` is the time that the calling thread spends on the launch of a digest.
 
-On a CPU there are the tensors of SmolLM2-135M, in float32 and in bfloat16, and times are the best of 21 runs. The copy
-uses one thread.
+On a CPU there are the tensors of SmolLM2-135M, in float32 and in bfloat16, and times are the best of 11 runs, each
+after one that is not counted. The copy uses one thread.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from gpu_timing import gpu_seconds
 
+from headrace.bench.timing import median_seconds
 from headrace.delivery.digest import digest
-
-LAYER = {
-    "self_attn.q_proj": (576, 576),
-    "self_attn.k_proj": (192, 576),
-    "self_attn.v_proj": (192, 576),
-    "self_attn.o_proj": (576, 576),
-    "mlp.gate_proj": (1536, 576),
-    "mlp.up_proj": (1536, 576),
-    "mlp.down_proj": (576, 1536),
-    "input_layernorm": (576,),
-    "post_attention_layernorm": (576,),
-}
-SHAPES: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (49152, 576), "model.norm.weight": (576,)}
-SHAPES |= {f"model.layers.{i}.{name}.weight": shape for i in range(30) for name, shape in LAYER.items()}
-"""The names and shapes of SmolLM2-135M's tensors."""
+from headrace.delivery.plan import copy_all
+from headrace.models.loading import named_weights
+from headrace.models.shapes import build_shape
 
 
 def make_weights(elements: int, tensors: int, device: str) -> dict[str, torch.Tensor]:
@@ -65,11 +53,12 @@ def on_gpu(elements: int, tensors: int) -> None:
     copy = DeviceCopy(targets, weights)
     flat = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     flat_target = torch.empty_like(flat)
-    digest_ms = gpu_milliseconds(made.launch)
-    copy_ms = gpu_milliseconds(copy.launch)
-    torch_ms = gpu_milliseconds(lambda: torch._foreach_copy_(list(targets.values()), list(weights.values())))
-    flat_ms = gpu_milliseconds(lambda: flat_target.copy_(flat))
-    host_ms = host_milliseconds(made.launch)
+    digest_ms = 1e3 * gpu_seconds(made.launch, runs=20)
+    copy_ms = 1e3 * gpu_seconds(copy.launch, runs=20)
+    torch_ms = 1e3 * gpu_seconds(lambda: torch._foreach_copy_(list(targets.values()), list(weights.values())), runs=20)
+    flat_ms = 1e3 * gpu_seconds(lambda: flat_target.copy_(flat), runs=20)
+    # Timed as on a CPU: the call returns when the work is enqueued.
+    host_ms = 1e3 * median_seconds(made.launch, repeats=20)
     print(f"{nbytes / 1e9:.2f} GB in {len(weights)} tensors on {torch.cuda.get_device_name()}")
     print(f"digest {digest_ms:.3f} ms ({nbytes / digest_ms / 1e9:.2f} TB/s read), host {host_ms:.3f} ms")
     print(f"copy {copy_ms:.3f} ms ({2 * nbytes / copy_ms / 1e9:.2f} TB/s read and written), torch {torch_ms:.3f} ms")
@@ -77,59 +66,24 @@ def on_gpu(elements: int, tensors: int) -> None:
     print(f"digest / flat copy {digest_ms / flat_ms:.2f}")
 
 
-def gpu_milliseconds(work: Callable[[], object], runs: int = 20) -> float:
-    """Return the median milliseconds of the work on the GPU. A first call is not counted."""
-    work()
-    times = []
-    for _ in range(runs):
-        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        began.record()
-        work()
-        ended.record()
-        ended.synchronize()
-        times.append(began.elapsed_time(ended))
-    return statistics.median(times)
-
-
-def host_milliseconds(work: Callable[[], object], runs: int = 20) -> float:
-    """Return the median milliseconds until the work is enqueued."""
-    times = []
-    for _ in range(runs):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return 1000 * statistics.median(times)
-
-
 def on_cpu() -> None:
     """Measure on the CPU, and print the milliseconds of digest and copy, and their ratios."""
     torch.set_num_threads(1)
-    for dtype in (torch.float32, torch.bfloat16):
-        weights = {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
+    for dtype in ("float32", "bfloat16"):
+        weights = named_weights(build_shape("smollm2-135m", dtype, "cpu", 0))
         targets = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
         works: dict[str, Callable[[], object]] = {
-            "copy": lambda weights=weights, targets=targets: copy_all(targets, weights),
+            "copy": lambda weights=weights, targets=targets: copy_all(targets, weights, threads=1),
             "one thread": lambda weights=weights: digest(weights.items(), threads=1),
             "two threads": lambda weights=weights: digest(weights.items(), threads=2),
         }
-        best = dict.fromkeys(works, float("inf"))
         # They take turns, so that other work on the machine slows all of them down alike.
-        for _ in range(21):
-            for name, work in works.items():
-                started = time.perf_counter()
-                work()
-                best[name] = min(best[name], 1000 * (time.perf_counter() - started))
+        rounds = [{name: 1e3 * median_seconds(work, repeats=1) for name, work in works.items()} for _ in range(11)]
+        best = {name: min(found[name] for found in rounds) for name in works}
         nbytes = sum(tensor.nbytes for tensor in weights.values())
         print(f"{dtype}: {nbytes / 1e6:.0f} MB in {len(weights)} tensors, copy {best['copy']:.1f} ms")
         for name in ("one thread", "two threads"):
             print(f"  digest, {name}: {best[name]:.1f} ms, digest / copy {best[name] / best['copy']:.2f}")
-
-
-def copy_all(targets: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
-    """Copy the weights tensor by tensor, as a snapshot is made."""
-    for name, tensor in weights.items():
-        targets[name].copy_(tensor)
 
 
 def main() -> None:

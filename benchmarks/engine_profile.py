@@ -12,8 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from headrace.bench.engine import bench_engine
-from headrace.bench.engine_drive import Driver, Round
-from headrace.bench.engine_work import EngineBench
+from headrace.bench.engine_rounds import Driver, Round
+from headrace.bench.options import EngineBench
 
 MEASURED_ROUND = 3
 """The number of the measured round, counted from 1. The first request and the warm-up come before it."""

@@ -9,9 +9,8 @@ For comparison, it prints the time to read the logits once, to find their maximu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
+from gpu_timing import gpu_seconds
 
 from headrace.engines.base import KEPT_LIMIT, Sampling
 from headrace.engines.embedded.kernels.sampling import SamplingRows, sample
@@ -27,25 +26,6 @@ RULES: dict[str, dict[str, object]] = {
 }
 
 
-def milliseconds(step: Callable[[], object], repeats: int = 20) -> float:
-    """Return the milliseconds of one call, replayed as a CUDA graph: the median of five runs."""
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    times = []
-    for _ in range(5):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(repeats):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / repeats)
-    return sorted(times)[2]
-
-
 def measure(batch: int, vocabulary: int, scale: float) -> None:
     """Measure one batch, and print a line for each truncation rule."""
     logits = (torch.randn(batch, vocabulary, device="cuda") * scale).bfloat16()
@@ -53,7 +33,7 @@ def measure(batch: int, vocabulary: int, scale: float) -> None:
     ids = torch.empty(batch, KEPT_LIMIT, dtype=torch.int32, device="cuda")
     counts = torch.empty(batch, dtype=torch.int32, device="cuda")
     print(f"batch {batch}, vocabulary {vocabulary}, scale {scale}")
-    print(f"  {'one read (amax)':24} {milliseconds(lambda: logits.amax(-1)):7.3f} ms")
+    print(f"  {'one read (amax)':24} {1e3 * gpu_seconds(lambda: logits.amax(-1), replayed=20):7.3f} ms")
     for name, rule in RULES.items():
         params = SamplingRows(batch, "cuda")
         samplings = [Sampling(max_tokens=1, seed=i, **rule) for i in range(batch)]  # type: ignore[arg-type]
@@ -63,7 +43,7 @@ def measure(batch: int, vocabulary: int, scale: float) -> None:
             recorders = {"kept_ids": ids, "kept_counts": counts} if record else {}
             sample(logits, rows, rows, params, filtered=not plain, **recorders)
 
-        print(f"  {name:24} {milliseconds(step):7.3f} ms")
+        print(f"  {name:24} {1e3 * gpu_seconds(step, replayed=20):7.3f} ms")
 
 
 def main() -> None:

@@ -11,10 +11,10 @@ import torch
 from runs import headrace
 from tiny_models import make_model
 
-from headrace.bench.delivery import LEGS, bench_delivery
-from headrace.bench.delivery_options import RANK, DeliveryBench, Row, check_options, rows
-from headrace.bench.delivery_sets import flip_words
-from headrace.bench.delivery_table import table
+from headrace.bench.delivery import LEGS, Row, bench_delivery, flip_words, rows
+from headrace.bench.delivery_engine import RANK
+from headrace.bench.options import DeliveryBench, check_options
+from headrace.bench.report import lines
 from headrace.errors import UserError
 
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ def bench(model: Path, **changes: Any) -> dict[str, Any]:
     said: list[str] = []
     found = bench_delivery(DeliveryBench(model=str(model), **{"versions": 3, "device": "cpu", **changes}), said.append)
     assert said and all("\n" not in line for line in said)
-    assert all(len(line) < 200 for line in table(found))
+    assert all(len(line) < 200 for line in lines(found))
     return json.loads(json.dumps(found, allow_nan=False))  # type: ignore[no-any-return]
 
 

@@ -12,8 +12,8 @@ from runs import headrace
 from tiny_models import make_model
 
 from headrace.bench.engine import bench_engine
-from headrace.bench.engine_table import table
-from headrace.bench.engine_work import EngineBench
+from headrace.bench.options import EngineBench
+from headrace.bench.report import lines
 from headrace.errors import UserError
 
 
@@ -29,7 +29,7 @@ def bench(model: Path | str, **changes: Any) -> dict[str, Any]:
     given = {"batch": 4, "prompt": 8, "generate": 12, "rescore": 0.5, "device": "cpu", **changes}
     found = bench_engine(EngineBench(model=str(model), **given), said.append)
     assert said and all("\n" not in line for line in said)
-    assert all(len(line) < 200 for line in table(found))
+    assert all(len(line) < 200 for line in lines(found))
     return json.loads(json.dumps(found, allow_nan=False))  # type: ignore[no-any-return]
 
 

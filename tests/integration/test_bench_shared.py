@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.shared import bench_shared
-from headrace.bench.shared_table import table
-from headrace.bench.shared_work import SharedBench, check_options, lasting_versions, steady_rate
-from headrace.bench.workload import write_model
+from headrace.bench.loop import bench_loop
+from headrace.bench.loop_model import lasting_versions
+from headrace.bench.options import LoopBench, check_options
+from headrace.bench.report import lines
+from headrace.bench.workload import steady_rate, write_model
 from headrace.errors import UserError
 from headrace.observe.timeline import read_timeline
 
 
 def test_both_modes_do_the_same_work(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
-    options = SharedBench(
+    options = LoopBench(
         model=str(tmp_path / "model"),
         versions=1,
         in_flight=4,
@@ -30,7 +31,7 @@ def test_both_modes_do_the_same_work(tmp_path: Path) -> None:
         keep=str(tmp_path / "kept"),
     )
     said: list[str] = []
-    found = json.loads(json.dumps(bench_shared(options, said.append), allow_nan=False))
+    found = json.loads(json.dumps(bench_loop(options, said.append), allow_nan=False))
     assert [line.partition(":")[0] for line in said] == ["depth 0", "depth 1", "generation alone"]
     synchronous, asynchronous = found["synchronous"], found["asynchronous"]
     assert synchronous["versions"] == asynchronous["versions"] == 1
@@ -42,7 +43,7 @@ def test_both_modes_do_the_same_work(tmp_path: Path) -> None:
     assert found["training_alone"] == pytest.approx(max(rates))
     assert found["training_alone_from"] == ("synchronous" if rates[0] >= rates[1] else "asynchronous")
     assert asynchronous["trainer_peak_memory_bytes"] is asynchronous["engine_peak_memory_bytes"] is None
-    assert all(len(line) < 200 for line in table(found))
+    assert all(len(line) < 200 for line in lines(found))
     for run in ("depth-0", "depth-1"):
         assert {span.name for span in read_timeline(tmp_path / "kept" / run / "timeline.json")} >= {"decode", "train"}
 
@@ -64,9 +65,9 @@ def test_the_window_outlasts_the_longest_answer() -> None:
 def test_mistakes_are_one_line() -> None:
     for changes, line in (
         ({"in_flight": 12}, "--in-flight 12: not a multiple of --group-size 8"),
-        ({"versions": 0}, "--versions 0: must be at least 1"),
+        ({"versions": -1}, "--versions -1: must not be negative"),
         ({"lengths": "equal:0"}, "--lengths equal:0: must be equal:N or lognormal:MEAN:CUT"),
         ({"one_gpu": "both"}, "--one-gpu both: turns, slices or mps"),
     ):
         with pytest.raises(UserError, match=line):
-            check_options(SharedBench(model="x", **changes))  # type: ignore[arg-type]
+            check_options(LoopBench(model="x", **changes))  # type: ignore[arg-type]

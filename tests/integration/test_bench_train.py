@@ -13,10 +13,9 @@ from runs import headrace
 from sympy import sympify
 from tiny_models import make_model
 
-from headrace.bench.train import bench_train
-from headrace.bench.train_flops import FORMULA, Flops, count_flops
-from headrace.bench.train_table import table
-from headrace.bench.train_work import TrainBench, check_options, draw_sequences, make_batch, padded
+from headrace.bench.options import TrainBench, check_options
+from headrace.bench.report import lines
+from headrace.bench.train import FORMULA, Flops, bench_train, count_flops, draw_sequences, make_batch, padded
 from headrace.errors import UserError
 from headrace.models.shapes import build_shape
 from headrace.training.packing import plan
@@ -43,9 +42,9 @@ def test_the_command_prints_one_json_object(model_dir: Path) -> None:
     # Chunks and packing change no loss.
     assert found["variants"]["without chunks"]["loss"] == pytest.approx(found["loss"], abs=1e-5)
     assert found["flop_formula"] == FORMULA
-    lines = table(found)
-    assert all(len(line) < 200 for line in lines)
-    said = "\n".join(lines)
+    shown = lines(found)
+    assert all(len(line) < 200 for line in shown)
+    said = "\n".join(shown)
     assert all(part in said for part in FORMULA.split("; "))
 
 

@@ -1,9 +1,11 @@
 """`headrace bench engine`: measures how fast the embedded engine generates, and compares that with a ceiling.
 
 The ceiling is the rate at which the engine would generate if every step took only the time to read the bytes that it
-must read, at the bandwidth of a plain copy (see `engine_bytes`). One call measures all that is compared: the bandwidth,
-the rates of the engine and of its peers, and the reference scores, in the same process, with the same weights and the
-same prompts.
+must read, at the bandwidth of a plain copy. A step must read every weight once, and for each row the keys and values of
+all tokens before it. Nothing else is counted, so an engine can come close to the ceiling but never exceed it.
+
+One call measures all that is compared: the bandwidth, the rates of the engine and of its peers, and the reference
+scores, in the same process, with the same weights and the same prompts.
 
 The tail is the last part of a round in which only the longest requests still run (`--tail`). A stretch is a part of a
 round that is measured by itself: the steps before the tail, or the tail.
@@ -11,45 +13,37 @@ round that is measured by itself: the steps before the tail, or the tail.
 
 from __future__ import annotations
 
-import gc
-import platform
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 import transformers
 
-from headrace.bench.engine_bytes import copy_bandwidth, decode_contexts, footprint, settle
-from headrace.bench.engine_drive import Driver, Round
-from headrace.bench.engine_fork import bench_fork
+from headrace.bench.base import begin, choose_dtype, copy_bandwidth, free_memory, load, vocabulary_of
+from headrace.bench.engine_checks import check_tags, chosen_rows, install, plain_twin, rescore
 from headrace.bench.engine_peers import bench_peer
-from headrace.bench.engine_rescore import chosen_rows, plain_twin, rescore
-from headrace.bench.engine_swaps import SwapStream, install, swap_figures, two_sets
-from headrace.bench.engine_tags import check_tags
-from headrace.bench.engine_work import EngineBench, Work, check_options, make_work
+from headrace.bench.engine_rounds import Driver, Round, Work, bench_fork, make_work
+from headrace.bench.engine_swaps import SwapStream, start_publisher, swap_figures, two_sets
+from headrace.bench.options import EngineBench, check_options
+from headrace.bench.report import Say
+from headrace.bench.timing import Timed
 from headrace.config.schema import EngineConfig
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.interpreter import give_way_to_decoding
 from headrace.errors import UserError
-from headrace.models.loading import load_model
 from headrace.models.selfcheck import check_model
-from headrace.models.shapes import SHAPES, build_shape
-
-Say = Callable[[str], None]
 
 
 def bench_engine(options: EngineBench, say: Say) -> dict[str, Any]:
     """Measure and return all figures. `say` gets a line before each part."""
     check_options(options)
-    _check_model_name(options)
-    device = _device(options.device)
-    dtype = options.dtype or ("bfloat16" if device == "cuda" else "float32")
+    device, found = begin("engine", options)
     if options.threads:
         torch.set_num_threads(options.threads)
-    return _Bench(options, device, dtype, say).run()
+    return found | _Bench(options, device, choose_dtype(options.dtype, device), say).run()
 
 
 class _Bench:
@@ -61,14 +55,13 @@ class _Bench:
         self._dtype = dtype
         self._say = say
         say(f"loading {options.model} in {dtype} on {device}")
-        started = time.perf_counter()
-        self._model = _load(options, dtype, device)
-        self._work = make_work(options, int(self._model.get_input_embeddings().weight.shape[0]))
-        self._longest = _longest(options, self._work)
-        _check_length(self._model, self._longest)
-        check_model(self._model, self._longest)
-        settle(device)
-        self._load_seconds = time.perf_counter() - started
+        with Timed(device) as loading:
+            self._model = load(options.model, dtype, device, options.seed, random_weights=options.random_weights)
+            self._work = make_work(options, vocabulary_of(self._model))
+            self._longest = _longest(options, self._work)
+            _check_length(self._model, self._longest)
+            check_model(self._model, self._longest)
+        self._load_seconds = loading.seconds
         self._footprint = footprint(self._model)
         # These come before the engine, which may compile the model's layers, and which takes most of the memory.
         self._twin = plain_twin(self._model)
@@ -81,109 +74,100 @@ class _Bench:
         """
         options, work = self._options, self._work
         self._say("starting the engine")
-        started = time.perf_counter()
-        core = EngineCore(self._model, self._engine_config(), name="bench", max_length=self._longest, version=0)
-        driver = Driver(core)
-        driver.run([work.request("first", work.prompts[0], 1, seed=0)])
-        start_seconds = time.perf_counter() - started
+        with Timed() as start:
+            core = EngineCore(self._model, self._engine_config(), name="bench", max_length=self._longest, version=0)
+            driver = Driver(core)
+            driver.run([work.request("first", work.prompts[0], 1, seed=0)])
         # The process of a real engine does the same, once everything is loaded.
         give_way_to_decoding()
         self._say("warming up")
         warm = driver.run(work.warm_up().requests("warm"))
         self._say(f"generating {work.tokens} tokens for {len(work.prompts)} requests")
         measured = driver.run(work.requests("run"), tail_rows=work.tail_rows)
-        found = (
-            self._head() | {"start_seconds": start_seconds, "warm_up_seconds": warm.seconds} | self._figures(measured)
-        )
+        found: dict[str, Any] = {
+            "dtype": self._dtype,
+            "threads": torch.get_num_threads(),
+            "transformers": transformers.__version__,
+            "load_seconds": self._load_seconds,
+            "start_seconds": start.seconds,
+            "warm_up_seconds": warm.seconds,
+        }
+        found |= self._figures(measured)
         found["rescore"] = self._rescored(measured)
-        found["before_tail"] = self._before_tail(measured) if measured.tail_from else None
-        found["tail"] = self._tail(measured) if measured.tail_from else None
+        found["before_tail"], found["tail"] = self._parts(measured)
         found["fork"] = self._forked(driver)
         found["swaps"] = self._swapped(driver, measured) if options.swap_every else None
         core.close()
         del core, driver
-        _free_memory(self._device)
+        free_memory(self._device)
         found["peers"] = {name: self._peer(name, found["tokens_per_second"]) for name in options.peers}
         return found
 
-    def _head(self) -> dict[str, Any]:
-        return {
-            "bench": "engine",
-            "model": self._options.model,
-            "device": self._device,
-            "device_name": torch.cuda.get_device_name() if self._device == "cuda" else platform.processor() or "cpu",
-            "dtype": self._dtype,
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "arguments": msgspec.to_builtins(self._options),
-            "load_seconds": self._load_seconds,
-        }
-
     def _figures(self, run: Round) -> dict[str, Any]:
-        work, foot = self._work, self._footprint
-        contexts = decode_contexts(self._options.prompt, work.lengths)
-        found = {
+        work, foot, options = self._work, self._footprint, self._options
+        full = run.full_until if len(run.answers) > options.batch else None
+        return {
             "requests": len(work.prompts),
             "prompt_tokens": sum(len(prompt) for prompt in work.prompts),
             "generated_tokens": run.tokens,
-            "answer_lengths": work.lengths if self._options.lengths else None,
+            "answer_lengths": work.lengths if options.lengths else None,
             "seconds": run.seconds,
             "tokens_per_second": run.tokens / run.seconds,
-            "tokens_per_second_while_full": self._while_full(run),
+            # Until the last request got a slot; None if all had one from the beginning.
+            "tokens_per_second_while_full": full.tokens / full.seconds if full else None,
             "steps": run.steps,
             "prefilled_tokens": run.prefilled,
             "preemptions": run.preemptions,
-            "step_ms": _step_ms(run),
+            "step_ms": {
+                "all": 1e3 * run.seconds / run.steps,
+                "decode": 1e3 * run.decode_seconds / run.decode_steps if run.decode_steps else None,
+                "host": 1e3 * run.host_seconds / run.steps,
+                "device": 1e3 * run.device_seconds / run.steps,
+            },
             "parameter_bytes": foot.weights,
             "kv_bytes_a_token": foot.kv_token,
+            **self._ceiling(decode_contexts(options.prompt, work.lengths), run.tokens, run.steps, run.seconds),
         }
-        return found | self._ceiling(foot.kv_read(contexts), run.tokens, run.steps, run.seconds)
 
-    def _ceiling(self, kv_bytes: int, tokens: int, steps: int, seconds: float) -> dict[str, Any]:
+    def _ceiling(self, contexts: list[tuple[int, int]], tokens: int, steps: int, seconds: float) -> dict[str, Any]:
         """Return the ceiling of these steps, and how close they come to it.
 
         The fraction of the ceiling is the time that the necessary reads would take at the bandwidth of a copy, divided
         by the measured time.
         """
         weights = self._footprint.weights_read(tokens / steps)
-        a_step = weights + kv_bytes / steps
-        ideal = a_step / self._bandwidth
+        kv = self._footprint.kv_read(contexts) / steps
+        ideal = (weights + kv) / self._bandwidth
         return {
-            "bytes_a_step": {"weights": weights, "kv": kv_bytes / steps, "all": a_step},
+            "bytes_a_step": {"weights": weights, "kv": kv, "all": weights + kv},
             "bandwidth_bytes_a_second": self._bandwidth,
             "ceiling_step_ms": 1e3 * ideal,
             "ceiling_tokens_per_second": tokens / (ideal * steps),
             "fraction_of_ceiling": ideal / (seconds / steps),
         }
 
-    def _while_full(self, run: Round) -> float | None:
-        """Return the tokens per second until the last request got a slot; None if all had one from the beginning."""
-        mark = run.full_until
-        return mark.tokens / mark.seconds if mark and len(run.answers) > self._options.batch else None
+    def _parts(self, run: Round) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """Return the figures of the steps until only the requests of the tail were left, including the prompts.
 
-    def _before_tail(self, run: Round) -> dict[str, Any]:
-        """Return the figures of the steps until only the requests of the tail were left, including the prompts."""
-        assert run.tail_from is not None
-        work, mark = self._work, run.tail_from
+        The second result is the figures of the steps after all requests but those of the tail had ended.
+        """
+        if run.tail_from is None:
+            return None, None
+        work, mark, prompt = self._work, run.tail_from, self._options.prompt
         drawn = drawn_before_tail(work.lengths, work.tail_rows, mark.tokens)
-        kv = self._footprint.kv_read(decode_contexts(self._options.prompt, drawn))
-        return self._stretch(len(drawn), kv, mark.tokens, mark.steps, mark.seconds)
-
-    def _tail(self, run: Round) -> dict[str, Any]:
-        """Return the figures of the steps after all requests but those of the tail had ended."""
-        assert run.tail_from is not None
-        rows, mark = self._work.tail_rows, run.tail_from
+        before = self._stretch(len(drawn), decode_contexts(prompt, drawn), mark.tokens, mark.steps, mark.seconds)
         tokens, steps, seconds = run.tokens - mark.tokens, run.steps - mark.steps, run.seconds - mark.seconds
-        last = self._options.prompt + self._work.lengths[-1] - 1
-        kv = self._footprint.kv_read([(last - tokens // rows + 1, last)] * rows)
-        return self._stretch(rows, kv, tokens, steps, seconds)
+        last = prompt + work.lengths[-1] - 1
+        contexts = [(last - tokens // work.tail_rows + 1, last)] * work.tail_rows
+        return before, self._stretch(work.tail_rows, contexts, tokens, steps, seconds)
 
-    def _stretch(self, rows: int, kv_bytes: int, tokens: int, steps: int, seconds: float) -> dict[str, Any]:
+    def _stretch(
+        self, rows: int, contexts: list[tuple[int, int]], tokens: int, steps: int, seconds: float
+    ) -> dict[str, Any]:
         """Return the figures of a part of a round, in which `rows` requests ran."""
         found = {"rows": rows, "tokens": tokens, "steps": steps, "seconds": seconds}
         found |= {"tokens_per_second": tokens / seconds, "step_ms": 1e3 * seconds / steps}
-        return found | self._ceiling(kv_bytes, tokens, steps, seconds)
+        return found | self._ceiling(contexts, tokens, steps, seconds)
 
     def _rescored(self, run: Round) -> dict[str, Any] | None:
         if not self._options.rescore:
@@ -202,18 +186,11 @@ class _Bench:
     def _swapped(self, driver: Driver, plain: Round) -> dict[str, Any]:
         work, options = self._work.rolled(2), self._options
         sets = two_sets(self._model, options.seed)
-        stream = SwapStream(driver.core, self._twin, sets, every=options.swap_every, dtype=self._dtype)
+        publisher = start_publisher(self._twin, sets, self._dtype)
         self._say(f"the same requests, with new weights every {options.swap_every:g} s")
-        with stream:
+        with SwapStream(driver.core, publisher, every=options.swap_every) as stream:
             run = driver.run(work.requests("swaps"), between=stream.tick)
-        found = swap_figures(
-            stream.swaps,
-            seconds=run.seconds,
-            tokens=run.tokens,
-            plain_rate=plain.tokens / plain.seconds,
-            copy_seconds=2 * self._footprint.weights / self._bandwidth,
-            step_seconds=plain.seconds / plain.steps,
-        )
+        found = swap_figures(stream.swaps, run, plain, copy_seconds=2 * self._footprint.weights / self._bandwidth)
         rows = chosen_rows(len(run.answers), options.rescore)
         self._say(f"replaying {len(rows)} rows under the versions of their tags")
         found |= check_tags(self._twin, sets, work.prompts, run.answers, rows, work.sampling, self._dtype)
@@ -229,27 +206,15 @@ class _Bench:
 
     def _engine_config(self) -> EngineConfig:
         options = self._options
-        given: dict[str, Any] = {"device": self._device, "graphs": options.graphs, "compile": options.compile}
-        # An engine without these settings runs on the device of its model, and has no graphs.
-        known = {name: value for name, value in given.items() if name in EngineConfig.__struct_fields__}
-        for name in ("graphs", "compile"):
-            if given[name] and name not in known:
-                raise UserError(f"--{name}: this engine has no such setting")
+        given = {name: getattr(options, name) for name in ("graphs", "compile")}
+        changes = {name: value for name, value in given.items() if value is not None}
+        changes |= {name: value for name in ("block_size", "prefill_chunk") if (value := getattr(options, name))}
         config = EngineConfig(slots=options.batch, kv="keep", max_length=self._longest)
-        changes = {name: value for name, value in known.items() if value is not None}
-        changes |= {n: v for n in ("block_size", "prefill_chunk") if (v := getattr(options, n))}
-        config = msgspec.structs.replace(config, **changes)
+        config = msgspec.structs.replace(config, device=self._device, **changes)
         return msgspec.structs.replace(config, cache_tokens=_cache_tokens(options, self._work, config.block_size))
 
 
 PEER_NAMES = {"transformers": "transformers' continuous batching", "generate": "generate on padded batches"}
-
-
-def _free_memory(device: str) -> None:
-    """Release the memory of the engine, so that a peer can take it."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def drawn_before_tail(lengths: list[int], tail_rows: int, tokens: int) -> list[int]:
@@ -259,36 +224,6 @@ def drawn_before_tail(lengths: list[int], tail_rows: int, tokens: int) -> list[i
     """
     ended = lengths[:-tail_rows]
     return ended + [(tokens - sum(ended)) // tail_rows] * tail_rows
-
-
-def _step_ms(run: Round) -> dict[str, float | None]:
-    def split(seconds: float | None) -> float | None:
-        return None if seconds is None else 1e3 * seconds / run.steps
-
-    return {
-        "all": 1e3 * run.seconds / run.steps,
-        "decode": 1e3 * run.decode_seconds / run.decode_steps if run.decode_steps else None,
-        "host": split(run.host_seconds),
-        "device": split(run.device_seconds),
-    }
-
-
-def _check_model_name(options: EngineBench) -> None:
-    if options.model not in SHAPES and not Path(options.model).is_dir():
-        raise UserError(f"{options.model} is neither a model directory nor a shape (one of {', '.join(SHAPES)})")
-
-
-def _device(asked: str) -> str:
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch finds no GPU here")
-    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _load(options: EngineBench, dtype: str, device: str) -> Any:
-    if options.model in SHAPES:
-        return build_shape(options.model, dtype, device, options.seed)
-    weights = "random" if options.random_weights else "load"
-    return load_model(options.model, weights=weights, dtype=dtype, seed=options.seed, device=device)
 
 
 def _longest(options: EngineBench, work: Work) -> int:
@@ -308,3 +243,97 @@ def _cache_tokens(options: EngineBench, work: Work, block_size: int) -> int:
     forks = [work.fork[1] + options.generate] * (work.fork[0] + 1) if work.fork else []
     # Each sequence needs up to one block more for rounding up, and admission needs one free block.
     return max(sum(part) + block_size * (len(part) + 1) for part in (held, forks))
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The sizes of one model's parts in bytes."""
+
+    weights: int
+    """The bytes of all parameters."""
+    shared: int
+    """The bytes that every step reads: all parameters except the experts, and except an input embedding that is not
+    tied to the output."""
+    experts: int
+    """The bytes of all experts of all layers."""
+    expert_count: int
+    """The number of experts in one layer."""
+    experts_per_token: int
+    kv_of_window: dict[int | None, int]
+    """Attention window -> the bytes of one token's keys and values in all layers with this window. The window None
+    means that a layer sees all tokens."""
+
+    @property
+    def kv_token(self) -> int:
+        """The bytes of one token's keys and values in all layers."""
+        return sum(self.kv_of_window.values())
+
+    def weights_read(self, rows: float) -> float:
+        """Return the bytes of weights that a step of this many rows reads.
+
+        Of the experts, it counts the share that at least one row chooses, if rows choose at random.
+        """
+        if not self.expert_count:
+            return float(self.shared)
+        missed: float = (1 - self.experts_per_token / self.expert_count) ** rows
+        return self.shared + self.experts * (1 - missed)
+
+    def kv_read(self, contexts: Iterable[tuple[int, int]]) -> int:
+        """Return the bytes of keys and values that decode steps read.
+
+        `contexts` holds for each sequence the number of tokens it sees in its first and in its last step.
+        """
+        total = 0
+        for first, last in contexts:
+            for window, size in self.kv_of_window.items():
+                total += size * _tokens_seen(first, last, window)
+        return total
+
+
+def decode_contexts(prompt: int, lengths: Iterable[int]) -> list[tuple[int, int]]:
+    """Return, for each answer, how many tokens its first and its last decode step see.
+
+    The first token of an answer comes from the pass over the prompt, so an answer of one token has no decode step.
+    """
+    return [(prompt + 1, prompt + length - 1) for length in lengths if length > 1]
+
+
+def _tokens_seen(first: int, last: int, window: int | None) -> int:
+    """Return the sum of `min(n, window)` for n from first to last."""
+    if last < first:
+        return 0
+    whole = last if window is None else min(last, window)
+    below = (first + whole) * (whole - first + 1) // 2 if whole >= first else 0
+    return below + (0 if window is None else window * (last - max(whole, first - 1)))
+
+
+def footprint(model: Any) -> Footprint:
+    """Compute the sizes of this model's parts from its parameters and its configuration."""
+    config = model.config.get_text_config()
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    weights = sum(sizes.values())
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    unread = 0 if embedding is output else embedding.numel() * embedding.element_size()
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    head = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    layer = 2 * heads * head * model.dtype.itemsize
+    return Footprint(
+        weights=weights,
+        shared=weights - experts - unread,
+        experts=experts,
+        expert_count=int(_first(config, "num_experts", "num_local_experts", "n_routed_experts")) if experts else 0,
+        experts_per_token=int(_first(config, "num_experts_per_tok", "top_k")) if experts else 0,
+        kv_of_window={window: layer * count for window, count in Counter(_windows(config)).items()},
+    )
+
+
+def _windows(config: Any) -> list[int | None]:
+    layers = int(config.num_hidden_layers)
+    window = getattr(config, "sliding_window", None) or None
+    types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _first(config: Any, *names: str) -> int:
+    return next(int(getattr(config, name)) for name in names if getattr(config, name, None))

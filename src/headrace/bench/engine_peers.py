@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
-from headrace.bench.engine_bytes import settle
-from headrace.bench.engine_work import Work
+from headrace.bench.engine_rounds import Work
+from headrace.bench.timing import Timed
 
 DEADLINE = 1800.0
 _PAGE = 256
@@ -58,13 +58,11 @@ def _padded_generate(twin: Any, work: Work, batch: int, device: str) -> float:
     # The model's own generation settings (end tokens, penalties) would change the work.
     twin.generation_config = _settings(work, 1)
     _generate_batch(twin, work, range(min(batch, len(work.prompts))), 4)
-    settle(device)
-    started = time.perf_counter()
-    for first in range(0, len(work.prompts), batch):
-        rows = range(first, min(first + batch, len(work.prompts)))
-        _generate_batch(twin, work, rows, max(work.lengths[row] for row in rows))
-    settle(device)
-    return time.perf_counter() - started
+    with Timed(device) as timed:
+        for first in range(0, len(work.prompts), batch):
+            rows = range(first, min(first + batch, len(work.prompts)))
+            _generate_batch(twin, work, rows, max(work.lengths[row] for row in rows))
+    return timed.seconds
 
 
 @torch.inference_mode()
@@ -84,10 +82,9 @@ def _continuous_batching(twin: Any, work: Work, batch: int, device: str) -> floa
         generation_config=settings, continuous_batching_config=config, timeout=60
     ) as manager:
         _serve(manager, work.warm_up(), "warm")
-        settle(device)
-        started = time.perf_counter()
-        _serve(manager, work, "run")
-        return time.perf_counter() - started
+        with Timed(device) as timed:
+            _serve(manager, work, "run")
+    return timed.seconds
 
 
 def _batching_config(work: Work, batch: int) -> Any:

@@ -7,12 +7,9 @@ that a token tagged with the wrong version is found by its log-probability.
 
 from __future__ import annotations
 
-import queue
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +18,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.bench.engine_rescore import row_logprobs
-from headrace.bench.publishing import Begin, PublisherProcess, PublishReply, Weights, save_sets
-from headrace.delivery.base import Proof
+from headrace.bench.base import vocabulary_of
+from headrace.bench.engine_checks import install, score_canary
+from headrace.bench.engine_rounds import Round
+from headrace.bench.plain_copies import Weights
+from headrace.bench.publishing import Begin, PublisherProcess, PublishReply, canary_tokens, save_sets
+from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Staged
-from headrace.engines.base import Sampling
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import DeliveryError, HeadraceError
 from headrace.models.loading import named_weights
-from headrace.types import Int32Array
+from headrace.types import Float32Array
 
 DEADLINE = 300.0
-CANARY_TOKENS = 16
-CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 _CHANGE = 0.2
 """The standard deviation of the change from the first set to the second, relative to each weight."""
 
@@ -52,13 +49,6 @@ def two_sets(model: Any, seed: int) -> tuple[Weights, Weights]:
     live = named_weights(model)
     first = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
     return first, {name: changed(tensor).to("cpu", copy=True) for name, tensor in live.items()}
-
-
-@torch.inference_mode()
-def install(model: Any, weights: Weights) -> None:
-    """Copy these weights over those of the model."""
-    for name, tensor in named_weights(model).items():
-        tensor.copy_(weights[name])
 
 
 @dataclass(frozen=True)
@@ -83,71 +73,61 @@ class SwapStream:
     the time from one `install` to the beginning of the next staging. So if a swap is late, all later ones are late too.
     """
 
-    def __init__(
-        self,
-        core: EngineCore,
-        twin: Any,
-        sets: tuple[Weights, Weights],
-        *,
-        every: float,
-        dtype: str,
-        start: Callable[[Any, tuple[Weights, Weights], str], PublisherProcess] | None = None,
-    ) -> None:
-        """Start the process that publishes. `start` replaces the function that does so, for tests.
-
-        The default scores the canary with `twin`, which has the first set of weights afterwards.
-        """
+    def __init__(self, core: EngineCore, publisher: PublisherProcess, *, every: float) -> None:
+        """Publish the first version. The publisher is closed when the context ends."""
         self.swaps: list[Swap] = []
         self._core = core
         self._every = every
-        self._publisher = (start or _start_publisher)(twin, sets, dtype)
+        self._publisher = publisher
         self._orders = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
-        self._ready: queue.Queue[Staged | BaseException] = queue.Queue()
-        self._swapped = threading.Event()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._stage_all, name="stage", daemon=True)
-        self._due = 0.0
+        self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage")
+        self._version = core.version + 1
+        self._published = self._publish(self._version)
+        self._staged: Future[Staged] | None = None
+        self._installed = False
+        self._due = self._began = self._stood_still = 0.0
         self._prefilled = -1
-        self._unproved: Staged | None = None
-        self._began = 0.0
-        self._stood_still = 0.0
 
     def __enter__(self) -> SwapStream:
         with ExitStack() as undo:
-            undo.callback(self._end_publishing)
-            self._install_first()
+            undo.callback(self._close)
+            staged = self._core.stage(_manifest(self._published.result(DEADLINE)))
+            _check(self._core.swap(staged))
             undo.pop_all()
+        self._published = self._publish(self._version + 1)
+        self._acknowledge()
         self._due = time.perf_counter() + self._every
-        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._swapped.set()
-        self._thread.join(DEADLINE)
-        self._end_publishing()
-        if self._thread.is_alive():
-            raise HeadraceError(f"staging did not end within {DEADLINE:g} s")
+        self._close()
 
     def tick(self) -> None:
-        """Swap if weights are staged and the last step computed no prompt tokens.
+        """Do what the next version needs now, without waiting: stage it, install it, or look for its proof.
 
-        A prompt that is partly computed would get keys and values of two versions. Decoding continues while the new
-        weights are proved.
+        Publishing runs in another process and staging in another thread, so decoding continues beside them. Decoding
+        also continues while the new weights are proved.
         """
-        if self._unproved is not None:
-            self._prove(self._unproved)
-            return
         before, self._prefilled = self._prefilled, self._core.counters().prefilled_tokens
-        if self._ready.empty() or self._prefilled != before:
-            return
-        staged = self._ready.get_nowait()
-        if isinstance(staged, BaseException):
-            raise staged
-        self._unproved, self._began = staged, time.perf_counter()
+        if self._staged is None:
+            # Staging waits too, because staged weights are installed as soon as possible.
+            if self._published.done() and time.perf_counter() >= self._due:
+                self._core.timings.longest_gap_seconds = 0.0
+                self._staged = self._stager.submit(self._core.stage, _manifest(self._published.result()))
+        elif self._installed:
+            self._prove(self._staged.result())
+        # A prompt that is partly computed would get keys and values of two versions.
+        elif self._staged.done() and self._prefilled == before:
+            self._install(self._staged.result())
+
+    def _install(self, staged: Staged) -> None:
+        self._began = time.perf_counter()
         self._core.install(staged)
         # Without a GPU there is no gap between launches: decoding waits for the whole call of `install`.
         self._stood_still = time.perf_counter() - self._began
+        self._installed = True
+        # In a run too, the trainer makes the next version while the engine serves this one.
+        self._published = self._publish(self._version + 1)
 
     def _prove(self, staged: Staged) -> None:
         proof = self._core.proof(wait=False)
@@ -157,44 +137,28 @@ class SwapStream:
         stall = self._core.timings.longest_gap_seconds or self._stood_still
         self.swaps.append(Swap(self._began, proof.version, stall, proof.swap_seconds, staged.seconds))
         self._due = self._began + self._every
-        self._unproved = None
-        self._swapped.set()
-
-    def _end_publishing(self) -> None:
-        self._orders.shutdown(wait=True)
-        self._publisher.close()
-
-    def _install_first(self) -> None:
-        version = self._core.version + 1
-        manifest = self._publish(version).result(DEADLINE).manifest
-        assert manifest is not None
-        _check(self._core.swap(self._core.stage(manifest)))
-        self._orders.submit(self._publisher.acknowledged, version)
-
-    def _stage_all(self) -> None:
-        version = self._core.version + 1
-        try:
-            publishing = self._publish(version)
-            while not self._stop.is_set():
-                manifest = publishing.result(DEADLINE).manifest
-                assert manifest is not None
-                self._swapped.clear()
-                # Staging waits too, because staged weights are installed as soon as possible.
-                self._stop.wait(max(0.0, self._due - time.perf_counter()))
-                self._core.timings.longest_gap_seconds = 0.0
-                self._ready.put(self._core.stage(manifest))
-                # In a run too, the trainer makes the next version while the engine serves this one.
-                publishing = self._publish(version + 1)
-                if not self._stop.is_set() and not self._swapped.wait(DEADLINE):
-                    raise HeadraceError(f"version {version} was staged and not swapped for {DEADLINE:g} s")
-                self._orders.submit(self._publisher.acknowledged, version)
-                version += 1
-        except (HeadraceError, OSError, RuntimeError) as error:
-            # `tick` raises it in the thread that drives the engine. Here it would be lost with this thread.
-            self._ready.put(error)
+        self._staged, self._installed = None, False
+        self._acknowledge()
 
     def _publish(self, version: int) -> Future[PublishReply]:
         return self._orders.submit(self._publisher.publish, version)
+
+    def _acknowledge(self) -> None:
+        self._orders.submit(self._publisher.acknowledged, self._version)
+        self._version += 1
+
+    def _close(self) -> None:
+        late = self._staged is not None and not wait([self._staged], DEADLINE).done
+        self._stager.shutdown(wait=not late)
+        self._orders.shutdown(wait=True)
+        self._publisher.close()
+        if late:
+            raise HeadraceError(f"staging did not end within {DEADLINE:g} s")
+
+
+def _manifest(reply: PublishReply) -> Manifest:
+    assert reply.manifest is not None
+    return reply.manifest
 
 
 def _check(proof: Proof) -> None:
@@ -202,10 +166,14 @@ def _check(proof: Proof) -> None:
         raise DeliveryError(f"version {proof.version} was not accepted: {proof.reason}")
 
 
-def _start_publisher(twin: Any, sets: tuple[Weights, Weights], dtype: str) -> PublisherProcess:
-    canary = canary_tokens(int(twin.get_input_embeddings().weight.shape[0]))
+def start_publisher(twin: Any, sets: tuple[Weights, Weights], dtype: str) -> PublisherProcess:
+    """Start the process that publishes these sets in turn. `twin` scores the canary, and then has the first set."""
+    canary = canary_tokens(vocabulary_of(twin))
+    expected: list[Float32Array] = []
     # The first set is scored last, because the twin must have it afterwards.
-    expected = [_score(twin, weights, canary) for weights in reversed(sets)][::-1]
+    for weights in reversed(sets):
+        install(twin, weights)
+        expected.insert(0, score_canary(twin, canary))
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as directory:
         begin = Begin(
             files=save_sets(Path(directory), sets),
@@ -213,7 +181,6 @@ def _start_publisher(twin: Any, sets: tuple[Weights, Weights], dtype: str) -> Pu
             # The transport that `auto` chooses if trainer and engine are on one host.
             transport="cuda_ipc" if twin.device.type == "cuda" else "shm",
             device=str(twin.device),
-            tolerance=CANARY_TOLERANCE[dtype],
             canary=canary,
             logprobs=expected,
         )
@@ -221,26 +188,14 @@ def _start_publisher(twin: Any, sets: tuple[Weights, Weights], dtype: str) -> Pu
         return PublisherProcess(begin, DEADLINE)
 
 
-def canary_tokens(vocabulary: int) -> Int32Array:
-    """Return a fixed sequence of tokens, which is scored at every delivery."""
-    return (np.arange(CANARY_TOKENS) * 7919 % vocabulary).astype(np.int32)
-
-
-def _score(twin: Any, weights: Weights, tokens: Int32Array) -> Any:
-    install(twin, weights)
-    return row_logprobs(twin, tokens[:1], tokens[1:], Sampling(max_tokens=1))
-
-
-def swap_figures(
-    swaps: list[Swap], *, seconds: float, tokens: int, plain_rate: float, copy_seconds: float, step_seconds: float
-) -> dict[str, Any]:
+def swap_figures(swaps: list[Swap], run: Round, plain: Round, *, copy_seconds: float) -> dict[str, Any]:
     """Return the figures of a round with swaps, compared with a round without.
 
     `plain_rate` and `step_seconds` are those of the round without swaps. `copy_seconds` is the time of a copy of all
     weights at the bandwidth of the device.
     """
     stalls = [swap.stall_seconds for swap in swaps]
-    rate = tokens / seconds
+    rate, plain_rate = run.tokens / run.seconds, plain.tokens / plain.seconds
     return {
         "swaps": len(swaps),
         "interval_seconds": (swaps[-1].at - swaps[0].at) / (len(swaps) - 1) if len(swaps) > 1 else None,
@@ -251,8 +206,8 @@ def swap_figures(
         "stage_seconds_mean": float(np.mean([swap.stage_seconds for swap in swaps])) if swaps else None,
         "copy_seconds": copy_seconds,
         # A swap may take as long as its copy at 70% of the bandwidth, and the step that it waits for.
-        "stall_limit_seconds": copy_seconds / 0.7 + step_seconds,
-        "lost_seconds_a_swap": (seconds - tokens / plain_rate) / len(swaps) if swaps else None,
+        "stall_limit_seconds": copy_seconds / 0.7 + plain.seconds / plain.steps,
+        "lost_seconds_a_swap": (run.seconds - run.tokens / plain_rate) / len(swaps) if swaps else None,
         "tokens_per_second_without": plain_rate,
         "tokens_per_second_with": rate,
         "loss": 1 - rate / plain_rate,

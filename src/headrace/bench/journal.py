@@ -1,8 +1,13 @@
-"""Measures what the journal costs a run: in one real run, the journal is switched off for some versions.
+"""`headrace bench journal`: measures what the journal costs a run, and how long it takes to use a large one.
 
-Versions are divided into blocks, and the blocks into pairs: the journal is off in one block of a pair and on in the
-other. Off means that events stay in memory: no row, no token and no partial answer is written. They are written after
-the block, in versions that are not counted. So the journal of the run is complete at the end, and its ledgers balance.
+The cost is measured in one real run, in which the journal is switched off for some versions. Versions are divided into
+blocks, and the blocks into pairs: the journal is off in one block of a pair and on in the other. Off means that events
+stay in memory: no row, no token and no partial answer is written. They are written after the block, in versions that
+are not counted. So the journal of the run is complete at the end, and its ledgers balance.
+
+With `--rollouts`, a journal of many rollouts is written with the real writer, and opened, resumed and queried. It is
+that of an ordinary run that died. It holds steps of one batch each, versions, deliveries, activity of processes, and
+groups that were complete, being sampled, or just begun when the run died.
 """
 
 from __future__ import annotations
@@ -11,21 +16,27 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from headrace.bench.workload import loop_config, write_model
-from headrace.buffer.journal import Journal
+from headrace.bench.options import JournalBench
+from headrace.bench.report import Say
+from headrace.bench.timing import Timed
+from headrace.bench.workload import tiny_config, write_model
+from headrace.buffer.journal import Journal, open_readonly
 from headrace.buffer.store import Store
 from headrace.buffer.writer import Call, Event, Writer
+from headrace.config import Config, make_config
 from headrace.observe.progress import NoProgress
+from headrace.pipeline.batches import recorded_batches
 from headrace.pipeline.inputs import check_inputs
 from headrace.pipeline.session import RunSession
 from headrace.review.summary import read_ledgers
 from headrace.run_dir import RunDir
+from headrace.types import NO_VERSION, Group, Prompt, Rollout, Trace, Version
 
 WARM_VERSIONS = 4
 """The number of first versions that are not counted."""
@@ -37,6 +48,15 @@ PROMPT, ANSWER = 16, 32
 CONFIDENCE = 0.95
 LIMIT = 0.05
 """The largest share of the rate that the journal may cost, at the upper end of the confidence interval."""
+GROUP_SIZE, GROUPS = 8, 16
+PROMPT_TOKENS, ANSWER_TOKENS = 16, 48
+PROMPTS = 4096
+LEFT_GROUPS = 2 * GROUPS
+"""The number of groups in flight when the run died: half of them complete, a quarter being sampled, a quarter just
+begun."""
+STEPS_AFTER_CHECKPOINT = 10
+SHOWN = 20
+WHERE = "reward >= 1 AND newest_version > oldest_version"
 
 
 class Block(NamedTuple):
@@ -124,10 +144,18 @@ class BlockJournal(Journal):
         return found
 
 
-def bench_overhead(pairs: int, versions: int, say: Callable[[str], None]) -> dict[str, Any]:
+def bench_journal(options: JournalBench, say: Say) -> dict[str, Any]:
+    """Measure and return all figures. `say` gets a line before each part."""
+    if not options.rollouts:
+        return bench_overhead(options.pairs, options.versions, say)
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        return bench_size(Path(scratch), options.rollouts, say)
+
+
+def bench_overhead(pairs: int, versions: int, say: Say) -> dict[str, Any]:
     """Make one run with this many pairs of blocks, of `versions` versions each, and return the figures."""
     blocks = plan_blocks(pairs, versions)
-    total = blocks[-1].last + DEPTH + 1  # The last versions are not measured: nothing is generated beside them.
+    total = blocks[-1].last + DEPTH + 1  # beside the last versions nothing is generated
     made: list[BlockJournal] = []
 
     def journal(path: Path, *, keep_rollouts: bool) -> Journal:
@@ -137,8 +165,15 @@ def bench_overhead(pairs: int, versions: int, say: Callable[[str], None]) -> dic
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
         write_model(directory / "model")
-        config = loop_config(
-            directory, "run", prompt=PROMPT, answer=ANSWER, versions=total, depth=DEPTH, threads=1, keep_rollouts=True
+        config = tiny_config(
+            directory,
+            "run",
+            prompt=PROMPT,
+            answer=ANSWER,
+            threads=1,
+            versions=total,
+            depth=DEPTH,
+            observe={"keep_rollouts": True},
         )
         say(f"{total} versions in {2 * pairs} blocks of {versions}")
         run_dir = RunDir.create(config)
@@ -153,11 +188,15 @@ def bench_overhead(pairs: int, versions: int, say: Callable[[str], None]) -> dic
 
 
 def interval(off: Sequence[float], on: Sequence[float]) -> dict[str, float]:
-    """Return the mean relative loss of the pairs, and the ends of its confidence interval by Student's t."""
+    """Return the mean relative loss of the pairs, and the ends of its confidence interval by Student's t.
+
+    `within_limit` says whether the upper end is at most `LIMIT`.
+    """
     losses = [1 - with_it / without for without, with_it in zip(off, on, strict=True)]
     mean = statistics.fmean(losses)
     half = student_t(CONFIDENCE, len(losses) - 1) * statistics.stdev(losses) / math.sqrt(len(losses))
-    return {"loss_mean": mean, "loss_low": mean - half, "loss_high": mean + half}
+    found = {"loss_mean": mean, "loss_low": mean - half, "loss_high": mean + half}
+    return found | {"within_limit": mean + half <= LIMIT}
 
 
 def student_t(confidence: float, freedom: int) -> float:
@@ -179,12 +218,138 @@ def student_t(confidence: float, freedom: int) -> float:
     return (low + high) / 2
 
 
-def lines(found: dict[str, Any]) -> list[str]:
-    """Return the figures as lines of text."""
-    off, on = statistics.fmean(found["off"]), statistics.fmean(found["on"])
-    verdict = "within" if found["loss_high"] <= found["limit"] else "NOT within"
-    return [
-        f"{found['pairs']} pairs of blocks of {found['versions']} versions: {off:.0f} tokens/s without, {on:.0f} with",
-        f"loss {found['loss_mean']:+.2%}, 95% interval {found['loss_low']:+.2%} to {found['loss_high']:+.2%}: "
-        f"{verdict} {found['limit']:.0%}",
-    ]
+def bench_size(directory: Path, rollouts: int, say: Say) -> dict[str, Any]:
+    """Write a journal of this many rollouts, then time how long it takes to open, resume, count and query it."""
+    path = directory / "journal.db"
+    say(f"writing {rollouts:,} rollouts")
+    with Timed() as writing:
+        steps = write_run(path, rollouts)
+    say(f"written in {writing.seconds:.0f} s; opening, resuming, counting, querying")
+    opening, recovering, training, ledger, query = (Timed() for _ in range(5))
+    with opening:
+        journal = Journal(path)
+    checkpoint = max(0, steps - STEPS_AFTER_CHECKPOINT)
+    with journal:
+        with recovering:
+            found = journal.recover(step=checkpoint, outcomes=False)
+        with training:
+            again = sum(1 for _ in recorded_batches(_config(), path, checkpoint, found.resume_step))
+    with ledger:
+        ledgers = read_ledgers(directory)
+    with query, open_readonly(path) as reader:
+        matched, shown = reader.count_rollouts(WHERE), list(reader.rollout_records(WHERE, limit=SHOWN))
+    parts = {"open": [opening], "recover": [recovering], "resume": [opening, recovering, training]}
+    parts |= {"ledger": [ledger], "query": [query]}
+    return {
+        "rollouts": rollouts,
+        "steps": steps,
+        "written_seconds": writing.seconds,
+        "database_bytes": path.stat().st_size,
+        "segment_bytes": sum(file.stat().st_size for file in (directory / "segments").iterdir()),
+        "steps_again": again,
+        "groups_left": len(found.unfinished),
+        "balanced": ledgers["balanced"],
+        "counted": ledgers["rollouts"]["admitted"],
+        "matched": matched,
+        "shown": len(shown),
+        "seconds": {name: sum(part.seconds for part in spent) for name, spent in parts.items()},
+        "cpu_seconds": {name: sum(part.cpu_seconds for part in spent) for name, spent in parts.items()},
+    }
+
+
+def write_run(path: Path, rollouts: int) -> int:
+    """Write the journal of a run that died after it had trained this many rollouts, and return its number of steps.
+
+    The number of rollouts is rounded down to whole batches.
+    """
+    steps = max(1, rollouts // (GROUPS * GROUP_SIZE))
+    with Journal(path) as journal:
+        journal.meta("name", "many rollouts")
+        journal.version(Version(id=0, parent=NO_VERSION, step=0, digest=0))
+        for step in range(1, steps + 1):
+            groups = range((step - 1) * GROUPS, step * GROUPS)
+            for group_id in groups:
+                _admit(journal, group_id, version=max(0, step - 2))
+                _complete(journal, group_id, version=max(0, step - 2))
+            _train(journal, step, groups)
+        _leave(journal, steps)
+    return steps
+
+
+def _admit(journal: Journal, group_id: int, version: int) -> None:
+    prompt = Prompt(id=str(group_id % PROMPTS))
+    journal.admitted(
+        Group(id=group_id, prompt=prompt, version=version), [f"{group_id}/{index}" for index in range(GROUP_SIZE)]
+    )
+
+
+def _complete(journal: Journal, group_id: int, version: int) -> None:
+    for index in range(GROUP_SIZE):
+        # One answer in ten has tokens of two versions, and half of the answers are right.
+        later = (group_id + index) % 10 == 0
+        journal.rollout_ended(
+            Rollout(
+                id=f"{group_id}/{index}",
+                index=index,
+                traces=[_trace(version, later=later)],
+                ending="finished",
+                reward=float(index % 2),
+            )
+        )
+
+
+def _trace(version: int, *, later: bool, tokens: int = PROMPT_TOKENS + ANSWER_TOKENS) -> Trace:
+    trained = np.arange(tokens) >= PROMPT_TOKENS
+    versions = np.where(trained, version, NO_VERSION).astype(np.int32)
+    if later:
+        versions[-tokens // 4 :] += 1
+    return Trace(
+        token_ids=np.arange(tokens, dtype=np.int32),
+        trained=trained,
+        logprobs=np.where(trained, -0.5, 0.0).astype(np.float32),
+        versions=versions,
+    )
+
+
+def _train(journal: Journal, step: int, groups: range) -> None:
+    for group_id in groups:
+        journal.group_ended(group_id, "trained", step=step)
+    trained = len(groups) * GROUP_SIZE
+    journal.step(
+        step=step,
+        version=step - 1,
+        objective="policy",
+        groups=len(groups),
+        rollouts=trained,
+        tokens=trained * (PROMPT_TOKENS + ANSWER_TOKENS),
+        trained_tokens=trained * ANSWER_TOKENS,
+        lag_histogram={1: trained * ANSWER_TOKENS},
+    )
+    journal.version(Version(id=step, parent=step - 1, step=step, digest=step))
+    journal.delivery(version=step, engine="engine-0", accepted=True)
+    for process in ("engine-0", "trainer-0"):
+        journal.activity(process=process, started=step / 2, ended=step / 2 + 0.5, busy_seconds=0.4)
+
+
+def _leave(journal: Journal, steps: int) -> None:
+    first = steps * GROUPS
+    for group_id in range(first, first + LEFT_GROUPS):
+        _admit(journal, group_id, version=steps)
+        if group_id < first + LEFT_GROUPS // 2:
+            _complete(journal, group_id, version=steps)
+        elif group_id < first + 3 * LEFT_GROUPS // 4:
+            for index in range(GROUP_SIZE):
+                part = _trace(steps, later=False, tokens=PROMPT_TOKENS + ANSWER_TOKENS // 2)
+                journal.partial(Rollout(id=f"{group_id}/{index}", index=index, traces=[part], ending="aborted"))
+
+
+def _config() -> Config:
+    """Return the configuration with which the batches of these steps are made."""
+    return make_config(
+        {
+            "model": {"path": "-"},
+            "task": {"kind": "gym", "name": "-"},
+            "rollouts": {"group_size": GROUP_SIZE, "max_tokens": ANSWER_TOKENS},
+            "buffer": {"groups": GROUPS},
+        }
+    )

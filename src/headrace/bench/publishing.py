@@ -13,19 +13,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.bench.delivery_plain import PlainSnapshot
-from headrace.bench.side import Connection, Side
+from headrace.bench.plain_copies import PlainSnapshot, Weights
+from headrace.bench.side import Connection, Ready, Side
 from headrace.delivery.base import Kind, Manifest
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
 from headrace.types import Float32Array, Int32Array
 
-Weights = dict[str, torch.Tensor]
-
-_IDLE_SECONDS = 3600.0
+CANARY_TOKENS = 16
+CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 class Begin(msgspec.Struct, kw_only=True):
@@ -35,7 +35,6 @@ class Begin(msgspec.Struct, kw_only=True):
     """The safetensors files of the sets."""
     dtype: str
     transport: str
-    tolerance: float
     canary: Int32Array
     logprobs: list[Float32Array]
     """The log-probabilities of the canary under each set."""
@@ -71,33 +70,26 @@ class PublishReply(msgspec.Struct, kw_only=True):
     """How long the trainer waited for `publish` to return."""
     ready_seconds: float = 0.0
     """How long it took until the version could be fetched."""
-    snapshot_seconds: float = 0.0
-    """The part of `lost_seconds` that the copy took."""
     copy_seconds: float = 0.0
     """The time of a plain copy of the same tensors in this process, measured just before; 0 without `compare`."""
     began: float = 0.0
     """When the publish began, by the monotonic clock, which all processes of a host share."""
 
 
-class PublisherProcess:
+class PublisherProcess(Side):
     """The benchmark's handle to the process that publishes. Only one thread at a time may use it."""
 
     def __init__(self, begin: Begin, deadline: float, environment: Mapping[str, str] | None = None) -> None:
-        self._deadline = deadline
-        self._side = Side("headrace.bench.publishing", environment=environment)
-        self._side.ask(begin, PublishReply, deadline)
+        super().__init__("headrace.bench.publishing", deadline=deadline, environment=environment)
+        self.ask(begin, Ready)
 
     def publish(self, version: int) -> PublishReply:
         """Publish the next version. Return once it can be fetched."""
-        return self._side.ask(PublishRequest(publish=version), PublishReply, self._deadline)
+        return self.ask(PublishRequest(publish=version), PublishReply)
 
     def acknowledged(self, version: int) -> None:
         """Tell the publisher that no engine reads this version any more."""
-        self._side.ask(PublishRequest(acknowledged=version), PublishReply, self._deadline)
-
-    def close(self) -> None:
-        """End the process. Idempotent."""
-        self._side.close()
+        self.ask(PublishRequest(acknowledged=version), PublishReply)
 
 
 def save_sets(directory: Path, sets: tuple[Weights, ...]) -> list[str]:
@@ -108,9 +100,14 @@ def save_sets(directory: Path, sets: tuple[Weights, ...]) -> list[str]:
     return [str(file) for file in files]
 
 
+def canary_tokens(vocabulary: int) -> Int32Array:
+    """Return a fixed sequence of tokens, which is scored at every delivery."""
+    return (np.arange(CANARY_TOKENS) * 7919 % vocabulary).astype(np.int32)
+
+
 def serve(line: Connection) -> None:
     """Load the sets, and answer requests until the connection is closed."""
-    begin = line.receive(Begin, _IDLE_SECONDS)
+    begin = line.receive(Begin)
     if begin.threads:
         torch.set_num_threads(begin.threads)
     sets = [load_file(file, device=begin.device) for file in begin.files]
@@ -122,14 +119,13 @@ def serve(line: Connection) -> None:
         receivers=begin.receivers,
         per_parameter=begin.per_parameter,
     )
-    publisher = Publisher(
-        way, begin.dtype, begin.tolerance, begin.canary, send=begin.send, base_digest=begin.base_digest
-    )
+    tolerance = CANARY_TOLERANCE[begin.dtype]
+    publisher = Publisher(way, begin.dtype, tolerance, begin.canary, send=begin.send, base_digest=begin.base_digest)
     plain = PlainSnapshot(sets[0], begin.device) if begin.compare else None
-    line.send(PublishReply())
+    line.send(Ready())
     try:
         while True:
-            line.send(_obey(publisher, line.receive(PublishRequest, _IDLE_SECONDS), begin, sets, plain))
+            line.send(_obey(publisher, line.receive(PublishRequest), begin, sets, plain))
     except EOFError:
         return
     finally:
@@ -149,14 +145,8 @@ def _obey(
     future = publisher.publish(version, version - 1, version, sets[which], lambda _: begin.logprobs[which])
     lost = time.monotonic() - started
     manifest = future.result()
-    return PublishReply(
-        manifest=manifest,
-        lost_seconds=lost,
-        ready_seconds=time.monotonic() - started,
-        snapshot_seconds=publisher.last_snapshot_seconds,
-        copy_seconds=copy,
-        began=started,
-    )
+    ready = time.monotonic() - started
+    return PublishReply(manifest=manifest, lost_seconds=lost, ready_seconds=ready, copy_seconds=copy, began=started)
 
 
 def moment(version: int, within_seconds: float) -> float:

@@ -21,9 +21,15 @@ from headrace.errors import HeadraceError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+IDLE_SECONDS = 3600.0
+"""How long a child waits for its next message."""
 CLOSE_SECONDS = 30.0
 _END_SECONDS = 5.0
 """How long to wait for a process to end after its connection was closed, to learn its exit code."""
+
+
+class Ready(msgspec.Struct, kw_only=True):
+    """The answer of a child that has done what the message asked for."""
 
 
 class Connection:
@@ -39,7 +45,7 @@ class Connection:
         for frame in frames:
             self._connection.send_bytes(frame)
 
-    def receive(self, kind: type[T], deadline: float) -> T:
+    def receive(self, kind: type[T], deadline: float = IDLE_SECONDS) -> T:
         """Return the next message, which must be of this kind.
 
         Raises `EOFError` once the other end is closed, and `HeadraceError` after `deadline` seconds.
@@ -56,22 +62,26 @@ class Connection:
 
 
 class Side:
-    """A child process `python -m MODULE DESCRIPTOR ARGUMENTS`, and our end of the connection to it."""
+    """A child process `python -m MODULE DESCRIPTOR`, and our end of the connection to it."""
 
-    def __init__(self, module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
-        """Start the child. It gets the environment of this process and the variables of `environment`."""
+    def __init__(self, module: str, *, deadline: float, environment: Mapping[str, str] | None = None) -> None:
+        """Start the child. It gets the environment of this process and the variables of `environment`.
+
+        Every answer must arrive within `deadline` seconds.
+        """
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", module, str(theirs.fileno()), *arguments]
+        command = [sys.executable, "-m", module, str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env={**os.environ, **(environment or {})}
             )
         self._line = Connection(ours.detach())
+        self._deadline = deadline
 
-    def ask(self, message: msgspec.Struct, answer: type[T], deadline: float) -> T:
+    def ask(self, message: msgspec.Struct, answer: type[T]) -> T:
         """Send a message, wait for its answer, and return the answer."""
         self.tell(message)
-        return self.answer(answer, deadline)
+        return self.answer(answer)
 
     def tell(self, message: msgspec.Struct) -> None:
         """Send a message. Call `answer` later to get its answer."""
@@ -80,10 +90,10 @@ class Side:
         except OSError as error:
             raise self._ended() from error
 
-    def answer(self, kind: type[T], deadline: float) -> T:
+    def answer(self, kind: type[T]) -> T:
         """Return the answer to the oldest message that has none yet. Raises `HeadraceError` if the child has ended."""
         try:
-            return self._line.receive(kind, deadline)
+            return self._line.receive(kind, self._deadline)
         except (EOFError, OSError) as error:
             raise self._ended() from error
 

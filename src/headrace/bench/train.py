@@ -2,36 +2,43 @@
 
 After a few steps of warm-up, whole optimizer steps of the real trainer are timed: packing, passes, gradients, the
 optimizer and the refresh of the 16-bit weights. With `--compare`, the same sequences are also measured without packing,
-without chunks and without compilation.
+without chunks and without compilation. Every token but the first of a sequence is trained. Padding stands for the work
+of a trainer without packing: it is tokens before a sequence that are computed but not trained.
+
+MFU is the number of floating-point operations per second that training needs, as a share of the GPU's peak:
+
+    a token      6 x parameters of the layers, forward and backward; of experts, only those that the token goes through
+    a pair       12 x heads x head size x layers, for each query and each key that the query sees (causal attention)
+    a target     6 x hidden size x vocabulary
+
+Work on padding, masked work and recomputation are not counted, and neither are embeddings, norms, softmax and the
+optimizer.
 """
 
 from __future__ import annotations
 
-import gc
-import platform
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 
-from headrace.bench.engine_bytes import settle
-from headrace.bench.train_flops import FORMULA, Flops, count_flops, peak_of
-from headrace.bench.train_work import TrainBench, check_options, draw_sequences, make_batch, padded
+from headrace.bench.base import begin, free_memory, load, vocabulary_of
+from headrace.bench.options import TrainBench, check_options
+from headrace.bench.report import Say
+from headrace.bench.timing import Timed
+from headrace.bench.workload import make_lengths
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
-from headrace.errors import UserError
-from headrace.models.loading import load_model
-from headrace.models.shapes import SHAPES, build_shape
 from headrace.training.compiled import compiled_layers
-from headrace.training.devices import choose_device
 from headrace.training.sharding import prepare_model
 from headrace.training.trainer import Trainer
 from headrace.types import Batch
 
-Say = Callable[[str], None]
+Lengths = npt.NDArray[np.int64]
 
 WARM_STEPS = 2
 WHOLE = 1 << 62
@@ -41,15 +48,22 @@ VARIANTS: dict[str, dict[str, bool]] = {
     "without chunks": {"chunk": False},
     "without compilation": {"compile": False},
 }
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+"""Part of a GPU's name -> its peak of dense bfloat16 operations per second."""
+FORMULA = (
+    "n * (a_token + a_target) + n * (n + 1) / 2 * a_pair, summed over sequences of n + 1 tokens; "
+    "a_token = 6 * parameters, input embeddings and head left out, of experts those that a token passes; "
+    "a_pair = 12 * heads * head_size * layers; "
+    "a_target = 6 * hidden_size * vocabulary"
+)
+"""The formula of `Flops.of`, in words, with the coefficients of `count_flops`."""
 
 
 def bench_train(options: TrainBench, say: Say) -> dict[str, Any]:
     """Measure and return all figures. `say` gets a line before each part."""
     check_options(options)
-    if options.model not in SHAPES and not Path(options.model).is_dir():
-        raise UserError(f"{options.model} is neither a model directory nor a shape (one of {', '.join(SHAPES)})")
-    device = choose_device(options.device)
-    found = _head(options, device) | _measured(options, device, say)
+    device, found = begin("train", options)
+    found |= {"transformers": transformers.__version__, **_measured(options, device, say)}
     if options.compare:
         found["variants"] = {}
         for name, changes in VARIANTS.items():
@@ -66,44 +80,34 @@ def _variant(options: TrainBench, device: str, say: Say, base: dict[str, Any]) -
     return {"ran": True, **found, "slower": base["tokens_per_second"] / found["tokens_per_second"]}
 
 
-def _head(options: TrainBench, device: str) -> dict[str, Any]:
-    return {
-        "bench": "train",
-        "model": options.model,
-        "device": device,
-        "device_name": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "cpu",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "arguments": msgspec.to_builtins(options),
-    }
-
-
 def _measured(options: TrainBench, device: str, say: Say) -> dict[str, Any]:
-    _free(device)
+    free_memory(device)
     say(f"loading {options.model} on {device}")
-    started = time.perf_counter()
-    trainer, flops, vocabulary = _trainer(options, device)
-    load_seconds = time.perf_counter() - started
+    with Timed() as loading:
+        trainer, flops, vocabulary = _trainer(options, device)
     lengths = draw_sequences(options)
     widths = lengths if options.pack else padded(lengths, options.micro_batch_tokens)
     batches = [make_batch(lengths, widths, vocabulary, i, options.seed) for i in range(WARM_STEPS + options.steps)]
     say(f"warming up on {len(lengths)} sequences of {int(lengths.sum())} tokens, {int(widths.sum())} with padding")
-    started = time.perf_counter()
-    trainer.warm_up()
-    for batch in batches[:WARM_STEPS]:
-        trainer.step(batch)
-    settle(device)
-    warm_seconds = time.perf_counter() - started
+    with Timed(device) as warming:
+        trainer.warm_up()
+        for batch in batches[:WARM_STEPS]:
+            trainer.step(batch)
     say(f"{options.steps} steps")
-    seconds, report = _timed(trainer, batches[WARM_STEPS:], device)
-    best = min(seconds)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for batch in batches[WARM_STEPS:]:
+        with Timed(device) as step:
+            report = trainer.step(batch)
+        seconds.append(step.seconds)
     mean = sum(seconds) / len(seconds)
     needed = flops.of(lengths.tolist())
     peak = peak_of(torch.cuda.get_device_name()) if device == "cuda" else None
     layers = compiled_layers(trainer.model)
     return {
-        "load_seconds": load_seconds,
-        "warm_up_seconds": warm_seconds,
+        "load_seconds": loading.seconds,
+        "warm_up_seconds": warming.seconds,
         "compute_dtype": str(trainer.model.dtype).removeprefix("torch."),
         "compiled": layers is not None and layers.on,
         "sequences": len(lengths),
@@ -111,7 +115,7 @@ def _measured(options: TrainBench, device: str, say: Say) -> dict[str, Any]:
         "computed_tokens": report.tokens,
         "micro_batches": report.micro_batches,
         "step_seconds": mean,
-        "best_step_seconds": best,
+        "best_step_seconds": min(seconds),
         "tokens_per_second": int(lengths.sum()) / mean,
         "flops_a_step": needed,
         "flops": {"a_token": flops.a_token, "a_pair": flops.a_pair, "a_target": flops.a_target},
@@ -124,21 +128,8 @@ def _measured(options: TrainBench, device: str, say: Say) -> dict[str, Any]:
     }
 
 
-def _timed(trainer: Trainer, batches: list[Batch], device: str) -> tuple[list[float], Any]:
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for batch in batches:
-        settle(device)
-        started = time.perf_counter()
-        report = trainer.step(batch)
-        settle(device)
-        seconds.append(time.perf_counter() - started)
-    return seconds, report
-
-
 def _trainer(options: TrainBench, device: str) -> tuple[Trainer, Flops, int]:
-    model = _load(options, device)
+    model = load(options.model, "float32", device, options.seed, random_weights=options.random_weights)
     training = TrainingConfig(
         device="cuda" if device == "cuda" else "cpu",
         compile=options.compile,
@@ -147,8 +138,7 @@ def _trainer(options: TrainBench, device: str) -> tuple[Trainer, Flops, int]:
     )
     if options.compute_dtype:
         training = msgspec.structs.replace(training, compute_dtype=options.compute_dtype)
-    flops = count_flops(model)
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    flops, vocabulary = count_flops(model), vocabulary_of(model)
     trainer = Trainer(
         prepare_model(model, training),
         AlgorithmConfig(),
@@ -160,15 +150,86 @@ def _trainer(options: TrainBench, device: str) -> tuple[Trainer, Flops, int]:
     return trainer, flops, vocabulary
 
 
-def _load(options: TrainBench, device: str) -> Any:
-    if options.model in SHAPES:
-        return build_shape(options.model, "float32", device, options.seed)
-    weights = "random" if options.random_weights else "load"
-    return load_model(options.model, weights=weights, dtype="float32", seed=options.seed, device=device)
+def draw_sequences(options: TrainBench) -> Lengths:
+    """Return the lengths of a step's sequences. Their sum is `tokens` or a little more."""
+    drawn = make_lengths(options.mix, options.tokens, options.seed)
+    drawn = np.maximum(drawn, 2)
+    return drawn[: int(np.searchsorted(drawn.cumsum(), options.tokens)) + 1]
 
 
-def _free(device: str) -> None:
-    """Release the memory of the last variant, so that the next one can take it."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+def padded(lengths: Lengths, budget: int) -> Lengths:
+    """Return the length to which each sequence is padded: that of the longest sequence in its micro-batch.
+
+    Micro-batches are filled in the given order, up to `budget` tokens with padding.
+    """
+    found = np.zeros_like(lengths)
+    start = 0
+    for end in range(1, len(lengths) + 1):
+        longest = int(lengths[start : end + 1].max())
+        if end == len(lengths) or longest * (end + 1 - start) > budget:
+            found[start:end] = lengths[start:end].max()
+            start = end
+    return found
+
+
+def make_batch(lengths: Lengths, widths: Lengths, vocabulary: int, step: int, seed: int) -> Batch:
+    """Return the batch of one step, with random tokens.
+
+    Sequence i has `lengths[i]` tokens of its own, and `widths[i]` tokens with padding.
+    """
+    draw = np.random.default_rng([seed, step])
+    total, own = int(widths.sum()), int((lengths - 1).sum())
+    ends = widths.cumsum()
+    place = np.arange(total) - np.repeat(ends - widths, widths)
+    trained = place > np.repeat(widths - lengths, widths)
+    return Batch(
+        step=step,
+        version=0,
+        token_ids=draw.integers(0, vocabulary, total).astype(np.int32),
+        lengths=widths.astype(np.int32),
+        groups=np.arange(len(widths), dtype=np.int32),
+        trained=trained,
+        logprobs=np.where(trained, -np.log(vocabulary), 0).astype(np.float32),
+        versions=np.zeros(total, np.int32),
+        advantages=np.repeat(draw.standard_normal(len(widths)), widths).astype(np.float32),
+        weights=np.where(trained, 1 / own, 0).astype(np.float32),
+    )
+
+
+@dataclass(frozen=True)
+class Flops:
+    """The operations of one model, forward and backward: for a token, for a query-key pair, and for a target."""
+
+    a_token: int
+    a_pair: int
+    a_target: int
+
+    def of(self, lengths: Iterable[int]) -> int:
+        """Return the operations of a step over sequences of these lengths. All tokens but the first are targets."""
+        # The last token of a sequence is only a target and is not computed itself.
+        own = [int(length) - 1 for length in lengths]
+        return sum(n * (self.a_token + self.a_target) + n * (n + 1) // 2 * self.a_pair for n in own)
+
+
+def count_flops(model: Any) -> Flops:
+    """Return the coefficients of the formula, from the model's parameters and configuration."""
+    config = model.config.get_text_config()
+    outer = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    parameters = 0.0
+    for name, parameter in model.named_parameters():
+        if id(parameter) in outer:
+            continue
+        share = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1.0
+        parameters += parameter.numel() * share
+    heads = int(config.num_attention_heads)
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return Flops(
+        a_token=round(6 * parameters),
+        a_pair=12 * heads * size * int(config.num_hidden_layers),
+        a_target=6 * int(model.get_output_embeddings().weight.numel()),
+    )
+
+
+def peak_of(device_name: str) -> float | None:
+    """Return the peak of this GPU in operations per second; None if it is not known."""
+    return next((peak for name, peak in PEAKS.items() if name in device_name), None)

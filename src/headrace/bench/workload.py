@@ -1,19 +1,37 @@
-"""Work that is the same in every run: a random Llama model, prompts of one length, and answers that never end early."""
+"""Work that is the same in every run: a random Llama model, prompts of one length, and answers that never end early.
+
+The lengths of answers are fixed in advance, so that every run does the same work, whatever its weights are. The runs
+are real, with real processes.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
 
-from headrace.bench.lengths import make_lengths
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from headrace.bench.options import parse_lengths
+from headrace.buffer.reader import open_readonly
+from headrace.config import Config, make_config
+from headrace.observe.progress import NoProgress
+from headrace.pipeline.launch import Outcome, start_run
+from headrace.sim.long_tail import LONG_FACTOR, LONG_SHARE, MEDIAN, SIGMA
 from headrace.tasks.base import EnvironmentStep
 from headrace.types import Prompt
 
+SPREAD = 0.8
+"""The sigma of the lognormal distribution of answer lengths."""
 DRAWN = 1 << 16
 """The number of lengths that are drawn. After that, they are used again from the first."""
+WARM_VERSIONS = 2
+"""The number of first versions that are not counted, because kernels are loaded and graphs captured in them."""
 ALPHABET = "abcdefghijklmnopqrstuvwxyz "
 SHAPE = {
     "hidden_size": 128,
@@ -24,6 +42,35 @@ SHAPE = {
     "head_dim": 64,
     "vocab_size": 256,
 }
+
+
+def make_lengths(text: str, count: int, seed: int) -> npt.NDArray[np.int64]:
+    """Return the lengths of `count` answers. `text` is `equal:N`, `lognormal:MEAN:CUT` or `long-tail:CUT`."""
+    if text.startswith("long-tail:"):
+        return _long_tail(count, int(text.partition(":")[2]), seed)
+    kind, mean, cut = parse_lengths(text)
+    return np.full(count, mean) if kind == "equal" else draw_lengths(count, mean, cut, seed)
+
+
+def longest_of(text: str) -> int:
+    """Return the largest length that `make_lengths` can give for this text."""
+    return int(text.rpartition(":")[2])
+
+
+def draw_lengths(count: int, mean: float, cut: int, seed: int) -> npt.NDArray[np.int64]:
+    """Draw answer lengths from a lognormal distribution with this mean, each then limited to 1 to `cut`."""
+    draw = np.random.default_rng([seed, 1])
+    # The mean of exp(N(mu, sigma)) is exp(mu + sigma^2 / 2).
+    drawn = draw.lognormal(math.log(mean) - SPREAD**2 / 2, SPREAD, count)
+    return np.clip(np.rint(drawn), 1, cut).astype(np.int64)
+
+
+def _long_tail(count: int, cut: int, seed: int) -> npt.NDArray[np.int64]:
+    """Return the lengths of the study on a virtual clock: lognormal, and one answer in ten is ten times longer."""
+    draw = np.random.default_rng(seed)
+    factors = np.where(draw.random(count) < LONG_SHARE, LONG_FACTOR, 1)
+    drawn = factors * MEDIAN * np.exp(SIGMA * draw.standard_normal(count))
+    return np.clip(drawn.round(), 1, cut).astype(np.int64)
 
 
 def write_model(directory: Path) -> None:
@@ -72,80 +119,95 @@ class LengthsTask:
         """Do nothing, because nothing is held."""
 
 
-class FixedTask:
-    """A task with prompts of `length` characters. The reward, 0 or 1, is a hash of the answer."""
-
-    def __init__(self, length: int, seed: int, heldout: int) -> None:
-        draw = random.Random(seed)
-        self.train = [Prompt(id=str(number), text="".join(draw.choices(ALPHABET, k=length))) for number in range(4096)]
-        self.heldout: list[Prompt] = []
-
-    def episode(self, prompt: Prompt) -> FixedEpisode:
-        """Return an episode of one turn."""
-        return FixedEpisode()
-
-    def demonstration(self, prompt: Prompt) -> str | None:
-        """Return None, because there is no right answer."""
-        return None
-
-    async def close(self) -> None:
-        """Do nothing, because nothing is held."""
-
-
-class FixedEpisode:
-    """An episode of one turn, with a reward that is a hash of the answer."""
-
-    async def reset(self) -> list[dict[str, str]]:
-        """Return no messages, so that the text of the prompt is used as it is."""
-        return []
-
-    async def step(self, completion: str) -> EnvironmentStep:
-        """End the episode."""
-        return EnvironmentStep(done=True, reward=float(sum(completion.encode()) % 2))
-
-    async def close(self) -> None:
-        """Do nothing, because nothing is held."""
-
-
-class LengthsEpisode(FixedEpisode):
+class LengthsEpisode:
     """An episode of one turn with an answer of a given length, and a reward that is given in advance."""
 
     def __init__(self, length: int, coin: float) -> None:
         self.max_tokens = length
         self._coin = coin
 
+    async def reset(self) -> list[dict[str, str]]:
+        """Return no messages, so that the text of the prompt is used as it is."""
+        return []
+
     async def step(self, completion: str) -> EnvironmentStep:
         """End the episode. The reward does not depend on the answer."""
         return EnvironmentStep(done=True, reward=self._coin)
 
+    async def close(self) -> None:
+        """Do nothing, because nothing is held."""
 
-def loop_config(
+
+def run_config(
     directory: Path,
     name: str,
     *,
-    prompt: int,
-    answer: int,
     versions: int,
     depth: int,
-    threads: int,
-    keep_rollouts: bool = False,
-) -> Any:
-    """Return the configuration of one measured run."""
-    from headrace.config import make_config
+    prompt: int,
+    lengths: str,
+    groups: int,
+    group_size: int,
+    **changes: dict[str, Any],
+) -> Config:
+    """Return the configuration of one measured run. `changes` are keys of its sections."""
+    longest = longest_of(lengths)
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"name": name, "directory": str(directory), "versions": versions},
+        "model": {"path": str(directory / "model"), "weights": "random"},
+        "task": {
+            "kind": "environment",
+            "factory": "headrace.bench.workload:LengthsTask",
+            "config": {"length": prompt, "lengths": lengths},
+        },
+        "engine": {"max_length": prompt + longest + 16, "kv": "keep"},
+        "rollouts": {"group_size": group_size, "max_tokens": longest},
+        "buffer": {"groups": groups, "depth": depth},
+        "training": {"learning_rate": 1e-6},
+        "observe": {"display": "none", "keep_rollouts": False},
+    }
+    return make_config({key: sections.get(key, {}) | changes.get(key, {}) for key in sections | changes})
 
-    return make_config(
-        {
-            "run": {"name": name, "directory": str(directory), "versions": versions},
-            "model": {"path": str(directory / "model"), "weights": "random"},
-            "task": {
-                "kind": "environment",
-                "factory": "headrace.bench.workload:FixedTask",
-                "config": {"length": prompt},
-            },
-            "engine": {"slots": 8, "max_length": prompt + answer + 16, "threads": threads, "kv": "keep"},
-            "rollouts": {"group_size": 8, "max_tokens": answer},
-            "buffer": {"groups": 4, "depth": depth},
-            "training": {"threads": threads, "share_prefixes": False, "learning_rate": 1e-5},
-            "observe": {"display": "none", "keep_rollouts": keep_rollouts},
-        }
+
+def tiny_config(directory: Path, name: str, *, prompt: int, answer: int, threads: int, **given: Any) -> Config:
+    """Return the configuration of a run of the random Llama with equal answers. `given` is passed to `run_config`."""
+    return run_config(
+        directory,
+        name,
+        prompt=prompt,
+        lengths=f"equal:{answer}",
+        groups=4,
+        group_size=8,
+        engine={"slots": 8, "threads": threads},
+        training={"threads": threads, "share_prefixes": False, "learning_rate": 1e-5},
+        **given,
     )
+
+
+def measure_run(config: Config, depth: int, warm: int) -> tuple[dict[str, Any], Outcome]:
+    """Make a run. Return its steady rate, the idle shares of both sides and the lag of its tokens, and how it ended."""
+    outcome = start_run(config, NoProgress())
+    with open_readonly(outcome.run_dir.journal) as journal:
+        steps = [msgspec.structs.asdict(step) for step in journal.steps()]
+    names = ("trainer_idle_fraction", "engine_idle_fraction", "lag_mean", "lag_max")
+    return steady_rate(steps, depth, warm) | {name: outcome.summary[name] for name in names}, outcome
+
+
+def steady_rate(steps: list[dict[str, Any]], depth: int, warm: int) -> dict[str, float]:
+    """Return the consumed tokens per second, without the first `warm` and the last `depth` versions.
+
+    The last `depth` versions are trained while nothing is generated any more, so their rate is too high. The rate of as
+    many first versions may be too high as well, because they are generated while the trainer still starts.
+    """
+    counted = steps[warm : len(steps) - depth]
+    seconds = counted[-1]["ended"] - steps[warm - 1]["ended"]
+    tokens = sum(step["trained_tokens"] for step in counted)
+    training_seconds = sum(step["seconds"] for step in counted)
+    return {
+        "tokens_per_second": tokens / seconds,
+        "seconds": seconds,
+        "tokens": tokens,
+        "versions": len(counted),
+        "training_seconds": training_seconds,
+        "training_tokens_per_second": tokens / training_seconds,
+    }

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headrace.bench.engine_bytes import Footprint, decode_contexts, footprint
+from headrace.bench.engine import Footprint, decode_contexts, footprint
 from headrace.models.shapes import SHAPES
 
 WINDOWS = st.dictionaries(st.none() | st.integers(1, 40), st.integers(1, 9), min_size=1, max_size=3)

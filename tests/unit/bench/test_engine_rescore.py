@@ -11,10 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headrace.bench.engine_drive import DrawnAnswer
-from headrace.bench.engine_rescore import chosen_rows, plain_twin, rescore, sampled_distribution
+from headrace.bench.engine_checks import (
+    check_tags,
+    chosen_rows,
+    plain_twin,
+    replay,
+    rescore,
+    sampled_distribution,
+)
+from headrace.bench.engine_rounds import DrawnAnswer
 from headrace.bench.engine_swaps import two_sets
-from headrace.bench.engine_tags import check_tags, replay
 from headrace.engines.base import Sampling
 from headrace.models.attention import ATTENTION
 

@@ -90,7 +90,7 @@ def test_no_two_swaps_are_nearer_than_asked_for(publish: float, stage: float, pr
     """How late the first is, in intervals: those after it do not make up for that."""
     core: Any = Core(stage * EVERY, proof * EVERY)
     publisher: Any = Publisher(publish * EVERY)
-    stream = SwapStream(core, None, ({}, {}), every=EVERY, dtype="float32", start=lambda *_: publisher)
+    stream = SwapStream(core, publisher, every=EVERY)
     deadline = time.perf_counter() + 30
     began = time.perf_counter()
     with stream:
@@ -109,7 +109,7 @@ def test_a_first_version_that_is_not_accepted_ends_the_publisher() -> None:
     core.swap = lambda staged: SimpleNamespace(accepted=False, version=1, reason="another digest")
     with (
         pytest.raises(DeliveryError, match="version 1 was not accepted: another digest"),
-        SwapStream(core, None, ({}, {}), every=EVERY, dtype="float32", start=lambda *_: publisher),
+        SwapStream(core, publisher, every=EVERY),
     ):
         pytest.fail("entered")
     assert publisher.closed

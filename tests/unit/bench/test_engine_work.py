@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.bench.engine import drawn_before_tail
-from headrace.bench.engine_work import EngineBench, check_options, draw_lengths, make_work
+from headrace.bench.engine_rounds import make_work
+from headrace.bench.options import EngineBench, check_options
+from headrace.bench.workload import draw_lengths
 from headrace.errors import UserError
 
 

@@ -10,48 +10,28 @@ import contextlib
 import socket
 import statistics
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from headrace.bench.engine_bytes import settle
+from headrace.bench.timing import REPEATS, median_seconds
 from headrace.delivery.digest import digest
 from headrace.delivery.plan import copy_all
 from headrace.delivery.transports.tcp_wire import BUCKET_BYTES
 
-REPEATS = 7
+Weights = dict[str, torch.Tensor]
 SOCKET_SECONDS = 60.0
-
-
-def median_seconds(work: Callable[[], object], device: str = "cpu", repeats: int = REPEATS) -> float:
-    """Return the median seconds of the work until the device is done. A first call is not counted."""
-    times = []
-    for _ in range(repeats + 1):
-        settle(device)
-        started = time.perf_counter()
-        work()
-        settle(device)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[1:])
-
-
-def copy_seconds(nbytes: int, device: str, repeats: int = REPEATS) -> float:
-    """Return the median seconds of a copy of this many bytes, in one piece."""
-    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    return median_seconds(lambda: target.copy_(source), device, repeats)
 
 
 class PlainSnapshot:
     """A plain copy of weights, tensor by tensor. A trainer cannot lose less time than this to a publish."""
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], device: str) -> None:
+    def __init__(self, weights: Weights, device: str) -> None:
         self._device = device
         self._targets = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
 
-    def seconds(self, weights: Mapping[str, torch.Tensor], repeats: int = 1) -> float:
+    def seconds(self, weights: Weights, repeats: int = 1) -> float:
         """Return the median seconds of a copy of weights of these shapes.
 
         Only torch's own threads work on the copy. A delivery may use more cores.
@@ -59,7 +39,7 @@ class PlainSnapshot:
         return median_seconds(lambda: copy_all(self._targets, weights, threads=1), self._device, repeats)
 
 
-def proof_seconds(weights: Mapping[str, torch.Tensor], device: str) -> dict[str, float]:
+def proof_seconds(weights: Weights, device: str) -> dict[str, float]:
     """Return the seconds of a digest of these weights on `device`, of a plain copy of them, and their ratio.
 
     Digest and copy use the same number of threads. On a CPU a delivery takes its digests with more threads, so

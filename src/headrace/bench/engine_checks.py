@@ -1,0 +1,196 @@
+"""Checks the recorded log-probabilities and the version tags of an engine's tokens against the plain model.
+
+The plain model, called the twin, has the same parameters as the engine but another code path: Hugging Face's own
+attention over one whole row at a time, without packing. Errors are measured against the same weights in float32, so
+that they are the errors of the engine alone. For comparison, the error of the twin in its own dtype is measured too.
+
+Tags are checked by replaying rows under the tagged versions. The engine keeps keys and values across swaps, so a row
+holds those of several versions. The input before a sampled token went through the weights of that token's tag. The twin
+repeats this with a cache of its own: it computes each stretch of tokens with the same tag under the weights of that
+tag.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import DynamicCache
+
+from headrace.bench.engine_rounds import DrawnAnswer
+from headrace.bench.plain_copies import Weights
+from headrace.engines.base import Sampling
+from headrace.models.head import float32_head
+from headrace.models.loading import named_weights
+from headrace.types import Float32Array, Int32Array
+
+TAG_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
+"""If a log-probability differs by more than this from that of the tagged version, the tag is wrong."""
+_ROWS = 512
+"""The number of positions whose whole distributions exist at the same time."""
+
+
+def plain_twin(model: Any) -> Any:
+    """Return a model with the same parameters and Hugging Face's own attention.
+
+    Call this before an engine is made, because an engine changes the model.
+    """
+    shared: dict[int, Any] = {id(p): p for p in model.parameters()} | {id(b): b for b in model.buffers()}
+    twin = copy.deepcopy(model, shared)
+    twin.set_attn_implementation("sdpa" if getattr(twin, "_supports_sdpa", False) else "eager")
+    return twin
+
+
+@torch.inference_mode()
+def install(model: Any, weights: Weights) -> None:
+    """Copy these weights over those of the model."""
+    for name, tensor in named_weights(model).items():
+        tensor.copy_(weights[name])
+
+
+def chosen_rows(count: int, share: float) -> list[int]:
+    """Return this share of the rows, and at least one, spread evenly over the batch."""
+    wanted = min(count, max(1, round(count * share)))
+    return [(2 * i + 1) * count // (2 * wanted) for i in range(wanted)]
+
+
+def rescore(
+    twin: Any, prompts: list[Int32Array], answers: list[DrawnAnswer], rows: list[int], sampling: Sampling
+) -> dict[str, Any]:
+    """Compare the recorded log-probabilities of these rows with those of the same weights in float32.
+
+    `outside` counts the tokens that truncation (top-k, top-p) leaves out in float32, although the engine sampled them.
+    They have no log-probability in float32, so they are not among the errors.
+    """
+    exact = twin if twin.dtype == torch.float32 else copy.deepcopy(twin).float()
+    expected, own = (
+        np.concatenate([row_logprobs(model, prompts[row], answers[row].token_ids, sampling) for row in rows])
+        for model in (exact, twin)
+    )
+    # At the edge of a truncated distribution, rounding decides whether a token is inside. Tokens outside are counted,
+    # but have no error.
+    inside = ~np.isneginf(expected)
+    errors = _distances(expected, np.concatenate([answers[row].logprobs for row in rows]), inside)
+    plain = _distances(expected, own, inside & ~np.isneginf(own))
+    return {
+        "rows": len(rows),
+        "tokens": len(expected),
+        "mean_error": _mean(errors),
+        "max_error": float(errors.max(initial=0.0)),
+        "outside": int((~inside).sum()),
+        "plain_mean_error": _mean(plain),
+    }
+
+
+def check_tags(
+    twin: Any,
+    sets: tuple[Weights, Weights],
+    prompts: list[Int32Array],
+    answers: list[DrawnAnswer],
+    rows: list[int],
+    sampling: Sampling,
+    dtype: str,
+) -> dict[str, Any]:
+    """Count the tokens whose tag cannot be right.
+
+    In every row, a tag must not be smaller than the tag before it. The rows in `rows` are replayed too, and their
+    log-probabilities are compared with the recorded ones.
+    """
+    backwards = sum(int((np.diff(answer.versions) < 0).sum()) for answer in answers)
+    expected, wrong = (
+        np.concatenate([replay(twin, sets, prompts[row], answers[row], sampling, off_by=off) for row in rows])
+        for off in (0, 1)
+    )
+    recorded = np.concatenate([answers[row].logprobs for row in rows])
+    # Minus infinity means that truncation leaves the token out: by rounding at the edge, or because the tag is wrong.
+    inside = ~np.isneginf(expected)
+    errors = _distances(expected, recorded, inside)
+    return {
+        "mis_tagged": backwards + int((errors > TAG_TOLERANCE[dtype]).sum()),
+        "replayed_tokens": len(expected),
+        "replayed_outside": int((~inside).sum()),
+        "versions_seen": len({int(v) for answer in answers for v in np.unique(answer.versions)}),
+        "replay_max_error": float(errors.max(initial=0.0)),
+        "replay_mean_error": _mean(errors),
+        # The mean error if all tags were wrong by one. It must be far above rounding, or the check could find nothing.
+        "other_version_mean_error": _mean(_distances(wrong, recorded, ~np.isneginf(wrong))),
+    }
+
+
+@torch.inference_mode()
+def replay(
+    twin: Any,
+    sets: tuple[Weights, Weights],
+    prompt: Int32Array,
+    answer: DrawnAnswer,
+    sampling: Sampling,
+    off_by: int = 0,
+) -> Float32Array:
+    """Return the log-probabilities of an answer whose inputs go through the weights of their tags.
+
+    Keys and values of older versions are kept, as in the engine. `off_by` is added to every tag.
+    """
+    ids = torch.from_numpy(np.concatenate([prompt, answer.token_ids]).astype(np.int64)).to(twin.device)
+    cache, fed, found = DynamicCache(config=twin.config), 0, []
+    for version, stretch in groupby(answer.versions.tolist()):
+        install(twin, sets[(version + off_by) % 2])
+        drawn = len(list(stretch))
+        end = max(fed, len(prompt) - 1) + drawn
+        with float32_head(twin):
+            output = twin(input_ids=ids[None, fed:end], past_key_values=cache, use_cache=True, logits_to_keep=drawn)
+        found.append(logprobs_of(output.logits[0], ids[end - drawn + 1 : end + 1], sampling))
+        fed = end
+    return np.concatenate(found)
+
+
+@torch.inference_mode()
+def row_logprobs(twin: Any, prompt: Int32Array, answer: Int32Array, sampling: Sampling) -> Float32Array:
+    """Return the log-probability of every token of the answer, under the distribution that was sampled from."""
+    ids = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64)).to(twin.device)
+    with float32_head(twin):
+        logits = twin(input_ids=ids[None, :-1], use_cache=False, logits_to_keep=len(answer)).logits[0]
+    return logprobs_of(logits, ids[len(prompt) :], sampling)
+
+
+def score_canary(twin: Any, tokens: Int32Array) -> Float32Array:
+    """Return the log-probabilities of all tokens of the canary but the first."""
+    return row_logprobs(twin, tokens[:1], tokens[1:], Sampling(max_tokens=1))
+
+
+def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> Float32Array:
+    """Return the log-probabilities of `tokens` [n] under `logits` [n, V], after temperature, top-k and then top-p."""
+    found = [
+        sampled_distribution(part, sampling).gather(1, mine[:, None])[:, 0]
+        for part, mine in zip(torch.split(logits, _ROWS), torch.split(tokens, _ROWS), strict=True)
+    ]
+    return np.asarray(torch.cat(found).cpu().numpy(), np.float32)
+
+
+def sampled_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return the log-probabilities [n, V] of the sampling distribution; minus infinity where truncation cuts."""
+    logprobs = torch.log_softmax(logits.float() / (sampling.temperature or 1.0), -1)
+    if sampling.temperature == 0 or (sampling.top_k == 0 and sampling.top_p == 1):
+        return logprobs
+    ordered, ids = logprobs.sort(-1, descending=True)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        ordered[:, sampling.top_k :] = float("-inf")
+        ordered = torch.log_softmax(ordered, -1)
+    if sampling.top_p < 1:
+        mass = ordered.double().exp()
+        left_out = mass.cumsum(-1) - mass >= sampling.top_p
+        left_out[:, 0] = False
+        ordered = torch.log_softmax(ordered.masked_fill(left_out, float("-inf")), -1)
+    return torch.empty_like(ordered).scatter_(1, ids, ordered)
+
+
+def _distances(one: Float32Array, other: Float32Array, where: npt.NDArray[np.bool_]) -> Float32Array:
+    found: Float32Array = np.abs(one[where] - other[where])
+    return found
+
+
+def _mean(errors: Float32Array) -> float:
+    return float(errors.mean()) if len(errors) else 0.0
