@@ -21,7 +21,7 @@ from headrace.bench.side import Connection
 from headrace.delivery.base import Manifest
 from headrace.delivery.receiver import Receiver, Staged
 from headrace.engines.base import Sampling
-from headrace.engines.interpreter import give_way_to_decoding
+from headrace.engines.embedded.setup import give_way_to_decoding
 from headrace.errors import DeliveryError, HeadraceError
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array

@@ -32,7 +32,7 @@ from headrace.bench.engine_tags import check_tags
 from headrace.bench.engine_work import EngineBench, Work, check_options, make_work
 from headrace.config.schema import EngineConfig
 from headrace.engines.embedded.core import EngineCore
-from headrace.engines.interpreter import give_way_to_decoding
+from headrace.engines.embedded.setup import give_way_to_decoding
 from headrace.errors import UserError
 from headrace.models.loading import load_model
 from headrace.models.selfcheck import check_model

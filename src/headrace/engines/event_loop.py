@@ -22,7 +22,7 @@ import msgspec
 
 from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Delta, Engine, Request, closing_deltas, failed_delta
-from headrace.engines.server import Emit
+from headrace.engines.serving import Emit
 from headrace.errors import HeadraceError, PeerDied
 from headrace.types import Float32Array, Int32Array
 
