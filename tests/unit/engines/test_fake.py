@@ -17,10 +17,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from headrace.engines.base import KEPT_LIMIT, Delta, Request, Sampling, sampling_refusal
+from headrace.engines.base import KEPT_LIMIT, Delta, Request, Sampling
 from headrace.engines.embedded.sampler import draw
 from headrace.engines.fake import FakeEngine, lognormal_lengths
 from headrace.engines.fake_policy import FakePolicy
+from headrace.engines.requests import sampling_refusal
 from headrace.errors import DeliveryError, PeerDied
 
 STOP = 63

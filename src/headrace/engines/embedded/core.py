@@ -18,14 +18,12 @@ from typing import Any
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Installed, Receiver, Staged
-from headrace.engines.base import Delta, Request
-from headrace.engines.counters import Counters
+from headrace.engines.base import Counters, Delta, Request
 from headrace.engines.embedded.base import Haste, PendingScores, Timings
-from headrace.engines.embedded.endings import ending, refusal
 from headrace.engines.embedded.scheduler import Scheduler
-from headrace.engines.embedded.sequence import Ending, Sampled, Sequence
+from headrace.engines.embedded.sequence import Ending, Sampled, Sequence, ending
 from headrace.engines.embedded.setup import MakeRunner, make_runner
-from headrace.engines.forks import fork_requests
+from headrace.engines.requests import fork_requests, request_refusal
 from headrace.errors import DeliveryError, UserError
 from headrace.models.loading import named_weights
 from headrace.models.lora import Adapter
@@ -154,7 +152,7 @@ class EngineCore:
                 raise ValueError(f"request {request.id} is already being served")
             sequence = Sequence(request, self._submitted)
             self._submitted += 1
-            if reason := refusal(request, self._vocabulary, self.max_length):
+            if reason := request_refusal(request, self._vocabulary, self.max_length):
                 self._ready.append(sequence.delta("failed", f"request {request.id}: {reason}"))
             else:
                 self._sequences[request.id] = sequence

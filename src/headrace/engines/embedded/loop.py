@@ -17,8 +17,7 @@ from typing import Any
 from headrace.channel.turns import EngineTurns
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Staged
-from headrace.engines.base import Delta, Interrupt, Request, failed_delta
-from headrace.engines.counters import Counters
+from headrace.engines.base import Counters, Delta, Interrupt, Request, failed_delta
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import DeliveryError, HeadraceError, UserError
 from headrace.types import Float32Array, Int32Array
