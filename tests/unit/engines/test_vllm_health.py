@@ -9,6 +9,7 @@ import pytest
 from vllm_stub import FACTS, Stub, serving
 
 from headrace.delivery.base import Canary, Manifest
+from headrace.engines import event_loop
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.event_loop import EventLoopServer, Opened
 from headrace.engines.vllm import engine as engine_module
@@ -39,6 +40,7 @@ async def given() -> AsyncIterator[Given]:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(server_module, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(event_loop, "WATCH_SECONDS", 0.02)
     monkeypatch.setattr(engine_module, "BACKOFF_SECONDS", 0.01)
 
 
@@ -54,7 +56,7 @@ async def test_lost_is_what_refuses_connections_or_calls_itself_broken(given: Gi
         del stub.statuses["/health"]
         await pulse.check()
     with pytest.raises(PeerDied, match="cannot be reached"):
-        await asyncio.wait_for(pulse.watch(), SECONDS)
+        await asyncio.wait_for(pulse.check(), SECONDS)
 
 
 async def test_one_bad_answer_alone_is_not_a_loss(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +139,7 @@ async def test_requests_of_a_lost_server_do_not_fail(broken: bool) -> None:
                 engine = VllmEngine(client, FACTS, name="e", slots=2, max_length=64)
                 assert (await engine.load(manifest())).accepted
                 stub.faults.extend(["break:3", *["500"] * 50])
-                yield Opened(engine, ServerHealth(client))
+                yield Opened(engine, ServerHealth(client).check)
 
         server = EventLoopServer("e", opened, deltas.extend)
         server.submit([Request(id="a", token_ids=np.arange(5, dtype=np.int32), sampling=Sampling(max_tokens=20))])

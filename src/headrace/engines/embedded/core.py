@@ -193,16 +193,23 @@ class EngineCore:
         started = self._started()
         return self.abort(i for i in list(self._sequences) if i in started)
 
-    def hold_new(self, hold: bool) -> None:
-        """Stop new requests from beginning, or allow it again. Requests that have begun are not affected."""
-        self._scheduler.admits_new = not hold
+    def hold(self, *, submitted: bool) -> None:
+        """Let no new requests begin until `let_go`. Requests that have begun continue.
 
-    def at_rest(self, *, waiting: bool) -> bool:
-        """Return whether no request that has begun is left; with `waiting`, whether no request is left at all.
-
-        The result is always True without live weights.
+        With `submitted`, requests that were submitted before this call may still begin.
         """
-        return self._live == NO_VERSION or not (self._sequences if waiting else self._started())
+        self._scheduler.held = self._submitted if submitted else 0
+
+    def let_go(self) -> None:
+        """Let requests begin again."""
+        self._scheduler.held = None
+
+    def at_rest(self) -> bool:
+        """Return whether the requests that `hold` did not hold have ended. It is always True without live weights."""
+        held, started = self._scheduler.held or 0, self._started()
+        return self._live == NO_VERSION or not any(
+            s.rank[1] < held or s.id in started for s in self._sequences.values()
+        )
 
     def flush(self) -> list[Delta]:
         """Wait for everything in flight, and return every token that was not handed out yet."""

@@ -93,24 +93,6 @@ class Sequence:
             count += 1
         return count
 
-    def append(
-        self,
-        token: int,
-        logprob: float,
-        version: int,
-        *,
-        kept: Int32Array | None = None,
-        routing: Int16Array | None = None,
-    ) -> None:
-        """Record one sampled token; see `extend`."""
-        self.extend(
-            [token],
-            [logprob],
-            [version],
-            kept=None if kept is None else [kept],
-            routing=None if routing is None else [routing],
-        )
-
     def extend(
         self,
         tokens: list[int],

@@ -75,7 +75,7 @@ async def _opened(link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
                 scaling=None if config.lora is None else config.lora.scaling,
             )
             link.ready(parameters=model.parameters)
-            yield Opened(engine, ServerHealth(client, None if server is None else server.check))
+            yield Opened(engine, ServerHealth(client, None if server is None else server.check).check)
     finally:
         if server is not None:
             await server.stop()

@@ -180,12 +180,6 @@ class ServerHealth:
                 await self._ending()
                 raise PeerDied("vLLM", trouble)
 
-    async def watch(self) -> None:
-        """Check repeatedly, and raise `PeerDied` when the server is lost."""
-        while True:
-            await self.check()
-            await asyncio.sleep(WATCH_SECONDS)
-
     async def _ending(self) -> None:
         deadline = time.monotonic() + ENDING_SECONDS
         while self._check is not None and time.monotonic() < deadline:
