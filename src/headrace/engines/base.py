@@ -3,37 +3,7 @@
 A forward pass of an engine sees exactly one version of the weights. An engine returns only tokens of versions that it
 has proved. `tests/contract/test_engine.py` checks these rules on every implementation.
 
-This is a small engine for `[engine] kind = "my_engine.py:MyEngine"`. Its base class `PlainEngine` loads new weights and
-scores sequences:
-
-    import asyncio
-
-    import torch
-    from headrace.engines.base import token_delta
-    from headrace.engines.supplied import PlainEngine
-
-
-    class MyEngine(PlainEngine):
-        running: set[str] = set()
-
-        async def generate(self, request):
-            ids, sampling, finish = request.token_ids.tolist(), request.sampling, None
-            last = len(ids) + sampling.max_tokens
-            self.running.add(request.id)
-            while finish is None and request.id in self.running:
-                await asyncio.sleep(0.001)  # Other requests and new weights get their turn.
-                if self.version >= 0:
-                    logprobs = self.logprobs(ids, sampling.temperature or 1e-3)[-1]
-                    noise = torch.Generator().manual_seed(hash((sampling.seed, len(ids))))
-                    ids.append(int(torch.multinomial(logprobs.exp(), 1, generator=noise)))
-                    finish = "stop" if ids[-1] in sampling.stop_token_ids else "length" if len(ids) == last else None
-                    yield token_delta(request.id, ids[-1:], [logprobs[ids[-1]]], self.version, finish)
-            self.running.discard(request.id)
-            if finish is None:
-                yield token_delta(request.id, [], [], -1, "aborted")
-
-        async def abort(self, ids=None):
-            self.running -= self.running.copy() if ids is None else set(ids)
+An engine of a user's own is named by `[engine] kind = "my_engine.py:MyEngine"`. `docs/extending.md` shows a small one.
 """
 
 from __future__ import annotations

@@ -206,10 +206,10 @@ class EngineCore:
 
     def at_rest(self) -> bool:
         """Return whether the requests that `hold` did not hold have ended. It is always True without live weights."""
-        held, started = self._scheduler.held or 0, self._started()
-        return self._live == NO_VERSION or not any(
-            s.rank[1] < held or s.id in started for s in self._sequences.values()
-        )
+        if self._live == NO_VERSION:
+            return True
+        held = self._scheduler.held
+        return not (any(s.rank[1] < held for s in self._sequences.values()) if held else self._started())
 
     def flush(self) -> list[Delta]:
         """Wait for everything in flight, and return every token that was not handed out yet."""
