@@ -25,8 +25,7 @@ from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports.shm import ShmSender
-from headrace.engines.base import Interrupt, Sampler
-from headrace.engines.counters import Counters
+from headrace.engines.base import Counters, Interrupt, Sampler
 from headrace.engines.embedded.building import build
 from headrace.engines.embedded.engine import EmbeddedEngine
 from headrace.engines.embedded.loop import EngineLoop
@@ -36,8 +35,7 @@ from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.messages import Deltas
 from headrace.engines.pool import EnginePool
 from headrace.engines.remote import RemoteEngine
-from headrace.engines.server import Build, Emit
-from headrace.engines.serving import serve
+from headrace.engines.serving import Build, Emit, serve
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array, Int32Array
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from engine_subjects import Factory, Setting, Subject
 
-from headrace.engines.base import FORBIDDEN_LIMIT, Delta, FinishReason, Request, Sampler, Sampling
-from headrace.engines.counters import Counters
+from headrace.engines.base import FORBIDDEN_LIMIT, Counters, Delta, FinishReason, Request, Sampler, Sampling
 from headrace.errors import HeadraceError
 
 T = TypeVar("T")

@@ -108,8 +108,7 @@ A stage is known to the others by its `base.py`. Delivery and models are librari
 
 TORCH = (
     "headrace.algorithms.losses", "headrace.bench", "headrace.delivery", "headrace.engines.embedded",
-    "headrace.engines.plain", "headrace.models",
-    "headrace.review.recompute", "headrace.training", "headrace_vllm_plugin",
+    "headrace.models", "headrace.review.recompute", "headrace.training", "headrace_vllm_plugin",
 )  # fmt: skip
 """What may load torch when it is itself loaded. The controller, the command line and the launchers load none of it."""
 

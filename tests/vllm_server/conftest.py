@@ -19,7 +19,10 @@ import test_engine
 from engine_fixtures import fresh, setting, subject
 from engine_subjects import MAX_LENGTH, SLOTS, Factory, Setting, Subject, TinyTrainer, save_tiny_llama
 
-from headrace.config.schema import EngineConfig
+from headrace.config.model_dir import model_facts
+from headrace.config.schema import EngineConfig, LoraConfig
+from headrace.engines.vllm.checks import examine
+from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.engine import VllmEngine
 from headrace.engines.vllm.server import ServerPlan, VllmServer
 from headrace.errors import UserError
@@ -77,9 +80,7 @@ def factory(server: VllmServer) -> Factory:
     async def vllm(setting: Setting) -> AsyncIterator[Subject]:
         trainer = TinyTrainer(setting.model_dir)
         config = engine_config(interrupt=setting.interrupt)
-        engine = await VllmEngine.attach(
-            server.url, setting.model_dir, config, key=KEY, max_length=MAX_LENGTH, name="vllm", deadline=SECONDS
-        )
+        engine = await attach(server.url, setting.model_dir, config, deadline=SECONDS)
         try:
             yield Subject(engine, engine.load, engine.counters, trainer.publish, trainer.reference)
         finally:
@@ -96,5 +97,32 @@ async def refused(attempt: Awaitable[object]) -> str:
     return str(caught.value)
 
 
-def attach(url: str, model: Path, key: str = KEY) -> Awaitable[VllmEngine]:
-    return VllmEngine.attach(url, model, engine_config(), key=key, max_length=MAX_LENGTH)
+async def attach(
+    url: str,
+    model: Path,
+    config: EngineConfig | None = None,
+    *,
+    key: str = KEY,
+    max_length: int = MAX_LENGTH,
+    deadline: float = 120.0,
+    lora: LoraConfig | None = None,
+) -> VllmEngine:
+    """An engine on the server at this URL, which must serve the model of this directory."""
+    config = config or engine_config()
+    client = VllmClient(url, key, deadline=deadline, slots=config.slots)
+    try:
+        vocabulary = model_facts(model, "load").vocabulary
+        facts = await examine(client, vocabulary=vocabulary, dtype="float32", max_length=max_length)
+    except UserError:
+        await client.close()
+        raise
+    return VllmEngine(
+        client,
+        facts,
+        name="vllm",
+        slots=config.slots,
+        max_length=max_length,
+        interrupt=config.interrupt,
+        deadline=deadline,
+        scaling=None if lora is None else lora.scaling,
+    )

@@ -17,13 +17,12 @@ from engine_subjects import MAX_LENGTH, Subject
 from test_engine import *  # noqa: F403
 from transformers import LlamaForCausalLM
 
-from conftest import KEY, PREFILL_CHUNK, SECONDS, attach, engine_config, refused
+from conftest import KEY, PREFILL_CHUNK, SECONDS, attach, refused
 from headrace.config.schema import LoraConfig
 from headrace.delivery.digest import digest_as
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports.shm import ShmSender
 from headrace.engines.vllm.client import VllmClient
-from headrace.engines.vllm.engine import VllmEngine
 from headrace.engines.vllm.server import VllmServer
 from headrace.errors import HttpError, UserError
 from headrace.models.loading import named_weights
@@ -141,9 +140,7 @@ async def test_log_probabilities_are_those_of_the_trainer_with_its_adapter(
             logprobs = model(ids).logits.float().log_softmax(-1)[0, :-1]
         return np.asarray(logprobs.gather(1, ids[0, 1:, None])[:, 0].numpy(), np.float32)
 
-    engine = await VllmEngine.attach(
-        server.url, tiny_model_dir, engine_config(), key=KEY, max_length=MAX_LENGTH, lora=LORA, deadline=SECONDS
-    )
+    engine = await attach(server.url, tiny_model_dir, lora=LORA, deadline=SECONDS)
     try:
         for version in (1, 2):
             noise = torch.Generator().manual_seed(version)
@@ -171,7 +168,7 @@ async def test_log_probabilities_are_those_of_the_trainer_with_its_adapter(
 async def test_a_wrong_key(server: VllmServer, tiny_model_dir: Path) -> None:
     for key in ("", "another"):
         assert "does not take our key: put its --api-key into VLLM_API_KEY" in await refused(
-            attach(server.url, tiny_model_dir, key)
+            attach(server.url, tiny_model_dir, key=key)
         )
 
 
@@ -181,5 +178,5 @@ async def test_another_model(server: VllmServer) -> None:
 
 
 async def test_longer_sequences_than_the_server_takes(server: VllmServer, tiny_model_dir: Path) -> None:
-    attempt = VllmEngine.attach(server.url, tiny_model_dir, engine_config(), key=KEY, max_length=2 * MAX_LENGTH)
+    attempt = attach(server.url, tiny_model_dir, max_length=2 * MAX_LENGTH)
     assert f"start it with --max-model-len {2 * MAX_LENGTH}" in await refused(attempt)

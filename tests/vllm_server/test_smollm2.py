@@ -12,7 +12,7 @@ import torch
 from engine_subjects import TinyTrainer
 from test_engine import Completion, Stream, ask, eventually, idle
 
-from conftest import KEY, PYTHON, SECONDS, served
+from conftest import KEY, PYTHON, SECONDS, attach, served
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest
 from headrace.engines.base import Request
@@ -38,7 +38,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
 
 @pytest.fixture
 async def engine(smollm2: VllmServer) -> AsyncIterator[VllmEngine]:
-    engine = await VllmEngine.attach(smollm2.url, MODEL, CONFIG, key=KEY, max_length=MAX_LENGTH, deadline=SECONDS)
+    engine = await attach(smollm2.url, MODEL, CONFIG, max_length=MAX_LENGTH, deadline=SECONDS)
     yield engine
     await engine.close()
 

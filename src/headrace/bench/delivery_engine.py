@@ -28,7 +28,7 @@ from headrace.delivery.digest import digest
 from headrace.delivery.receiver import Receiver, Staged
 from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.core import EngineCore
-from headrace.engines.interpreter import give_way_to_decoding
+from headrace.engines.embedded.setup import give_way_to_decoding
 from headrace.errors import DeliveryError, HeadraceError
 from headrace.models.loading import named_weights
 from headrace.models.lora import ALL_LINEAR, Adapter, LoraSpec, attach

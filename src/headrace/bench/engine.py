@@ -32,7 +32,7 @@ from headrace.bench.report import Say
 from headrace.bench.timing import Timed
 from headrace.config.schema import EngineConfig
 from headrace.engines.embedded.core import EngineCore
-from headrace.engines.interpreter import give_way_to_decoding
+from headrace.engines.embedded.setup import give_way_to_decoding
 from headrace.errors import UserError
 from headrace.models.selfcheck import check_model
 

@@ -11,7 +11,8 @@ from headrace.buffer.reader import open_readonly
 from headrace.channel.worker_link import WorkerLink
 from headrace.cluster.threads import announce_threads, fix_threads
 from headrace.config import Config
-from headrace.engines.server import Build
+from headrace.engines.serving import Build
+from headrace.engines.serving import serve as serve_engine
 
 
 def serve(role: str, link: WorkerLink, config: Config) -> None:
@@ -33,8 +34,6 @@ def _serve_engine(link: WorkerLink, config: Config) -> None:
     else:
         fix_threads(config.engine.threads)
         link.peak_memory = peak_gpu_memory
-    from headrace.engines.serving import serve as serve_engine
-
     serve_engine(link, config, engine_builder(config.engine.kind))
 
 

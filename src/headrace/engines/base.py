@@ -3,37 +3,7 @@
 A forward pass of an engine sees exactly one version of the weights. An engine returns only tokens of versions that it
 has proved. `tests/contract/test_engine.py` checks these rules on every implementation.
 
-This is a small engine for `[engine] kind = "my_engine.py:MyEngine"`. Its base class `PlainEngine` loads new weights and
-scores sequences:
-
-    import asyncio
-
-    import torch
-    from headrace.engines.base import token_delta
-    from headrace.engines.plain import PlainEngine
-
-
-    class MyEngine(PlainEngine):
-        running: set[str] = set()
-
-        async def generate(self, request):
-            ids, sampling, finish = request.token_ids.tolist(), request.sampling, None
-            last = len(ids) + sampling.max_tokens
-            self.running.add(request.id)
-            while finish is None and request.id in self.running:
-                await asyncio.sleep(0.001)  # Other requests and new weights get their turn.
-                if self.version >= 0:
-                    logprobs = self.logprobs(ids, sampling.temperature or 1e-3)[-1]
-                    noise = torch.Generator().manual_seed(hash((sampling.seed, len(ids))))
-                    ids.append(int(torch.multinomial(logprobs.exp(), 1, generator=noise)))
-                    finish = "stop" if ids[-1] in sampling.stop_token_ids else "length" if len(ids) == last else None
-                    yield token_delta(request.id, ids[-1:], [logprobs[ids[-1]]], self.version, finish)
-            self.running.discard(request.id)
-            if finish is None:
-                yield token_delta(request.id, [], [], -1, "aborted")
-
-        async def abort(self, ids=None):
-            self.running -= self.running.copy() if ids is None else set(ids)
+An engine of a user's own is named by `[engine] kind = "my_engine.py:MyEngine"`. `docs/extending.md` shows a small one.
 """
 
 from __future__ import annotations
@@ -46,7 +16,7 @@ import msgspec
 import numpy as np
 
 from headrace.delivery.base import Manifest, Proof
-from headrace.types import Float32Array, Int16Array, Int32Array, Kept
+from headrace.types import NO_VERSION, Float32Array, Int16Array, Int32Array, Kept
 
 Interrupt = Literal["never", "abort", "drain", "block"]
 """What happens to running requests when new weights arrive.
@@ -95,20 +65,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """When the sampled tokens end with one of these, the sequence ends; the stop sequence is part of it."""
     record_kept: bool = False
     """Record, for every sampled token, which tokens truncation kept: at most the best `KEPT_LIMIT`."""
-
-
-def sampling_refusal(sampling: Sampling, vocabulary: int) -> str:
-    """Return why these settings cannot be used, or an empty string if they can."""
-    positive = sampling.max_tokens >= 1 and sampling.temperature >= 0 and sampling.top_k >= 0
-    if not (positive and 0 < sampling.top_p <= 1):
-        return "sampling needs max_tokens >= 1, temperature >= 0, top_k >= 0 and 0 < top_p <= 1"
-    if not 0 <= sampling.min_p <= 1:
-        return "sampling needs 0 <= min_p <= 1"
-    if any(not stop for stop in sampling.stop_sequences):
-        return "a stop sequence has no tokens"
-    if len(sampling.forbidden) > FORBIDDEN_LIMIT or len(set(sampling.forbidden)) >= vocabulary:
-        return f"more than {FORBIDDEN_LIMIT} tokens are forbidden, or all of them"
-    return ""
 
 
 class Request(msgspec.Struct, kw_only=True):
@@ -212,12 +168,29 @@ class Engine(Sampler, Protocol):
         ...
 
 
+class Counters(msgspec.Struct, kw_only=True):
+    """The counters and the occupancy of an engine, at some moment near the call. Only benchmarks and tests use them."""
+
+    version: int
+    """The version that the engine's weights are proved to be; -1 before the first proof and in quarantine."""
+    running: int
+    waiting: int
+    generated_tokens: int
+    prefilled_tokens: int
+    free_blocks: int
+    """The number of blocks of the KV cache that no running sequence holds."""
+    total_blocks: int
+    preemptions: int = 0
+    """How often a sequence lost its blocks to others and was computed again. Only the embedded engine counts this."""
+
+
 def token_delta(
     request_id: str,
     token_ids: Sequence[int],
     logprobs: Sequence[float],
     version: int,
     finish: FinishReason | None = None,
+    error: str = "",
 ) -> Delta:
     """Make a delta whose tokens all have the same version."""
     return Delta(
@@ -226,19 +199,13 @@ def token_delta(
         logprobs=np.array([float(logprob) for logprob in logprobs], np.float32),
         versions=np.full(len(token_ids), version, np.int32),
         finish=finish,
+        error=error,
     )
 
 
 def failed_delta(request_id: str, reason: str) -> Delta:
     """Make the last delta of a request that ends with an error. The delta has no tokens."""
-    return Delta(
-        id=request_id,
-        token_ids=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        versions=np.empty(0, np.int32),
-        finish="failed",
-        error=reason,
-    )
+    return token_delta(request_id, [], [], NO_VERSION, "failed", reason)
 
 
 @asynccontextmanager

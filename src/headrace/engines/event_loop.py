@@ -16,13 +16,13 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Delta, Engine, Request, closing_deltas, failed_delta
-from headrace.engines.server import Emit
+from headrace.engines.serving import Emit
 from headrace.errors import HeadraceError, PeerDied
 from headrace.types import Float32Array, Int32Array
 
@@ -30,31 +30,22 @@ T = TypeVar("T")
 
 FLUSH_SECONDS = 0.01
 """Deltas that arrive within this time are emitted together."""
+WATCH_SECONDS = 1.0
+"""The time between two checks whether the engine is lost."""
 CLOSE_SECONDS = 10.0
 """How long open requests and calls may take to end after the engine was closed; then they are cancelled."""
 
 
-class Health(Protocol):
-    """A check of the thing that an engine depends on, such as a server process."""
-
-    async def check(self) -> None:
-        """Raise `PeerDied` if the engine's dependency is lost."""
-        ...
-
-    async def watch(self) -> None:
-        """Check repeatedly, and raise `PeerDied` when the engine's dependency is lost."""
-        ...
-
-
 @dataclass(frozen=True)
 class Opened:
-    """An engine that is ready to serve.
-
-    With `health`, a failure is reported to the caller only while the engine's dependency is healthy.
-    """
+    """An engine that is ready to serve."""
 
     engine: Engine
-    health: Health | None = None
+    check: Callable[[], Awaitable[None]] | None = None
+    """Raises `PeerDied` if something that the engine depends on, such as a server process, is lost.
+
+    A failure is reported to the caller only after a check that found nothing lost.
+    """
 
 
 class EventLoopServer:
@@ -110,7 +101,7 @@ class EventLoopServer:
     async def _serve(self) -> None:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         async with self._open() as opened:
-            self._engine, self._health = opened.engine, opened.health
+            self._engine, self._check_engine = opened.engine, opened.check
             with self._lock:
                 self._loop = asyncio.get_running_loop()
                 early, self._early = self._early, []
@@ -130,8 +121,8 @@ class EventLoopServer:
     async def _until_stopped(self) -> None:
         """Return when told to stop. Raise the error of a task, and `PeerDied` as soon as the engine is lost."""
         ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._stopping.wait()), self._failure]
-        if self._health is not None:
-            ends.append(asyncio.ensure_future(self._health.watch()))
+        if self._check_engine is not None:
+            ends.append(asyncio.ensure_future(self._watch(self._check_engine)))
         try:
             done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in done:
@@ -227,8 +218,14 @@ class EventLoopServer:
 
     async def _check(self) -> None:
         """Raise `PeerDied` if the engine is lost, because a failure may have that cause."""
-        if self._health is not None and not self._ended:
-            await self._health.check()
+        if self._check_engine is not None and not self._ended:
+            await self._check_engine()
+
+    async def _watch(self, check: Callable[[], Awaitable[None]]) -> None:
+        """Check repeatedly. Raise `PeerDied` when the engine is lost."""
+        while True:
+            await check()
+            await asyncio.sleep(WATCH_SECONDS)
 
     def _hand_out(self, delta: Delta) -> None:
         if self._lost and delta.finish in ("failed", "aborted"):

@@ -15,10 +15,9 @@ from typing import Literal
 import numpy as np
 
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, FinishReason, Interrupt, Request, failed_delta, sampling_refusal
-from headrace.engines.counters import Counters
+from headrace.engines.base import Counters, Delta, FinishReason, Interrupt, Request, failed_delta
 from headrace.engines.fake_policy import FakeDraw, FakePolicy, stable_hash
-from headrace.engines.forks import fork_requests
+from headrace.engines.requests import first_stop, fork_requests, sampling_refusal
 from headrace.errors import DeliveryError, PeerDied, UserError
 from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept
 
@@ -272,10 +271,11 @@ class FakeEngine:
         """Give the sequence one token. If that token is the last, its delta carries the finish reason."""
         sampling = sequence.request.sampling
         drawn = self._draw(sequence)
+        stops = first_stop([drawn.token], sampling, sequence.tokens, sequence.sampled) is not None
         sequence.tokens.append(drawn.token)
         self._generated += 1
         finish: FinishReason | None = None
-        if drawn.token in sampling.stop_token_ids or sequence.ends_with_any(sampling.stop_sequences):
+        if stops:
             finish = "stop"
         elif sequence.sampled == sampling.max_tokens:
             finish = "length"
@@ -387,10 +387,6 @@ class _Sequence:
     def position(self) -> int:
         """The index of the next token in the sequence."""
         return len(self.request.token_ids) + self.sampled
-
-    def ends_with_any(self, stops: Sequence[tuple[int, ...]]) -> bool:
-        """Return whether the sampled tokens end with one of these stop sequences."""
-        return any(tuple(self.tokens[-len(stop) :]) == stop for stop in stops)
 
 
 def _ends(request: Request) -> list[int]:

@@ -39,11 +39,6 @@ class FakePolicy:
         self.vocabulary = vocabulary
         self._logits = lru_cache(maxsize=1 << 14)(self._compute_logits)
 
-    def sample(self, sampling: Sampling, position: int, version: int) -> tuple[int, float]:
-        """Return the token that is drawn at this position, and its log-probability."""
-        drawn = self.draw(sampling, position, version)
-        return drawn.token, drawn.logprob
-
     def draw(self, sampling: Sampling, position: int, version: int) -> FakeDraw:
         """Draw a token at this position, by inverting the cumulative distribution in the order of token ids."""
         logits = _without(self._logits(position, version), sampling.forbidden)

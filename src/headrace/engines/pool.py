@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 
 from headrace.delivery.base import Proof
-from headrace.engines.base import Delta, Engine, Request, closing_deltas, failed_delta
+from headrace.engines.base import Delta, Engine, Request, closing_deltas, failed_delta, token_delta
 from headrace.errors import HeadraceError, UserError
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
@@ -107,7 +107,7 @@ class EnginePool:
             yield failed_delta(request.id, f"a request with id {request.id!r} is already running")
             return
         if not self._serving() and not await self._placeable(request.id):
-            yield msgspec.structs.replace(failed_delta(request.id, ""), finish="aborted")
+            yield token_delta(request.id, [], [], NO_VERSION, "aborted")
             return
         engine = self._choose(request)
         life = self._lives[engine.name]

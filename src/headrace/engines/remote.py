@@ -8,47 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, Request
+from headrace.engines.base import Request
 from headrace.engines.messages import Abort, Fork, Forked, Load, LoadProved, ScoreTokens, Submit, TokensScored
-from headrace.engines.streams import DeltaStreams
+from headrace.engines.streams import StreamedEngine
 from headrace.errors import PeerDied
 from headrace.types import Float32Array, Int32Array
 
 M = TypeVar("M", bound=Message)
 
 
-class RemoteEngine:
+class RemoteEngine(StreamedEngine):
     """An `Engine` and `EngineProcess` that is reached through a hub."""
 
     def __init__(self, hub: Hub, name: str, *, load_deadline: float, token_deadline: float) -> None:
-        self.name = name
+        super().__init__(name, deadline=token_deadline)
         self._hub = hub
+        self._deadline = token_deadline
         self._load_deadline = load_deadline
-        self._token_deadline = token_deadline
-        self._streams = DeltaStreams(name, self._submit, self._withdraw, deadline=token_deadline)
         self._sending: set[asyncio.Task[None]] = set()
-
-    def deliver(self, deltas: Sequence[Delta]) -> None:
-        """See `EngineProcess.deliver`."""
-        self._streams.deliver(deltas)
-
-    def lost(self, reason: str) -> None:
-        """See `EngineProcess.lost`."""
-        self._streams.lost(reason)
-
-    def back(self) -> None:
-        """See `EngineProcess.back`."""
-        self._streams.revive()
-
-    def generate(self, request: Request) -> AsyncIterator[Delta]:
-        """See `Engine.generate`."""
-        return self._streams.generate(request)
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         """See `Engine.abort`."""
@@ -60,7 +43,7 @@ class RemoteEngine:
         """See `Engine.fork`."""
         await self._submitted()
         fork = Fork(request_id=request_id, at=at, n=n)
-        return (await self._ask(fork, Forked, self._token_deadline)).requests
+        return (await self._ask(fork, Forked, self._deadline)).requests
 
     async def load(self, manifest: Manifest) -> Proof:
         """See `Engine.load`."""
@@ -68,7 +51,7 @@ class RemoteEngine:
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """See `Engine.score`."""
-        return (await self._ask(ScoreTokens(token_ids=token_ids), TokensScored, self._token_deadline)).logprobs
+        return (await self._ask(ScoreTokens(token_ids=token_ids), TokensScored, self._deadline)).logprobs
 
     async def close(self) -> None:
         """End open requests as failed. The process itself is not touched: it belongs to its launcher."""
@@ -80,7 +63,7 @@ class RemoteEngine:
 
     async def _submitted(self) -> None:
         """Wait until earlier requests are sent. An abort that arrived before its request would do nothing."""
-        self._streams.flush()
+        self.flush()
         await asyncio.gather(*self._sending)
 
     def _submit(self, requests: list[Request]) -> None:

@@ -1,6 +1,6 @@
-"""The open requests of an engine that runs in another thread or process, as streams of deltas in this event loop.
+"""A base class of engines that run in another thread, process or server: their open requests, as streams of deltas.
 
-    generate ──outbox──▶ submit        deliver ──a queue per request──▶ generate
+    generate ──outbox──▶ _submit        deliver ──a queue per request──▶ generate
 
 Requests that are made in one turn of the event loop are submitted together, so the batch that enters the engine does
 not depend on the speed of the caller. A request id is open at most once. Its iterator ends with exactly one last delta
@@ -10,38 +10,37 @@ or with an error. Nothing is sent to an engine that is lost.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 
 from headrace.engines.base import Delta, Request, failed_delta
 from headrace.errors import DeadlineError
 
 
-class DeltaStreams:
+class StreamedEngine:
     """The open requests of one engine, each with a queue of deltas. It is used from one event loop only.
 
-    The owner calls `deliver` with the engine's deltas, and `lost` when the engine is gone.
+    A subclass sends requests on in `_submit` and `_withdraw`. The engine's deltas are passed to `deliver`. `lost` is
+    called when the engine is gone.
     """
 
-    def __init__(
-        self,
-        name: str,
-        submit: Callable[[list[Request]], object],
-        withdraw: Callable[[str], object],
-        *,
-        deadline: float | None = None,
-    ) -> None:
-        """Make the streams of the engine `name`.
+    def __init__(self, name: str, *, deadline: float | None = None) -> None:
+        """Prepare the streams of the engine `name`.
 
-        `submit` sends requests to the engine, and `withdraw` aborts one of them. `deadline` is the longest time between
-        two deltas of a request in seconds; None waits until `lost` is called.
+        `deadline` is the longest time between two deltas of a request in seconds; None waits until `lost` is called.
         """
-        self._name = name
-        self._submit = submit
-        self._withdraw = withdraw
-        self._deadline = deadline
+        self.name = name
+        self._token_deadline = deadline
         self._open: dict[str, asyncio.Queue[Delta]] = {}
         self._outbox: list[Request] = []
         self._death: str | None = None
+
+    def _submit(self, requests: list[Request]) -> None:
+        """Send these requests to the engine."""
+        raise NotImplementedError
+
+    def _withdraw(self, request_id: str) -> None:
+        """Abort a request that nobody reads any more."""
+        raise NotImplementedError
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         """See `Engine.generate`."""
@@ -77,7 +76,7 @@ class DeltaStreams:
         for request_id, stream in self._open.items():
             stream.put_nowait(failed_delta(request_id, reason))
 
-    def revive(self) -> None:
+    def back(self) -> None:
         """Accept requests again, because the engine is back."""
         self._death = None
 
@@ -94,10 +93,10 @@ class DeltaStreams:
 
     async def _next(self, request_id: str, stream: asyncio.Queue[Delta]) -> Delta:
         try:
-            async with asyncio.timeout(self._deadline):
+            async with asyncio.timeout(self._token_deadline):
                 return await stream.get()
         except TimeoutError as error:
-            waited = f"{self._name} sent nothing for request {request_id} in {self._deadline:g} s"
+            waited = f"{self.name} sent nothing for request {request_id} in {self._token_deadline:g} s"
             raise DeadlineError(waited) from error
 
     def _give_up(self, request_id: str) -> None:

@@ -16,7 +16,7 @@
     worker         rollout fails, with this as the reason (`scoring.workers`).
     an agent       Its pool starts another one. Its rollout fails, with this as the reason (`gateway.agents`).
     a vLLM         Its engine worker ends, and is restarted with a new server. A server that was given by URL is
-    server         waited for (`engines.vllm.health`).
+    server         waited for (`engines.vllm.server`).
 
 Supervision (`cluster.supervision`) notices deaths, restarts processes, and puts `Died` and `Returned` on the queue. The
 controller calls the methods here for them. A process that dies too often in a row ends the run.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,33 +19,23 @@ from headrace.errors import DeadlineError, HeadraceError, PeerDied
 SECONDS = 20.0
 
 
-class ServerHealth:
-    """What an engine depends on; `lose` may be called from any thread."""
+class Dependency:
+    """What an engine depends on. The test says when it is lost."""
 
     def __init__(self) -> None:
         self.lost = threading.Event()
+        self.checked = threading.Event()
 
     async def check(self) -> None:
+        self.checked.set()
         if self.lost.is_set():
             raise PeerDied("the server", "pulled out")
-
-    async def watch(self) -> None:
-        while True:
-            await self.check()
-            await asyncio.sleep(0.005)
-
-
-class Deaf(ServerHealth):
-    """Is only found lost by whoever asks."""
-
-    async def watch(self) -> None:
-        await asyncio.Event().wait()
 
 
 class Served:
     """A server in a thread, and what it emitted."""
 
-    def __init__(self, make: Callable[[], Any], pulse: ServerHealth | None = None) -> None:
+    def __init__(self, make: Callable[[], Any], pulse: Dependency | None = None) -> None:
         self.deltas: list[Delta] = []
         self.batches: list[int] = []
         """How many deltas came at a time."""
@@ -58,7 +47,7 @@ class Served:
         async def opened() -> AsyncIterator[Opened]:
             self.engine = make()
             try:
-                yield Opened(self.engine, pulse)
+                yield Opened(self.engine, None if pulse is None else pulse.check)
             finally:
                 self.closed = True
 
@@ -146,8 +135,9 @@ def test_a_stop_ends_every_request_and_question(monkeypatch: pytest.MonkeyPatch)
         served.server.score(np.arange(3, dtype=np.int32)).result(0)
 
 
-def test_an_engine_that_is_lost_says_nothing_more() -> None:
-    pulse = ServerHealth()
+def test_an_engine_that_is_lost_says_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "WATCH_SECONDS", 0.005)
+    pulse = Dependency()
     with Served(slow, pulse) as served:
         served.server.submit([ask("a", 100_000)])
         served.until(lambda: len(served.tokens("a")) > 20)
@@ -164,15 +154,17 @@ def test_an_engine_that_is_lost_says_nothing_more() -> None:
 
 
 @pytest.mark.parametrize("what", ["request", "rejection", "error"])
-def test_what_fails_for_want_of_a_server_is_not_answered(what: str) -> None:
+def test_what_fails_for_want_of_a_server_is_not_answered(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the loss is noticed only because something failed."""
-    pulse = Deaf()
+    monkeypatch.setattr(event_loop, "WATCH_SECONDS", 1000.0)
+    pulse = Dependency()
 
     class Failing(FakeEngine):
         async def score(self, token_ids: Any) -> Any:
             raise DeadlineError("no answer")
 
     with Served(lambda: Failing(version=0, fail_requests={"bad": 3}), pulse) as served:
+        assert pulse.checked.wait(SECONDS)
         pulse.lost.set()
         asked = None
         if what == "request":

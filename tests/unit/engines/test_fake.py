@@ -17,10 +17,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from headrace.engines.base import KEPT_LIMIT, Delta, Request, Sampling, sampling_refusal
+from headrace.engines.base import KEPT_LIMIT, Delta, Request, Sampling
 from headrace.engines.embedded.sampler import draw
 from headrace.engines.fake import FakeEngine, lognormal_lengths
 from headrace.engines.fake_policy import FakePolicy
+from headrace.engines.requests import sampling_refusal
 from headrace.errors import DeliveryError, PeerDied
 
 STOP = 63
@@ -103,7 +104,7 @@ def test_lognormal_lengths_have_the_median_and_spread_asked_for() -> None:
 def test_samples_follow_the_distribution_that_their_log_probabilities_state() -> None:
     policy = FakePolicy(vocabulary=6)
     for kind in ({}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.4}, {"forbidden": (0, 2)}):
-        drawn = [policy.sample(Sampling(max_tokens=1, seed=seed, **kind), 4, 1) for seed in range(4000)]  # type: ignore[arg-type]
+        drawn = [policy.draw(Sampling(max_tokens=1, seed=seed, **kind), 4, 1)[:2] for seed in range(4000)]  # type: ignore[arg-type]
         stated = dict(drawn)
         assert sum(math.exp(p) for p in stated.values()) == pytest.approx(1.0, abs=0.02)
         for token, logprob in stated.items():
@@ -149,7 +150,7 @@ def test_it_draws_what_the_embedded_engines_sampler_draws_from_the_same_logits(
     assert mine.token == theirs.tokens[0]
     assert mine.logprob == pytest.approx(float(theirs.logprobs[0]), abs=1e-5)
     loose = msgspec.structs.replace(sampling, record_kept=False)
-    assert policy.sample(loose, position, 1) == mine[:2], "recording a small set changes nothing"
+    assert policy.draw(loose, position, 1)[:2] == mine[:2], "recording a small set changes nothing"
 
 
 def test_truncation_by_hand() -> None:
@@ -185,12 +186,12 @@ def test_no_more_than_the_limit_are_kept_where_they_are_recorded() -> None:
 def test_tokens_depend_on_seed_position_and_version_each() -> None:
     policy = FakePolicy()
     sampling = [Sampling(max_tokens=1, seed=seed) for seed in (1, 2)]
-    base = [policy.sample(sampling[0], p, 1)[0] for p in range(50)]
-    assert base == [FakePolicy().sample(sampling[0], p, 1)[0] for p in range(50)]
+    base = [policy.draw(sampling[0], p, 1)[0] for p in range(50)]
+    assert base == [FakePolicy().draw(sampling[0], p, 1)[0] for p in range(50)]
     for other in (
-        [policy.sample(sampling[1], p, 1)[0] for p in range(50)],
-        [policy.sample(sampling[0], p + 1, 1)[0] for p in range(50)],
-        [policy.sample(sampling[0], p, 2)[0] for p in range(50)],
+        [policy.draw(sampling[1], p, 1)[0] for p in range(50)],
+        [policy.draw(sampling[0], p + 1, 1)[0] for p in range(50)],
+        [policy.draw(sampling[0], p, 2)[0] for p in range(50)],
     ):
         assert sum(a == b for a, b in zip(base, other, strict=True)) < 30
 

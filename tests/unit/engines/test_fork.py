@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from headrace.engines.base import Request, Sampling
-from headrace.engines.forks import fork_requests
+from headrace.engines.requests import fork_requests
 from headrace.errors import UserError
 
 SAMPLING = Sampling(max_tokens=10, temperature=0.7, top_p=0.9, seed=3, stop_token_ids=(2,))

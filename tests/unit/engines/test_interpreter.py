@@ -7,7 +7,7 @@ import sys
 
 LOOKS = """
 import gc
-from headrace.engines.interpreter import give_way_to_decoding
+from headrace.engines.embedded.setup import give_way_to_decoding
 
 loaded = [[] for _ in range(1000)]
 give_way_to_decoding()
@@ -31,7 +31,7 @@ def test_turns_do_not_wake_it_and_cycles_do() -> None:
 
 TURNS = """
 import sys
-from headrace.engines.interpreter import give_way_to_decoding
+from headrace.engines.embedded.setup import give_way_to_decoding
 
 usual = sys.getswitchinterval()
 give_way_to_decoding()

@@ -534,7 +534,7 @@ def test_a_plan_without_changes_is_cheap() -> None:
         h.submit(f"{i}", [i % 7] * 17, 60)
     h.scheduler.advance(h.scheduler.plan(0), 0)
     for sequence in h.scheduler.running:
-        sequence.append(1, 0.0, 0)
+        sequence.extend([1], [0.0], [0])
     h.submit("waits", 20, 9)
     seconds = []
     for _ in range(20):

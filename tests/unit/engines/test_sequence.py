@@ -18,7 +18,7 @@ def test_deltas_hold_every_record_once_and_in_order() -> None:
     sequence = make()
     experts = [np.full((2, 1), i, np.int16) for i in range(4)]
     kept = [np.array(ids, np.int32) for ids in ([1, 5], [2], [], [0, 3, 7])]
-    sequence.append(5, -0.5, 1, kept=kept[0], routing=experts[0])
+    sequence.extend([5], [-0.5], [1], kept=[kept[0]], routing=[experts[0]])
     first = sequence.delta()
     sequence.extend([2, 4, 7], [-1.0, -2.0, -3.0], [1, 1, 2], kept=kept[1:], routing=experts[1:])
     assert sequence.unsent == 3
@@ -39,16 +39,16 @@ def test_deltas_hold_every_record_once_and_in_order() -> None:
 
 def test_without_records_a_delta_says_so() -> None:
     sequence = make()
-    sequence.append(5, -0.5, 1)
+    sequence.extend([5], [-0.5], [1])
     delta = sequence.delta()
     assert delta.kept is None and delta.routing is None
 
 
 def test_records_of_some_tokens_only_are_an_error() -> None:
     sequence = make()
-    sequence.append(5, -0.5, 1)
+    sequence.extend([5], [-0.5], [1])
     with pytest.raises(RuntimeError, match="1 records of 2 tokens"):
-        sequence.append(6, -0.5, 1, kept=np.array([6], np.int32))
+        sequence.extend([6], [-0.5], [1], kept=[np.array([6], np.int32)])
     with pytest.raises(RuntimeError, match="1 records of 2 tokens"):
         make().extend([5, 6], [-0.5, -0.5], [1])
 
@@ -68,7 +68,7 @@ def test_sampled_tokens_say_what_was_computed_and_under_which_version() -> None:
 
 def test_only_unsent_tokens_are_dropped() -> None:
     sequence = make()
-    sequence.append(5, -0.5, 1)
+    sequence.extend([5], [-0.5], [1])
     sequence.delta()
     sequence.extend([6, 7], [-1.0, -2.0], [1, 2])
     sequence.truncate(2)
@@ -76,10 +76,10 @@ def test_only_unsent_tokens_are_dropped() -> None:
     with pytest.raises(RuntimeError, match="were sent"):
         sequence.truncate(0)
     sequence.truncate(1)
-    sequence.append(8, -3.0, 3)
+    sequence.extend([8], [-3.0], [3])
     delta = sequence.delta()
     assert (delta.token_ids.tolist(), delta.versions.tolist(), delta.logprobs.tolist()) == ([8], [3], [-3.0])
-    sequence.append(9, -1.0, 3)
+    sequence.extend([9], [-1.0], [3])
     sequence.blocks = [0]
     with pytest.raises(RuntimeError, match="still runs"):
         sequence.truncate(2)

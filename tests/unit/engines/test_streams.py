@@ -8,25 +8,28 @@ import numpy as np
 import pytest
 
 from headrace.engines.base import Delta, FinishReason, Request, Sampling
-from headrace.engines.streams import DeltaStreams
+from headrace.engines.streams import StreamedEngine
 from headrace.errors import DeadlineError
 
 
-class Elsewhere:
-    """The engine's side: what reached it, in order."""
+class Elsewhere(StreamedEngine):
+    """An engine that notes what reaches it, in order, and leaves the answers to the test."""
 
     def __init__(self, deadline: float | None = 5.0) -> None:
+        super().__init__("e", deadline=deadline)
         self.seen: list[list[str] | str] = []
-        self.streams = DeltaStreams("e", self._submit, self.seen.append, deadline=deadline)
 
     def _submit(self, requests: list[Request]) -> None:
         self.seen.append([request.id for request in requests])
+
+    def _withdraw(self, request_id: str) -> None:
+        self.seen.append(request_id)
 
     def start(self, *ids: str) -> list[asyncio.Task[list[Delta]]]:
         return [asyncio.create_task(self._read(request_id)) for request_id in ids]
 
     async def _read(self, request_id: str) -> list[Delta]:
-        return [delta async for delta in self.streams.generate(ask(request_id))]
+        return [delta async for delta in self.generate(ask(request_id))]
 
 
 def ask(request_id: str) -> Request:
@@ -50,8 +53,8 @@ async def test_the_requests_of_one_turn_leave_together_and_get_their_own_deltas(
     tasks += there.start("d")
     await turns()
     assert there.seen == [["a", "b", "c"], ["d"]]
-    there.streams.deliver([delta("b", 1), delta("a", 2, "stop"), delta("nobody", 3), delta("b", 4, "length")])
-    there.streams.deliver([delta(request_id, 5, "stop") for request_id in "abcd"])
+    there.deliver([delta("b", 1), delta("a", 2, "stop"), delta("nobody", 3), delta("b", 4, "length")])
+    there.deliver([delta(request_id, 5, "stop") for request_id in "abcd"])
     tokens = [[int(d.token_ids[0]) for d in await task] for task in tasks]
     assert tokens == [[2], [1, 4], [5], [5]]
     assert len(there.seen) == 2, "a request that ended is not withdrawn"
@@ -62,11 +65,11 @@ async def test_an_open_id_fails_alone_and_may_be_used_again_later() -> None:
     first, second = there.start("a", "a")
     (only,) = await second
     assert only.finish == "failed" and "'a' is already running" in only.error
-    there.streams.deliver([delta("a", 1, "stop")])
+    there.deliver([delta("a", 1, "stop")])
     assert [d.finish for d in await first] == ["stop"]
     (third,) = there.start("a")
     await turns()
-    there.streams.deliver([delta("a", 2, "stop")])
+    there.deliver([delta("a", 2, "stop")])
     assert [d.finish for d in await third] == ["stop"]
     assert there.seen == [["a"], ["a"]]
 
@@ -80,7 +83,7 @@ async def test_a_request_given_up_is_withdrawn_and_never_leaves_afterwards() -> 
     assert there.seen == [["gone", "left"], "gone"]
 
     there.seen.clear()
-    early = anext(there.streams.generate(ask("early")))
+    early = anext(there.generate(ask("early")))
     early.send(None)  # it is posted
     with pytest.raises(asyncio.CancelledError):
         early.throw(asyncio.CancelledError)  # and given up in the same turn
@@ -93,11 +96,11 @@ async def test_flush_submits_before_the_turn_ends_and_only_once() -> None:
     there = Elsewhere()
     tasks = there.start("a")
     await asyncio.sleep(0)
-    there.streams.flush()
+    there.flush()
     assert there.seen == [["a"]]
     await turns()
     assert there.seen == [["a"]]
-    there.streams.lost("over")
+    there.lost("over")
     await asyncio.gather(*tasks)
 
 
@@ -105,10 +108,10 @@ async def test_a_lost_engine_fails_what_is_open_and_what_comes_and_is_sent_nothi
     there = Elsewhere(deadline=None)
     ended, running = there.start("ended", "running")
     await turns()
-    there.streams.deliver([delta("ended", 1, "stop"), delta("running", 1)])
+    there.deliver([delta("ended", 1, "stop"), delta("running", 1)])
     (unsent,) = there.start("unsent")
     await asyncio.sleep(0)
-    there.streams.lost("e died of thirst")
+    there.lost("e died of thirst")
     (late,) = there.start("late")
     async with asyncio.timeout(5):
         assert [d.finish for d in await ended] == ["stop"]
@@ -121,12 +124,12 @@ async def test_a_lost_engine_fails_what_is_open_and_what_comes_and_is_sent_nothi
 
 async def test_leaving_a_lost_engine_withdraws_nothing() -> None:
     there = Elsewhere()
-    deltas = there.streams.generate(ask("a"))
+    deltas = there.generate(ask("a"))
     reading = asyncio.ensure_future(anext(deltas))
     await turns()
-    there.streams.deliver([delta("a", 1)])
+    there.deliver([delta("a", 1)])
     assert (await reading).finish is None
-    there.streams.lost("e is gone")
+    there.lost("e is gone")
     await deltas.aclose()  # type: ignore[attr-defined]
     assert there.seen == [["a"]]
 

@@ -11,7 +11,6 @@ from vllm_stub import FACTS, Stub, serving
 from headrace.delivery.base import Canary, Manifest
 from headrace.engines.base import Delta, Interrupt, Request, Sampling
 from headrace.engines.vllm.client import VllmClient
-from headrace.engines.vllm.core import VllmCore
 from headrace.engines.vllm.engine import VllmEngine
 
 SECONDS = 10.0
@@ -57,7 +56,7 @@ class Driven:
 @asynccontextmanager
 async def driven(interrupt: Interrupt = "never", slots: int = 2, deadline: float = SECONDS) -> AsyncIterator[Driven]:
     async with serving(Stub()) as stub:
-        core = VllmCore(
+        engine = VllmEngine(
             VllmClient(stub.url, deadline=deadline),
             FACTS,
             name="stub",
@@ -66,7 +65,6 @@ async def driven(interrupt: Interrupt = "never", slots: int = 2, deadline: float
             interrupt=interrupt,
             deadline=deadline,
         )
-        engine = VllmEngine(core)
         assert (await engine.load(manifest(1))).accepted
         yield Driven(stub, engine)
         await engine.close()

@@ -9,14 +9,14 @@ import pytest
 from vllm_stub import FACTS, Stub, serving
 
 from headrace.delivery.base import Canary, Manifest
+from headrace.engines import event_loop
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.event_loop import EventLoopServer, Opened
-from headrace.engines.vllm import core as core_module
-from headrace.engines.vllm import health as health_module
+from headrace.engines.vllm import engine as engine_module
+from headrace.engines.vllm import server as server_module
 from headrace.engines.vllm.client import VllmClient
-from headrace.engines.vllm.core import VllmCore
 from headrace.engines.vllm.engine import VllmEngine
-from headrace.engines.vllm.health import ServerHealth, until_there
+from headrace.engines.vllm.server import ServerHealth, until_there
 from headrace.errors import PeerDied, UserError
 
 SECONDS = 20.0
@@ -38,9 +38,10 @@ async def given() -> AsyncIterator[Given]:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_module, "AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr(health_module, "WATCH_SECONDS", 0.02)
-    monkeypatch.setattr(core_module, "BACKOFF_SECONDS", 0.01)
+    monkeypatch.setattr(server_module, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(server_module, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(event_loop, "WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(engine_module, "BACKOFF_SECONDS", 0.01)
 
 
 async def test_lost_is_what_refuses_connections_or_calls_itself_broken(given: Given) -> None:
@@ -55,7 +56,7 @@ async def test_lost_is_what_refuses_connections_or_calls_itself_broken(given: Gi
         del stub.statuses["/health"]
         await pulse.check()
     with pytest.raises(PeerDied, match="cannot be reached"):
-        await asyncio.wait_for(pulse.watch(), SECONDS)
+        await asyncio.wait_for(pulse.check(), SECONDS)
 
 
 async def test_one_bad_answer_alone_is_not_a_loss(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +66,7 @@ async def test_one_bad_answer_alone_is_not_a_loss(given: Given, monkeypatch: pyt
         async def recover(seconds: float) -> None:
             del stub.statuses["/health"]
 
-        monkeypatch.setattr(health_module.asyncio, "sleep", recover)
+        monkeypatch.setattr(server_module.asyncio, "sleep", recover)
         await ServerHealth(given(stub.url)).check()
         assert "/health" not in stub.statuses
 
@@ -76,7 +77,7 @@ async def test_a_process_that_has_ended_is_lost_before_anyone_asks(given: Given)
             raise UserError("the vLLM server ended (killed by signal 9): no word (vllm.log)")
 
     with pytest.raises(PeerDied, match="vLLM died: the vLLM server ended \\(killed by signal 9\\)"):
-        await ServerHealth(given("http://127.0.0.1:1"), Ended()).check()
+        await ServerHealth(given("http://127.0.0.1:1"), Ended().check).check()
 
 
 async def test_a_process_that_ends_meanwhile_says_why(given: Given) -> None:
@@ -89,7 +90,7 @@ async def test_a_process_that_ends_meanwhile_says_why(given: Given) -> None:
                 raise UserError("the vLLM server ended (killed by signal 9): no word (vllm.log)")
 
     with pytest.raises(PeerDied, match="vLLM died: the vLLM server ended \\(killed by signal 9\\)"):
-        await ServerHealth(given("http://127.0.0.1:1"), Ending()).check()
+        await ServerHealth(given("http://127.0.0.1:1"), Ending().check).check()
 
 
 async def test_a_process_that_stays_and_serves_no_more_is_lost_too(
@@ -99,9 +100,9 @@ async def test_a_process_that_stays_and_serves_no_more_is_lost_too(
         def check(self) -> None:
             pass
 
-    monkeypatch.setattr(health_module, "ENDING_SECONDS", 0.05)
+    monkeypatch.setattr(server_module, "ENDING_SECONDS", 0.05)
     with pytest.raises(PeerDied, match="cannot be reached"):
-        await asyncio.wait_for(ServerHealth(given("http://127.0.0.1:1"), Staying()).check(), SECONDS)
+        await asyncio.wait_for(ServerHealth(given("http://127.0.0.1:1"), Staying().check).check(), SECONDS)
 
 
 async def test_a_server_that_others_start_is_waited_for(given: Given) -> None:
@@ -135,10 +136,10 @@ async def test_requests_of_a_lost_server_do_not_fail(broken: bool) -> None:
         @asynccontextmanager
         async def opened() -> AsyncIterator[Opened]:
             async with VllmClient(stub.url) as client:
-                core = VllmCore(client, FACTS, name="e", slots=2, max_length=64)
-                assert (await core.load(manifest())).accepted
+                engine = VllmEngine(client, FACTS, name="e", slots=2, max_length=64)
+                assert (await engine.load(manifest())).accepted
                 stub.faults.extend(["break:3", *["500"] * 50])
-                yield Opened(VllmEngine(core), ServerHealth(client))
+                yield Opened(engine, ServerHealth(client).check)
 
         server = EventLoopServer("e", opened, deltas.extend)
         server.submit([Request(id="a", token_ids=np.arange(5, dtype=np.int32), sampling=Sampling(max_tokens=20))])

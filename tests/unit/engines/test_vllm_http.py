@@ -6,14 +6,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from headrace.engines.vllm.http import Http
+from headrace.engines.vllm.client import VllmClient
 from headrace.errors import ChannelError, DeadlineError, HttpError, UserError
 
 Answer = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def serving(answer: Answer) -> AsyncIterator[Http]:
+async def serving(answer: Answer) -> AsyncIterator[VllmClient]:
     """A server that reads one request and lets `answer` write what it likes."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -25,7 +25,7 @@ async def serving(answer: Answer) -> AsyncIterator[Http]:
     server = await asyncio.start_server(handle, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        http = Http(f"http://127.0.0.1:{port}/base/", key="secret")
+        http = VllmClient(f"http://127.0.0.1:{port}/base/", key="secret")
         yield http
         await http.close()
 
@@ -129,14 +129,14 @@ async def test_nobody_there_and_no_url() -> None:
         pass
     with pytest.raises(ChannelError, match="the connection to it is closed"):
         await closed.call("GET", "/", timeout=5)
-    http = Http(closed.url)
+    http = VllmClient(closed.url)
     with pytest.raises(ChannelError, match=r"cannot be reached: \[Errno \d+\] Connect call failed"):
         await http.call("GET", "/", timeout=5)
     with pytest.raises(ChannelError, match="cannot be reached"):
         await anext(http.events("/s", {}, silence=5))
     await http.close()
     with pytest.raises(UserError, match="is not the URL of a server"):
-        Http("localhost:8000")
+        VllmClient("localhost:8000")
 
 
 async def test_an_answer_that_is_not_http_breaks_off() -> None:
@@ -170,7 +170,7 @@ async def test_calls_are_answered_while_all_streams_are_open() -> None:
         await asyncio.sleep(1.0)
 
     async with serving(answer) as given, asyncio.timeout(20):
-        http = Http(given.url, streams=3)
+        http = VllmClient(given.url, slots=3)
         streams = [http.events("/s", {}, silence=5) for _ in range(3)]
         assert [await anext(stream) for stream in streams] == [b"1"] * 3
         assert await http.call("GET", "/health", timeout=5) == {}

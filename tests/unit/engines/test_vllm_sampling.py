@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from vllm_stub import FACTS
 
 from headrace.engines.base import Request, Sampling
+from headrace.engines.requests import first_stop
 from headrace.engines.vllm.client import AnswerPiece, VersionSpan
-from headrace.engines.vllm.core import wrong_version
-from headrace.engines.vllm.sampling import first_stop, refusal, sampling_params
-from headrace.engines.vllm.sequence import VllmSequence
+from headrace.engines.vllm.engine import wrong_version
+from headrace.engines.vllm.sequence import VllmSequence, refusal, sampling_params
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 STOPS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple)
@@ -84,7 +84,11 @@ def test_the_first_stop_is_the_shortest_answer_that_ends_with_one(
     text = "".join(map(str, tokens))
     ends = ["".join(map(str, stop)) for stop in (*stops, *((token,) for token in singles))]
     expected = [n for n in range(known + 1, len(text) + 1) if any(text[:n].endswith(end) for end in ends)]
-    assert first_stop(tokens, known, sampling) == (expected[0] if expected else None)
+    new, before = tokens[known:], tokens[:known]
+    end = first_stop(new, sampling, before, len(before))
+    assert end == (expected[0] - known if expected else None)
+    prompt = [token for stop in stops for token in stop]
+    assert first_stop(new, sampling, prompt + before, len(before)) == end, "no stop begins in the prompt"
 
 
 @given(TOKENS, STOPS, st.lists(st.integers(1, 4), min_size=1))
@@ -107,7 +111,7 @@ def test_an_answer_is_the_same_however_it_comes_in_pieces(
             logprobs += delta.logprobs.tolist()
             assert delta.versions.tolist() == [4] * len(delta.token_ids)
             assert (delta.finish == "stop") == sequence.finished
-    end = first_stop(tokens, 0, sampling)
+    end = first_stop(tokens, sampling, [], 0)
     assert handed == sequence.sampled == tokens[:end]
     assert logprobs == [-float(i) for i in range(len(handed))]
     assert sequence.finished == (end is not None)

@@ -40,7 +40,7 @@ async def test_an_answer_is_what_the_engine_sampled() -> None:
     sampling = turn_sampling(session, max_tokens=40, request=0, choice=0)
     assert len(turn.sampled) == 5 and turn.sampled[-1] == END
     for offset, token in enumerate(turn.sampled[:-1]):
-        drawn, logprob = policy.sample(sampling, position + offset, 3)
+        drawn, logprob, _ = policy.draw(sampling, position + offset, 3)
         if drawn == END:
             continue  # the script of the engine puts another one there
         assert (drawn, pytest.approx(logprob)) == (token, float(turn.logprobs[offset]))

@@ -61,7 +61,7 @@ async def test_several_turns_grow_one_trace_and_nothing_is_rendered_twice() -> N
 async def test_a_turn_that_ends_with_another_stop_token_is_closed_by_the_chat_format() -> None:
     engine = FakeEngine(version=1)
     for seed in range(100):
-        drawn = [engine.policy.sample(Sampling(max_tokens=3, seed=seed), 6 + i, 1)[0] for i in range(3)]
+        drawn = [engine.policy.draw(Sampling(max_tokens=3, seed=seed), 6 + i, 1)[0] for i in range(3)]
         if END not in drawn and drawn[2] not in drawn[:2]:
             break
     chat = TinyChat()
@@ -121,7 +121,7 @@ async def test_weights_that_interrupt_are_bridged_by_the_prefix() -> None:
     assert versions == sorted(versions) and set(versions) == {1, 2, 3}
     # What each token would have been under its version, with the episode's seed: no position was drawn twice.
     for position in range(6, 305):
-        token, logprob = policy.sample(sampling, position, int(trace.versions[position]))
+        token, logprob, _ = policy.draw(sampling, position, int(trace.versions[position]))
         if token != END:
             assert (int(trace.token_ids[position]), trace.logprobs[position]) == (token, pytest.approx(logprob))
 

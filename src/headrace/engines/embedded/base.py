@@ -1,12 +1,13 @@
 """The runner protocol: a runner turns a plan into tokens, on the host or on a GPU.
 
-A runner may be late: the tokens that it returns may come from plans of earlier steps.
+A runner may be late: the tokens that it returns may come from plans of earlier steps. The defaults of the methods are
+those of a runner that computes each plan at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -62,18 +63,18 @@ class Runner(Protocol):
     @property
     def ahead(self) -> int:
         """The number of tokens that a plan's blocks must cover beyond the known tokens and those in flight."""
-        ...
+        return 1
 
     def active(self) -> AbstractContextManager[Any]:
         """Return the context in which this runner's work, and the copying of weights, takes place."""
-        ...
+        return nullcontext()
 
     def hurry(self, haste: Haste) -> None:
         """Prepare for a swap of weights: keep as little work in flight as possible, and with `now` wait for none of it.
 
         This method may be called from any thread.
         """
-        ...
+        return
 
     @property
     def holds(self) -> bool:
@@ -81,12 +82,12 @@ class Runner(Protocol):
 
         This is so until the work in flight has ended or new weights are here.
         """
-        ...
+        return False
 
     @property
     def busy(self) -> bool:
         """Whether work is in flight, so that `drain` would return something."""
-        ...
+        return False
 
     def run(self, plan: StepPlan, version: int) -> list[Sampled]:
         """Begin the plan under the live weights of this version. Return the tokens that are known by now."""
@@ -97,19 +98,19 @@ class Runner(Protocol):
 
         Return none if something else, such as new weights, comes first.
         """
-        ...
+        return []
 
     def drain(self) -> list[Sampled]:
         """Wait for all work in flight, and return its tokens."""
-        ...
+        return []
 
     def release(self, sequence: Sequence) -> None:
         """Free what the runner holds for a sequence that is no longer running. Idempotent."""
-        ...
+        return
 
     def installed(self, version: int) -> None:
         """Record that the live weights have this version from now on."""
-        ...
+        return
 
     def clear(self, blocks: Seq[int]) -> None:
         """Make these blocks safe to reuse, because they may hold numbers that are not finite."""

@@ -26,9 +26,8 @@ from headrace.delivery.digest import digest_as
 from headrace.delivery.transports.keys import KEYS
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.loop import EngineLoop
-from headrace.engines.embedded.setup import choose_device
-from headrace.engines.interpreter import give_way_to_decoding
-from headrace.engines.server import Emit
+from headrace.engines.embedded.setup import choose_device, give_way_to_decoding
+from headrace.engines.serving import Emit
 from headrace.errors import UserError
 from headrace.models.four_bits import round_weights
 from headrace.models.loading import load_model, named_weights

@@ -18,14 +18,12 @@ from typing import Any
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Installed, Receiver, Staged
-from headrace.engines.base import Delta, Request
-from headrace.engines.counters import Counters
+from headrace.engines.base import Counters, Delta, Request
 from headrace.engines.embedded.base import Haste, PendingScores, Timings
-from headrace.engines.embedded.endings import ending, refusal
 from headrace.engines.embedded.scheduler import Scheduler
-from headrace.engines.embedded.sequence import Ending, Sampled, Sequence
+from headrace.engines.embedded.sequence import Ending, Sampled, Sequence, ending
 from headrace.engines.embedded.setup import MakeRunner, make_runner
-from headrace.engines.forks import fork_requests
+from headrace.engines.requests import fork_requests, request_refusal
 from headrace.errors import DeliveryError, UserError
 from headrace.models.loading import named_weights
 from headrace.models.lora import Adapter
@@ -154,7 +152,7 @@ class EngineCore:
                 raise ValueError(f"request {request.id} is already being served")
             sequence = Sequence(request, self._submitted)
             self._submitted += 1
-            if reason := refusal(request, self._vocabulary, self.max_length):
+            if reason := request_refusal(request, self._vocabulary, self.max_length):
                 self._ready.append(sequence.delta("failed", f"request {request.id}: {reason}"))
             else:
                 self._sequences[request.id] = sequence
@@ -195,16 +193,23 @@ class EngineCore:
         started = self._started()
         return self.abort(i for i in list(self._sequences) if i in started)
 
-    def hold_new(self, hold: bool) -> None:
-        """Stop new requests from beginning, or allow it again. Requests that have begun are not affected."""
-        self._scheduler.admits_new = not hold
+    def hold(self, *, submitted: bool) -> None:
+        """Let no new requests begin until `let_go`. Requests that have begun continue.
 
-    def at_rest(self, *, waiting: bool) -> bool:
-        """Return whether no request that has begun is left; with `waiting`, whether no request is left at all.
-
-        The result is always True without live weights.
+        With `submitted`, requests that were submitted before this call may still begin.
         """
-        return self._live == NO_VERSION or not (self._sequences if waiting else self._started())
+        self._scheduler.held = self._submitted if submitted else 0
+
+    def let_go(self) -> None:
+        """Let requests begin again."""
+        self._scheduler.held = None
+
+    def at_rest(self) -> bool:
+        """Return whether the requests that `hold` did not hold have ended. It is always True without live weights."""
+        if self._live == NO_VERSION:
+            return True
+        held = self._scheduler.held
+        return not (any(s.rank[1] < held for s in self._sequences.values()) if held else self._started())
 
     def flush(self) -> list[Delta]:
         """Wait for everything in flight, and return every token that was not handed out yet."""

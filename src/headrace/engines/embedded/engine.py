@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, Request
-from headrace.engines.counters import Counters
+from headrace.engines.base import Counters, Request
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.loop import EngineLoop
 from headrace.engines.embedded.setup import choose_device
-from headrace.engines.streams import DeltaStreams
+from headrace.engines.streams import StreamedEngine
 from headrace.errors import DeadlineError
 from headrace.models.loading import load_model
 from headrace.models.selfcheck import check_model
@@ -30,7 +29,7 @@ from headrace.types import NO_VERSION, Float32Array, Int32Array
 T = TypeVar("T")
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(StreamedEngine):
     """An `Engine` in this process. It must be made inside a running event loop, and used from that event loop only."""
 
     def __init__(self, core: EngineCore, config: EngineConfig, *, deadline: float = 120.0) -> None:
@@ -38,12 +37,11 @@ class EmbeddedEngine:
 
         The deltas of a request have no deadline.
         """
-        self.name = core.name
+        # An engine without proved weights may be silent for any time, so a delta has no deadline.
+        super().__init__(core.name)
         self._deadline = deadline
         self._events = asyncio.get_running_loop()
-        self._loop = EngineLoop(core, self._emit, config.interrupt)
-        # An engine without proved weights may be silent for any time, so a delta has no deadline.
-        self._streams = DeltaStreams(core.name, self._loop.submit, lambda request_id: self._loop.abort([request_id]))
+        self._loop = EngineLoop(core, lambda deltas: self._hand_over(self.deliver, deltas), config.interrupt)
         self._thread = threading.Thread(target=self._serve, name=core.name, daemon=True)
         self._thread.start()
 
@@ -69,13 +67,9 @@ class EmbeddedEngine:
         check_model(model, max_length)
         return cls(EngineCore(model, config, name=name, max_length=max_length, version=version), config)
 
-    def generate(self, request: Request) -> AsyncIterator[Delta]:
-        """See `Engine.generate`."""
-        return self._streams.generate(request)
-
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         """See `Engine.abort`."""
-        self._streams.flush()
+        self.flush()
         await self._settled(self._loop.abort(ids), "an abort")
 
     async def load(self, manifest: Manifest) -> Proof:
@@ -88,7 +82,7 @@ class EmbeddedEngine:
 
     async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
         """See `Engine.fork`."""
-        self._streams.flush()
+        self.flush()
         return await self._settled(self._loop.fork(request_id, at, n), "a fork")
 
     def counters(self) -> Counters:
@@ -97,11 +91,17 @@ class EmbeddedEngine:
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        self._streams.flush()
+        self.flush()
         self._loop.stop()
         await asyncio.to_thread(self._thread.join, self._deadline)
         if self._thread.is_alive():
             raise DeadlineError(f"engine {self.name} did not end its step in {self._deadline:g} s")
+
+    def _submit(self, requests: list[Request]) -> None:
+        self._loop.submit(requests)
+
+    def _withdraw(self, request_id: str) -> None:
+        self._loop.abort([request_id])
 
     def _serve(self) -> None:
         reason = f"engine {self.name} has stopped"
@@ -111,10 +111,7 @@ class EmbeddedEngine:
             reason = f"engine {self.name} died of {type(error).__name__}: {error}"
             raise
         finally:
-            self._hand_over(self._streams.lost, reason)
-
-    def _emit(self, deltas: list[Delta]) -> None:
-        self._hand_over(self._streams.deliver, deltas)
+            self._hand_over(self.lost, reason)
 
     def _hand_over(self, take: Callable[[T], None], what: T) -> None:
         # When the event loop is closed, nobody reads the deltas.

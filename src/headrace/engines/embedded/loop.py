@@ -17,8 +17,7 @@ from typing import Any
 from headrace.channel.turns import EngineTurns
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Staged
-from headrace.engines.base import Delta, Interrupt, Request, failed_delta
-from headrace.engines.counters import Counters
+from headrace.engines.base import Counters, Delta, Interrupt, Request, failed_delta
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import DeliveryError, HeadraceError, UserError
 from headrace.types import Float32Array, Int32Array
@@ -59,8 +58,6 @@ class EngineLoop:
         self._loading: Future[Proof] | None = None
         self._awaited: Staged | None = None
         """Staged weights that are installed once the requests that they must not interrupt have ended."""
-        self._behind: list[Request] = []
-        """Requests that came after the awaited weights."""
         self._stopping = False
         self._ended = False
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{core.name}-stage")
@@ -68,12 +65,12 @@ class EngineLoop:
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. All requests of one call enter between the same two steps."""
         requests = list(requests)
-        if not self._post(lambda: self._submit(requests)):
+        if not self._post(lambda: self._core.submit(requests)):
             self._emit([failed_delta(request.id, self._gone()) for request in requests])
 
     def abort(self, ids: Sequence[str] | None = None) -> Future[None]:
         """End these requests (all requests if None). The future is done when their last deltas were emitted."""
-        return self._ask(lambda: self._abort(ids))
+        return self._ask(lambda: self._deliver(self._core.abort(ids)))
 
     def load(self, manifest: Manifest) -> Future[Proof]:
         """Stage, swap and prove these weights. A rejected load resolves to a proof that is not accepted."""
@@ -157,19 +154,6 @@ class EngineLoop:
         with self._wait_span(), self._changed:
             self._changed.wait_for(lambda: self._commands or self._stopping, timeout=_WAKE_SECONDS)
 
-    def _submit(self, requests: list[Request]) -> None:
-        if self._awaited is not None and self._interrupt == "block":
-            self._behind += requests
-        else:
-            self._core.submit(requests)
-
-    def _abort(self, ids: Sequence[str] | None) -> None:
-        # A request that waits for the swap is submitted first, so that the core ends it like any other request.
-        ended = [request for request in self._behind if ids is None or request.id in ids]
-        self._behind = [request for request in self._behind if all(request is not one for one in ended)]
-        self._core.submit(ended)
-        self._deliver(self._core.abort(ids))
-
     def _next_load(self) -> None:
         """Begin to stage the next version, unless a load is running: there is only one staging buffer."""
         with self._changed:
@@ -186,7 +170,7 @@ class EngineLoop:
                 self._deliver(self._core.abort_started())
             elif self._interrupt in ("drain", "block"):
                 self._awaited = staged
-                self._core.hold_new(self._interrupt == "drain")
+                self._core.hold(submitted=self._interrupt == "block")
                 return
             self._core.install(staged)
         except DeliveryError as error:
@@ -195,16 +179,14 @@ class EngineLoop:
     def _swap_at_rest(self) -> None:
         """Install the awaited weights if the requests that they wait for have ended."""
         staged = self._awaited
-        if staged is None or not self._core.at_rest(waiting=self._interrupt == "block"):
+        if staged is None or not self._core.at_rest():
             return
         self._awaited = None
-        self._core.hold_new(False)
+        self._core.let_go()
         try:
             self._core.install(staged)
         except DeliveryError as error:
             self._refused(staged.manifest.version, error)
-        behind, self._behind = self._behind, []
-        self._core.submit(behind)
 
     def _refused(self, version: int, error: DeliveryError) -> None:
         self._loaded(Proof(engine=self._core.name, version=version, accepted=False, reason=str(error)))

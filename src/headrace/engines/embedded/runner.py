@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from headrace.engines.embedded.attention import DenseContext, PagedContext
-from headrace.engines.embedded.base import Haste, Timings
+from headrace.engines.embedded.base import Runner, Timings
 from headrace.engines.embedded.kv_cache import KVCache
 from headrace.engines.embedded.sampler import draw
 from headrace.engines.embedded.scheduler import Chunk, StepPlan
@@ -24,27 +24,19 @@ from headrace.models.prepack import PackedLinears, can_pack, small_products
 from headrace.types import Float32Array, Int32Array
 
 
-class HostRunner:
+class HostRunner(Runner):
     """A `Runner` that computes each plan in one pass over packed tokens, and returns its tokens at once."""
 
     def __init__(self, model: Any, cache: KVCache, routing: RoutingShape | None = None) -> None:
-        self.ahead = 1
         self.prefill_chunk = 512
         self.gather = 0
-        self.overlaps = self.busy = self.holds = False
+        self.overlaps = False
         self.timings = Timings()
         self._model = model
         self._cache = cache
         self._routing = routing
         self._device: torch.device = next(model.parameters()).device
         self._packed = PackedLinears(model) if can_pack(model) else None
-
-    def active(self) -> AbstractContextManager[Any]:
-        """See `Runner.active`."""
-        return nullcontext()
-
-    def hurry(self, haste: Haste) -> None:
-        """Do nothing, because no work is ever in flight."""
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, version: int) -> list[Sampled]:
@@ -63,20 +55,6 @@ class HostRunner:
         self.timings.steps += 1
         self.timings.host_seconds += time.perf_counter() - started
         return drawn
-
-    def collect(self) -> list[Sampled]:
-        """Return nothing, because no work is ever in flight."""
-        return []
-
-    def drain(self) -> list[Sampled]:
-        """Return nothing, because no work is ever in flight."""
-        return []
-
-    def release(self, sequence: Sequence) -> None:
-        """See `Runner.release`."""
-
-    def installed(self, version: int) -> None:
-        """See `Runner.installed`."""
 
     @torch.inference_mode()
     def clear(self, blocks: Seq[int]) -> None:

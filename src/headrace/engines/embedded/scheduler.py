@@ -74,8 +74,8 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.admits_new = True
-        """Whether sequences without sampled tokens may begin."""
+        self.held: int | None = None
+        """Set while new weights wait: sequences without sampled tokens, submitted as this number or later, wait too."""
         self._ahead = 1
         self.preemptions = 0
         self._gather = gather
@@ -136,7 +136,7 @@ class Scheduler:
                 plan.chunks.append(Chunk(sequence, computed, count))
         if not plan.preempted and len(self.running) < self.slots:
             self._admit(plan, budget)
-        upcoming = len(self.waiting) if self.admits_new else sum(s.sampled > 0 for s in self.waiting)
+        upcoming = len(self.waiting) if self.held is None else sum(self._may_begin(s) for s in self.waiting)
         plan.upcoming = min(upcoming, self.slots - len(self.running))
         return plan
 
@@ -214,6 +214,9 @@ class Scheduler:
         if plan.preempted:
             plan.grown = [sequence for sequence in plan.grown if sequence.blocks]
 
+    def _may_begin(self, sequence: Sequence) -> bool:
+        return self.held is None or sequence.sampled > 0 or sequence.rank[1] < self.held
+
     def _gathered(self) -> bool:
         """Return whether enough prompts wait to be computed together, or they have waited long enough."""
         coming = min(len(self.waiting), self.slots - len(self.running))
@@ -224,7 +227,7 @@ class Scheduler:
         gathered, held = self._gathered(), 0
         self._held_plans = 0 if gathered else self._held_plans + 1
         for sequence in list(self.waiting):
-            if not self.admits_new and not sequence.sampled:
+            if not self._may_begin(sequence):
                 continue
             if self.pool.blocks_for(len(sequence.tokens)) > self.pool.total:
                 self._unqueue(sequence)

@@ -6,6 +6,7 @@ token becomes known, and survive preemption and a swap of weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from headrace.engines.base import Delta, FinishReason, Request
 from headrace.engines.embedded.prefix_cache import Chain
+from headrace.engines.requests import first_stop
 from headrace.types import NO_VERSION, Float32Array, Int16Array, Int32Array, Kept
 
 PrefixKey = tuple[str, bytes]
@@ -90,24 +92,6 @@ class Sequence:
         while count < len(self._versions) and self._versions[-1 - count] == version:
             count += 1
         return count
-
-    def append(
-        self,
-        token: int,
-        logprob: float,
-        version: int,
-        *,
-        kept: Int32Array | None = None,
-        routing: Int16Array | None = None,
-    ) -> None:
-        """Record one sampled token; see `extend`."""
-        self.extend(
-            [token],
-            [logprob],
-            [version],
-            kept=None if kept is None else [kept],
-            routing=None if routing is None else [routing],
-        )
 
     def extend(
         self,
@@ -221,3 +205,25 @@ class Sampled:
         for records in (self.kept, self.routing):
             if records is not None:
                 del records[count:]
+
+
+def ending(new: Sampled) -> Ending | None:
+    """Return where the sequence ends among its new tokens, or None if it continues.
+
+    A sequence ends at its first stop, at a log-probability that is not finite, or at its length limit.
+    """
+    sequence, sampling = new.sequence, new.sequence.sampling
+    room, count = sequence.limit - len(sequence.tokens), len(new.tokens)
+    stops = bool(sampling.stop_token_ids or sampling.stop_sequences)
+    if count < room and new.sound and not stops:
+        return None
+    count = min(count, room)
+    broken = count if new.sound else next((i for i in range(count) if not math.isfinite(new.logprobs[i])), count)
+    stop = first_stop(new.tokens[:broken], sampling, sequence.tokens, sequence.sampled) if stops else None
+    if stop is not None:
+        return Ending("stop", stop, version=new.versions[stop - 1])
+    if broken < count:
+        where = f"position {len(sequence.tokens) + broken} under version {new.versions[broken]}"
+        error = f"request {sequence.id}: the logits are not finite at {where}"
+        return Ending("failed", broken, error, new.versions[broken])
+    return Ending("length", room, version=new.versions[room - 1]) if len(new.tokens) >= room else None

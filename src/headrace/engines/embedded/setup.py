@@ -1,8 +1,13 @@
-"""Chooses the runner of a model and the size of its KV cache. A model on a GPU gets the GPU's runner."""
+"""Prepares a model and the interpreter to serve: it chooses the runner and the size of the KV cache.
+
+A model on a GPU gets the GPU's runner, and its layers are compiled.
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +19,17 @@ from headrace.engines.embedded.base import Runner
 from headrace.engines.embedded.kv_cache import BlockPool, KVCache
 from headrace.engines.embedded.runner import HostRunner
 from headrace.errors import UserError
+from headrace.models.compiling import prepare_to_compile
 from headrace.models.experts import RoutingShape, prepare_experts
 from headrace.models.head import keep_logits_in_float32
 
 logger = logging.getLogger(__name__)
+
+NEW_OBJECTS = 100_000
+"""The number of new objects that triggers a garbage collection. One turn of the host makes about ten objects for each
+row, and frees them."""
+SWITCH_SECONDS = 5e-4
+"""The longest time that a thread which stages weights may keep the interpreter from the thread that decodes."""
 
 CANARY_LENGTH = 16
 """The length of the sequence that is scored once before an engine serves, in tokens."""
@@ -56,14 +68,13 @@ def _wanted_blocks(config: EngineConfig, max_length: int) -> int:
 def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
     """Return the GPU's runner. If the model is not on a GPU, Triton's interpreter must run the kernels."""
     # Imported here, because Triton is needed only with a GPU, and may be installed only there.
-    from headrace.engines.embedded.device.compiled import compile_layers, undo_compile
     from headrace.engines.embedded.device.memory import DeviceCache, affordable_blocks, bytes_per_block, layer_shapes
     from headrace.engines.embedded.device.runner import DeviceRunner
 
     parameter = next(model.parameters())
     routing = _recorded_experts(model)
     keep_logits_in_float32(model)
-    compiled = config.compile and compile_layers(model)
+    compiled = config.compile and _compile_layers(model)
     if config.compile and not compiled:
         logger.warning("layers run uncompiled: %s has no list of layers", type(model).__name__)
     try:
@@ -72,7 +83,7 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tup
         if not compiled:
             raise
         logger.warning("layers run uncompiled: %s", str(error).strip().splitlines()[0])
-        undo_compile(model)
+        _undo_compile(model)
         shapes = layer_shapes(model)
     blocks = _wanted_blocks(config, max_length)
     if parameter.device.type == "cuda":
@@ -99,3 +110,35 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tup
 def _recorded_experts(model: Any) -> RoutingShape | None:
     shape = prepare_experts(model)
     return shape if shape is not None and shape.recorded else None
+
+
+def _compile_layers(model: Any) -> bool:
+    """Compile every decoder layer in place, lazily. Return False if the model has no list of layers.
+
+    One compilation serves all layers of a kind and all batch sizes. Attention is opaque to the compiler. The compiler
+    fuses the rest: norms, rotary embeddings, activations and residuals.
+    """
+    layers = getattr(model.get_decoder() if hasattr(model, "get_decoder") else model, "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList):
+        return False
+    prepare_to_compile(model)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True)
+    return True
+
+
+def _undo_compile(model: Any) -> None:
+    """Restore the original forward of every layer."""
+    for layer in model.get_decoder().layers:
+        layer.__dict__.pop("forward", None)
+
+
+def give_way_to_decoding() -> None:
+    """Make garbage collection rare and thread switches quick.
+
+    Objects that exist now are frozen, so the collector never visits them again. Call this after the model is loaded.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(NEW_OBJECTS)
+    sys.setswitchinterval(SWITCH_SECONDS)

@@ -15,19 +15,16 @@ from pathlib import Path
 
 from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
+from headrace.config.memory import LONGEST_DEFAULT
 from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import choose
 from headrace.delivery.transports.keys import KEYS
 from headrace.engines.event_loop import EventLoopServer, Opened
-from headrace.engines.server import Emit
+from headrace.engines.serving import Emit
 from headrace.engines.vllm.checks import KEY_VARIABLE, check_hosts, examine
 from headrace.engines.vllm.client import VllmClient
-from headrace.engines.vllm.core import VllmCore
 from headrace.engines.vllm.engine import VllmEngine
-from headrace.engines.vllm.health import ServerHealth, until_there
-from headrace.engines.vllm.server import ServerPlan, VllmServer
-
-LONGEST_DEFAULT = 4096
+from headrace.engines.vllm.server import ServerHealth, ServerPlan, VllmServer, until_there
 
 
 def build(link: WorkerLink, config: Config, emit: Emit) -> EventLoopServer:
@@ -65,11 +62,11 @@ async def _opened(link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
                 await until_there(client, config.pipeline.start_seconds if begun else 0.0)
             link.phase = "examining vLLM"
             facts = await examine(client, vocabulary=model.vocabulary, dtype=config.model.dtype, max_length=max_length)
-            core = VllmCore(
+            engine = VllmEngine(
                 client,
                 facts,
                 name=link.name,
-                slots=min(config.engine.slots, facts.slots),
+                slots=slots,
                 max_length=max_length,
                 interrupt=config.engine.interrupt,
                 deadline=config.delivery.deadline,
@@ -78,7 +75,7 @@ async def _opened(link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
                 scaling=None if config.lora is None else config.lora.scaling,
             )
             link.ready(parameters=model.parameters)
-            yield Opened(VllmEngine(core), ServerHealth(client, server))
+            yield Opened(engine, ServerHealth(client, None if server is None else server.check).check)
     finally:
         if server is not None:
             await server.stop()

@@ -24,7 +24,7 @@ OLDEST = (0, 32)
 async def examine(client: VllmClient, *, vocabulary: int, dtype: str, max_length: int) -> Facts:
     """Return the server's facts if it can serve a run. Raises `UserError` with one line otherwise."""
     facts = await _hello(client)
-    url = client.http.url
+    url = client.url
     for reason in refusals(facts, vocabulary=vocabulary, dtype=dtype, max_length=max_length):
         raise UserError(f"{url}: {reason}")
     # An engine process that died in the middle of a swap leaves its server paused.
@@ -92,7 +92,7 @@ def check_interpreter(python: str) -> Path:
 
 
 async def _hello(client: VllmClient) -> Facts:
-    url = client.http.url
+    url = client.url
     try:
         return (await client.hello())[0]
     except HttpError as error:
@@ -117,7 +117,7 @@ async def _check_tokens(client: VllmClient) -> None:
 
     This checks that the endpoint exists, and that its answer says which weights drew the token.
     """
-    url = client.http.url
+    url = client.url
     params = {"max_tokens": 1, "logprobs": 0, "detokenize": False, "ignore_eos": True}
     try:
         pieces = [piece async for piece in client.generate("headrace-check", [0], params, salt="headrace-check")]

@@ -1,21 +1,31 @@
 """The client of a vLLM server: token ids in, token ids out, and the calls that swap weights.
 
-Answers are decoded into declared types. An answer that does not fit is an error and is never guessed.
+Answers are decoded into declared types. An answer that does not fit is an error and is never guessed. Every wait has a
+deadline, and every failure is a `ChannelError`. Each request has its own connection. So a stream is given up by closing
+its connection, and a request that must not be sent twice never uses a connection that the server has just closed.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
+import aiohttp
 import msgspec
 import numpy as np
 
 from headrace.delivery.base import Manifest
-from headrace.engines.vllm.http import STREAMS, Http
-from headrace.errors import ChannelError, HttpError
+from headrace.errors import ChannelError, DeadlineError, HttpError, UserError
 from headrace.types import Float32Array
 from headrace_vllm_plugin.wire import Accepted, Facts, FetchOrder, Live, StagingState
+
+CONNECT_SECONDS = 10.0
+STREAMS = 256
+CONTROLS = 16
+"""The number of connections beside the streams, so that a health check or an abort never waits for a stream to end."""
 
 T = TypeVar("T")
 _PREFIX = "generate-tokens-"
@@ -70,13 +80,21 @@ class _Chunk(msgspec.Struct):
 
 
 class VllmClient:
-    """A client of one server, until `close`. At most `slots` answers are streamed at a time.
+    """A client of one server, until `close`. `key` is sent with every request.
 
-    `deadline` is the longest time for an answer to a call, and between two tokens of a stream, in seconds.
+    At most `slots` answers are streamed at a time. `deadline` is the longest time for an answer to a call, and between
+    two tokens of a stream, in seconds.
     """
 
     def __init__(self, url: str, key: str = "", *, deadline: float = 120.0, slots: int = STREAMS) -> None:
-        self.http = Http(url, key, streams=slots)
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:8000")
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._connections = slots + CONTROLS
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
         self._deadline = deadline
         self._decoder = msgspec.json.Decoder(_Chunk)
         self.prefilled_tokens = 0
@@ -95,7 +113,7 @@ class VllmClient:
             "stream_options": {"include_usage": True},
         }
         begun = False
-        async for data in self.http.events("/inference/v1/generate", body, silence=self._deadline):
+        async for data in self.events("/inference/v1/generate", body, silence=self._deadline):
             chunk = self._decode(data)
             if not begun:
                 begun = True
@@ -109,10 +127,10 @@ class VllmClient:
         """Return the untempered log-probabilities of tokens 1..n, computed without the prefix cache."""
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
         body = {"token_ids": list(token_ids), "sampling_params": params}
-        answer = await self.http.call("POST", "/inference/v1/generate", body, timeout=self._deadline)
+        answer = await self.call("POST", "/inference/v1/generate", body, timeout=self._deadline)
         found = answer.get("prompt_logprobs") if isinstance(answer, dict) else None
         if not found or len(found) != len(token_ids):
-            raise ChannelError(f"{self.http.url} did not score the {len(token_ids)} tokens")
+            raise ChannelError(f"{self.url} did not score the {len(token_ids)} tokens")
         pairs = zip(found[1:], token_ids[1:], strict=True)
         return np.array([position[str(token)]["logprob"] for position, token in pairs], np.float32)
 
@@ -166,9 +184,42 @@ class VllmClient:
         """Return the digest result of each worker's live weights."""
         return await self._rpc("headrace_live", Live)
 
+    async def call(self, method: str, path: str, body: Any = None, *, timeout: float) -> Any:
+        """Return the decoded JSON of the answer, or its text if it is not JSON.
+
+        Raises `HttpError` for a status of 400 and above.
+        """
+        try:
+            async with asyncio.timeout(timeout), self._exchange(method, path, body) as answer:
+                text = await answer.read()
+        except TimeoutError as error:
+            raise DeadlineError(f"{self.url}{path} did not answer in {timeout:g} s") from error
+        try:
+            return msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            return text.decode(errors="replace")
+
+    async def events(self, path: str, body: Any, *, silence: float) -> AsyncIterator[bytes]:
+        """Yield the data of each event until `[DONE]`. At most `silence` seconds may pass between two parts."""
+        rest = b""
+        try:
+            async with self._exchange("POST", path, body, silence) as answer:
+                async for part in answer.content.iter_any():
+                    *events, rest = (rest + part).split(b"\n\n")
+                    for event in events:
+                        data = event.removeprefix(b"data: ")
+                        if data == b"[DONE]":
+                            return
+                        yield data
+        except TimeoutError as error:
+            raise DeadlineError(f"{self.url}{path} sent nothing in {silence:g} s") from error
+        raise ChannelError(f"{self.url}{path} broke off in the middle of an answer")
+
     async def close(self) -> None:
-        """Close all connections. Idempotent."""
-        await self.http.close()
+        """Close all connections. Idempotent. A later request raises `ChannelError`."""
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
 
     async def __aenter__(self) -> VllmClient:
         return self
@@ -177,25 +228,71 @@ class VllmClient:
         await self.close()
 
     async def _post(self, path: str, body: Any = None) -> Any:
-        return await self.http.call("POST", path, body, timeout=self._deadline)
+        return await self.call("POST", path, body, timeout=self._deadline)
 
     async def _rpc(self, method: str, kind: type[T], **arguments: str) -> list[T]:
         answer = await self._post("/collective_rpc", {"method": method, "kwargs": arguments})
         try:
             return msgspec.convert(answer["results"], list[kind])  # type: ignore[valid-type]
         except (msgspec.ValidationError, KeyError, TypeError) as error:
-            raise ChannelError(f"{self.http.url}: {method} was answered with {answer!r:.200}: {error}") from error
+            raise ChannelError(f"{self.url}: {method} was answered with {answer!r:.200}: {error}") from error
 
     def _decode(self, data: bytes) -> _Chunk:
         try:
             chunk = self._decoder.decode(data)
         except msgspec.DecodeError as error:
-            raise ChannelError(f"{self.http.url} sent {data[:200]!r}: {error}") from error
+            raise ChannelError(f"{self.url} sent {data[:200]!r}: {error}") from error
         if chunk.error is not None:
             detail = chunk.error.get("message", chunk.error) if isinstance(chunk.error, dict) else chunk.error
             code = chunk.error.get("code") if isinstance(chunk.error, dict) else None
-            raise HttpError(self.http.url, code if isinstance(code, int) else 500, " ".join(str(detail).split()))
+            raise HttpError(self.url, code if isinstance(code, int) else 500, " ".join(str(detail).split()))
         return chunk
+
+    @asynccontextmanager
+    async def _exchange(
+        self, method: str, path: str, body: Any, silence: float | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request and yield its answer, whose body is not read yet.
+
+        `silence` is the longest time between two reads of the body, in seconds.
+        """
+        answer: aiohttp.ClientResponse | None = None
+        content = None if body is None else msgspec.json.encode(body)
+        kind = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            answer = await self._opened().request(
+                method,
+                self.url + path,
+                data=content,
+                headers=self._headers | kind,
+                timeout=aiohttp.ClientTimeout(connect=CONNECT_SECONDS, sock_read=silence),
+                allow_redirects=False,
+            )
+            if answer.status >= 400:
+                raise HttpError(self.url + path, answer.status, _reason(await answer.read()))
+            yield answer
+        except aiohttp.ConnectionTimeoutError as error:
+            raise ChannelError(f"{self.url} cannot be reached: no connection in time") from error
+        except aiohttp.ClientConnectorError as error:
+            raise ChannelError(f"{self.url} cannot be reached: {error.os_error}") from error
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                raise  # TimeoutError is an OSError too. It is handled by the caller that set the deadline.
+            raise ChannelError(f"{self.url}{path} broke off: {error}") from error
+        finally:
+            if answer is not None:
+                answer.close()
+
+    def _opened(self) -> aiohttp.ClientSession:
+        """Return the session. It is made on first use, because it needs the running event loop."""
+        if self._closed:
+            raise ChannelError(f"{self.url}: the connection to it is closed")
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._connections, force_close=True),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._session
 
 
 def _piece(choice: _Choice) -> AnswerPiece:
@@ -209,3 +306,15 @@ def _piece(choice: _Choice) -> AnswerPiece:
         finish=choice.finish_reason,
         spans=choice.weight_versions,
     )
+
+
+def _reason(body: bytes) -> str:
+    """Return the server's description of an error in one line."""
+    try:
+        answer = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        answer = body.decode(errors="replace")
+    for key in ("error", "detail", "message"):
+        if isinstance(answer, dict) and key in answer:
+            answer = answer[key]
+    return " ".join(str(answer).split())[:500]

@@ -1,81 +1,113 @@
-"""Makes an `Engine` of a vLLM server. It is driven from this process's event loop."""
+"""An engine on a vLLM server: it decides which requests run there and which wait, and swaps weights between them.
+
+    generate ─▶ waiting ──(gate open, a slot free)──▶ running: one stream each ─▶ deltas
+                   ▲                                     │
+                   └──── recall: continue later ◀────────┘
+
+Weights change only while none of our requests runs. Before a swap, every stream is ended and its request is put back.
+The request is resumed from its prefix under the new version. So a stream has exactly one version: it is known when the
+stream opens, and the server confirms it when the stream ends. The server's prefix cache is keyed by that version. The
+gate is open only while the live weights are proved.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from pathlib import Path
-from typing import Any
+import heapq
+import secrets
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Literal
 
-from headrace.config.model_dir import model_facts
-from headrace.config.schema import EngineConfig, LoraConfig
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Delta, Request
-from headrace.engines.counters import Counters
-from headrace.engines.streams import DeltaStreams
-from headrace.engines.vllm.checks import examine
-from headrace.engines.vllm.client import VllmClient
-from headrace.engines.vllm.core import VllmCore
-from headrace.errors import HeadraceError, UserError
-from headrace.types import Float32Array, Int32Array
+from headrace.engines.base import Counters, Delta, Interrupt, Request
+from headrace.engines.streams import StreamedEngine
+from headrace.engines.vllm.client import AnswerPiece, VllmClient
+from headrace.engines.vllm.delivery import Delivery
+from headrace.engines.vllm.sequence import Cut, VllmSequence, refusal, sampling_params
+from headrace.errors import ChannelError, DeadlineError, HttpError, UserError
+from headrace.observe.spans import SpanRecorder
+from headrace.types import NO_VERSION, Float32Array, Int32Array
+from headrace_vllm_plugin.wire import Facts
+
+GRACE_SECONDS = 0.5
+"""How long a server may take to end a stream. After that the stream is closed from our side, and tokens that were not
+handed out are drawn again."""
+RETRIES = 4
+"""A request fails if more than this many streams break in a row without a token between them."""
+BACKOFF_SECONDS = 0.1
 
 
-class VllmEngine:
+class VllmEngine(StreamedEngine):
     """An `Engine` on a vLLM server. It is made inside a running event loop, and used from that event loop only."""
 
-    def __init__(self, core: VllmCore) -> None:
-        self.name = core.name
-        self._core = core
-        self._streams = DeltaStreams(core.name, core.submit, lambda request_id: self._spawn(core.abort([request_id])))
-        self._tasks: set[asyncio.Task[None]] = set()
-        core.emit = self._streams.deliver
-
-    @classmethod
-    async def attach(
-        cls,
-        url: str,
-        model: str | Path,
-        config: EngineConfig,
+    def __init__(
+        self,
+        client: VllmClient,
+        facts: Facts,
         *,
-        key: str = "",
+        name: str,
+        slots: int,
         max_length: int,
-        name: str = "vllm",
-        weights: str = "load",
-        dtype: str = "float32",
+        interrupt: Interrupt = "never",
         deadline: float = 120.0,
-        lora: LoraConfig | None = None,
-    ) -> VllmEngine:
-        """Examine the server at this URL and return an engine on it.
+        keys: str = "",
+        spans: SpanRecorder | None = None,
+        scaling: float | None = None,
+    ) -> None:
+        """Drive the server behind `client`, whose facts `examine` has found. The engine closes the client.
 
-        `model` is the directory that the server must be serving. With `lora`, adapters of that kind are delivered.
+        `scaling` is the LoRA scaling of the delivered adapters; None if full weights are delivered.
         """
-        vocabulary = model_facts(Path(model), weights).vocabulary
-        client = VllmClient(url, key, deadline=deadline, slots=config.slots)
-        try:
-            facts = await examine(client, vocabulary=vocabulary, dtype=dtype, max_length=max_length)
-        except HeadraceError:
-            await client.close()
-            raise
-        core = VllmCore(
-            client,
-            facts,
-            name=name,
-            slots=min(config.slots, facts.slots),
-            max_length=max_length,
-            interrupt=config.interrupt,
-            deadline=deadline,
-            scaling=None if lora is None else lora.scaling,
-        )
-        return cls(core)
+        super().__init__(name)
+        self._client = client
+        self._facts = facts
+        self._slots = min(slots, facts.slots)
+        self._max_length = max_length
+        self._interrupt = interrupt
+        self._deadline = deadline
+        self._delivery = Delivery(client, name, deadline=deadline, keys=keys, scaling=scaling)
+        self._spans = spans
+        self._decoding: ExitStack | None = None
+        self._salt = secrets.token_hex(16)
+        self._waiting: list[VllmSequence] = []
+        self._running: dict[str, VllmSequence] = {}
+        self._orders = 0
+        self._attempts = 0
+        """The number of streams that were opened."""
+        self._admitted: int | None = None
+        """Set while a swap is due: requests with a higher order number than this do not start."""
+        self._loading = asyncio.Lock()
+        self._closed = ""
+        self._changed = asyncio.Event()
+        self._generated = 0
+        self._aborts: set[asyncio.Task[None]] = set()
 
-    def generate(self, request: Request) -> AsyncIterator[Delta]:
-        """See `Engine.generate`."""
-        return self._streams.generate(request)
+    @property
+    def version(self) -> int:
+        """The version that the live weights are proved to be."""
+        return self._delivery.version
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`."""
-        self._streams.flush()
-        await self._core.abort(ids)
+        """See `Engine.abort`. Unknown ids are ignored."""
+        self.flush()
+        chosen = None if ids is None else set(ids)
+        leaving = [one for one in self._waiting if chosen is None or one.request.id in chosen]
+        for sequence in leaving:
+            self._hand_out(sequence.ended("aborted"))
+        self._waiting = [one for one in self._waiting if one not in leaving]
+        heapq.heapify(self._waiting)
+        running = [one for one in self._running.values() if chosen is None or one.request.id in chosen]
+        for sequence in running:
+            sequence.cut = "abort"
+        if running:
+            try:
+                await self._client.abort([one.server_id for one in running])
+            except ChannelError:
+                # Closing their connections also ends these requests.
+                await self._end(running, 0.0)
+            else:
+                await self._end(running, GRACE_SECONDS)
 
     async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
         """Raise `UserError`, because vLLM cannot fork a request."""
@@ -85,25 +117,225 @@ class VllmEngine:
         )
 
     async def load(self, manifest: Manifest) -> Proof:
-        """See `Engine.load`."""
-        return await self._core.load(manifest)
+        """Stage the weights while requests run, clear the server as `interrupt` says, swap and prove.
+
+        Weights that are rejected before the swap change nothing.
+        """
+        async with self._loading:
+            proof = await self._delivery.stage(manifest)
+            if proof is not None:
+                return proof
+            try:
+                async with asyncio.timeout(self._deadline):
+                    await self._make_way()
+            except TimeoutError:
+                running = f"{len(self._running)} running requests did not end in {self._deadline:g} s"
+                return self._delivery.rejected(manifest.version, running)
+            except ChannelError as error:
+                return self._delivery.rejected(manifest.version, str(error))
+            else:
+                with self._span("swap"):
+                    return await self._delivery.swap(manifest)
+            finally:
+                self._admitted = None
+                self._pump()
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """See `Engine.score`."""
-        return await self._core.score(token_ids)
+        return await self._client.score(token_ids.tolist())
 
     def counters(self) -> Counters:
-        """Return the counters and the occupancy of the engine, at some moment near the call."""
-        return self._core.counters()
+        """Return this engine's own counters. Used blocks are those of running sequences, counted without sharing."""
+        size = self._facts.block_size
+        used = sum(-(-one.length // size) for one in self._running.values())
+        return Counters(
+            version=self.version,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            generated_tokens=self._generated,
+            prefilled_tokens=self._client.prefilled_tokens,
+            free_blocks=max(0, self._facts.blocks - used),
+            total_blocks=self._facts.blocks,
+        )
 
     async def close(self) -> None:
-        """See `Engine.close`."""
-        reason = f"engine {self.name} was closed"
-        await self._core.close(reason)
-        self._streams.lost(reason)
-        await asyncio.gather(*self._tasks)
+        """See `Engine.close`. Requests end as failed, and the client is closed."""
+        if self._closed:
+            return
+        self._closed = reason = f"engine {self.name} was closed"
+        running = list(self._running.values())
+        for sequence in self._waiting:
+            self._hand_out(sequence.ended("failed", reason))
+        self._waiting = []
+        try:
+            await self._end(running, 0.0)
+        finally:
+            await self._client.close()
+        self.lost(reason)
+        await asyncio.gather(*self._aborts)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work, name=f"{self.name} abort")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    # Running requests
+
+    def _submit(self, requests: list[Request]) -> None:
+        """Queue these requests. A request that cannot be served fails, and the others are not affected."""
+        for request in requests:
+            sequence = VllmSequence(request, self._orders)
+            self._orders += 1
+            if self._closed:
+                self._hand_out(sequence.ended("failed", self._closed))
+            elif reason := refusal(request, self._facts, self._max_length):
+                self._hand_out(sequence.ended("failed", f"request {request.id}: {reason}"))
+            else:
+                heapq.heappush(self._waiting, sequence)
+        self._pump()
+
+    def _withdraw(self, request_id: str) -> None:
+        task = asyncio.create_task(self.abort([request_id]), name=f"{self.name} abort")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    def _pump(self) -> None:
+        """Start the waiting requests that may run now."""
+        while self._waiting and len(self._running) < self._slots and self._may_run(self._waiting[0]):
+            sequence = heapq.heappop(self._waiting)
+            sequence.cut = ""
+            self._attempts += 1
+            sequence.server_id = f"{self._salt}-{self._attempts}"
+            self._running[sequence.request.id] = sequence
+            sequence.task = asyncio.create_task(self._run(sequence), name=f"{self.name} {sequence.request.id}")
+        self._mark_busy()
+        self._changed.set()
+        self._changed.clear()
+
+    def _mark_busy(self) -> None:
+        """Record a span `decode` for the time in which any of our requests runs."""
+        if self._running and self._decoding is None:
+            self._decoding = ExitStack()
+            self._decoding.enter_context(self._span("decode"))
+        elif not self._running and self._decoding is not None:
+            self._decoding.close()
+            self._decoding = None
+
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        return self._spans.span(name) if self._spans is not None else nullcontext()
+
+    def _may_run(self, sequence: VllmSequence) -> bool:
+        admitted = self._admitted is None or sequence.order <= self._admitted
+        return admitted and not self._closed and self.version != NO_VERSION
+
+    async def _run(self, sequence: VllmSequence) -> None:
+        """Run one stream until it ends, is cut by us, or breaks."""
+        ended = False
+        try:
+            ended = await self._stream(sequence)
+        except asyncio.CancelledError:
+            # Swallow only our own cancellation: `_end` cancels streams that were cut or closed.
+            if not sequence.cut and not self._closed:
+                raise
+            ended = sequence.finished
+        except HttpError as error:
+            ended = self._broken(sequence, str(error), retry=error.status >= 500)
+        except ChannelError as error:
+            ended = self._broken(sequence, str(error), retry=True)
+        finally:
+            del self._running[sequence.request.id]
+        if not ended:
+            self._put_back(sequence)
+        self._pump()
+
+    async def _stream(self, sequence: VllmSequence) -> bool:
+        """Hand out the tokens of a stream. Return whether the request has ended."""
+        if sequence.failures:
+            await asyncio.sleep(BACKOFF_SECONDS * 2**sequence.failures)
+        version = self.version
+        room = sequence.room(self._max_length)
+        assert room > 0, "an answer that is long enough has ended"
+        params = sampling_params(sequence.request.sampling, room, self._facts)
+        tokens = [*sequence.request.token_ids.tolist(), *sequence.sampled]
+        stream = self._client.generate(sequence.server_id, tokens, params, salt=f"{self._salt}-{version}")
+        try:
+            async for piece in stream:
+                if wrong := wrong_version(piece, version):
+                    self._hand_out(sequence.ended("failed", f"request {sequence.request.id}: {wrong}"))
+                    return True
+                delta = sequence.take(piece, version)
+                if delta is not None:
+                    self._hand_out(delta)
+                # The server does not know this stop, so the stream is closed here. Otherwise its last piece, which
+                # confirms the version, is still to come.
+                if sequence.finished and piece.finish is None:
+                    return True
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+        return sequence.finished
+
+    def _broken(self, sequence: VllmSequence, reason: str, *, retry: bool) -> bool:
+        """Handle a broken stream: resume the request from its prefix, or fail it. Return whether it has ended."""
+        if sequence.finished:
+            return True
+        sequence.failures += 1
+        if sequence.cut or (retry and sequence.failures <= RETRIES):
+            return False
+        self._hand_out(sequence.ended("failed", f"request {sequence.request.id}: {reason}"))
+        return True
+
+    def _put_back(self, sequence: VllmSequence) -> None:
+        if self._closed:
+            self._hand_out(sequence.ended("failed", self._closed))
+        elif sequence.cut == "abort":
+            self._hand_out(sequence.ended("aborted"))
+        else:
+            heapq.heappush(self._waiting, sequence)
+
+    # Making way for new weights
+
+    async def _make_way(self) -> None:
+        """Wait until none of our requests runs, and pause the server's scheduler."""
+        if self._interrupt == "block":
+            self._admitted = self._orders - 1
+            while any(one.order <= self._admitted for one in [*self._running.values(), *self._waiting]):
+                await self._changed.wait()
+        self._admitted = -1
+        if self._interrupt in ("drain", "block"):
+            while self._running:
+                await self._changed.wait()
+            await self._client.pause("wait")
+        else:
+            await self._recall("abort" if self._interrupt == "abort" else "recall", "abort")
+
+    async def _recall(self, cut: Cut, mode: Literal["abort", "wait"]) -> None:
+        """Pause the server's scheduler, and end every stream."""
+        running = list(self._running.values())
+        for sequence in running:
+            sequence.cut = sequence.cut or cut
+        try:
+            await self._client.pause(mode)
+        finally:
+            await self._end(running, GRACE_SECONDS)
+
+    async def _end(self, sequences: list[VllmSequence], grace: float) -> None:
+        """Wait until these streams have ended. After `grace` seconds, close the connections of the others."""
+        tasks = [one.task for one in sequences if one.task is not None and not one.task.done()]
+        if not tasks:
+            return
+        _, open_tasks = await asyncio.wait(tasks, timeout=grace)
+        for task in open_tasks:
+            task.cancel()
+        if open_tasks:
+            _, open_tasks = await asyncio.wait(open_tasks, timeout=self._deadline)
+        if open_tasks:
+            raise DeadlineError(f"{len(open_tasks)} streams of {self.name} did not close in {self._deadline:g} s")
+
+    # Handing out deltas
+
+    def _hand_out(self, delta: Delta) -> None:
+        self._generated += len(delta.token_ids)
+        self.deliver([delta])
+
+
+def wrong_version(piece: AnswerPiece, version: int) -> str:
+    """Return what is wrong with the versions that the server reports for the tokens, or an empty string."""
+    found = sorted({span.version for span in piece.spans or []})
+    if found in ([], [str(version)]):
+        return ""
+    return f"the server drew under version {', '.join(found)} what was asked of version {version}"

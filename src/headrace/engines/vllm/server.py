@@ -1,4 +1,4 @@
-"""Starts a vLLM server with the interpreter of vLLM's environment, on loopback, with a key of the run.
+"""Starts a vLLM server with the interpreter of vLLM's environment, on loopback, with a key of the run, and watches it.
 
 The server's progress is reported while it starts. The server ends with the process that started it, and its log stays.
 """
@@ -23,8 +23,8 @@ from pathlib import Path
 from headrace.config.model_dir import model_facts
 from headrace.config.schema import EngineConfig
 from headrace.engines.vllm.checks import EXTENSION, KEY_VARIABLE, NOISE, TRANSFER, check_interpreter
-from headrace.engines.vllm.http import Http
-from headrace.errors import ChannelError, DeadlineError, UserError
+from headrace.engines.vllm.client import VllmClient
+from headrace.errors import ChannelError, DeadlineError, HttpError, PeerDied, UserError
 from headrace_vllm_plugin import ORPHANS
 
 HOST = "127.0.0.1"
@@ -33,6 +33,12 @@ POLL_SECONDS = 0.25
 STOP_SECONDS = 5.0
 """How long a server may take to end. It is less than a run gives its processes to end."""
 PORT_SECONDS = 3.0
+WATCH_SECONDS = 1.0
+AGAIN_SECONDS = 0.3
+"""The time between two checks, which must both fail before a server counts as lost."""
+ANSWER_SECONDS = 5.0
+ENDING_SECONDS = 5.0
+"""How long to wait for the process of a broken server to end, because its end tells the reason."""
 CPU_BLOCK = 32
 """On a CPU, the number of tokens in a block of vLLM's cache must be a multiple of this."""
 PR_SET_PDEATHSIG = 1
@@ -107,25 +113,19 @@ class VllmServer:
 
         Raises `DeadlineError` after `deadline` seconds.
         """
-        http = Http(self.url)
-        try:
-            await self._answering(http, deadline, progress)
-        finally:
-            await http.close()
-
-    async def _answering(self, http: Http, deadline: float, progress: Callable[[str], None]) -> None:
         began = time.monotonic()
-        while True:
-            progress(f"vLLM {_stage(self._plan.log)}")
-            self.check()
-            with contextlib.suppress(ChannelError):
-                await http.call("GET", "/health", timeout=5.0)
-                return
-            if time.monotonic() - began > deadline:
-                raise DeadlineError(
-                    f"vLLM was not ready within {deadline:g} s: {_stage(self._plan.log)} ({self._plan.log})"
-                )
-            await asyncio.sleep(POLL_SECONDS)
+        async with VllmClient(self.url) as client:
+            while True:
+                progress(f"vLLM {_stage(self._plan.log)}")
+                self.check()
+                with contextlib.suppress(ChannelError):
+                    await client.call("GET", "/health", timeout=5.0)
+                    return
+                if time.monotonic() - began > deadline:
+                    raise DeadlineError(
+                        f"vLLM was not ready within {deadline:g} s: {_stage(self._plan.log)} ({self._plan.log})"
+                    )
+                await asyncio.sleep(POLL_SECONDS)
 
     def check(self) -> None:
         """Raise `UserError` if the process has ended."""
@@ -153,6 +153,79 @@ class VllmServer:
         # Also end the processes that the first process left behind.
         _signal(self._process.pid, signal.SIGKILL)
         await asyncio.to_thread(self._process.wait, STOP_SECONDS)
+
+
+class ServerHealth:
+    """Whether the server of an engine is still there. If the server is lost, the engine is lost too.
+
+    A server is lost if its process has ended, or if it twice in a row refuses connections or reports that it is broken.
+    A server that is only slow to answer is not lost: its progress is checked by the deadlines for tokens.
+    """
+
+    def __init__(self, client: VllmClient, check_process: Callable[[], None] | None = None) -> None:
+        """Watch the server behind `client`.
+
+        `check_process` is given if this process started the server. It raises `UserError` if the server's process has
+        ended.
+        """
+        self._client = client
+        self._check = check_process
+
+    async def check(self) -> None:
+        """Raise `PeerDied` if the server is lost."""
+        self._check_process()
+        if await self._trouble():
+            await asyncio.sleep(AGAIN_SECONDS)
+            if trouble := await self._trouble():
+                await self._ending()
+                raise PeerDied("vLLM", trouble)
+
+    async def _ending(self) -> None:
+        deadline = time.monotonic() + ENDING_SECONDS
+        while self._check is not None and time.monotonic() < deadline:
+            self._check_process()
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    def _check_process(self) -> None:
+        try:
+            if self._check is not None:
+                self._check()
+        except UserError as error:
+            raise PeerDied("vLLM", str(error)) from error
+
+    async def _trouble(self) -> str:
+        try:
+            return await _trouble(self._client)
+        except DeadlineError:
+            return ""
+
+
+async def until_there(client: VllmClient, deadline: float) -> None:
+    """Wait for a server that somebody else starts or restarts. Raises `UserError` if it is not there in time."""
+    began = time.monotonic()
+    while True:
+        try:
+            trouble = await _trouble(client)
+        except DeadlineError as error:
+            trouble = str(error)
+        if not trouble:
+            return
+        if time.monotonic() - began > deadline:
+            raise UserError(f"{trouble} (waited for {deadline:g} s)" if deadline else trouble)
+        await asyncio.sleep(WATCH_SECONDS)
+
+
+async def _trouble(client: VllmClient) -> str:
+    """Return the sign that a server is lost, or an empty string. Raises `DeadlineError` if it does not answer."""
+    try:
+        await client.call("GET", "/health", timeout=ANSWER_SECONDS)
+    except DeadlineError:
+        raise
+    except HttpError as error:
+        return str(error) if error.status >= 500 else ""
+    except ChannelError as error:
+        return str(error)
+    return ""
 
 
 def arguments(plan: ServerPlan, python: str, port: int) -> list[str]:

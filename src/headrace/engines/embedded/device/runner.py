@@ -18,11 +18,10 @@ import numpy.typing as npt
 import torch
 
 from headrace.engines.embedded.base import Haste, Timings
-from headrace.engines.embedded.device.graphs import StepGraphs, make_recorder
+from headrace.engines.embedded.device.graphs import StepGraphs, TokenScores, make_recorder
 from headrace.engines.embedded.device.memory import DeviceCache
 from headrace.engines.embedded.device.pace import LAUNCHES, STEPS, Pace
 from headrace.engines.embedded.device.prompts import MOST_TOKENS, PromptPasses
-from headrace.engines.embedded.device.scoring import TokenScores
 from headrace.engines.embedded.device.state import DeviceState
 from headrace.engines.embedded.device.step import DecodeStep, Variant, variant_of
 from headrace.engines.embedded.device.transfer import Arriving, StreamMark
