@@ -38,7 +38,7 @@ from headrace.errors import WrongBase
 from headrace.models.loading import load_model, named_weights
 from headrace.models.lora import attach
 from headrace.models.rounding import rounded
-from headrace.training.checkpoint import latest
+from headrace.training.checkpoints.base import latest
 from headrace.training.lora import TrainedAdapter
 from headrace.training.trainer import Trainer
 from headrace.types import Batch, Float32Array, Int32Array

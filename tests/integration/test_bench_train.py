@@ -19,7 +19,7 @@ from headrace.bench.train_table import table
 from headrace.bench.train_work import TrainBench, check_options, draw_sequences, make_batch, padded
 from headrace.errors import UserError
 from headrace.models.shapes import build_shape
-from headrace.training.packing import plan
+from headrace.training.rows.packing import plan
 
 
 @pytest.fixture(scope="module")

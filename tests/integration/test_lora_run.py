@@ -23,9 +23,9 @@ from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import WITHOUT_GPU, sender
 from headrace.engines.embedded.building import lora_spec
 from headrace.engines.embedded.core import EngineCore
-from headrace.models.four_bits import round_weights
 from headrace.models.lora import attach
 from headrace.models.lora_targets import frozen_linears
+from headrace.models.rounding import round_weights
 from headrace.models.selfcheck import check_model
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run

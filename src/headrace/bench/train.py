@@ -25,9 +25,9 @@ from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartCon
 from headrace.errors import UserError
 from headrace.models.loading import load_model
 from headrace.models.shapes import SHAPES, build_shape
-from headrace.training.compiled import compiled_layers
+from headrace.training.building import prepare_model
 from headrace.training.devices import choose_device
-from headrace.training.sharding import prepare_model
+from headrace.training.layers import compiled_layers
 from headrace.training.trainer import Trainer
 from headrace.types import Batch
 

@@ -10,7 +10,7 @@ from headrace.buffer.reader import JournalReader
 from headrace.observe.records import RolloutRecord
 from headrace.run_dir import RunDir
 from headrace.tasks.chat import ChatFormat
-from headrace.training.checkpoint import latest
+from headrace.training.checkpoints.base import latest
 from headrace.types import NO_VERSION, Trace
 
 COLUMNS = (

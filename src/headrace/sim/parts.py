@@ -12,8 +12,8 @@ from headrace.channel.events import Events, Heard
 from headrace.delivery.base import Manifest
 from headrace.engines.fake_policy import FakePolicy
 from headrace.tasks.base import EnvironmentStep
+from headrace.training.base import StepReport
 from headrace.training.messages import Published
-from headrace.training.report import StepReport
 from headrace.types import Batch, Int32Array, Prompt
 
 STOP_TOKEN = 63

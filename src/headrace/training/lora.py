@@ -24,9 +24,9 @@ from headrace.config.schema import LoraConfig
 from headrace.errors import ModelError, UserError
 from headrace.models.lora import adapter_weights
 from headrace.models.lora_targets import Targets, find_targets
-from headrace.training.checkpoint import copy_companions
-from headrace.training.sharding import copy_own_part, input_device, reshard, whole_tensor
-from headrace.training.snapshot import on_host
+from headrace.training.checkpoints.base import copy_companions
+from headrace.training.devices import input_device, on_host
+from headrace.training.ranks.sharding import copy_own_part, reshard, whole_tensor
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"

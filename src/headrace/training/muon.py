@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from headrace.training.sharding import on_whole_matrices
+from headrace.training.ranks.sharding import on_whole_matrices
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """The coefficients of the quintic iteration. It is steep at zero, so that five steps bring all singular values near

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.training.transfer import upload
+from headrace.training.devices import upload
 
 SAMPLE = 1 << 14
 

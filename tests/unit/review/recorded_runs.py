@@ -9,7 +9,7 @@ import numpy as np
 
 from headrace.buffer.journal import Journal
 from headrace.config import dump_config, make_config
-from headrace.training.checkpoint import TrainerState, write_checkpoint
+from headrace.training.checkpoints.base import TrainerState, write_checkpoint
 from headrace.types import Float32Array, Group, Int32Array, Kept, Prompt, Rollout, Trace, Version
 
 MODEL = Path(__file__).parents[3] / "examples" / "quickstart" / "model"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import UserError
-from headrace.training import checkpoint
-from headrace.training.checkpoint import TrainerState, clean, copy_companions, latest, prune, read_state
+from headrace.training.checkpoints import base as checkpoint
+from headrace.training.checkpoints.base import TrainerState, clean, copy_companions, latest, prune, read_state
 
 
 def write(directory, steps, content="weights"):

@@ -12,10 +12,10 @@ from random_models import model_dir, random_batch
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.models.attention import AttentionCall, attending
 from headrace.models.loading import load_model
-from headrace.training.attention import PackedAttention
-from headrace.training.compiled import compile_model, compiled_layers
-from headrace.training.packing import plan
-from headrace.training.sharding import decoder_layers, prepare_model
+from headrace.training.attention.packed import PackedAttention
+from headrace.training.building import prepare_model
+from headrace.training.layers import compile_model, compiled_layers, decoder_layers
+from headrace.training.rows.packing import plan
 from headrace.training.trainer import Trainer
 
 TRAINING = TrainingConfig(learning_rate=1e-3, micro_batch_tokens=48, device="cpu")

@@ -30,10 +30,10 @@ from headrace.engines.embedded.setup import choose_device
 from headrace.engines.interpreter import give_way_to_decoding
 from headrace.engines.server import Emit
 from headrace.errors import UserError
-from headrace.models.four_bits import round_weights
 from headrace.models.loading import load_model, named_weights
 from headrace.models.lora import LoraSpec, attach
 from headrace.models.lora_targets import frozen_linears
+from headrace.models.rounding import round_weights
 from headrace.models.selfcheck import check_model
 
 _SMALLER_TRAINER = "lower [training] micro_batch_tokens, set activation_checkpointing or offload, or take more ranks"

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from headrace.training.packing import MicroBatch
-from headrace.training.transfer import upload
+from headrace.models.head import HALF
+from headrace.training.devices import upload
+from headrace.training.rows.base import MicroBatch
 
 LARGEST_HEAD = 256
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class Ranges(NamedTuple):
@@ -37,7 +37,7 @@ class Kernels:
         """Return whether the kernels can compute on tensors like these."""
         size = query.shape[-1]
         fits = size == value.shape[-1] and size % 8 == 0 and size <= LARGEST_HEAD
-        return fits and query.is_cuda and query.dtype in _HALF
+        return fits and query.is_cuda and query.dtype in HALF
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: Ranges, scale: float, window: int | None

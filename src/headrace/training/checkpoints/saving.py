@@ -6,8 +6,9 @@ of ranks can read either form, and the loaded tensors are bit for bit those that
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,8 @@ from headrace.delivery.regions import whole
 from headrace.delivery.shards import held_region
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
-from headrace.training.checkpoint import TrainerState, copy_companions, is_sharded
-from headrace.training.half import HalfWeights
-from headrace.training.lora import ADAPTER_FILE, TrainedAdapter
-from headrace.training.optimizer import Optimizer
-from headrace.training.policies import Policies
-from headrace.training.ranks import Ranks
-from headrace.training.sharded_checkpoint import (
+from headrace.training.checkpoints.base import TrainerState, copy_companions, is_sharded, write_checkpoint
+from headrace.training.checkpoints.sharded import (
     OPTIMIZER,
     REFERENCE,
     WEIGHTS,
@@ -35,8 +31,13 @@ from headrace.training.sharded_checkpoint import (
     read_shards,
     write_model_files,
 )
-from headrace.training.sharding import copy_own_part, placed_like, whole_tensor
-from headrace.training.snapshot import CheckpointWriter, ModelSnapshot, on_host
+from headrace.training.devices import on_host
+from headrace.training.half import HalfWeights
+from headrace.training.lora import ADAPTER_FILE, TrainedAdapter
+from headrace.training.optimizer import Optimizer
+from headrace.training.policies import Policies
+from headrace.training.ranks.base import Ranks
+from headrace.training.ranks.sharding import copy_own_part, placed_like, whole_tensor
 
 OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"
 REFERENCE_FILE = Path("trainer") / "reference.safetensors"
@@ -215,3 +216,68 @@ class Saver:
 
 def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+class ModelSnapshot:
+    """The weights and the configuration of a model at the moment of construction."""
+
+    def __init__(self, model: Any) -> None:
+        weights = model.state_dict()
+        # Tied weights are copied once and kept under all their names, which is how the writer recognises them.
+        first = {_place(tensor): name for name, tensor in reversed(weights.items())}
+        copies = on_host({name: weights[name] for name in first.values()})
+        self._weights = {name: copies[first[_place(tensor)]] for name, tensor in weights.items()}
+        self._dtype = str(model.dtype).removeprefix("torch.")
+        # Writing changes the configuration, so it works on a copy. The body of the model in training is replaced for a
+        # moment while a row is read, so the modules are copied too.
+        self._model = copy.copy(model)
+        self._model.config = copy.deepcopy(model.config)
+        self._model._modules = model._modules.copy()
+
+    def write(self, path: Path) -> None:
+        """Write the model as `save_pretrained` would have done.
+
+        Only one call is possible: writing releases the tensors.
+        """
+        self._model.save_pretrained(path, state_dict=self._weights)
+        # The model in training may compute in another dtype than the dtype of its weights.
+        self._model.config.dtype = self._dtype
+        self._model.config.save_pretrained(path)
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a key that is equal for two names of the same tensor, and for nothing else that has elements."""
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+class CheckpointWriter:
+    """The writer of checkpoints: one at a time, in the background."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._last: Future[Path] | None = None
+
+    def wait(self) -> None:
+        """Wait until nothing is being written. Raise the error of the last checkpoint if it failed, once."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def save(
+        self, directory: Path, state: TrainerState, snapshot: Callable[[], Callable[[Path], None]]
+    ) -> Future[Path]:
+        """Write a checkpoint in the background. The future gives its path once it is complete.
+
+        `snapshot` is called when no other copy exists. It copies the contents of the checkpoint and returns the
+        function that writes them into a directory.
+        """
+        self.wait()
+        # The background thread makes all files, so it finishes first what is done with the previous checkpoint, such as
+        # pruning.
+        self._last = self._thread.submit(write_checkpoint, directory, state, snapshot())
+        return self._last
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written, and raise as `wait` does. Idempotent."""
+        self._thread.shutdown(wait=True)
+        self.wait()

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from headrace.training.families import Index
-from headrace.training.packing import MicroBatch
-from headrace.training.transfer import upload
-from headrace.training.wide_head import wide_product
+from headrace.models.head import wide_product
+from headrace.training.devices import upload
+from headrace.training.rows.base import Index, MicroBatch
 
 
 class Reading(NamedTuple):

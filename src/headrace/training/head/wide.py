@@ -13,16 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-HALF = (torch.bfloat16, torch.float16)
-
-
-def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return `left @ right.t()` of two matrices, in float32 at least."""
-    if left.dtype not in HALF:
-        return left @ right.t()
-    if left.is_cuda:
-        return torch.mm(left, right.t(), out_dtype=torch.float32)
-    return left.float() @ right.float().t()
+from headrace.models.head import HALF, wide_product
 
 
 class WideHead:

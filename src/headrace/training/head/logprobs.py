@@ -16,15 +16,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from headrace.models.attention import attending
-from headrace.training.attention import PackedAttention
-from headrace.training.compiled import arithmetic_of
-from headrace.training.families import Index
-from headrace.training.head import Reading, read_head
-from headrace.training.packing import MicroBatch
-from headrace.training.reading import EntropyOf, Readings, Wanted, read
-from headrace.training.sharding import input_device
-from headrace.training.transfer import upload
-from headrace.training.wide_head import WideHead
+from headrace.training.attention.packed import PackedAttention
+from headrace.training.devices import input_device, upload
+from headrace.training.head.matrix import Reading, read_head
+from headrace.training.head.reading import EntropyOf, Readings, Wanted, read
+from headrace.training.head.wide import WideHead
+from headrace.training.layers import arithmetic_of
+from headrace.training.rows.base import Index, MicroBatch
 from headrace.types import Kept
 
 CHUNK_ELEMENTS = 1 << 26

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
 from headrace.models.loading import load_model, named_weights
-from headrace.training.checkpoint import (
+from headrace.training.checkpoints.base import (
     SHARDS,
     TrainerState,
     begin_checkpoint,
@@ -35,8 +35,8 @@ from headrace.training.checkpoint import (
     is_sharded,
     partial_path,
 )
-from headrace.training.ranks import Ranks
-from headrace.training.sharding import placed_like
+from headrace.training.ranks.base import Ranks
+from headrace.training.ranks.sharding import placed_like
 
 WEIGHTS = "model/"
 OPTIMIZER = "optimizer/"
