@@ -248,7 +248,7 @@ class Trainer:
         self._state = state
 
     def close(self) -> None:
-        """Wait until a checkpoint in progress is written. On a single rank, raise the error if writing it failed."""
+        """Wait until a checkpoint in progress is written. Raise the error if writing it failed."""
         self._saver.close()
 
     def _new_optimizer(self) -> Optimizer:

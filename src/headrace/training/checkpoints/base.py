@@ -19,7 +19,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -60,16 +59,14 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, int]
 
 
-def write_checkpoint(directory: Path, state: TrainerState, write: Callable[[Path], None]) -> Path:
-    """Write a checkpoint below `directory`, filled by `write`. Return its path once it is complete and on the disk."""
-    partial = begin_checkpoint(directory, state)
-    write(partial)
-    return finish_checkpoint(partial, state)
-
-
 def partial_path(directory: Path, state: TrainerState) -> Path:
     """Return the path of a checkpoint until it is complete."""
     return directory / f"{_PARTIAL}step-{state.steps_done:08d}"
+
+
+def final_path(partial: Path) -> Path:
+    """Return the path that a checkpoint has once it is complete."""
+    return partial.parent / partial.name.removeprefix(_PARTIAL)
 
 
 def begin_checkpoint(directory: Path, state: TrainerState) -> Path:
@@ -84,7 +81,7 @@ def begin_checkpoint(directory: Path, state: TrainerState) -> Path:
 def finish_checkpoint(partial: Path, state: TrainerState) -> Path:
     """Turn the filled hidden directory into a checkpoint. Return its path once it is on the disk."""
     directory = partial.parent
-    final = directory / partial.name.removeprefix(_PARTIAL)
+    final = final_path(partial)
     files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
     record = _Record(format=FORMAT, state=state, files=files)
     (partial / "trainer" / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(record)))

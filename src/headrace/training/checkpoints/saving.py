@@ -20,12 +20,20 @@ from headrace.delivery.regions import whole
 from headrace.delivery.shards import held_region
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
-from headrace.training.checkpoints.base import TrainerState, copy_companions, is_sharded, write_checkpoint
+from headrace.training.checkpoints.base import (
+    TrainerState,
+    begin_checkpoint,
+    copy_companions,
+    final_path,
+    finish_checkpoint,
+    is_sharded,
+    partial_path,
+)
 from headrace.training.checkpoints.sharded import (
     OPTIMIZER,
     REFERENCE,
     WEIGHTS,
-    ShardWriter,
+    copy_shards,
     has_reference,
     read_optimizer,
     read_shards,
@@ -69,8 +77,8 @@ class Saver:
         self._model = model
         self._policies = policies
         self._ranks = ranks
-        self._shards = ShardWriter(ranks) if ranks else None
-        self._writer = CheckpointWriter()
+        self._first = ranks is None or ranks.rank == 0
+        self._writer = CheckpointWriter(ranks)
         self._half = half
         self._adapter = adapter
 
@@ -84,35 +92,44 @@ class Saver:
         written, this method waits for it, and raises its error if it failed. An adapter is small, so the first rank
         writes all of it.
         """
-        if self._shards is not None and self._adapter is None:
+        take = self._copy_whole if self._ranks is None or self._adapter is not None else self._copy_shards
+        return self._writer.save(directory, state, lambda path: take(path, state, optimizer, companions))
 
-            def fill(path: Path) -> None:
-                write_model_files(self._model, path)
-                copy_companions(companions, path)
+    def _copy_whole(
+        self, path: Path, state: TrainerState, optimizer: Optimizer | None, companions: Path
+    ) -> Callable[[], None]:
+        """Copy everything that a checkpoint holds, and return the function that writes the copy on the first rank.
 
-            moments = optimizer.tensors() if optimizer else {}
-            return self._shards.save(directory, state, self._sharded(moments, self._own_reference(state)), fill)
-        if self._ranks is not None and self._ranks.rank:
-            self._snapshot(state, optimizer, companions)  # all ranks take part: the first rank gathers the tensors
-            written: Future[Path] = Future()
-            written.set_result(directory)
-            return written
-        return self._writer.save(directory, state, lambda: self._snapshot(state, optimizer, companions))
-
-    def _snapshot(self, state: TrainerState, optimizer: Optimizer | None, companions: Path) -> Callable[[Path], None]:
-        """Copy everything that a checkpoint holds, and return the function that writes the copy."""
+        All ranks take part: the first rank gathers the tensors.
+        """
         with self._whole():
             write_weights = self._adapter.snapshot() if self._adapter else ModelSnapshot(self._model).write
         moments = on_host(self._gathered(optimizer.tensors() if optimizer else {}))
         reference = on_host(self._own_reference(state))
 
-        def write(path: Path) -> None:
+        def write() -> None:
             write_weights(path)
             # The source's companion files are copied after the weights: its generation config replaces the model's own.
             copy_companions(companions, path)
             save_file(moments, path / OPTIMIZER_FILE)
             if reference:
                 save_file(reference, path / REFERENCE_FILE)
+
+        return write if self._first else lambda: None
+
+    def _copy_shards(
+        self, path: Path, state: TrainerState, optimizer: Optimizer | None, companions: Path
+    ) -> Callable[[], None]:
+        """Copy this rank's shards, and return the function that writes them."""
+        assert self._ranks is not None
+        moments = optimizer.tensors() if optimizer else {}
+        written = copy_shards(path, self._sharded(moments, self._own_reference(state)), self._ranks)
+
+        def write() -> None:
+            written.result()
+            if self._first:
+                write_model_files(self._model, path)
+                copy_companions(companions, path)
 
         return write
 
@@ -133,10 +150,8 @@ class Saver:
             self._half.refresh()
 
     def close(self) -> None:
-        """Wait until a checkpoint in progress is written. On a single rank, raise the error if writing it failed."""
+        """Wait until a checkpoint in progress is written. Raise the error if writing it failed."""
         self._writer.close()
-        if self._shards is not None:
-            self._shards.close()
 
     def _whole(self) -> AbstractContextManager[None]:
         return self._half.whole() if self._half else nullcontext()
@@ -251,33 +266,45 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class CheckpointWriter:
-    """The writer of checkpoints: one at a time, in the background."""
+    """The writer of checkpoints: one at a time, in the background. All ranks must make the same calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks | None) -> None:
+        self._ranks = ranks
+        self._first = ranks is None or ranks.rank == 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._last: Future[Path] | None = None
 
-    def wait(self) -> None:
+    def save(self, directory: Path, state: TrainerState, copy: Callable[[Path], Callable[[], None]]) -> Future[Path]:
+        """Write a checkpoint in the background. The future gives its path once the whole checkpoint is complete.
+
+        `copy` is called with the hidden directory of the checkpoint, when no other copy exists. It copies what this
+        rank writes, and returns the function that writes the copy.
+        """
+        self._wait()
+        partial = partial_path(directory, state)
+        if self._first:
+            begin_checkpoint(directory, state)
+        if self._ranks is not None:
+            self._ranks.meet()
+        self._last = self._thread.submit(self._finish, partial, state, copy(partial))
+        return self._last
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written. Raise its error if it failed. Idempotent."""
+        try:
+            self._wait()
+        finally:
+            self._thread.shutdown(wait=True)
+
+    def _wait(self) -> None:
         """Wait until nothing is being written. Raise the error of the last checkpoint if it failed, once."""
         last, self._last = self._last, None
         if last is not None:
             last.result()
+            # Also wait for the callbacks of that checkpoint, such as pruning older ones, because pruning clears the
+            # directory too.
+            self._thread.submit(lambda: None).result()
 
-    def save(
-        self, directory: Path, state: TrainerState, snapshot: Callable[[], Callable[[Path], None]]
-    ) -> Future[Path]:
-        """Write a checkpoint in the background. The future gives its path once it is complete.
-
-        `snapshot` is called when no other copy exists. It copies the contents of the checkpoint and returns the
-        function that writes them into a directory.
-        """
-        self.wait()
-        # The background thread makes all files, so it finishes first what is done with the previous checkpoint, such as
-        # pruning.
-        self._last = self._thread.submit(write_checkpoint, directory, state, snapshot())
-        return self._last
-
-    def close(self) -> None:
-        """Wait for the checkpoint that is being written, and raise as `wait` does. Idempotent."""
-        self._thread.shutdown(wait=True)
-        self.wait()
+    def _finish(self, partial: Path, state: TrainerState, write: Callable[[], None]) -> Path:
+        write()
+        return finish_checkpoint(partial, state) if self._first else final_path(partial)
