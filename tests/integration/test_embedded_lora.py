@@ -20,7 +20,7 @@ from headrace.engines.base import Delta
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import DeliveryError
 from headrace.models.loading import named_weights
-from headrace.models.lora import LoraSpec, attach, canonical
+from headrace.models.lora import Adapter, LoraSpec, canonical
 from headrace.models.selfcheck import check_model
 
 Mode = Literal["merged", "unmerged"]
@@ -87,7 +87,7 @@ def mode(request: pytest.FixtureRequest) -> Mode:
 
 def new_core(mode: Mode, version: int = 0, **changes: Any) -> EngineCore:
     model = make_model("llama")
-    adapter = attach(model, SPEC, mode)
+    adapter = Adapter(model, SPEC, mode)
     check_model(model)
     config = EngineConfig(**{"slots": 4, "block_size": 4, "prefill_chunk": 16, "kv": "recompute", **changes})
     return EngineCore(model, config, name="e", max_length=64, version=version, adapter=adapter)

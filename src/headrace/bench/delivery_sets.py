@@ -21,7 +21,7 @@ from headrace.delivery.digest import digest
 from headrace.engines.base import Sampling
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
-from headrace.models.lora import ALL_LINEAR, Adapter, LoraSpec, attach
+from headrace.models.lora import ALL_LINEAR, Adapter, LoraSpec
 from headrace.models.shapes import SHAPES, build_shape
 from headrace.types import Float32Array, Int32Array
 
@@ -61,7 +61,7 @@ def served_adapter(model: Any) -> tuple[Adapter, int]:
     Return the adapter and the digest of the weights under it.
     """
     base = digest(named_weights(model).items())
-    return attach(model, LoraSpec(rank=RANK, alpha=2.0 * RANK, targets=(ALL_LINEAR,)), "merged"), base
+    return Adapter(model, LoraSpec(rank=RANK, alpha=2.0 * RANK, targets=(ALL_LINEAR,)), "merged"), base
 
 
 @torch.inference_mode()

@@ -31,7 +31,7 @@ from headrace.engines.interpreter import give_way_to_decoding
 from headrace.engines.server import Emit
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
-from headrace.models.lora import LoraSpec, attach
+from headrace.models.lora import Adapter, LoraSpec
 from headrace.models.lora_targets import frozen_linears
 from headrace.models.rounding import round_weights
 from headrace.models.selfcheck import check_model
@@ -115,7 +115,7 @@ def build(link: WorkerLink, config: Config, emit: Emit) -> EngineLoop:
         if config.lora is not None and config.lora.base == "nf4":
             _round_as_the_trainer(model, config)
         base_digest = digest_as(named_weights(model), config.model.dtype) if config.lora is not None else None
-        adapter = attach(model, lora_spec(config.lora), config.lora.serve) if config.lora is not None else None
+        adapter = Adapter(model, lora_spec(config.lora), config.lora.serve) if config.lora is not None else None
         check_model(model, longest_sequence(config.engine.max_length, model))
     link.phase = "preparing"
     core = EngineCore(
