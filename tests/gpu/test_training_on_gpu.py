@@ -23,8 +23,8 @@ from headrace.training import trainer as trainer_module
 from headrace.training.attention.flash import Kernels
 from headrace.training.attention.packed import PackedAttention
 from headrace.training.building import prepare_model
+from headrace.training.head.logits import PLAIN, Reading, compiled_arithmetic, read_head
 from headrace.training.head.logprobs import read_row
-from headrace.training.head.matrix import PLAIN, Reading, compiled_arithmetic, read_head
 from headrace.training.layers import compiled_layers
 from headrace.training.lora import TrainedAdapter
 from headrace.training.rows.base import MicroBatch

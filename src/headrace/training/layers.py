@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from headrace.errors import ModelError
 from headrace.models.attention import attending, current_context
 from headrace.models.compiling import prepare_to_compile
-from headrace.training.head.matrix import PLAIN, Arithmetic, compiled_arithmetic
+from headrace.training.head.logits import PLAIN, Arithmetic, compiled_arithmetic
 from headrace.types import Batch, Int32Array
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import torch
 from random_models import random_batch, twins
 
 from headrace.training.head import logprobs
-from headrace.training.head.matrix import PLAIN, Reading, read_head
+from headrace.training.head.logits import PLAIN, Reading, read_head
 from headrace.training.rows.base import MicroBatch
 from headrace.training.rows.packing import plan
 

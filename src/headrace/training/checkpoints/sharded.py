@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from headrace.models.loading import load_model, named_weights
 from headrace.training.checkpoints.base import SHARDS, is_sharded
 from headrace.training.ranks.base import Ranks
-from headrace.training.ranks.sharding import placed_like
+from headrace.training.ranks.sharding import local_tensor, placed_like
 
 WEIGHTS = "model/"
 OPTIMIZER = "optimizer/"
@@ -76,10 +76,7 @@ def read_optimizer(
         empty = torch.zeros(saved.size, dtype=saved.properties.dtype, device="meta")
         targets[key] = _empty_like(empty, parameter)
     read_shards(checkpoint, targets, ranks)
-    return {
-        key.removeprefix(OPTIMIZER): tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        for key, tensor in targets.items()
-    }
+    return {key.removeprefix(OPTIMIZER): local_tensor(tensor) for key, tensor in targets.items()}
 
 
 def write_model_files(model: Any, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 The logits come from the model's own head code, because some models cap or scale them, and are in float32 at least. At
 most `CHUNK_ELEMENTS` of them exist at a time, forward or backward, so memory does not grow with tokens x vocabulary. On
-a GPU, a head that is only a matrix is computed by `head`, unless entropies or kept sets are read.
+a GPU, a head that is only a matrix is computed by `read_head`, unless entropies or kept sets are read.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from headrace.models.attention import attending
 from headrace.training.attention.packed import PackedAttention
 from headrace.training.devices import input_device, upload
-from headrace.training.head.matrix import Reading, read_head
+from headrace.training.head.logits import Reading, WideHead, read_head
 from headrace.training.head.reading import EntropyOf, Readings, Wanted, read
-from headrace.training.head.wide import WideHead
 from headrace.training.layers import arithmetic_of
 from headrace.training.rows.base import Index, MicroBatch
 from headrace.types import Kept
