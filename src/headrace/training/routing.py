@@ -29,6 +29,11 @@ from headrace.training.layers import uncompiled
 from headrace.training.rows.base import MicroBatch
 from headrace.types import NO_EXPERT
 
+_TOPK = (torch.topk, torch.Tensor.topk)
+_WRAPPED = re.compile(r"\.(base_layer|original_module)(?=\.|$)")
+"""The names under which peft puts a module that it adapts or trains in full."""
+Report = Callable[[torch.Tensor], None]
+
 _shapes: WeakKeyDictionary[Any, RoutingShape | None] = WeakKeyDictionary()
 
 
@@ -52,12 +57,6 @@ def following(model: Any, row: MicroBatch) -> Iterator[Forced | None]:
             yield forced
     except ModelError as error:
         raise UserError(f"{error} ([rollouts] keep_routing = false trains without the record)") from error
-
-
-_TOPK = (torch.topk, torch.Tensor.topk)
-_WRAPPED = re.compile(r"\.(base_layer|original_module)(?=\.|$)")
-"""The names under which peft puts a module that it adapts or trains in full."""
-Report = Callable[[torch.Tensor], None]
 
 
 class Forced:

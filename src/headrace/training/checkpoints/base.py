@@ -134,9 +134,7 @@ def delete_ahead(directory: Path, last_step: int) -> list[str]:
     """
     ahead = [path for path in _complete(directory) if read_state(path).policy_steps > last_step]
     for checkpoint in ahead:
-        doomed = directory / f"{_PARTIAL}ahead-{checkpoint.name}"
-        checkpoint.rename(doomed)
-        shutil.rmtree(doomed)
+        _delete(checkpoint)
     return [path.name for path in ahead]
 
 
@@ -164,11 +162,15 @@ def prune(directory: Path, keep: int) -> list[Path]:
     clean(directory)
     old = sorted(_complete(directory), key=_steps)[:-keep]
     for checkpoint in old:
-        # Rename before deleting: a crash during the deletion must not leave half a checkpoint under its name.
-        doomed = directory / f"{_PARTIAL}pruned-{checkpoint.name}"
-        checkpoint.rename(doomed)
-        shutil.rmtree(doomed)
+        _delete(checkpoint)
     return old
+
+
+def _delete(checkpoint: Path) -> None:
+    # Rename before deleting: a crash during the deletion must not leave half a checkpoint under its name.
+    doomed = checkpoint.with_name(f"{_PARTIAL}deleted-{checkpoint.name}")
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def clean(directory: Path) -> None:

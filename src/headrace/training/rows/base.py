@@ -1,4 +1,6 @@
-"""Sequences of a batch, and families of sequences that begin with the same tokens and so can share computation.
+"""The sequences of a batch, families of sequences that can share computation, and the row into which they are packed.
+
+A family's sequences begin with the same tokens, so these tokens may be computed once for all of them.
 
 Costs are counted in tokens: the unit is what one token costs in the model's matrix products. No torch is imported here.
 """
