@@ -23,9 +23,6 @@ from headrace.models.lora_targets import Targets, find_targets
 CHUNK = 1 << 24
 """How many elements of a weight are merged at once. This bounds the float32 product beside the weights (64 MiB)."""
 
-# `base_layer` stays where an adapter wraps an adapter (peft on experts). Without it two tensors would have the same
-# name.
-_PEFT_PARTS = re.compile(r"^base_model\.model\.|(?<=\.lora_[AB])\.default(?=\.)|\.base_layer(?=\.)(?!\.lora_)")
 _PEFT_PLACE = re.compile(r"^base_model\.model\.|\.base_layer(?=\.|$)")
 _ADAPTER = "default"
 
@@ -134,14 +131,6 @@ def _inject(model: Any, spec: LoraSpec, targets: Targets) -> None:
         # The wrapper is a plain module: from the model's own config, peft would infer more targets (a MoE's experts).
         inject_adapter_in_model(config, nn.ModuleDict({"model": model}))
     model.train(model.training)  # sets the mode of the new layers too
-
-
-def canonical(peft_name: str) -> str:
-    """Return the name of a weight without the parts that peft adds.
-
-    The name is the same in the trainer and in both modes.
-    """
-    return _PEFT_PARTS.sub("", peft_name)
 
 
 def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
