@@ -31,7 +31,8 @@ from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run
 from headrace.review.audit import audit
 from headrace.review.recompute import PlainModel
-from headrace.training.lora import TrainedAdapter, base_of
+from headrace.training.checkpoints.base import base_of
+from headrace.training.lora import TrainedAdapter
 from headrace.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow

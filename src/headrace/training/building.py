@@ -25,9 +25,10 @@ from headrace.models.loading import load_model, named_weights
 from headrace.models.lora_targets import frozen_linears
 from headrace.models.rounding import hold_in_four_bits, round_weights
 from headrace.observe.spans import SpanRecorder
+from headrace.training.checkpoints.base import BASES, keep_base
 from headrace.training.devices import choose_device, engine_device, input_device
 from headrace.training.layers import compile_model, decoder_layers, recompute_layers
-from headrace.training.lora import BASES, TrainedAdapter, keep_base
+from headrace.training.lora import TrainedAdapter
 from headrace.training.ranks.base import Ranks
 from headrace.training.ranks.sharding import shard_model
 from headrace.training.trainer import Trainer

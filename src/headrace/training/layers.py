@@ -23,7 +23,6 @@ from torch.utils.checkpoint import checkpoint
 from headrace.errors import ModelError
 from headrace.models.attention import attending, current_context
 from headrace.models.compiling import prepare_to_compile
-from headrace.training.head.logits import PLAIN, Arithmetic, compiled_arithmetic
 from headrace.types import Batch, Int32Array
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,8 @@ class CompiledLayers:
 
     def __init__(self, layers: Iterable[torch.nn.Module], *, backend: str | Callable[..., Any] = "inductor") -> None:
         self.on = True
-        self.arithmetic = compiled_arithmetic() if backend == "inductor" else PLAIN
+        self.fused = backend == "inductor"
+        """Whether the compiler makes kernels, and does not only trace."""
         # The import is here for the same reason as in `prepare_to_compile`.
         import torch._dynamo
 
@@ -87,12 +87,6 @@ def compiled_layers(model: Any) -> CompiledLayers | None:
     """Return what `compile_model` attached to this model, or None."""
     found: CompiledLayers | None = getattr(model, "__dict__", {}).get(_ATTRIBUTE)
     return found
-
-
-def arithmetic_of(model: Any) -> Arithmetic:
-    """Return the functions that read logits: compiled if the layers are compiled."""
-    layers = compiled_layers(model)
-    return layers.arithmetic if layers is not None and layers.on else PLAIN
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -33,6 +34,10 @@ _PARTIAL = ".partial-"
 _NOT_COPIED = {"config.json", ".git", ".gitattributes", "README.md"}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _LARGEST_COPY = 256 << 20
+ADAPTER_CONFIG = "adapter_config.json"
+BASES = {"full": "base", "nf4": "base-nf4"}
+"""The name of the directory, beside the checkpoints, of a base model that no other directory holds; by the format in
+which the base model is held."""
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,6 +190,44 @@ def copy_companions(source: Path, target: Path) -> None:
         companion = file.is_file() and file.name not in _NOT_COPIED and file.suffix not in _WEIGHTS
         if companion and not file.name.endswith(".index.json") and file.stat().st_size <= _LARGEST_COPY:
             shutil.copyfile(file, target / file.name)
+
+
+def keep_base(model: Any, directory: Path, source: Path, name: str = BASES["full"]) -> Path:
+    """Write a base model that was drawn at random or rounded, unless it is there already.
+
+    Return its model directory.
+    """
+    final = directory / name
+    if not final.is_dir():
+        partial = directory / f".partial-{name}-{os.getpid()}"
+        shutil.rmtree(partial, ignore_errors=True)
+        model.save_pretrained(partial)
+        copy_companions(source, partial)
+        try:
+            partial.rename(final)
+        except OSError:
+            if not final.is_dir():
+                raise
+            # Another rank was first and wrote the same model.
+            shutil.rmtree(partial)
+    return final
+
+
+def base_of(checkpoint: Path) -> Path:
+    """Return the base model that an adapter checkpoint names.
+
+    A base beside the checkpoint is found after a move too.
+    """
+    try:
+        named = Path(msgspec.json.decode((checkpoint / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"])
+    except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint / ADAPTER_CONFIG} does not name a base model") from error
+    beside = checkpoint.parent / named.name
+    if named.name in BASES.values() and beside.is_dir():
+        return beside
+    if not named.is_dir():
+        raise UserError(f"{checkpoint} is an adapter of {named}, which is not there any more")
+    return named
 
 
 def _complete(directory: Path) -> list[Path]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,6 +166,7 @@ def _slopes(
 PLAIN = Arithmetic(_normalisers, _slopes)
 
 
+@cache
 def compiled_arithmetic() -> Arithmetic:
     """Return the functions of `PLAIN`, compiled at first use: once for a full chunk, once more for any other size."""
     return Arithmetic(torch.compile(_normalisers), torch.compile(_slopes))

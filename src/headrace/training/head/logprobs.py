@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from headrace.models.attention import attending
 from headrace.training.attention.packed import PackedAttention
 from headrace.training.devices import input_device, upload
-from headrace.training.head.logits import Reading, WideHead, read_head
+from headrace.training.head.logits import PLAIN, Arithmetic, Reading, WideHead, compiled_arithmetic, read_head
 from headrace.training.head.reading import EntropyOf, Readings, Wanted, read
-from headrace.training.layers import arithmetic_of
+from headrace.training.layers import compiled_layers
 from headrace.training.rows.base import Index, MicroBatch
 from headrace.types import Kept
 
@@ -77,10 +77,16 @@ def read_row(
         hidden = model.base_model(**inputs).last_hidden_state[0].index_select(0, at)
         reading = Reading.of(row, inverse, size, device)
         weight = model.get_output_embeddings().weight
-        return Readings(read_head(hidden, weight, reading, temperature, arithmetic_of(model)))
+        return Readings(read_head(hidden, weight, reading, temperature, _arithmetic_of(model)))
 
     with attending(attention or PackedAttention(row)):
         return _called(model, computed)
+
+
+def _arithmetic_of(model: Any) -> Arithmetic:
+    """Return the functions that read logits: compiled if the layers are compiled."""
+    layers = compiled_layers(model)
+    return compiled_arithmetic() if layers is not None and layers.on and layers.fused else PLAIN
 
 
 _plain_heads: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
