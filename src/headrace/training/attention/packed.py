@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.models.attention import AttentionCall, keep_for_backward
-from headrace.training.attention.flash import FlashAttention, Kernels, RowRanges, attend_row, attend_row_backward
+from headrace.training.attention.flash import FlashAttention, Kernels, RowAttention, RowRanges
 from headrace.training.devices import upload
 from headrace.training.rows.base import MicroBatch, Segment
 
@@ -60,23 +60,20 @@ class PackedAttention:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Return the attention output, [1, T, H, Dv]."""
-        ranges = self._kernel_ranges(call)
-        if ranges is None:
+        flash = self._flash(call)
+        if flash is None:
             return self._attend_blocks(call)
-        output: torch.Tensor = FlashAttention.apply(  # type: ignore[no-untyped-call]
-            *_flat(call), ranges, call.scaling, call.window, self._kernels
-        )
+        output: torch.Tensor = FlashAttention.apply(*_flat(call), flash)  # type: ignore[no-untyped-call]
         return output[None]
 
     def attend_saving(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See `TrainedContext.attend_saving`."""
-        ranges = self._kernel_ranges(call)
-        if ranges is not None:
-            output, lse = attend_row(*_flat(call), ranges, call.scaling, call.window, self._kernels)
+        flash = self._flash(call)
+        if flash is not None:
+            output, lse = flash.forward(*_flat(call))
             return output[None], lse
         outputs, sums = [], []
-        for block, query, key, value in self._cut(call):
-            mask = self._mask(block, call.window, call.query.device)
+        for _, mask, query, key, value in self._cut(call):
             output, lse = attend_block(query, key, value, mask, call)
             outputs.append(output.transpose(1, 2))
             sums.append(lse)
@@ -86,18 +83,15 @@ class PackedAttention:
         self, call: AttentionCall, output: torch.Tensor, lse: torch.Tensor, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """See `TrainedContext.attend_backward`."""
-        ranges = self._kernel_ranges(call)
-        if ranges is not None:
-            dq, dk, dv = attend_row_backward(
-                gradient[0], *_flat(call), output[0], lse, ranges, call.scaling, call.window, self._kernels
-            )
+        flash = self._flash(call)
+        if flash is not None:
+            dq, dk, dv = flash.backward(gradient[0], *_flat(call), output[0], lse)
             return dq[None], dk[None], dv[None], None
         grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (call.query, call.key, call.value)]
         sinks = None if call.sinks is None else torch.zeros_like(call.sinks, dtype=lse.dtype)
         start = 0
-        for (block, query, key, value), length in zip(self._cut(call), self._lengths, strict=True):
+        for (block, mask, query, key, value), length in zip(self._cut(call), self._lengths, strict=True):
             mine = slice(start, start + length)
-            mask = self._mask(block, call.window, call.query.device)
             of_output = gradient[:, mine].transpose(1, 2)
             found = attend_block_backward(query, key, value, mask, call, lse[:, mine], of_output)
             grads[0][:, :, mine] += found.query
@@ -113,23 +107,26 @@ class PackedAttention:
         dq, dk, dv = (grad.to(call.query.dtype).transpose(1, 2) for grad in grads)
         return dq, dk, dv, None if sinks is None or call.sinks is None else sinks.to(call.sinks.dtype)
 
-    def _kernel_ranges(self, call: AttentionCall) -> RowRanges | None:
-        """Return the row's ranges for the kernels, or None if the kernels cannot compute this call."""
+    def _flash(self, call: AttentionCall) -> RowAttention | None:
+        """Return the attention by kernels, or None if the kernels cannot compute this call."""
         if call.softcap is not None or call.sinks is not None or not self._kernels.take(call.query, call.value):
             return None
         if self._ranges is None:
             self._ranges = RowRanges(self._row, call.query.device)
-        return self._ranges if self._ranges.takes(call.window) else None
+        if not self._ranges.takes(call.window):
+            return None
+        return RowAttention(self._ranges, self._kernels, call.scaling, call.window)
 
     def _attend_blocks(self, call: AttentionCall) -> torch.Tensor:
-        outputs = []
-        for block, query, key, value in self._cut(call):
-            mask = self._mask(block, call.window, call.query.device)
-            outputs.append(_attend(query, key, value, mask, call).transpose(1, 2))
+        outputs = [
+            _attend(query, key, value, mask, call).transpose(1, 2) for _, mask, query, key, value in self._cut(call)
+        ]
         return torch.cat(outputs, dim=1)
 
-    def _cut(self, call: AttentionCall) -> Iterator[tuple[_Block, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield each block with its queries, keys and values. The keys and values of its prefix come first."""
+    def _cut(
+        self, call: AttentionCall
+    ) -> Iterator[tuple[_Block, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield each block with its mask, queries, keys and values. The keys and values of its prefix come first."""
         queries = torch.split(call.query, self._lengths, dim=2)
         keys = torch.split(call.key, self._lengths, dim=2)
         values = torch.split(call.value, self._lengths, dim=2)
@@ -139,7 +136,7 @@ class PackedAttention:
                 parent = self._block_of[block.prefix]
                 key = torch.cat([keys[parent], key], dim=2)
                 value = torch.cat([values[parent], value], dim=2)
-            yield block, queries[i], key, value
+            yield block, self._mask(block, call.window, call.query.device), queries[i], key, value
 
     def _mask(self, block: _Block, window: int | None, device: torch.device) -> torch.Tensor | None:
         """Return which keys each query sees, [queries, keys]. None means plain causal attention."""
