@@ -36,9 +36,9 @@ from headrace.engines.embedded.building import lora_spec
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import WrongBase
 from headrace.models.loading import load_model, named_weights
-from headrace.models.lora import attach
+from headrace.models.lora import Adapter
 from headrace.models.rounding import rounded
-from headrace.training.checkpoint import latest
+from headrace.training.checkpoints.base import latest
 from headrace.training.lora import TrainedAdapter
 from headrace.training.trainer import Trainer
 from headrace.types import Batch, Float32Array, Int32Array
@@ -246,7 +246,7 @@ def test_of_a_lora_run_only_the_adapter_travels_and_is_served_as_trained(
     trainer = new_trainer(learning_rate=1e-3, lora=lora, device=device)
     model = load_model(MODEL, device=device)
     base = digest_as(named_weights(model), "float32")
-    engine = new_engine("engine-0", model=model, adapter=attach(model, lora_spec(lora), "merged"), base_digest=base)
+    engine = new_engine("engine-0", model=model, adapter=Adapter(model, lora_spec(lora), "merged"), base_digest=base)
     own = sum(tensor.nbytes for tensor in trainer.weights().values())
     assert own == 16 * 4 * sum(
         layer.in_features + layer.out_features

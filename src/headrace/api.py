@@ -79,7 +79,7 @@ class Run:
     def model_dir(self) -> Path:
         """The directory of the newest checkpoint, for `from_pretrained`; for peft's too if an adapter was trained."""
         from headrace.buffer.reader import open_readonly
-        from headrace.training.checkpoint import is_sharded
+        from headrace.training.checkpoints.base import is_sharded
 
         with open_readonly(self.path / "journal.db") as journal:
             checkpoint = journal.meta().get("checkpoint")
@@ -87,7 +87,7 @@ class Run:
             raise UserError(f"{self.path} has no checkpoint yet")
         path = Path(checkpoint["path"])
         if is_sharded(path):
-            from headrace.training.sharded_checkpoint import consolidate
+            from headrace.training.checkpoints.sharded import consolidate
 
             consolidate(path)
         return path

@@ -29,7 +29,7 @@ from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.loop import EngineLoop
 from headrace.models.attention import ATTENTION
 from headrace.models.loading import named_weights
-from headrace.models.lora import LoraSpec, attach
+from headrace.models.lora import Adapter, LoraSpec
 
 KINDS = ("full", "delta", "adapter")
 LORA = LoraSpec(rank=4, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
@@ -72,7 +72,7 @@ def trained(kind: str, version: int) -> Weights:
     """The trainer's weights: of an adapter its matrices; of a delta few change, of the others all."""
     if kind == "adapter":
         model = tiny()
-        shapes = {name: tensor.shape for name, tensor in attach(model, LORA, "merged").weights().items()}
+        shapes = {name: tensor.shape for name, tensor in Adapter(model, LORA, "merged").weights().items()}
         noise = torch.Generator().manual_seed(version)
         return {name: 0.3 * torch.randn(shape, generator=noise) for name, shape in shapes.items()}
     if kind == "full":
@@ -182,7 +182,7 @@ class Holding:
     def __init__(self, kind: str, name: str) -> None:
         self.kind = kind
         model = tiny()
-        weights = attach(model, LORA, "merged").weights() if kind == "adapter" else named_weights(model)
+        weights = Adapter(model, LORA, "merged").weights() if kind == "adapter" else named_weights(model)
         self.live = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self.receiver = Receiver(self.live, name, base_digest=base_digest() if kind == "adapter" else None)
 
@@ -214,7 +214,7 @@ class Serving:
         self.kind, self.kv = kind, kv
         model = tiny(seed=base_seed).to(device)
         found = digest_as(named_weights(model), "float32") if kind == "adapter" else None
-        adapter = attach(model, LORA, "unmerged" if kv == "keep" else "merged") if kind == "adapter" else None
+        adapter = Adapter(model, LORA, "unmerged" if kv == "keep" else "merged") if kind == "adapter" else None
         # Uncaptured: what runs must still run when the next version comes.
         config = EngineConfig(
             slots=3,

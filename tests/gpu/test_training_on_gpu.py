@@ -17,17 +17,18 @@ from random_models import FAMILIES, model_dir, random_batch, with_experts
 from headrace.algorithms.losses.imitation import imitation
 from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.models.attention import AttentionCall
-from headrace.models.four_bits import FourBitLinear, round_weights
 from headrace.models.loading import load_model
+from headrace.models.rounding import FourBitLinear, round_weights
 from headrace.training import trainer as trainer_module
-from headrace.training.attention import PackedAttention
-from headrace.training.compiled import compiled_layers
-from headrace.training.flash import Kernels
-from headrace.training.head import PLAIN, Reading, compiled_arithmetic, read_head
-from headrace.training.logprobs import read_row
+from headrace.training.attention.flash import Kernels
+from headrace.training.attention.packed import PackedAttention
+from headrace.training.building import prepare_model
+from headrace.training.head.logits import PLAIN, Reading, compiled_arithmetic, read_head
+from headrace.training.head.logprobs import read_row
+from headrace.training.layers import compiled_layers
 from headrace.training.lora import TrainedAdapter
-from headrace.training.packing import MicroBatch, plan
-from headrace.training.sharding import prepare_model
+from headrace.training.rows.base import MicroBatch
+from headrace.training.rows.packing import plan
 from headrace.training.step import accumulate
 from headrace.training.trainer import Trainer
 from headrace.types import Kept

@@ -21,8 +21,8 @@ from headrace.delivery.canary import canary_sequence
 from headrace.delivery.sharded_publisher import ShardedPublisher
 from headrace.delivery.transports import sender
 from headrace.models.loading import load_model
-from headrace.training.ranks import Ranks, join
-from headrace.training.sharding import prepare_model
+from headrace.training.building import prepare_model
+from headrace.training.ranks.base import Ranks, join
 from headrace.training.trainer import Trainer
 from headrace.types import Batch
 

@@ -20,7 +20,7 @@ from headrace.engines.base import Delta
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import DeliveryError
 from headrace.models.loading import named_weights
-from headrace.models.lora import LoraSpec, attach, canonical
+from headrace.models.lora import Adapter, LoraSpec, adapter_weights
 from headrace.models.selfcheck import check_model
 
 Mode = Literal["merged", "unmerged"]
@@ -35,7 +35,7 @@ class LoraTrainer:
     def __init__(self) -> None:
         config = LoraConfig(r=SPEC.rank, lora_alpha=SPEC.alpha, target_modules=list(SPEC.targets))
         self._model = get_peft_model(plain(BASE), config).eval()
-        self._adapter = {canonical(n): p.detach() for n, p in self._model.named_parameters() if "lora_" in n}
+        self._adapter = adapter_weights(self._model)
         self._publisher = Publisher(sender("shm", uuid.uuid4().hex[:8]), "float32", 1e-3, CANARY)
 
     def at(self, version: int) -> Any:
@@ -87,7 +87,7 @@ def mode(request: pytest.FixtureRequest) -> Mode:
 
 def new_core(mode: Mode, version: int = 0, **changes: Any) -> EngineCore:
     model = make_model("llama")
-    adapter = attach(model, SPEC, mode)
+    adapter = Adapter(model, SPEC, mode)
     check_model(model)
     config = EngineConfig(**{"slots": 4, "block_size": 4, "prefill_chunk": 16, "kv": "recompute", **changes})
     return EngineCore(model, config, name="e", max_length=64, version=version, adapter=adapter)

@@ -79,9 +79,9 @@ def test_a_trainer_killed_while_it_publishes(
 @pytest.mark.parametrize(
     ("point", "newest"),
     [
-        ("headrace.training.checkpoint:finish_checkpoint", 1),  # filled, and not yet whole
-        ("headrace.training.checkpoint:copy_companions", 1),  # half filled
-        ("headrace.training.checkpoint:prune", 2),  # whole, and nobody was told
+        ("headrace.training.checkpoints.base:finish_checkpoint", 1),  # filled, and not yet whole
+        ("headrace.training.checkpoints.base:copy_companions", 1),  # half filled
+        ("headrace.training.checkpoints.base:prune", 2),  # whole, and nobody was told
     ],
 )
 def test_a_trainer_killed_while_it_writes_a_checkpoint(
@@ -99,7 +99,7 @@ def test_a_trainer_killed_while_it_writes_a_checkpoint(
 @pytest.mark.parametrize(
     ("point", "count"),
     [
-        ("headrace.training.checkpoint:finish_checkpoint", 2),
+        ("headrace.training.checkpoints.base:finish_checkpoint", 2),
         (f"{TRANSPORTS}.segments:SharedSegment.finish", 4),
     ],
 )

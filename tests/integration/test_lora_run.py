@@ -23,15 +23,16 @@ from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import WITHOUT_GPU, sender
 from headrace.engines.embedded.building import lora_spec
 from headrace.engines.embedded.core import EngineCore
-from headrace.models.four_bits import round_weights
-from headrace.models.lora import attach
+from headrace.models.lora import Adapter
 from headrace.models.lora_targets import frozen_linears
+from headrace.models.rounding import round_weights
 from headrace.models.selfcheck import check_model
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run
 from headrace.review.audit import audit
 from headrace.review.recompute import PlainModel
-from headrace.training.lora import TrainedAdapter, base_of
+from headrace.training.checkpoints.base import base_of
+from headrace.training.lora import TrainedAdapter
 from headrace.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -68,7 +69,7 @@ def test_the_engine_serves_the_trainers_model(
     changes = {"tie_word_embeddings": False}
     trainer = trainer_of(family, lora, **changes)
     model = make_model(family, **changes)
-    adapter = attach(model, lora_spec(lora), serve)
+    adapter = Adapter(model, lora_spec(lora), serve)
     check_model(model)
     core = EngineCore(model, EngineConfig(slots=4, block_size=4), name="e", max_length=64, adapter=adapter)
     publisher = Publisher(sender("shm", uuid.uuid4().hex[:8]), "float32", 1e-4, CANARY)

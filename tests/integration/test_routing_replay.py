@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace.errors import ModelError
 from headrace.models.experts import RoutingRecorder, RoutingShape, prepare_experts, recording
-from headrace.models.routing_replay import forcing
+from headrace.training.routing import forcing
 from headrace.types import NO_EXPERT
 
 FORCED = [family for family in FAMILIES if family != "phimoe"]

@@ -28,8 +28,8 @@ from rank_cases import (
 )
 from transformers import AutoModelForCausalLM
 
-from headrace.training.checkpoint import is_sharded, latest, read_state
-from headrace.training.sharded_checkpoint import consolidate
+from headrace.training.checkpoints.base import is_sharded, latest, read_state
+from headrace.training.checkpoints.sharded import consolidate
 
 pytestmark = pytest.mark.slow
 

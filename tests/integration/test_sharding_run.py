@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import headrace as library
 from headrace.models.loading import load_model
-from headrace.training.checkpoint import latest
+from headrace.training.checkpoints.base import latest
 
 pytestmark = pytest.mark.slow
 

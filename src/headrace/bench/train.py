@@ -33,8 +33,8 @@ from headrace.bench.report import Say
 from headrace.bench.timing import Timed
 from headrace.bench.workload import make_lengths
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
-from headrace.training.compiled import compiled_layers
-from headrace.training.sharding import prepare_model
+from headrace.training.building import prepare_model
+from headrace.training.layers import compiled_layers
 from headrace.training.trainer import Trainer
 from headrace.types import Batch
 

@@ -130,32 +130,18 @@ def _attention(
     if unknown:
         raise ModelError(f"{type(module).__name__} asks its attention for {', '.join(unknown)}: not supported")
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
+    settings = scale, window or 0, float(softcap or 0.0)
     if (
         torch.compiler.is_compiling()
         and torch.is_grad_enabled()
         and (query.requires_grad or key.requires_grad or value.requires_grad)
     ):
-        return _trained(query, key, value, sinks, ANY_LAYER, scale, window or 0, float(softcap or 0.0))[0], None
+        return _trained(query, key, value, sinks, *settings)[0], None
     if torch.compiler.is_compiling():
         number = number_of(module, LAYER)
         assert number is not None, "a layer is compiled before `prepare_to_compile`"
-        return _opaque(query, key, value, sinks, number, scale, window or 0, float(softcap or 0.0)), None
-    layer = int(getattr(module, LAYER))
-    return _in_context(query, key, value, sinks, layer, scale, window or 0, float(softcap or 0.0)), None
-
-
-def _in_context(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    layer: int,
-    scaling: float,
-    window: int,
-    softcap: float,
-) -> torch.Tensor:
-    # The output is contiguous, because the compiler was promised that layout.
-    return current_context().attend(_call(query, key, value, sinks, layer, scaling, window, softcap)).contiguous()
+        return _opaque(query, key, value, sinks, number, *settings), None
+    return _in_context(_call(query, key, value, sinks, int(getattr(module, LAYER)), *settings)), None
 
 
 def _call(
@@ -180,6 +166,11 @@ def _call(
     )
 
 
+def _in_context(call: AttentionCall) -> torch.Tensor:
+    # The output is contiguous, because the compiler was promised that layout.
+    return current_context().attend(call).contiguous()
+
+
 # To the compiler, attention is one opaque operation: the context is looked up when it runs, not when it is compiled.
 @torch.library.custom_op("headrace::attend", mutates_args=())
 def _opaque(
@@ -192,20 +183,15 @@ def _opaque(
     window: int,
     softcap: float,
 ) -> torch.Tensor:
-    return _in_context(query, key, value, sinks, int(layer), scaling, window, softcap)
+    return _in_context(_call(query, key, value, sinks, int(layer), scaling, window, softcap))
 
 
 @_opaque.register_fake
-def _shape_of_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    layer: torch.Tensor,
-    scaling: float,
-    window: int,
-    softcap: float,
-) -> torch.Tensor:
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> torch.Tensor:
+    return _empty_output(query, value)
+
+
+def _empty_output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -215,48 +201,35 @@ def _trained(
     key: torch.Tensor,
     value: torch.Tensor,
     sinks: torch.Tensor | None,
-    layer: int,
     scaling: float,
     window: int,
     softcap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output, the log-sum-exps, and the number of the context, which the backward pass needs."""
     context = cast(TrainedContext, current_context())
-    output, lse = context.attend_saving(_call(query, key, value, sinks, layer, scaling, window, softcap))
+    output, lse = context.attend_saving(_call(query, key, value, sinks, ANY_LAYER, scaling, window, softcap))
     return output.contiguous(), lse.contiguous(), torch.tensor(context.ticket)
 
 
 @_trained.register_fake
 def _(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    layer: int,
-    scaling: float,
-    window: int,
-    softcap: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
-    lse = query.new_empty(query.shape[1], query.shape[2], dtype=_lse_dtype(query))
-    return output, lse, torch.empty((), dtype=torch.int64, device="cpu")
-
-
-def _lse_dtype(query: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(query.dtype, torch.float32)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    lse = query.new_empty(query.shape[1], query.shape[2], dtype=wide)
+    return _empty_output(query, value), lse, torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("headrace::attend_trained_backward", mutates_args=())
 def _trained_backward(
-    ticket: torch.Tensor,
-    gradient: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     sinks: torch.Tensor | None,
-    layer: int,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    ticket: torch.Tensor,
+    gradient: torch.Tensor,
     scaling: float,
     window: int,
     softcap: float,
@@ -264,7 +237,7 @@ def _trained_backward(
     context = _kept.get(int(ticket))
     if context is None:
         raise RuntimeError("the attention context of a row was dropped before its backward pass")
-    call = _call(query, key, value, sinks, layer, scaling, window, softcap)
+    call = _call(query, key, value, sinks, ANY_LAYER, scaling, window, softcap)
     *found, of_sinks = context.attend_backward(call, output, lse, gradient)
     dq, dk, dv = (part.contiguous() for part in found)
     return dq, dk, dv, query.new_empty(0) if of_sinks is None else of_sinks
@@ -272,18 +245,7 @@ def _trained_backward(
 
 @_trained_backward.register_fake
 def _(
-    ticket: torch.Tensor,
-    gradient: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    layer: int,
-    scaling: float,
-    window: int,
-    softcap: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     dq, dk, dv = (x.new_empty(1, x.shape[2], x.shape[1], x.shape[3]) for x in (query, key, value))
     return dq, dk, dv, query.new_empty(0) if sinks is None else torch.empty_like(sinks)
@@ -296,12 +258,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 
 def _differentiate(ctx: Any, gradient: torch.Tensor, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, sinks, output, lse, ticket = ctx.saved_tensors
-    *found, of_sinks = _trained_backward(
-        ticket, gradient.contiguous(), output, lse, query, key, value, sinks, *ctx.settings
-    )
+    *found, of_sinks = _trained_backward(*ctx.saved_tensors, gradient.contiguous(), *ctx.settings)
     dq, dk, dv = (part.transpose(1, 2) for part in found)
-    return dq, dk, dv, None if sinks is None else of_sinks, None, None, None, None
+    return dq, dk, dv, None if ctx.saved_tensors[3] is None else of_sinks, None, None, None
 
 
 _trained.register_autograd(_differentiate, setup_context=_save)

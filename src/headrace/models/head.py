@@ -1,4 +1,4 @@
-"""Float32 logits: the last matrix product of a 16-bit model is not rounded back to 16 bits.
+"""Float32 logits: the last matrix product of a 16-bit model is not rounded back to 16 bits, in engines and trainer.
 
 Near the likeliest tokens, a bfloat16 logit is only exact to some hundredths, and a log-probability would have the same
 error. The product itself accumulates in float32 anyway.
@@ -12,20 +12,28 @@ from typing import Any
 
 import torch
 
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
+
+
+def wide_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return `left @ right.t()` of two matrices, in float32 at least."""
+    if left.dtype not in HALF:
+        return left @ right.t()
+    if left.is_cuda:
+        return torch.mm(left, right.t(), out_dtype=torch.float32)
+    return left.float() @ right.float().t()
 
 
 def keep_logits_in_float32(model: Any) -> bool:
     """Make this model's vocabulary projection return float32. Return False if it is not a plain 16-bit one on a GPU."""
     head = model.get_output_embeddings()
     plain = isinstance(head, torch.nn.Linear) and head.bias is None
-    if not plain or head.weight.device.type != "cuda" or head.weight.dtype not in _HALF:
+    if not plain or head.weight.device.type != "cuda" or head.weight.dtype not in HALF:
         return False
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         flat = hidden.reshape(-1, hidden.shape[-1])
-        product = torch.mm(flat, head.weight.t(), out_dtype=torch.float32)
-        return product.view(*hidden.shape[:-1], -1)
+        return wide_product(flat, head.weight).view(*hidden.shape[:-1], -1)
 
     head.forward = forward
     return True

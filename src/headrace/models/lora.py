@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -23,9 +23,6 @@ from headrace.models.lora_targets import Targets, find_targets
 CHUNK = 1 << 24
 """How many elements of a weight are merged at once. This bounds the float32 product beside the weights (64 MiB)."""
 
-# `base_layer` stays where an adapter wraps an adapter (peft on experts). Without it two tensors would have the same
-# name.
-_PEFT_PARTS = re.compile(r"^base_model\.model\.|(?<=\.lora_[AB])\.default(?=\.)|\.base_layer(?=\.)(?!\.lora_)")
 _PEFT_PLACE = re.compile(r"^base_model\.model\.|\.base_layer(?=\.|$)")
 _ADAPTER = "default"
 
@@ -55,116 +52,85 @@ class LoraSpec:
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
-class MergedAdapter:
-    """An adapter merged into the live weights: W = W0 + scaling * B @ A.
+class Adapter:
+    """An adapter on a served model: merged into the live weights, or beside them.
 
-    A decode step costs the same as without an adapter; a swap passes over the targeted weights.
+    Merged, a weight is W = W0 + scaling * B @ A. A decode step costs the same as without an adapter, and a swap passes
+    over the targeted weights. Unmerged, peft's layers add B(A(x)) to unchanged linear layers, which is the function
+    that the trainer computes. Stacked experts are merged in both modes, because peft would add their product to the
+    weights again in every pass.
     """
 
-    def __init__(self, model: Any, spec: LoraSpec, *, seed: int = 0, dtype: torch.dtype | None = None) -> None:
-        """Merge an adapter. Its own tensors are float32 unless `dtype` says otherwise, because only swaps read them."""
-        generator = torch.Generator().manual_seed(seed)
-        self._scaling = spec.scaling
-        targets = find_targets(model, spec.targets, spec.modules)
-        live = {name: layer.weight.detach() for name, layer in targets.linears.items()}
-        first = _initial(targets, spec.rank, generator)
-        self._merges: list[_Merge | _StackMerge] = []
-        self._weights = targets.full_weights()
-        for name, weight in live.items():
-            a, b = (x.to(weight.device, dtype or torch.float32) for x in first[name])
-            self._merges.append(_Merge(weight, weight.clone(), a, b))
-            self._weights |= _named(name, a, b)
-        self._merges += _stack_merges(targets, first, dtype or torch.float32, self._weights)
+    def __init__(
+        self,
+        model: Any,
+        spec: LoraSpec,
+        mode: Literal["merged", "unmerged"],
+        *,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Give this model an adapter that changes nothing yet (B is zero; A depends on `seed` alone).
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Return the adapter's tensors by canonical name. Write into them, then call `apply`."""
-        return dict(self._weights)
+        `dtype` is that of the adapter's tensors. By default they are float32 where they are merged, because only swaps
+        read them, and of their layer's dtype where they are not; a wider dtype casts activations. An unmerged adapter
+        replaces the targeted modules, so add it before layers are compiled or graphs are captured.
 
-    def apply(self) -> None:
-        """Compute the live weights from the current adapter, in place and without waiting for the device."""
-        with torch.no_grad():
-            for merge in self._merges:
-                merge.apply(self._scaling)
-
-
-class UnmergedAdapter:
-    """An adapter beside unchanged linear layers: peft's layers add B(A(x)). The trainer computes the same function.
-
-    Stacked experts are merged here too. peft would add their product to the weights again in every pass.
-    """
-
-    def __init__(self, model: Any, spec: LoraSpec, *, seed: int = 0, dtype: torch.dtype | None = None) -> None:
-        """Add the adapter. Its tensors have their layer's dtype, unless `dtype` is given.
-
-        A wider dtype casts activations. Targeted modules are replaced, so attach the adapter before layers are compiled
-        or graphs are captured.
+        Raises a one-line `ModelError` for a target that is missing, is not an `nn.Linear`, or shares its weight.
         """
-        from peft import LoraConfig, inject_adapter_in_model  # late: it takes seconds, and merging does not need it
-
-        generator = torch.Generator().manual_seed(seed)
         targets = find_targets(model, spec.targets, spec.modules)
-        first = _initial(targets, spec.rank, generator)
+        first = _initial(targets, spec.rank, torch.Generator().manual_seed(seed))
         self._scaling = spec.scaling
         self._weights = targets.full_weights()
-        self._merges = _stack_merges(targets, first, dtype or torch.float32, self._weights)
-        if not targets.linears:
-            return
-        config = LoraConfig(
-            r=spec.rank,
-            lora_alpha=spec.alpha,
-            use_rslora=spec.use_rslora,
-            target_modules=[f"model.{name}" for name in targets.linears],
-            inference_mode=True,
-        )
-        with torch.random.fork_rng(devices=[]):
-            # The wrapper is a plain module: from the model's own config, peft would infer more targets (a MoE's
-            # experts).
-            inject_adapter_in_model(config, nn.ModuleDict({"model": model}))
-        model.train(model.training)  # sets the mode of the new layers too
-        for name in targets.linears:
-            layer = model.get_submodule(name)
-            parts = [getattr(layer, side)["default"].to(dtype).weight.detach() for side in ("lora_A", "lora_B")]
-            for part, drawn in zip(parts, first[name], strict=True):
-                part.copy_(drawn)
-            self._weights |= _named(name, *parts)
+        self._merges: list[_Merge | _StackMerge] = []
+        if mode == "unmerged" and targets.linears:
+            _inject(model, spec, targets)
+        for name, layer in targets.linears.items():
+            if mode == "merged":
+                weight = layer.weight.detach()
+                a, b = (drawn.to(weight.device, dtype or torch.float32) for drawn in first[name])
+                self._merges.append(_Merge(weight, weight.clone(), a, b))
+            else:
+                wrapped = model.get_submodule(name)
+                a, b = (getattr(wrapped, side)[_ADAPTER].to(dtype).weight.detach() for side in ("lora_A", "lora_B"))
+                for part, drawn in zip((a, b), first[name], strict=True):
+                    part.copy_(drawn)
+            self._weights |= _named(name, a, b)
+        for name, stack in targets.stacks.items():
+            live = stack.oriented
+            a, b = (drawn.to(live.device, dtype or torch.float32) for drawn in first[name])
+            self._merges.append(_StackMerge(live, live.clone(), a, b))
+            self._weights |= _named(name, a, b)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the adapter's tensors by canonical name. Write into them, then call `apply`."""
         return dict(self._weights)
 
     def apply(self) -> None:
-        """Merge the experts' part. The linear layers read the adapter's tensors directly."""
+        """Compute the merged weights from the current adapter, in place and without waiting for the device.
+
+        Layers beside an unmerged adapter read the adapter's tensors directly.
+        """
         with torch.no_grad():
             for merge in self._merges:
                 merge.apply(self._scaling)
 
 
-Adapter: TypeAlias = MergedAdapter | UnmergedAdapter
+def _inject(model: Any, spec: LoraSpec, targets: Targets) -> None:
+    """Replace the targeted linear layers by peft's layers."""
+    from peft import LoraConfig, inject_adapter_in_model  # late: it takes seconds, and merging does not need it
 
-
-def attach(
-    model: Any,
-    spec: LoraSpec,
-    mode: Literal["merged", "unmerged"],
-    *,
-    seed: int = 0,
-    dtype: torch.dtype | None = None,
-) -> Adapter:
-    """Give this model an adapter that changes nothing yet (B is zero; A depends on `seed` alone).
-
-    Raises a one-line `ModelError` for a target that is missing, is not an `nn.Linear`, or shares its weight.
-    """
-    if mode == "merged":
-        return MergedAdapter(model, spec, seed=seed, dtype=dtype)
-    return UnmergedAdapter(model, spec, seed=seed, dtype=dtype)
-
-
-def canonical(peft_name: str) -> str:
-    """Return the name of a weight without the parts that peft adds.
-
-    The name is the same in the trainer and in both modes.
-    """
-    return _PEFT_PARTS.sub("", peft_name)
+    config = LoraConfig(
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        use_rslora=spec.use_rslora,
+        target_modules=[f"model.{name}" for name in targets.linears],
+        inference_mode=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        # The wrapper is a plain module: from the model's own config, peft would infer more targets (a MoE's experts).
+        inject_adapter_in_model(config, nn.ModuleDict({"model": model}))
+    model.train(model.training)  # sets the mode of the new layers too
 
 
 def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -244,19 +210,6 @@ def _initial(targets: Targets, rank: int, generator: torch.Generator) -> dict[st
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
         drawn[name] = (a, torch.zeros(b_shape, dtype=torch.float32))
     return drawn
-
-
-def _stack_merges(
-    targets: Targets, first: Mapping[str, _Pair], dtype: torch.dtype, weights: dict[str, torch.Tensor]
-) -> list[_StackMerge]:
-    """Return the merges of the stacked experts. The tensors of their adapters are added to `weights`."""
-    merges = []
-    for name, stack in targets.stacks.items():
-        live = stack.oriented
-        a, b = (x.to(live.device, dtype) for x in first[name])
-        merges.append(_StackMerge(live, live.clone(), a, b))
-        weights |= _named(name, a, b)
-    return merges
 
 
 def _named(name: str, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from headrace.errors import ModelError
-from headrace.models.four_bits import FourBitLinear
+from headrace.models.rounding import FourBitLinear
 
 ALL_LINEAR = "all-linear"
 """A target that means every linear layer except the vocabulary projection. Stacked experts, and routers with classes of

@@ -31,8 +31,8 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class PackedLinears:
     """The linear layers of a model, computed from packed copies wherever no gradient is needed.
 
-    Copies follow their parameters automatically, except after writes that torch does not count (through `.data`). After
-    such writes, call `refresh`. The packed layers take their memory a second time.
+    Copies follow their parameters automatically, except after writes that torch does not count (through `.data`), which
+    nothing may do to a served model. The packed layers take their memory a second time.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -50,17 +50,6 @@ class PackedLinears:
     def __len__(self) -> int:
         """Return how many products are packed. Several layers may share one product."""
         return len(self._products)
-
-    def refresh(self) -> None:
-        """Pack every layer again from its live parameters."""
-        for product in self._products:
-            product.pack()
-
-    def remove(self) -> None:
-        """Give every layer its own forward back, and free the copies."""
-        for product in self._products:
-            product.uninstall()
-        self._products.clear()
 
 
 @contextmanager
@@ -136,12 +125,6 @@ class _Product:
         self.pack()
         for index, member in enumerate(self._linears):
             member.forward = self._forward_of(index)  # type: ignore[method-assign]
-
-    def uninstall(self) -> None:
-        """Give the layers their own forward back."""
-        for member in self._linears:
-            del member.forward
-        self._weight = self._bias = None
 
     @torch.no_grad()
     def pack(self) -> None:

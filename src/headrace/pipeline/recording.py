@@ -27,7 +27,7 @@ from headrace.observe.spans import Activity
 from headrace.observe.timeline import Timeline
 from headrace.pipeline.run_view import RunView
 from headrace.rollouts.evaluation import EvaluationResult
-from headrace.training.report import StepReport
+from headrace.training.base import StepReport
 from headrace.types import (
     STEP_SECONDS,
     Batch,

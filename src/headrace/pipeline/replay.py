@@ -87,7 +87,7 @@ def _supervised(config: Config) -> Iterator[Batch]:
 
 def _digest(config: Config, trainer: Trainer) -> int:
     from headrace.delivery.digest import digest_as
-    from headrace.training.publishing import published_dtype
+    from headrace.training.building import published_dtype
 
     return digest_as(trainer.weights(), published_dtype(config))
 

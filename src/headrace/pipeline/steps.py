@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from headrace.errors import PeerDied
 from headrace.pipeline.waits import Waits
-from headrace.training.base import TrainerHandle
-from headrace.training.report import StepReport
+from headrace.training.base import StepReport, TrainerHandle
 from headrace.types import NO_VERSION, Batch
 
 

@@ -24,7 +24,7 @@ from headrace.errors import HeadraceError
 from headrace.observe.records import DeliveryRecord, RolloutRecord, VersionRecord
 from headrace.observe.summary import aligned
 from headrace.run_dir import RunDir
-from headrace.training.checkpoint import by_version
+from headrace.training.checkpoints.base import by_version
 from headrace.types import (
     NO_VERSION,
     Float32Array,

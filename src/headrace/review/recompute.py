@@ -15,8 +15,9 @@ from headrace.delivery.digest import digest
 from headrace.errors import ModelError
 from headrace.models.loading import named_weights
 from headrace.models.lora import adapter_weights
-from headrace.training.lora import ADAPTER_FILE, base_of
-from headrace.training.sharded_checkpoint import consolidate
+from headrace.training.checkpoints.base import base_of
+from headrace.training.checkpoints.sharded import consolidate
+from headrace.training.lora import ADAPTER_FILE
 from headrace.types import Float32Array, Int32Array, Kept
 
 

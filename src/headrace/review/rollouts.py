@@ -19,7 +19,7 @@ from headrace.observe.records import RolloutRecord
 from headrace.observe.summary import aligned
 from headrace.run_dir import RunDir
 from headrace.tasks.chat import ChatFormat
-from headrace.training.checkpoint import latest
+from headrace.training.checkpoints.base import latest
 from headrace.types import NO_VERSION, Trace
 
 COLUMNS = (

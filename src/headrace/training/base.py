@@ -1,6 +1,6 @@
 """This module declares the trainer as the pipeline sees it: batches go in, reports and versions come out.
 
-It does not import torch.
+It does not import torch, because the controller reads reports.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Protocol
 import msgspec
 
 from headrace.delivery.base import Manifest
-from headrace.training.report import StepReport
 from headrace.types import NO_VERSION, Batch
 
 
@@ -67,3 +66,31 @@ class TrainerHandle(Protocol):
     async def save(self, version: int) -> Path:
         """Write a checkpoint of the current weights and return its path."""
         ...
+
+
+class StepReport(msgspec.Struct, kw_only=True):
+    """The report of one optimizer step."""
+
+    step: int
+    """The step number of the batch."""
+    version: int
+    """The version that was being trained."""
+    objective: str
+    loss: float
+    grad_norm: float
+    """The norm of the gradient before clipping."""
+    learning_rate: float
+    tokens: int
+    """The number of tokens that the forward passes computed. A shared prefix counts once, and tokens after the last
+    trained token of a sequence are not computed."""
+    sequence_tokens: int
+    """The number of tokens of all sequences. A trainer that shares no prefixes would compute about this many."""
+    trained_tokens: int
+    micro_batches: int
+    seconds: float
+    skipped: bool = False
+    """Whether the weights stayed the same, because the gradient was not finite or the batch held no trained token."""
+    skipped_steps: int = 0
+    """The number of skipped steps since the trainer's first step, this step included."""
+    metrics: dict[str, float] = {}
+    """The mean of each metric over the trained tokens of the step."""

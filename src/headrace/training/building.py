@@ -1,4 +1,7 @@
-"""This module builds the trainer that a configuration describes, at its first weights. Runs and replays both use it."""
+"""This module builds what a configuration describes: the trainer at its first weights, and its publisher.
+
+Runs and replays both use it.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,25 @@ from typing import Any
 
 import torch
 
+from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
-from headrace.config.schema import LoraConfig
+from headrace.config.schema import LoraConfig, TrainingConfig
+from headrace.delivery.base import Kind
+from headrace.delivery.canary import canary_sequence
 from headrace.delivery.digest import digest_as
-from headrace.models.four_bits import hold_in_four_bits, round_weights
+from headrace.delivery.publisher import Publisher
+from headrace.delivery.setup import make_sender
+from headrace.delivery.sharded_publisher import ShardedPublisher
 from headrace.models.loading import load_model, named_weights
 from headrace.models.lora_targets import frozen_linears
+from headrace.models.rounding import hold_in_four_bits, round_weights
 from headrace.observe.spans import SpanRecorder
-from headrace.training.devices import choose_device
-from headrace.training.lora import BASES, TrainedAdapter, keep_base
-from headrace.training.ranks import Ranks
-from headrace.training.sharding import input_device, prepare_model
+from headrace.training.checkpoints.base import BASES, keep_base
+from headrace.training.devices import choose_device, engine_device, input_device
+from headrace.training.layers import compile_model, decoder_layers, recompute_layers
+from headrace.training.lora import TrainedAdapter
+from headrace.training.ranks.base import Ranks
+from headrace.training.ranks.sharding import shard_model
 from headrace.training.trainer import Trainer
 
 
@@ -79,6 +90,19 @@ def build_trainer(
     return Built(trainer, device, ranks, base_digest)
 
 
+def prepare_model(model: Any, training: TrainingConfig, ranks: Ranks | None = None) -> Any:
+    """Prepare a model, which every rank holds as a whole, for training as configured. The model is changed in place."""
+    device = next(model.parameters()).device if ranks is None else ranks.device
+    if training.compile and device.type == "cuda":
+        compile_model(model, decoder_layers(model))
+    if training.activation_checkpointing:
+        # This wraps the compiled layers, so that what is computed again is compiled too.
+        recompute_layers(decoder_layers(model))
+    if ranks is not None:
+        shard_model(model, decoder_layers(model), ranks, training)
+    return model
+
+
 def _freeze(model: Any, config: Config, lora: LoraConfig, checkpoints: Path) -> tuple[Path, int]:
     """Freeze this model as the base of an adapter. Return its digest and the directory where others find it."""
     layers = frozen_linears(model, tuple(lora.modules)) if lora.base == "nf4" else {}
@@ -97,3 +121,55 @@ def _teacher(config: Config, device: torch.device) -> Any:
         return None
     dtype = "float32" if device.type == "cpu" else "bfloat16"
     return load_model(config.algorithm.teacher, dtype=dtype, device=str(device)).requires_grad_(False)
+
+
+def make_publisher(
+    link: WorkerLink, config: Config, ranks: Ranks | None, vocabulary: int, base_digest: int, *, device: str = "cpu"
+) -> Publisher | ShardedPublisher:
+    """Return the publisher of this process: for the whole model, or for this rank's part of the model."""
+    canary = canary_sequence(vocabulary, config.delivery.canary_tokens)
+    tolerance, deadline = config.delivery.canary_tolerance, config.delivery.deadline
+    rank = ranks.rank if ranks else 0
+    sender = make_sender(
+        config.delivery,
+        link.run_dir,
+        rank,
+        trainer=device if ranks is None else str(ranks.device),
+        engines=engine_device(config),
+        receivers=config.engine.count,
+        relays=ranks is None,  # an engine can relay the whole model, but not the parts in which it arrived
+    )
+    send: Kind = "adapter" if config.lora is not None else config.delivery.send
+    if ranks:
+        return ShardedPublisher(
+            sender,
+            ranks.publishing,
+            ranks.coordinate,
+            published_dtype(config),
+            tolerance,
+            canary,
+            send=send,
+            base_digest=base_digest,
+            deadline=deadline,
+            policy=config.policy_name,
+        )
+    return Publisher(
+        sender,
+        published_dtype(config),
+        tolerance,
+        canary,
+        send=send,
+        base_digest=base_digest,
+        deadline=deadline,
+        policy=config.policy_name,
+    )
+
+
+def published_dtype(config: Config) -> str:
+    """Return the dtype in which weights are sent.
+
+    An adapter that engines merge is sent in float32 and is rounded only after it is merged.
+    """
+    if config.lora is not None and config.lora.serve == "merged":
+        return "float32"
+    return config.delivery.dtype or config.model.dtype

@@ -7,14 +7,11 @@ for engines too. An adapter that peft would build differently is refused, so eng
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,15 +21,10 @@ from headrace.config.schema import LoraConfig
 from headrace.errors import ModelError, UserError
 from headrace.models.lora import adapter_weights
 from headrace.models.lora_targets import Targets, find_targets
-from headrace.training.checkpoint import copy_companions
-from headrace.training.sharding import copy_own_part, input_device, reshard, whole_tensor
-from headrace.training.snapshot import on_host
+from headrace.training.devices import input_device, on_host
+from headrace.training.ranks.sharding import copy_own_part, reshard, whole_tensor
 
 ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
-BASES = {"full": "base", "nf4": "base-nf4"}
-"""The name of the directory, beside the checkpoints, of a base model that no other directory holds; by the format in
-which the base model is held."""
 
 
 class TrainedAdapter:
@@ -141,44 +133,6 @@ class TrainedAdapter:
 
         state: dict[str, torch.Tensor] = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
         return state
-
-
-def keep_base(model: Any, directory: Path, source: Path, name: str = BASES["full"]) -> Path:
-    """Write a base model that was drawn at random or rounded, unless it is there already.
-
-    Return its model directory.
-    """
-    final = directory / name
-    if not final.is_dir():
-        partial = directory / f".partial-{name}-{os.getpid()}"
-        shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(partial)
-        copy_companions(source, partial)
-        try:
-            partial.rename(final)
-        except OSError:
-            if not final.is_dir():
-                raise
-            # Another rank was first and wrote the same model.
-            shutil.rmtree(partial)
-    return final
-
-
-def base_of(checkpoint: Path) -> Path:
-    """Return the base model that an adapter checkpoint names.
-
-    A base beside the checkpoint is found after a move too.
-    """
-    try:
-        named = Path(msgspec.json.decode((checkpoint / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"])
-    except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{checkpoint / ADAPTER_CONFIG} does not name a base model") from error
-    beside = checkpoint.parent / named.name
-    if named.name in BASES.values() and beside.is_dir():
-        return beside
-    if not named.is_dir():
-        raise UserError(f"{checkpoint} is an adapter of {named}, which is not there any more")
-    return named
 
 
 def _peft_config(model: Any, config: LoraConfig, targets: Targets) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.channel.codec import Message
 from headrace.delivery.base import Manifest
-from headrace.training.report import StepReport
+from headrace.training.base import StepReport
 from headrace.types import Batch
 
 RENDEZVOUS = "ranks.store"

@@ -15,10 +15,10 @@ import torch
 
 from headrace.config.declared import Needs
 from headrace.errors import UserError
-from headrace.training.logprobs import row_logprobs
-from headrace.training.packing import MicroBatch
+from headrace.training.head.logprobs import row_logprobs
+from headrace.training.ranks.sharding import bring_to_rest
 from headrace.training.routing import following
-from headrace.training.sharding import bring_to_rest
+from headrace.training.rows.base import MicroBatch
 from headrace.types import Batch
 
 

@@ -12,8 +12,8 @@ from headrace.channel.codec import Message
 from headrace.channel.hub import Hub
 from headrace.delivery.base import Manifest
 from headrace.errors import PeerDied
+from headrace.training.base import StepReport
 from headrace.training.messages import Acknowledged, Publish, Resend, Resent, Save, Saved, Train, Trained
-from headrace.training.report import StepReport
 from headrace.types import Batch
 
 M = TypeVar("M", bound=Message)

@@ -32,8 +32,8 @@ from headrace.delivery.setup import choose
 from headrace.delivery.transports.segments import sweep
 from headrace.errors import HeadraceError, UserError
 from headrace.models.rounding import rounded
-from headrace.training.building import build_trainer
-from headrace.training.checkpoint import delete_ahead, incomplete, latest, prune, read_state
+from headrace.training.building import build_trainer, make_publisher
+from headrace.training.checkpoints.base import delete_ahead, incomplete, latest, prune, read_state
 from headrace.training.devices import engine_device
 from headrace.training.messages import (
     RENDEZVOUS,
@@ -47,8 +47,7 @@ from headrace.training.messages import (
     Train,
     Trained,
 )
-from headrace.training.publishing import make_publisher
-from headrace.training.ranks import Ranks, join
+from headrace.training.ranks.base import Ranks, join
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 T = TypeVar("T")

@@ -16,16 +16,17 @@ import torch
 
 from headrace.algorithms.losses.base import Loss, TokenInputs
 from headrace.observe.spans import SpanRecorder
-from headrace.training.attention import PackedAttention
+from headrace.training.attention.packed import PackedAttention
+from headrace.training.devices import input_device, upload
 from headrace.training.half import HalfWeights
-from headrace.training.logprobs import read_row
-from headrace.training.packing import JOIN_COST, MicroBatch, passes, plan
+from headrace.training.head.logprobs import read_row
+from headrace.training.head.reading import EntropyOf
 from headrace.training.policies import FrozenPolicy
-from headrace.training.ranks import Ranks
-from headrace.training.reading import EntropyOf
+from headrace.training.ranks.base import Ranks
+from headrace.training.ranks.sharding import reduce_gradients
 from headrace.training.routing import following
-from headrace.training.sharding import input_device, reduce_gradients
-from headrace.training.transfer import upload
+from headrace.training.rows.base import MicroBatch
+from headrace.training.rows.packing import JOIN_COST, passes, plan
 from headrace.types import Batch
 
 LOSS = "loss"

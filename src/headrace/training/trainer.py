@@ -22,21 +22,20 @@ from headrace.config.declared import needs
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.errors import HeadraceError, UserError
 from headrace.observe.spans import SpanRecorder
-from headrace.training.checkpoint import TrainerState, read_state
-from headrace.training.compiled import compiled_layers, uncompiled
-from headrace.training.devices import compute_dtype
+from headrace.training.base import StepReport
+from headrace.training.checkpoints.base import TrainerState, read_state
+from headrace.training.checkpoints.saving import Saver, trained_weights
+from headrace.training.devices import compute_dtype, input_device
 from headrace.training.half import HalfWeights
-from headrace.training.logprobs import row_logprobs
+from headrace.training.head.logprobs import row_logprobs
+from headrace.training.layers import compiled_layers, uncompiled, warm_up_batches
 from headrace.training.lora import TrainedAdapter
 from headrace.training.optimizer import Optimizer, learning_rate
-from headrace.training.packing import plan_scoring
 from headrace.training.policies import Policies
-from headrace.training.ranks import Ranks
-from headrace.training.report import StepReport
-from headrace.training.saving import Saver, trained_weights
-from headrace.training.sharding import input_device, reshard
+from headrace.training.ranks.base import Ranks
+from headrace.training.ranks.sharding import reshard
+from headrace.training.rows.packing import plan_scoring
 from headrace.training.step import accumulate
-from headrace.training.warm_up import warm_up_batches
 from headrace.types import NO_VERSION, Batch, Float32Array, Int32Array
 
 
@@ -249,7 +248,7 @@ class Trainer:
         self._state = state
 
     def close(self) -> None:
-        """Wait until a checkpoint in progress is written. On a single rank, raise the error if writing it failed."""
+        """Wait until a checkpoint in progress is written. Raise the error if writing it failed."""
         self._saver.close()
 
     def _new_optimizer(self) -> Optimizer:

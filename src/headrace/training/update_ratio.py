@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from headrace.training.transfer import upload
+from headrace.training.devices import upload
+from headrace.training.ranks.sharding import local_tensor
 
 SAMPLE = 1 << 14
 
@@ -42,7 +42,7 @@ class UpdateRatio:
             slices = (
                 slice(-start % stride, None, stride) for start, stride in zip(starts(parameter), strides, strict=True)
             )
-            self._views.append(_local(parameter)[tuple(slices)])
+            self._views.append(local_tensor(parameter).detach()[tuple(slices)])
             seen = math.prod(-(-size // stride) for size, stride in zip(parameter.shape, strides, strict=True))
             self._scales.append(parameter.numel() / max(1, seen) / copies(parameter))
         self._before = [view.clone() for view in self._views]
@@ -71,9 +71,3 @@ def _strides(shape: Sequence[int]) -> list[int]:
         strides.append(max(1, min(size, left)))
         left //= strides[-1]
     return strides
-
-
-def _local(parameter: Any) -> torch.Tensor:
-    """Return the part of a parameter that this process holds: all of it, or this rank's shard."""
-    found: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return found.detach()

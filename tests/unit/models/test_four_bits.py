@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from headrace.models.four_bits import BLOCK, LEVELS, FourBitLinear, hold_in_four_bits, round_weights
 from headrace.models.lora_targets import frozen_linears
-from headrace.models.rounding import rounded
+from headrace.models.rounding import BLOCK, LEVELS, FourBitLinear, hold_in_four_bits, round_weights, rounded
 
 
 def linear(rows: int, columns: int, *, bias: bool = False, seed: int = 0) -> nn.Linear:

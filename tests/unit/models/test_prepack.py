@@ -127,16 +127,6 @@ def test_weights_that_are_copied_in_are_the_ones_that_answer(directory: Path, th
     np.testing.assert_allclose(score(ids), wanted, atol=1e-4)
 
 
-def test_writes_that_torch_does_not_count_show_after_a_refresh() -> None:
-    layer = nn.Sequential(nn.Linear(8, 6, bias=False))
-    packed = PackedLinears(layer)
-    x = torch.randn(3, 8)
-    layer[0].weight.data.fill_(2.0)
-    packed.refresh()
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x), x.sum(-1, keepdim=True).expand(3, 6) * 2)
-
-
 class Attention(nn.Module):
     """Query, key and value layers, called as its test likes."""
 
@@ -187,14 +177,6 @@ def test_small_products_and_other_dtypes_are_left_alone(monkeypatch: pytest.Monk
     assert not can_pack(half)
     with pytest.raises(ModelError, match="float32"):
         PackedLinears(half)
-
-
-def test_removal_gives_the_layers_back() -> None:
-    layer = nn.Linear(8, 6)
-    packed = PackedLinears(nn.Sequential(layer))
-    assert "forward" in vars(layer)
-    packed.remove()
-    assert "forward" not in vars(layer) and len(packed) == 0
 
 
 def test_small_products_leave_onednn_as_it_was() -> None:

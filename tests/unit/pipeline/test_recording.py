@@ -15,7 +15,7 @@ from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog, read_metrics
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.recording import Recorder
-from headrace.training.report import StepReport
+from headrace.training.base import StepReport
 
 
 class Notes(NoProgress):

@@ -9,7 +9,7 @@ import numpy as np
 
 from headrace.buffer.journal import Journal
 from headrace.config import dump_config, make_config
-from headrace.training.checkpoint import TrainerState, write_checkpoint
+from headrace.training.checkpoints.base import TrainerState, begin_checkpoint, finish_checkpoint
 from headrace.types import Float32Array, Group, Int32Array, Kept, Prompt, Rollout, Trace, Version
 
 MODEL = Path(__file__).parents[3] / "examples" / "quickstart" / "model"
@@ -73,7 +73,7 @@ class RunMaker:
 
     def checkpoint(self, version: int) -> Path:
         state = TrainerState(steps_done=version, policy_steps=version, version=version)
-        return write_checkpoint(self.path / "checkpoints", state, lambda _: None)
+        return finish_checkpoint(begin_checkpoint(self.path / "checkpoints", state), state)
 
     def rollout(self, *traces: Trace, reward: float = 1.0, step: int | None = None, reason: str = "") -> str:
         """A group of one rollout: trained at `step`, dropped for `reason`, or else still in flight."""

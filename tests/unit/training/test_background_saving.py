@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.models.loading import load_model
-from headrace.training import saving
 from headrace.training import trainer as trainer_module
-from headrace.training.checkpoint import copy_companions, latest
+from headrace.training.checkpoints import saving
+from headrace.training.checkpoints.base import copy_companions, latest
+from headrace.training.checkpoints.saving import OPTIMIZER_FILE, REFERENCE_FILE
 from headrace.training.lora import TrainedAdapter
-from headrace.training.saving import OPTIMIZER_FILE, REFERENCE_FILE
 from headrace.training.trainer import Trainer
 
 TRAINING = TrainingConfig(learning_rate=2e-3, micro_batch_tokens=32)

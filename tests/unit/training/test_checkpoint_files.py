@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import UserError
-from headrace.training import checkpoint
-from headrace.training.checkpoint import TrainerState, clean, copy_companions, latest, prune, read_state
+from headrace.training.checkpoints import base as checkpoint
+from headrace.training.checkpoints.base import TrainerState, clean, copy_companions, latest, prune, read_state
+
+
+def write_checkpoint(directory, state, fill):
+    partial = checkpoint.begin_checkpoint(directory, state)
+    fill(partial)
+    return checkpoint.finish_checkpoint(partial, state)
 
 
 def write(directory, steps, content="weights"):
@@ -14,7 +20,7 @@ def write(directory, steps, content="weights"):
         (path / "model.safetensors").write_text(content)
         (path / "trainer" / "optimizer.safetensors").write_text("moments")
 
-    return checkpoint.write_checkpoint(directory, TrainerState(steps_done=steps), fill)
+    return write_checkpoint(directory, TrainerState(steps_done=steps), fill)
 
 
 def names(directory):
@@ -43,7 +49,7 @@ def test_a_crash_while_writing_leaves_the_old_one(tmp_path, monkeypatch, failing
 
     with monkeypatch.context() as broken, pytest.raises(Crash):
         if failing == "write":
-            checkpoint.write_checkpoint(tmp_path, TrainerState(steps_done=2), crash)
+            write_checkpoint(tmp_path, TrainerState(steps_done=2), crash)
         elif failing == "sync":
             broken.setattr("os.fsync", crash)
             write(tmp_path, 2)
@@ -109,7 +115,7 @@ def test_companions_are_copied_and_weights_are_not(tmp_path):
 
 def test_what_is_ahead_of_the_journal_is_deleted_and_what_is_incomplete_is_named(tmp_path):
     for steps in (3, 5, 7):
-        checkpoint.write_checkpoint(
+        write_checkpoint(
             tmp_path, TrainerState(steps_done=steps + 2, policy_steps=steps), lambda path: (path / "a").write_text("b")
         )
     assert checkpoint.incomplete(tmp_path) == []

@@ -7,9 +7,10 @@ import pytest
 import torch
 from random_models import random_batch, twins
 
-from headrace.training import logprobs
-from headrace.training.head import PLAIN, Reading, read_head
-from headrace.training.packing import MicroBatch, plan
+from headrace.training.head import logprobs
+from headrace.training.head.logits import PLAIN, Reading, read_head
+from headrace.training.rows.base import MicroBatch
+from headrace.training.rows.packing import plan
 
 VOCABULARY, WIDTH = 37, 12
 

@@ -21,12 +21,13 @@ from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, 
 from headrace.delivery.digest import digest
 from headrace.errors import HeadraceError, UserError
 from headrace.models.loading import load_model
-from headrace.models.lora import adapter_weights, canonical
-from headrace.training import logprobs
-from headrace.training.export import export_checkpoint
-from headrace.training.lora import TrainedAdapter, base_of, keep_base
+from headrace.models.lora import adapter_weights
+from headrace.training.building import prepare_model
+from headrace.training.checkpoints.base import base_of, keep_base
+from headrace.training.checkpoints.export import export_checkpoint
+from headrace.training.head import logprobs
+from headrace.training.lora import TrainedAdapter
 from headrace.training.policies import FrozenPolicy
-from headrace.training.sharding import prepare_model
 from headrace.training.step import accumulate
 from headrace.training.trainer import Trainer
 
@@ -73,7 +74,9 @@ def fill(weights: dict[str, torch.Tensor], scale: float = 0.2) -> None:
 def base_digest(model) -> int:
     """Of everything but the adapter, by its own names."""
     own = {name: p for name, p in model.named_parameters() if ".lora_" not in name and "modules_to_save" not in name}
-    return digest((canonical(name).replace(".original_module", ""), p.detach()) for name, p in own.items())
+    return digest(
+        (name.replace(".base_layer", "").replace(".original_module", ""), p.detach()) for name, p in own.items()
+    )
 
 
 @torch.no_grad()

@@ -15,8 +15,7 @@ from headrace.config.schema import TrainingConfig
 from headrace.errors import UserError
 from headrace.training import update_ratio
 from headrace.training.muon import Muon, orthogonalised
-from headrace.training.optimizer import Optimizer, learning_rate
-from headrace.training.optimizer_parts import hidden_matrices
+from headrace.training.optimizer import Optimizer, hidden_matrices, learning_rate
 from headrace.training.update_ratio import UpdateRatio
 
 

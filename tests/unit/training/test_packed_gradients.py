@@ -12,9 +12,10 @@ from reference_loop import batch_loss, sequence_logprobs
 from headrace.algorithms.losses.base import LOSSES, build_loss
 from headrace.config.declared import needs
 from headrace.config.schema import AlgorithmConfig
-from headrace.training import attention, logprobs
-from headrace.training.packing import plan, plan_scoring
+from headrace.training.attention import packed as attention
+from headrace.training.head import logprobs
 from headrace.training.policies import FrozenPolicy
+from headrace.training.rows.packing import plan, plan_scoring
 from headrace.training.step import accumulate
 from headrace.types import NO_VERSION
 

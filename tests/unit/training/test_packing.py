@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import random_batch
 
-from headrace.training.packing import MicroBatch, plan, plan_scoring
+from headrace.training.rows.base import MicroBatch
+from headrace.training.rows.packing import plan, plan_scoring
 from headrace.types import Batch
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import random_batch
 
-from headrace.training.families import PAIRS_PER_TOKEN
-from headrace.training.packing import MicroBatch, passes, plan, plan_scoring
+from headrace.training.rows.base import PAIRS_PER_TOKEN, MicroBatch
+from headrace.training.rows.packing import passes, plan, plan_scoring
 from headrace.types import Batch
 
 

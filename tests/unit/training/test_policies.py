@@ -14,11 +14,11 @@ from headrace.config.declared import Needs
 from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
-from headrace.training.logprobs import row_logprobs
+from headrace.training.checkpoints.saving import REFERENCE_FILE
+from headrace.training.head.logprobs import row_logprobs
 from headrace.training.lora import TrainedAdapter
-from headrace.training.packing import plan
 from headrace.training.policies import FrozenPolicy, Policies, StoredWeights
-from headrace.training.saving import REFERENCE_FILE
+from headrace.training.rows.packing import plan
 from headrace.training.trainer import Trainer
 
 TRAINING = TrainingConfig(learning_rate=2e-3, micro_batch_tokens=32)

@@ -18,10 +18,10 @@ from headrace.algorithms.losses.base import build_loss
 from headrace.config.schema import AlgorithmConfig
 from headrace.errors import UserError
 from headrace.models.experts import RoutingRecorder, prepare_experts, recording
-from headrace.training.packing import plan
+from headrace.training.layers import recompute_layers
 from headrace.training.policies import FrozenPolicy
-from headrace.training.recompute import recompute_layers
 from headrace.training.routing import following
+from headrace.training.rows.packing import plan
 from headrace.training.step import REROUTED, accumulate
 from headrace.types import NO_EXPERT, Batch
 

@@ -17,8 +17,8 @@ from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartCon
 from headrace.errors import HeadraceError, UserError
 from headrace.models.loading import load_model
 from headrace.observe.spans import SpanRecorder
-from headrace.training.checkpoint import latest, read_state
-from headrace.training.report import StepReport
+from headrace.training.base import StepReport
+from headrace.training.checkpoints.base import latest, read_state
 from headrace.training.trainer import Trainer
 from headrace.types import Batch
 

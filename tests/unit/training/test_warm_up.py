@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.training.packing import plan
-from headrace.training.warm_up import SHARES, warm_up_batches
+from headrace.training.layers import SHARES, warm_up_batches
+from headrace.training.rows.packing import plan
 
 
 @given(st.integers(1, 40_000))

@@ -29,10 +29,10 @@ from headrace.engines.embedded.loop import EngineLoop
 from headrace.engines.embedded.setup import choose_device, give_way_to_decoding
 from headrace.engines.serving import Emit
 from headrace.errors import UserError
-from headrace.models.four_bits import round_weights
 from headrace.models.loading import load_model, named_weights
-from headrace.models.lora import LoraSpec, attach
+from headrace.models.lora import Adapter, LoraSpec
 from headrace.models.lora_targets import frozen_linears
+from headrace.models.rounding import round_weights
 from headrace.models.selfcheck import check_model
 
 _SMALLER_TRAINER = "lower [training] micro_batch_tokens, set activation_checkpointing or offload, or take more ranks"
@@ -114,7 +114,7 @@ def build(link: WorkerLink, config: Config, emit: Emit) -> EngineLoop:
         if config.lora is not None and config.lora.base == "nf4":
             _round_as_the_trainer(model, config)
         base_digest = digest_as(named_weights(model), config.model.dtype) if config.lora is not None else None
-        adapter = attach(model, lora_spec(config.lora), config.lora.serve) if config.lora is not None else None
+        adapter = Adapter(model, lora_spec(config.lora), config.lora.serve) if config.lora is not None else None
         check_model(model, longest_sequence(config.engine.max_length, model))
     link.phase = "preparing"
     core = EngineCore(

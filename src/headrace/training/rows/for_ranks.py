@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.training.families import Family, Member, cost_of, family_of, first_fit, pays
+from headrace.training.rows.base import Family, Member, cost_of, family_of, first_fit, pays
 
 PARTS_OF_A_ROW = (1, 2, 4)
 """How finely families are cut, between whole families and single sequences: the number of parts that fill a row."""

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from headrace.training.packing import MicroBatch
-from headrace.training.transfer import upload
+from headrace.models.head import HALF
+from headrace.training.devices import upload
+from headrace.training.rows.base import MicroBatch
 
 LARGEST_HEAD = 256
-_HALF = (torch.bfloat16, torch.float16)
 
 
 class Ranges(NamedTuple):
@@ -37,7 +37,7 @@ class Kernels:
         """Return whether the kernels can compute on tensors like these."""
         size = query.shape[-1]
         fits = size == value.shape[-1] and size % 8 == 0 and size <= LARGEST_HEAD
-        return fits and query.is_cuda and query.dtype in _HALF
+        return fits and query.is_cuda and query.dtype in HALF
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: Ranges, scale: float, window: int | None
@@ -137,89 +137,71 @@ def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> torch.Ten
     return upload(np.concatenate([np.arange(start, end) for start, end in spans]), device)
 
 
-def attend_row(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    row: RowRanges,
-    scale: float,
-    window: int | None,
-    kernels: Kernels,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output [T, H, D] and the log-sum-exps [H, T] of a row."""
-    output, lse = kernels.forward(q, k, v, row.own, scale, _within(window, row))
-    if row.shared is None:
-        return output, lse
-    at, before = row.continuing, row.prefixes
-    other, other_lse = kernels.forward(q[at], k[before], v[before], row.shared, scale, None)
-    own_lse = lse[:, at]
-    joined = torch.logaddexp(own_lse, other_lse)
+class RowAttention(NamedTuple):
+    """The attention of one layer over one row."""
 
-    def share(part: torch.Tensor, part_lse: torch.Tensor) -> torch.Tensor:
-        return part * (part_lse - joined).exp().t()[..., None]
+    row: RowRanges
+    kernels: Kernels
+    scale: float
+    window: int | None
 
-    output.index_copy_(0, at, (share(output[at], own_lse) + share(other, other_lse)).to(output.dtype))
-    lse.index_copy_(1, at, joined)
-    return output, lse
-
-
-def attend_row_backward(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    row: RowRanges,
-    scale: float,
-    window: int | None,
-    kernels: Kernels,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of `attend_row`'s output with respect to q, k and v."""
-    dq, dk, dv = kernels.backward(gradient, q, k, v, output, lse, row.own, scale, _within(window, row))
-    if row.shared is not None:
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output [T, H, D] and the log-sum-exps [H, T]."""
+        row = self.row
+        output, lse = self.kernels.forward(q, k, v, row.own, self.scale, self._own_window)
+        if row.shared is None:
+            return output, lse
         at, before = row.continuing, row.prefixes
-        more = kernels.backward(
-            gradient[at],
-            q[at],
-            k[before],
-            v[before],
-            output[at],
-            lse[:, at].contiguous(),
-            row.shared,
-            scale,
-            None,
-        )
-        for whole, part, places in zip((dq, dk, dv), more, (at, before, before), strict=True):
-            whole.index_add_(0, places, part)
-    return dq, dk, dv
+        other, other_lse = self.kernels.forward(q[at], k[before], v[before], row.shared, self.scale, None)
+        own_lse = lse[:, at]
+        joined = torch.logaddexp(own_lse, other_lse)
 
+        def share(part: torch.Tensor, part_lse: torch.Tensor) -> torch.Tensor:
+            return part * (part_lse - joined).exp().t()[..., None]
 
-def _within(window: int | None, row: RowRanges) -> int | None:
-    return None if window is None or window >= row.longest else window
+        output.index_copy_(0, at, (share(output[at], own_lse) + share(other, other_lse)).to(output.dtype))
+        lse.index_copy_(1, at, joined)
+        return output, lse
 
-
-class FlashAttention(torch.autograd.Function):
-    """The operation `attend_row` for autograd."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
+    def backward(
+        self,
+        gradient: torch.Tensor,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        row: RowRanges,
-        scale: float,
-        window: int | None,
-        kernels: Kernels,
-    ) -> torch.Tensor:
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of the output of `forward` with respect to q, k and v."""
+        row = self.row
+        dq, dk, dv = self.kernels.backward(gradient, q, k, v, output, lse, row.own, self.scale, self._own_window)
+        if row.shared is not None:
+            at, before = row.continuing, row.prefixes
+            joined = output[at], lse[:, at].contiguous()
+            more = self.kernels.backward(
+                gradient[at], q[at], k[before], v[before], *joined, row.shared, self.scale, None
+            )
+            for whole, part, places in zip((dq, dk, dv), more, (at, before, before), strict=True):
+                whole.index_add_(0, places, part)
+        return dq, dk, dv
+
+    @property
+    def _own_window(self) -> int | None:
+        return None if self.window is None or self.window >= self.row.longest else self.window
+
+
+class FlashAttention(torch.autograd.Function):
+    """The operation of `RowAttention` for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: RowAttention) -> torch.Tensor:
         """Return the output, [T, H, D]."""
-        output, lse = attend_row(q, k, v, row, scale, window, kernels)
+        output, lse = attention.forward(q, k, v)
         ctx.save_for_backward(q, k, v, output, lse)
-        ctx.arguments = row, scale, window, kernels
+        ctx.attention = attention
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of q, k and v."""
-        return (*attend_row_backward(gradient.contiguous(), *ctx.saved_tensors, *ctx.arguments), None, None, None, None)
+        return (*ctx.attention.backward(gradient.contiguous(), *ctx.saved_tensors), None)

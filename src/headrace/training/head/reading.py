@@ -13,9 +13,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from headrace.training.families import Index
-from headrace.training.packing import MicroBatch
-from headrace.training.transfer import upload
+from headrace.training.devices import upload
+from headrace.training.rows.base import Index, MicroBatch
 from headrace.types import Kept
 
 EntropyOf = Literal["none", "value", "gradient"]

@@ -10,60 +10,16 @@ arithmetic without torch: equal batches give equal plans.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.training.families import Family, Index, Member, cost_of, families_of, family_of, first_fit
-from headrace.training.rank_rows import rows_for_ranks
+from headrace.training.rows.base import Family, Index, Member, MicroBatch, Segment, families_of, family_of, first_fit
+from headrace.training.rows.for_ranks import rows_for_ranks
 from headrace.types import Batch, Int16Array, Int32Array
 
 JOIN_COST = 0.25
 """The cost, on a GPU, of joining a token's attention to a shared prefix with its attention to its own segment. Joining
 takes passes over queries, outputs and gradients in every layer. The cost is a fraction of computing the token."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive tokens of a row: a whole sequence, a shared prefix, or the rest of a sequence after that prefix."""
-
-    start: int
-    length: int
-    prefix: int | None = None
-    """The index of the segment that precedes this one in its sequence. None where a sequence begins."""
-
-    @property
-    def end(self) -> int:
-        """The position after the last token."""
-        return self.start + self.length
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One row of N packed tokens, and the M trained tokens of its sequences, which are read from the row.
-
-    A sequence is never cut, and a shared prefix holds no trained token, so a loss may look at whole sequences.
-    """
-
-    token_ids: Index  # [N]
-    position_ids: Index  # [N], counted within each sequence
-    segments: tuple[Segment, ...]
-    predictors: Index  # [M], where in the row the logits of a trained token are; several tokens may share one place
-    targets: Index  # [M], the trained token's id
-    sources: Index  # [M], the trained token's place in the batch
-    sequences: Index  # [M], the trained token's sequence, numbered within the row
-    routing: Int16Array | None = None  # [N, layers, k], the experts of the pass over each token; see `Trace.routing`
-    join_cost: float = 0.0
-    """The extra cost of a token that continues a shared prefix, as a fraction of computing the token."""
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def cost(self) -> float:
-        """The cost of a pass over the row, in tokens: computing the tokens, their attention, and joining attention."""
-        own = sum(cost_of(s.length, 0 if s.prefix is None else self.segments[s.prefix].length) for s in self.segments)
-        return own + self.join_cost * sum(s.length for s in self.segments if s.prefix is not None)
 
 
 def plan(

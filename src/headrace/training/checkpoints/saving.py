@@ -6,8 +6,9 @@ of ranks can read either form, and the loaded tensors are bit for bit those that
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,24 +20,32 @@ from headrace.delivery.regions import whole
 from headrace.delivery.shards import held_region
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
-from headrace.training.checkpoint import TrainerState, copy_companions, is_sharded
-from headrace.training.half import HalfWeights
-from headrace.training.lora import ADAPTER_FILE, TrainedAdapter
-from headrace.training.optimizer import Optimizer
-from headrace.training.policies import Policies
-from headrace.training.ranks import Ranks
-from headrace.training.sharded_checkpoint import (
+from headrace.training.checkpoints.base import (
+    TrainerState,
+    begin_checkpoint,
+    copy_companions,
+    final_path,
+    finish_checkpoint,
+    is_sharded,
+    partial_path,
+)
+from headrace.training.checkpoints.sharded import (
     OPTIMIZER,
     REFERENCE,
     WEIGHTS,
-    ShardWriter,
+    copy_shards,
     has_reference,
     read_optimizer,
     read_shards,
     write_model_files,
 )
-from headrace.training.sharding import copy_own_part, placed_like, whole_tensor
-from headrace.training.snapshot import CheckpointWriter, ModelSnapshot, on_host
+from headrace.training.devices import on_host
+from headrace.training.half import HalfWeights
+from headrace.training.lora import ADAPTER_FILE, TrainedAdapter
+from headrace.training.optimizer import Optimizer
+from headrace.training.policies import Policies
+from headrace.training.ranks.base import Ranks
+from headrace.training.ranks.sharding import copy_own_part, placed_like, whole_tensor
 
 OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"
 REFERENCE_FILE = Path("trainer") / "reference.safetensors"
@@ -68,8 +77,8 @@ class Saver:
         self._model = model
         self._policies = policies
         self._ranks = ranks
-        self._shards = ShardWriter(ranks) if ranks else None
-        self._writer = CheckpointWriter()
+        self._first = ranks is None or ranks.rank == 0
+        self._writer = CheckpointWriter(ranks)
         self._half = half
         self._adapter = adapter
 
@@ -83,35 +92,44 @@ class Saver:
         written, this method waits for it, and raises its error if it failed. An adapter is small, so the first rank
         writes all of it.
         """
-        if self._shards is not None and self._adapter is None:
+        take = self._copy_whole if self._ranks is None or self._adapter is not None else self._copy_shards
+        return self._writer.save(directory, state, lambda path: take(path, state, optimizer, companions))
 
-            def fill(path: Path) -> None:
-                write_model_files(self._model, path)
-                copy_companions(companions, path)
+    def _copy_whole(
+        self, path: Path, state: TrainerState, optimizer: Optimizer | None, companions: Path
+    ) -> Callable[[], None]:
+        """Copy everything that a checkpoint holds, and return the function that writes the copy on the first rank.
 
-            moments = optimizer.tensors() if optimizer else {}
-            return self._shards.save(directory, state, self._sharded(moments, self._own_reference(state)), fill)
-        if self._ranks is not None and self._ranks.rank:
-            self._snapshot(state, optimizer, companions)  # all ranks take part: the first rank gathers the tensors
-            written: Future[Path] = Future()
-            written.set_result(directory)
-            return written
-        return self._writer.save(directory, state, lambda: self._snapshot(state, optimizer, companions))
-
-    def _snapshot(self, state: TrainerState, optimizer: Optimizer | None, companions: Path) -> Callable[[Path], None]:
-        """Copy everything that a checkpoint holds, and return the function that writes the copy."""
+        All ranks take part: the first rank gathers the tensors.
+        """
         with self._whole():
             write_weights = self._adapter.snapshot() if self._adapter else ModelSnapshot(self._model).write
         moments = on_host(self._gathered(optimizer.tensors() if optimizer else {}))
         reference = on_host(self._own_reference(state))
 
-        def write(path: Path) -> None:
+        def write() -> None:
             write_weights(path)
             # The source's companion files are copied after the weights: its generation config replaces the model's own.
             copy_companions(companions, path)
             save_file(moments, path / OPTIMIZER_FILE)
             if reference:
                 save_file(reference, path / REFERENCE_FILE)
+
+        return write if self._first else lambda: None
+
+    def _copy_shards(
+        self, path: Path, state: TrainerState, optimizer: Optimizer | None, companions: Path
+    ) -> Callable[[], None]:
+        """Copy this rank's shards, and return the function that writes them."""
+        assert self._ranks is not None
+        moments = optimizer.tensors() if optimizer else {}
+        written = copy_shards(path, self._sharded(moments, self._own_reference(state)), self._ranks)
+
+        def write() -> None:
+            written.result()
+            if self._first:
+                write_model_files(self._model, path)
+                copy_companions(companions, path)
 
         return write
 
@@ -132,10 +150,8 @@ class Saver:
             self._half.refresh()
 
     def close(self) -> None:
-        """Wait until a checkpoint in progress is written. On a single rank, raise the error if writing it failed."""
+        """Wait until a checkpoint in progress is written. Raise the error if writing it failed."""
         self._writer.close()
-        if self._shards is not None:
-            self._shards.close()
 
     def _whole(self) -> AbstractContextManager[None]:
         return self._half.whole() if self._half else nullcontext()
@@ -215,3 +231,80 @@ class Saver:
 
 def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+class ModelSnapshot:
+    """The weights and the configuration of a model at the moment of construction."""
+
+    def __init__(self, model: Any) -> None:
+        weights = model.state_dict()
+        # Tied weights are copied once and kept under all their names, which is how the writer recognises them.
+        first = {_place(tensor): name for name, tensor in reversed(weights.items())}
+        copies = on_host({name: weights[name] for name in first.values()})
+        self._weights = {name: copies[first[_place(tensor)]] for name, tensor in weights.items()}
+        self._dtype = str(model.dtype).removeprefix("torch.")
+        # Writing changes the configuration, so it works on a copy. The body of the model in training is replaced for a
+        # moment while a row is read, so the modules are copied too.
+        self._model = copy.copy(model)
+        self._model.config = copy.deepcopy(model.config)
+        self._model._modules = model._modules.copy()
+
+    def write(self, path: Path) -> None:
+        """Write the model as `save_pretrained` would have done.
+
+        Only one call is possible: writing releases the tensors.
+        """
+        self._model.save_pretrained(path, state_dict=self._weights)
+        # The model in training may compute in another dtype than the dtype of its weights.
+        self._model.config.dtype = self._dtype
+        self._model.config.save_pretrained(path)
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return a key that is equal for two names of the same tensor, and for nothing else that has elements."""
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+class CheckpointWriter:
+    """The writer of checkpoints: one at a time, in the background. All ranks must make the same calls."""
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        self._ranks = ranks
+        self._first = ranks is None or ranks.rank == 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._last: Future[Path] | None = None
+
+    def save(self, directory: Path, state: TrainerState, copy: Callable[[Path], Callable[[], None]]) -> Future[Path]:
+        """Write a checkpoint in the background. The future gives its path once the whole checkpoint is complete.
+
+        `copy` is called with the hidden directory of the checkpoint, when no other copy exists. It copies what this
+        rank writes, and returns the function that writes the copy.
+        """
+        self._wait()
+        partial = partial_path(directory, state)
+        if self._first:
+            begin_checkpoint(directory, state)
+        if self._ranks is not None:
+            self._ranks.meet()
+        self._last = self._thread.submit(self._finish, partial, state, copy(partial))
+        return self._last
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written. Raise its error if it failed. Idempotent."""
+        try:
+            self._wait()
+        finally:
+            self._thread.shutdown(wait=True)
+
+    def _wait(self) -> None:
+        """Wait until nothing is being written. Raise the error of the last checkpoint if it failed, once."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+            # Also wait for the callbacks of that checkpoint, such as pruning older ones, because pruning clears the
+            # directory too.
+            self._thread.submit(lambda: None).result()
+
+    def _finish(self, partial: Path, state: TrainerState, write: Callable[[], None]) -> Path:
+        write()
+        return finish_checkpoint(partial, state) if self._first else final_path(partial)

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -27,67 +27,24 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
 from headrace.models.loading import load_model, named_weights
-from headrace.training.checkpoint import (
-    SHARDS,
-    TrainerState,
-    begin_checkpoint,
-    finish_checkpoint,
-    is_sharded,
-    partial_path,
-)
-from headrace.training.ranks import Ranks
-from headrace.training.sharding import placed_like
+from headrace.training.checkpoints.base import SHARDS, is_sharded
+from headrace.training.ranks.base import Ranks
+from headrace.training.ranks.sharding import local_tensor, placed_like
 
 WEIGHTS = "model/"
 OPTIMIZER = "optimizer/"
 REFERENCE = "reference/"
 
 
-class ShardWriter:
-    """The writer of sharded checkpoints: one at a time, in the background. All ranks must make the same calls."""
+def copy_shards(path: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> Future[Any]:
+    """Copy this rank's shards of these tensors now, and write them into a checkpoint while the trainer continues.
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._last: Future[Path] | None = None
-
-    def save(
-        self, directory: Path, state: TrainerState, tensors: Mapping[str, torch.Tensor], fill: Callable[[Path], None]
-    ) -> Future[Path]:
-        """Copy the tensors now, and write them while the trainer continues.
-
-        The future gives the path of the whole checkpoint. `fill` writes the other files of the checkpoint, on the first
-        rank.
-        """
-        if self._last is not None:
-            self._last.result()
-            # Also wait for the callbacks of that checkpoint, such as pruning older ones, because pruning clears the
-            # directory too.
-            self._thread.submit(lambda: None).result()
-        partial = partial_path(directory, state)
-        if self._ranks.rank == 0:
-            begin_checkpoint(directory, state)
-            (partial / SHARDS).mkdir()
-        self._ranks.meet()
-        written: Any = async_save(
-            dict(tensors),
-            storage_writer=FileSystemWriter(partial / SHARDS, sync_files=True),
-            process_group=self._ranks.storing,
-        )
-        self._last = self._thread.submit(self._finish, partial, state, written, fill)
-        return self._last
-
-    def close(self) -> None:
-        """Wait for the checkpoint that is being written. Idempotent."""
-        self._thread.shutdown(wait=True)
-
-    def _finish(self, partial: Path, state: TrainerState, written: Any, fill: Callable[[Path], None]) -> Path:
-        # On the first rank this returns when all ranks have written their shards and the index is written.
-        written.result()
-        if self._ranks.rank:
-            return partial.parent / f"step-{state.steps_done:08d}"
-        fill(partial)
-        return finish_checkpoint(partial, state)
+    The future ends when they are written. On the first rank it ends when all ranks have written their shards and the
+    index is written.
+    """
+    writer = FileSystemWriter(path / SHARDS, sync_files=True)
+    written: Any = async_save(dict(tensors), storage_writer=writer, process_group=ranks.storing)
+    return cast("Future[Any]", written)
 
 
 def read_shards(checkpoint: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks | None) -> None:
@@ -119,10 +76,7 @@ def read_optimizer(
         empty = torch.zeros(saved.size, dtype=saved.properties.dtype, device="meta")
         targets[key] = _empty_like(empty, parameter)
     read_shards(checkpoint, targets, ranks)
-    return {
-        key.removeprefix(OPTIMIZER): tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        for key, tensor in targets.items()
-    }
+    return {key.removeprefix(OPTIMIZER): local_tensor(tensor) for key, tensor in targets.items()}
 
 
 def write_model_files(model: Any, path: Path) -> None:

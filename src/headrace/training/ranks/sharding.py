@@ -6,7 +6,7 @@ model is not wrapped at all, unless weights are offloaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,40 +16,16 @@ from torch.distributed.tensor import DTensor
 from headrace.config.schema import TrainingConfig
 from headrace.delivery.regions import whole
 from headrace.delivery.shards import held_region
-from headrace.errors import ModelError, UserError
-from headrace.training.compiled import compile_model
-from headrace.training.devices import compute_dtype
-from headrace.training.ranks import Ranks
-from headrace.training.recompute import recompute_layers
-from headrace.training.tensor_parallel import split_matrices
+from headrace.errors import UserError
+from headrace.training.devices import compute_dtype, input_device
+from headrace.training.ranks.base import Ranks
+from headrace.training.ranks.tensor_parallel import split_matrices
 
 
-def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """Return the model's decoder layers, in order."""
-    count = model.config.get_text_config().num_hidden_layers
-    stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
-    if not stacks:
-        raise ModelError(f"{type(model).__name__} has no list of {count} layers that could be sharded one by one")
-    return list(stacks[0])
-
-
-def prepare_model(model: Any, training: TrainingConfig, ranks: Ranks | None = None) -> Any:
-    """Prepare a model, which every rank holds as a whole, for training as configured. The model is changed in place."""
-    device = next(model.parameters()).device if ranks is None else ranks.device
-    if training.compile and device.type == "cuda":
-        compile_model(model, decoder_layers(model))
-    if training.activation_checkpointing:
-        # This wraps the compiled layers, so that what is computed again is compiled too.
-        recompute_layers(decoder_layers(model))
-    if ranks is not None:
-        _shard(model, ranks, training)
-    return model
-
-
-def _shard(model: Any, ranks: Ranks, training: TrainingConfig) -> None:
+def shard_model(model: Any, layers: Sequence[torch.nn.Module], ranks: Ranks, training: TrainingConfig) -> None:
+    """Cut a model, which every rank holds as a whole, into the shards of the ranks, in place and layer by layer."""
     if training.offload and ranks.device.type == "cpu":
         raise UserError("[training] offload: the trainer is on the CPU, where its weights already are")
-    layers = decoder_layers(model)
     if ranks.tensor_ranks > 1:
         split_matrices(model, layers, ranks.mesh["tensor"])
     half = compute_dtype(training, ranks.device) == "bfloat16"
@@ -86,12 +62,6 @@ def bring_to_rest(model: torch.nn.Module) -> None:
     if device.type == "cuda" and held.device.type == "cpu":
         # The GPU copies offloaded weights from the host asynchronously.
         torch.cuda.synchronize(device)
-
-
-def input_device(model: torch.nn.Module) -> torch.device:
-    """Return the device on which a pass computes. Offloaded weights are elsewhere."""
-    parameter = next(model.parameters())
-    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def local_part(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -2,7 +2,7 @@
 
 The logits come from the model's own head code, because some models cap or scale them, and are in float32 at least. At
 most `CHUNK_ELEMENTS` of them exist at a time, forward or backward, so memory does not grow with tokens x vocabulary. On
-a GPU, a head that is only a matrix is computed by `head`, unless entropies or kept sets are read.
+a GPU, a head that is only a matrix is computed by `read_head`, unless entropies or kept sets are read.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from headrace.models.attention import attending
-from headrace.training.attention import PackedAttention
-from headrace.training.compiled import arithmetic_of
-from headrace.training.families import Index
-from headrace.training.head import Reading, read_head
-from headrace.training.packing import MicroBatch
-from headrace.training.reading import EntropyOf, Readings, Wanted, read
-from headrace.training.sharding import input_device
-from headrace.training.transfer import upload
-from headrace.training.wide_head import WideHead
+from headrace.training.attention.packed import PackedAttention
+from headrace.training.devices import input_device, upload
+from headrace.training.head.logits import PLAIN, Arithmetic, Reading, WideHead, compiled_arithmetic, read_head
+from headrace.training.head.reading import EntropyOf, Readings, Wanted, read
+from headrace.training.layers import compiled_layers
+from headrace.training.rows.base import Index, MicroBatch
 from headrace.types import Kept
 
 CHUNK_ELEMENTS = 1 << 26
@@ -80,10 +77,16 @@ def read_row(
         hidden = model.base_model(**inputs).last_hidden_state[0].index_select(0, at)
         reading = Reading.of(row, inverse, size, device)
         weight = model.get_output_embeddings().weight
-        return Readings(read_head(hidden, weight, reading, temperature, arithmetic_of(model)))
+        return Readings(read_head(hidden, weight, reading, temperature, _arithmetic_of(model)))
 
     with attending(attention or PackedAttention(row)):
         return _called(model, computed)
+
+
+def _arithmetic_of(model: Any) -> Arithmetic:
+    """Return the functions that read logits: compiled if the layers are compiled."""
+    layers = compiled_layers(model)
+    return compiled_arithmetic() if layers is not None and layers.on and layers.fused else PLAIN
 
 
 _plain_heads: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.errors import ModelError, UserError
-from headrace.training.checkpoint import copy_companions, is_sharded, read_state
-from headrace.training.lora import ADAPTER_FILE, base_of
-from headrace.training.sharded_checkpoint import write_whole
+from headrace.training.checkpoints.base import base_of, copy_companions, is_sharded, read_state
+from headrace.training.checkpoints.sharded import write_whole
+from headrace.training.lora import ADAPTER_FILE
 
 Format = Literal["hf", "peft"]
 

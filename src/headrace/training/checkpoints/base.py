@@ -19,8 +19,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,6 +34,10 @@ _PARTIAL = ".partial-"
 _NOT_COPIED = {"config.json", ".git", ".gitattributes", "README.md"}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _LARGEST_COPY = 256 << 20
+ADAPTER_CONFIG = "adapter_config.json"
+BASES = {"full": "base", "nf4": "base-nf4"}
+"""The name of the directory, beside the checkpoints, of a base model that no other directory holds; by the format in
+which the base model is held."""
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,16 +64,14 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
     files: dict[str, int]
 
 
-def write_checkpoint(directory: Path, state: TrainerState, write: Callable[[Path], None]) -> Path:
-    """Write a checkpoint below `directory`, filled by `write`. Return its path once it is complete and on the disk."""
-    partial = begin_checkpoint(directory, state)
-    write(partial)
-    return finish_checkpoint(partial, state)
-
-
 def partial_path(directory: Path, state: TrainerState) -> Path:
     """Return the path of a checkpoint until it is complete."""
     return directory / f"{_PARTIAL}step-{state.steps_done:08d}"
+
+
+def final_path(partial: Path) -> Path:
+    """Return the path that a checkpoint has once it is complete."""
+    return partial.parent / partial.name.removeprefix(_PARTIAL)
 
 
 def begin_checkpoint(directory: Path, state: TrainerState) -> Path:
@@ -84,7 +86,7 @@ def begin_checkpoint(directory: Path, state: TrainerState) -> Path:
 def finish_checkpoint(partial: Path, state: TrainerState) -> Path:
     """Turn the filled hidden directory into a checkpoint. Return its path once it is on the disk."""
     directory = partial.parent
-    final = directory / partial.name.removeprefix(_PARTIAL)
+    final = final_path(partial)
     files = {str(f.relative_to(partial)): f.stat().st_size for f in sorted(partial.rglob("*")) if f.is_file()}
     record = _Record(format=FORMAT, state=state, files=files)
     (partial / "trainer" / "state.json").write_bytes(msgspec.json.format(msgspec.json.encode(record)))
@@ -137,9 +139,7 @@ def delete_ahead(directory: Path, last_step: int) -> list[str]:
     """
     ahead = [path for path in _complete(directory) if read_state(path).policy_steps > last_step]
     for checkpoint in ahead:
-        doomed = directory / f"{_PARTIAL}ahead-{checkpoint.name}"
-        checkpoint.rename(doomed)
-        shutil.rmtree(doomed)
+        _delete(checkpoint)
     return [path.name for path in ahead]
 
 
@@ -167,11 +167,15 @@ def prune(directory: Path, keep: int) -> list[Path]:
     clean(directory)
     old = sorted(_complete(directory), key=_steps)[:-keep]
     for checkpoint in old:
-        # Rename before deleting: a crash during the deletion must not leave half a checkpoint under its name.
-        doomed = directory / f"{_PARTIAL}pruned-{checkpoint.name}"
-        checkpoint.rename(doomed)
-        shutil.rmtree(doomed)
+        _delete(checkpoint)
     return old
+
+
+def _delete(checkpoint: Path) -> None:
+    # Rename before deleting: a crash during the deletion must not leave half a checkpoint under its name.
+    doomed = checkpoint.with_name(f"{_PARTIAL}deleted-{checkpoint.name}")
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def clean(directory: Path) -> None:
@@ -186,6 +190,44 @@ def copy_companions(source: Path, target: Path) -> None:
         companion = file.is_file() and file.name not in _NOT_COPIED and file.suffix not in _WEIGHTS
         if companion and not file.name.endswith(".index.json") and file.stat().st_size <= _LARGEST_COPY:
             shutil.copyfile(file, target / file.name)
+
+
+def keep_base(model: Any, directory: Path, source: Path, name: str = BASES["full"]) -> Path:
+    """Write a base model that was drawn at random or rounded, unless it is there already.
+
+    Return its model directory.
+    """
+    final = directory / name
+    if not final.is_dir():
+        partial = directory / f".partial-{name}-{os.getpid()}"
+        shutil.rmtree(partial, ignore_errors=True)
+        model.save_pretrained(partial)
+        copy_companions(source, partial)
+        try:
+            partial.rename(final)
+        except OSError:
+            if not final.is_dir():
+                raise
+            # Another rank was first and wrote the same model.
+            shutil.rmtree(partial)
+    return final
+
+
+def base_of(checkpoint: Path) -> Path:
+    """Return the base model that an adapter checkpoint names.
+
+    A base beside the checkpoint is found after a move too.
+    """
+    try:
+        named = Path(msgspec.json.decode((checkpoint / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"])
+    except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint / ADAPTER_CONFIG} does not name a base model") from error
+    beside = checkpoint.parent / named.name
+    if named.name in BASES.values() and beside.is_dir():
+        return beside
+    if not named.is_dir():
+        raise UserError(f"{checkpoint} is an adapter of {named}, which is not there any more")
+    return named
 
 
 def _complete(directory: Path) -> list[Path]:

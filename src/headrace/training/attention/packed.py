@@ -2,22 +2,26 @@
 
 The keys and values of a prefix are computed once, and receive the gradients of every sequence that reads them. The
 blocks of a row and their masks are planned once for a row, not in every layer. On a GPU in 16 bits, variable-length
-kernels compute the attention (see `flash`); the blocks here are the exact path for everything else.
+kernels compute the attention (see `flash`).
+
+The blocks here are the exact path for everything else: capped scores, sinks, windows that end within a shared prefix,
+and other dtypes. They compute attention by its definition, so they are the reference for every kernel. Their gradient
+needs no autograd, so it can run inside an operation that a compiler does not look into.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.models.attention import AttentionCall, keep_for_backward
-from headrace.training.attention_blocks import attend_block, attend_block_backward
-from headrace.training.flash import FlashAttention, Kernels, RowRanges, attend_row, attend_row_backward
-from headrace.training.packing import MicroBatch, Segment
-from headrace.training.transfer import upload
+from headrace.training.attention.flash import FlashAttention, Kernels, RowAttention, RowRanges
+from headrace.training.devices import upload
+from headrace.training.rows.base import MicroBatch, Segment
 
 JOINED_TOKENS = 64
 """Short segments are attended in one call, up to this many tokens. The limit trades the overhead of a call against
@@ -56,23 +60,20 @@ class PackedAttention:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Return the attention output, [1, T, H, Dv]."""
-        ranges = self._kernel_ranges(call)
-        if ranges is None:
+        flash = self._flash(call)
+        if flash is None:
             return self._attend_blocks(call)
-        output: torch.Tensor = FlashAttention.apply(  # type: ignore[no-untyped-call]
-            *_flat(call), ranges, call.scaling, call.window, self._kernels
-        )
+        output: torch.Tensor = FlashAttention.apply(*_flat(call), flash)  # type: ignore[no-untyped-call]
         return output[None]
 
     def attend_saving(self, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         """See `TrainedContext.attend_saving`."""
-        ranges = self._kernel_ranges(call)
-        if ranges is not None:
-            output, lse = attend_row(*_flat(call), ranges, call.scaling, call.window, self._kernels)
+        flash = self._flash(call)
+        if flash is not None:
+            output, lse = flash.forward(*_flat(call))
             return output[None], lse
         outputs, sums = [], []
-        for block, query, key, value in self._cut(call):
-            mask = self._mask(block, call.window, call.query.device)
+        for _, mask, query, key, value in self._cut(call):
             output, lse = attend_block(query, key, value, mask, call)
             outputs.append(output.transpose(1, 2))
             sums.append(lse)
@@ -82,18 +83,15 @@ class PackedAttention:
         self, call: AttentionCall, output: torch.Tensor, lse: torch.Tensor, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """See `TrainedContext.attend_backward`."""
-        ranges = self._kernel_ranges(call)
-        if ranges is not None:
-            dq, dk, dv = attend_row_backward(
-                gradient[0], *_flat(call), output[0], lse, ranges, call.scaling, call.window, self._kernels
-            )
+        flash = self._flash(call)
+        if flash is not None:
+            dq, dk, dv = flash.backward(gradient[0], *_flat(call), output[0], lse)
             return dq[None], dk[None], dv[None], None
         grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (call.query, call.key, call.value)]
         sinks = None if call.sinks is None else torch.zeros_like(call.sinks, dtype=lse.dtype)
         start = 0
-        for (block, query, key, value), length in zip(self._cut(call), self._lengths, strict=True):
+        for (block, mask, query, key, value), length in zip(self._cut(call), self._lengths, strict=True):
             mine = slice(start, start + length)
-            mask = self._mask(block, call.window, call.query.device)
             of_output = gradient[:, mine].transpose(1, 2)
             found = attend_block_backward(query, key, value, mask, call, lse[:, mine], of_output)
             grads[0][:, :, mine] += found.query
@@ -109,23 +107,26 @@ class PackedAttention:
         dq, dk, dv = (grad.to(call.query.dtype).transpose(1, 2) for grad in grads)
         return dq, dk, dv, None if sinks is None or call.sinks is None else sinks.to(call.sinks.dtype)
 
-    def _kernel_ranges(self, call: AttentionCall) -> RowRanges | None:
-        """Return the row's ranges for the kernels, or None if the kernels cannot compute this call."""
+    def _flash(self, call: AttentionCall) -> RowAttention | None:
+        """Return the attention by kernels, or None if the kernels cannot compute this call."""
         if call.softcap is not None or call.sinks is not None or not self._kernels.take(call.query, call.value):
             return None
         if self._ranges is None:
             self._ranges = RowRanges(self._row, call.query.device)
-        return self._ranges if self._ranges.takes(call.window) else None
+        if not self._ranges.takes(call.window):
+            return None
+        return RowAttention(self._ranges, self._kernels, call.scaling, call.window)
 
     def _attend_blocks(self, call: AttentionCall) -> torch.Tensor:
-        outputs = []
-        for block, query, key, value in self._cut(call):
-            mask = self._mask(block, call.window, call.query.device)
-            outputs.append(_attend(query, key, value, mask, call).transpose(1, 2))
+        outputs = [
+            _attend(query, key, value, mask, call).transpose(1, 2) for _, mask, query, key, value in self._cut(call)
+        ]
         return torch.cat(outputs, dim=1)
 
-    def _cut(self, call: AttentionCall) -> Iterator[tuple[_Block, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield each block with its queries, keys and values. The keys and values of its prefix come first."""
+    def _cut(
+        self, call: AttentionCall
+    ) -> Iterator[tuple[_Block, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield each block with its mask, queries, keys and values. The keys and values of its prefix come first."""
         queries = torch.split(call.query, self._lengths, dim=2)
         keys = torch.split(call.key, self._lengths, dim=2)
         values = torch.split(call.value, self._lengths, dim=2)
@@ -135,7 +136,7 @@ class PackedAttention:
                 parent = self._block_of[block.prefix]
                 key = torch.cat([keys[parent], key], dim=2)
                 value = torch.cat([values[parent], value], dim=2)
-            yield block, queries[i], key, value
+            yield block, self._mask(block, call.window, call.query.device), queries[i], key, value
 
     def _mask(self, block: _Block, window: int | None, device: torch.device) -> torch.Tensor | None:
         """Return which keys each query sees, [queries, keys]. None means plain causal attention."""
@@ -234,3 +235,94 @@ def _flat(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class BlockGradients(NamedTuple):
+    """The gradients of one block: query [1, H, n, D], key [1, K, m, D], value [1, K, m, Dv], sinks [H]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    sinks: torch.Tensor | None
+
+
+def attend_block(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute [1, H, n, D] x [1, K, m, D] -> the output [1, H, n, Dv] and the log-sum-exp of its scores [H, n]."""
+    heads, n = query.shape[1:3]
+    scores, _ = _scores(query, key, mask, call)
+    lse = scores.logsumexp(dim=-1)
+    if call.sinks is not None:
+        # A sink takes its share of the attention and contributes nothing to the output.
+        lse = torch.logaddexp(lse, _by_group(call.sinks, key, lse.dtype))
+    probabilities = (scores - lse[..., None]).exp()
+    output = torch.matmul(probabilities.to(value.dtype), value.unsqueeze(2))
+    return output.reshape(1, heads, n, -1), lse.reshape(heads, n)
+
+
+def attend_block_backward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    call: AttentionCall,
+    lse: torch.Tensor,
+    gradient: torch.Tensor,
+) -> BlockGradients:
+    """Return the gradients of the inputs, given the gradient of the output, [1, H, n, Dv].
+
+    They have the dtype of `lse`.
+    """
+    kv_heads, precise = key.shape[1], lse.dtype
+    scores, slope = _scores(query, key, mask, call)
+    grouped = _grouped(query, kv_heads).to(precise)
+    of_output = _grouped(gradient, kv_heads).to(precise)
+    sums = _grouped(lse[None, ..., None], kv_heads)
+    probabilities = (scores - sums).exp()
+    of_probabilities = torch.matmul(of_output, value.to(precise).unsqueeze(2).transpose(-1, -2))
+    # All scores of a query have this term in common, because the query's probabilities add up to one.
+    common = (probabilities * of_probabilities).sum(dim=-1, keepdim=True)
+    of_scores = probabilities * (of_probabilities - common)
+    if slope is not None:
+        of_scores = of_scores * slope
+    of_scores = of_scores * call.scaling
+    return BlockGradients(
+        query=torch.matmul(of_scores, key.to(precise).unsqueeze(2)).reshape(query.shape),
+        key=torch.matmul(of_scores.transpose(-1, -2), grouped).sum(dim=2),
+        value=torch.matmul(probabilities.transpose(-1, -2), of_output).sum(dim=2),
+        sinks=None if call.sinks is None else _of_sinks(call.sinks, key, sums, common),
+    )
+
+
+def _scores(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, call: AttentionCall
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return masked scores, [1, K, H / K, n, m] in float32 at least, and the slope of their cap, if they are capped."""
+    n = query.shape[2]
+    scores = torch.matmul(_grouped(query, key.shape[1]), key.unsqueeze(2).transpose(-1, -2)) * call.scaling
+    slope = None
+    if call.softcap is not None:
+        bent = torch.tanh(scores / call.softcap)
+        scores, slope = bent * call.softcap, 1 - bent.square()
+    if mask is None:
+        mask = torch.ones(n, n, dtype=torch.bool, device=scores.device).tril()
+    return scores.masked_fill(~mask, float("-inf")).to(torch.promote_types(scores.dtype, torch.float32)), slope
+
+
+def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Reshape [1, H, ...] to [1, K, H / K, ...]."""
+    return x.reshape(1, kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
+
+
+def _by_group(sinks: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return sinks.to(dtype).reshape(1, key.shape[1], -1, 1)
+
+
+def _of_sinks(sinks: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, common: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the sinks.
+
+    The value of a sink is zero: a sink only takes attention from the other tokens.
+    """
+    share = (_by_group(sinks, key, lse.dtype)[..., None] - lse).exp()
+    return -(share * common).sum(dim=(-1, -2)).reshape(-1)

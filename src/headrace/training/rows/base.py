@@ -1,4 +1,6 @@
-"""Sequences of a batch, and families of sequences that begin with the same tokens and so can share computation.
+"""The sequences of a batch, families of sequences that can share computation, and the row into which they are packed.
+
+A family's sequences begin with the same tokens, so these tokens may be computed once for all of them.
 
 Costs are counted in tokens: the unit is what one token costs in the model's matrix products. No torch is imported here.
 """
@@ -53,6 +55,49 @@ class Family:
     def tokens(self) -> int:
         """The number of tokens of all members, with the prefix counted once."""
         return self.prefix + sum(len(member.token_ids) - self.prefix for member in self.members)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of a row: a whole sequence, a shared prefix, or the rest of a sequence after that prefix."""
+
+    start: int
+    length: int
+    prefix: int | None = None
+    """The index of the segment that precedes this one in its sequence. None where a sequence begins."""
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One row of N packed tokens, and the M trained tokens of its sequences, which are read from the row.
+
+    A sequence is never cut, and a shared prefix holds no trained token, so a loss may look at whole sequences.
+    """
+
+    token_ids: Index  # [N]
+    position_ids: Index  # [N], counted within each sequence
+    segments: tuple[Segment, ...]
+    predictors: Index  # [M], where in the row the logits of a trained token are; several tokens may share one place
+    targets: Index  # [M], the trained token's id
+    sources: Index  # [M], the trained token's place in the batch
+    sequences: Index  # [M], the trained token's sequence, numbered within the row
+    routing: Int16Array | None = None  # [N, layers, k], the experts of the pass over each token; see `Trace.routing`
+    join_cost: float = 0.0
+    """The extra cost of a token that continues a shared prefix, as a fraction of computing the token."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def cost(self) -> float:
+        """The cost of a pass over the row, in tokens: computing the tokens, their attention, and joining attention."""
+        own = sum(cost_of(s.length, 0 if s.prefix is None else self.segments[s.prefix].length) for s in self.segments)
+        return own + self.join_cost * sum(s.length for s in self.segments if s.prefix is not None)
 
 
 def family_of(members: Sequence[Member]) -> Family:
