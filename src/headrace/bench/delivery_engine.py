@@ -31,7 +31,7 @@ from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.setup import give_way_to_decoding
 from headrace.errors import DeliveryError, HeadraceError
 from headrace.models.loading import named_weights
-from headrace.models.lora import ALL_LINEAR, Adapter, LoraSpec, attach
+from headrace.models.lora import ALL_LINEAR, Adapter, LoraSpec
 
 RANK = 16
 """The rank of the adapter that is sent."""
@@ -92,7 +92,7 @@ def served_adapter(model: Any) -> tuple[Adapter, int]:
     Return the adapter and the digest of the weights under it.
     """
     base = digest(named_weights(model).items())
-    return attach(model, LoraSpec(rank=RANK, alpha=2.0 * RANK, targets=(ALL_LINEAR,)), "merged"), base
+    return Adapter(model, LoraSpec(rank=RANK, alpha=2.0 * RANK, targets=(ALL_LINEAR,)), "merged"), base
 
 
 class HoldingEngine:

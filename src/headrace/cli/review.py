@@ -139,7 +139,7 @@ def export(
     chosen = _choose(paths.checkpoints, checkpoint)
     from transformers.utils import logging
 
-    from headrace.training.export import export_checkpoint
+    from headrace.training.checkpoints.export import export_checkpoint
 
     logging.disable_progress_bar()
     written = export_checkpoint(chosen, Path(out) if out is not None else paths.path / f"export-{to}", to)
@@ -148,7 +148,7 @@ def export(
 
 
 def _choose(checkpoints: Path, name: str | None) -> Path:
-    from headrace.training.checkpoint import by_name, latest
+    from headrace.training.checkpoints.base import by_name, latest
 
     if name is None:
         newest = latest(checkpoints)

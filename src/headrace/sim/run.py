@@ -27,9 +27,8 @@ from headrace.pipeline.assembly import Outputs, assemble
 from headrace.pipeline.session import first_cause
 from headrace.pipeline.waits import Waits
 from headrace.tasks.base import EnvironmentStep
-from headrace.training.base import Checkpoint
+from headrace.training.base import Checkpoint, StepReport
 from headrace.training.messages import Published
-from headrace.training.report import StepReport
 from headrace.types import Batch, Int32Array, Prompt
 
 STOP_TOKEN = 63
