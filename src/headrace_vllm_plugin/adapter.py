@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from headrace.delivery.digest import MASK, digest
+from headrace.delivery.digest import digest
 from headrace.errors import DeliveryError
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -39,7 +39,7 @@ class Pristine:
     def digest(self) -> int:
         """Return the digest of all pristine weights; it must equal the trainer's digest of its base model."""
         if self._digest is None:
-            self._digest = sum(digest([pair]) for pair in self.weights.items()) & MASK
+            self._digest = digest(self.weights.items())
         return self._digest
 
     def with_adapter(self, adapter: Mapping[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from headrace.delivery.digest import MASK, digest
+from headrace.delivery.digest import digest
+from headrace.delivery.digest_sums import MASK
 from headrace_vllm_plugin.wire import Live
 
 

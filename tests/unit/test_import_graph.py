@@ -49,7 +49,13 @@ ARROWS = {
         "models",
     },
     "gateway": {"engines.base", "rollouts.base", "scoring.base"},
-    "headrace_vllm_plugin": {"delivery.base", "delivery.digest", "delivery.plan", "delivery.transports"},
+    "headrace_vllm_plugin": {
+        "delivery.base",
+        "delivery.digest",
+        "delivery.digest_sums",
+        "delivery.plan",
+        "delivery.transports",
+    },
     "models": set(),
     "pipeline": {
         "algorithms.assemble",

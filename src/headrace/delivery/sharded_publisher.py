@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from headrace.delivery.base import Kind, Manifest, Part
 from headrace.delivery.canary import Score, score_canary
-from headrace.delivery.digest import Sums, digest_of_sums, region_block_sums
+from headrace.delivery.digest import digest_of_sums
+from headrace.delivery.digest_sums import Sums, region_block_sums
 from headrace.delivery.held_places import HeldPlaces
 from headrace.delivery.plan import PackingPlan, plan_weights
 from headrace.delivery.regions import Region

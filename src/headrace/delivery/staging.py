@@ -16,8 +16,7 @@ import torch
 
 from headrace.delivery.base import Entry, Manifest
 from headrace.delivery.delta import apply
-from headrace.delivery.digest import digest
-from headrace.delivery.growing_digest import GrowingDigest
+from headrace.delivery.digest import GrowingDigest, digest
 from headrace.delivery.live import DeviceSide
 from headrace.delivery.parts import fetch_parts
 from headrace.delivery.plan import PackingPlan, all_on, copy_all, pack, unpack
