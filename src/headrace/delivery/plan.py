@@ -55,6 +55,16 @@ def _make_plan(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Packing
     return PackingPlan(entries=tuple(entries), nbytes=end, digest=plan_digest(entries))
 
 
+def plan_of(entries: Iterable[Entry]) -> PackingPlan:
+    """Return the plan that these entries are from."""
+    return make_plan((entry.name, entry.dtype, entry.shape) for entry in entries)
+
+
+def packed_bytes(entries: Iterable[Entry]) -> int:
+    """Return the number of packed bytes of these entries."""
+    return max(entry.offset + entry.nbytes for entry in entries)
+
+
 def plan_weights(weights: Mapping[str, torch.Tensor], dtype: str) -> PackingPlan:
     """Make the plan of these weights as published: floating-point tensors in `dtype`, all others in their own."""
     return make_plan(

@@ -6,16 +6,16 @@ from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
 from headrace.delivery.base import Kind
 from headrace.delivery.canary import canary_sequence
+from headrace.delivery.parts import TrainerRanks
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.setup import make_sender
-from headrace.delivery.sharded_publisher import ShardedPublisher
 from headrace.training.devices import engine_device
 from headrace.training.ranks import Ranks
 
 
 def make_publisher(
     link: WorkerLink, config: Config, ranks: Ranks | None, vocabulary: int, base_digest: int, *, device: str = "cpu"
-) -> Publisher | ShardedPublisher:
+) -> Publisher:
     """Return the publisher of this process: for the whole model, or for this rank's part of the model."""
     canary = canary_sequence(vocabulary, config.delivery.canary_tokens)
     tolerance, deadline = config.delivery.canary_tolerance, config.delivery.deadline
@@ -30,19 +30,6 @@ def make_publisher(
         relays=ranks is None,  # an engine can relay the whole model, but not the parts in which it arrived
     )
     send: Kind = "adapter" if config.lora is not None else config.delivery.send
-    if ranks:
-        return ShardedPublisher(
-            sender,
-            ranks.publishing,
-            ranks.coordinate,
-            published_dtype(config),
-            tolerance,
-            canary,
-            send=send,
-            base_digest=base_digest,
-            deadline=deadline,
-            policy=config.policy_name,
-        )
     return Publisher(
         sender,
         published_dtype(config),
@@ -52,6 +39,7 @@ def make_publisher(
         base_digest=base_digest,
         deadline=deadline,
         policy=config.policy_name,
+        ranks=TrainerRanks(ranks.publishing, ranks.coordinate) if ranks else None,
     )
 
 

@@ -24,7 +24,7 @@ import torch
 
 from headrace.delivery.base import Entry
 from headrace.delivery.device_copies import DeviceCopies
-from headrace.delivery.plan import PackingPlan, unpack
+from headrace.delivery.plan import PackingPlan, packed_bytes, unpack
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.cuda_memory import allocate, open_handle
 from headrace.delivery.transports.places import LIMIT, SenderPlaces
@@ -225,7 +225,7 @@ class CudaIpcSource:
             self._map(location)
         mapped = self._mapped[location]
         try:
-            mapped.check(version, max(entry.offset + entry.nbytes for entry in entries))
+            mapped.check(version, packed_bytes(entries))
         except DeliveryError:
             self._drop([location])
             raise
@@ -234,7 +234,7 @@ class CudaIpcSource:
 
     def upcoming(self, entries: Sequence[Entry]) -> list[dict[str, torch.Tensor]]:
         """Return views of the other buffers; see `PredictsPlaces.upcoming`."""
-        nbytes = max(entry.offset + entry.nbytes for entry in entries)
+        nbytes = packed_bytes(entries)
         found = [mapped.views(entries) for mapped in self._upcoming if len(mapped.memory) >= nbytes]
         self._upcoming.clear()
         return found

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import torch
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import PackingPlan, pack, unpack
+from headrace.delivery.plan import PackingPlan, pack, packed_bytes, unpack
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.files import FileLayout, check_header, layout_of
 from headrace.delivery.transports.places import SenderPlaces
@@ -177,7 +177,7 @@ class FileSource:
         self._buffer = self._opened = None
 
     def _read(self, file: BinaryIO, location: str, layout: FileLayout, entries: Sequence[Entry]) -> None:
-        nbytes = max(entry.offset + entry.nbytes for entry in entries)
+        nbytes = packed_bytes(entries)
         if self._buffer is None or len(self._buffer) < nbytes:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8)
         memory = self._buffer.numpy().data

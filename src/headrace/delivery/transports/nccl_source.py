@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import unpack
+from headrace.delivery.plan import packed_bytes, unpack
 from headrace.delivery.transports.nccl_group import BroadcastGroup, ProgressWatch, connect, exact
 from headrace.delivery.transports.nccl_wire import (
     ASKS,
@@ -62,7 +62,7 @@ class NcclSource:
         with self._all_or_nothing(place):
             line = self._connected(place)
             held = _held(line, place, version)
-            nbytes = max(entry.offset + entry.nbytes for entry in entries)
+            nbytes = packed_bytes(entries)
             if held.nbytes != nbytes:
                 raise DeliveryError(f"version {version} at {location} has {held.nbytes} bytes, not {nbytes}")
             answer = self._invited(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from headrace.delivery.base import Entry
+from headrace.delivery.plan import packed_bytes
 from headrace.delivery.transports.tcp_wire import is_loopback
 from headrace.errors import DeliveryError
 
@@ -107,6 +108,6 @@ def begin_key(session: int) -> str:
 def pieces(entries: Sequence[Entry], bucket_bytes: int) -> list[tuple[int, int]]:
     """Return the byte ranges to broadcast, in order: buckets of the packed bytes, or tensors if `bucket_bytes` is 0."""
     if bucket_bytes:
-        nbytes = max(entry.offset + entry.nbytes for entry in entries)
+        nbytes = packed_bytes(entries)
         return [(start, min(nbytes, start + bucket_bytes)) for start in range(0, nbytes, bucket_bytes)]
     return [(entry.offset, entry.offset + entry.nbytes) for entry in entries if entry.nbytes]

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import PackingPlan, Views, copy_all
+from headrace.delivery.plan import PackingPlan, Views, copy_all, packed_bytes
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.places import SenderPlaces
 from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SharedSegment, sweep
@@ -101,7 +101,7 @@ class ShmSource:
             self._views[location] = Views(_payload(self._mapped[location].buffer))
         segment = self._mapped[location]
         try:
-            segment.check(version, max(entry.offset + entry.nbytes for entry in entries))
+            segment.check(version, packed_bytes(entries))
         except DeliveryError:
             self._drop([location])
             raise

@@ -21,7 +21,7 @@ import torch
 import zmq
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import Views
+from headrace.delivery.plan import Views, packed_bytes
 from headrace.delivery.transports.tcp_connection import Connection, CurveConnection
 from headrace.delivery.transports.tcp_plain import PlainConnection
 from headrace.delivery.transports.tcp_relay import Relay
@@ -108,7 +108,7 @@ class TcpSource:
         self, location: str, version: int, entries: Sequence[Entry], grown: Grown
     ) -> dict[str, torch.Tensor]:
         """Fetch the version and report progress; see `Growing.open_growing`."""
-        nbytes = max(entry.offset + entry.nbytes for entry in entries)
+        nbytes = packed_bytes(entries)
         if self._relay is not None:
             self._relay.withdraw()
         suspect, self._complete, self._suspect = self._suspect, None, None
