@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from headrace.bench.engine_bytes import settle
+from headrace.delivery.copying import copy_all
 from headrace.delivery.digest import digest
-from headrace.delivery.plan import copy_all
 from headrace.delivery.transports.tcp_wire import BUCKET_BYTES
 
 REPEATS = 7

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
-from headrace.delivery.agreement import agreed_plan, check_base, check_casts
 from headrace.delivery.base import Entry, Manifest, Proof
 from headrace.delivery.canary import Score, Tolerance, canary_error
+from headrace.delivery.copying import copy_all
 from headrace.delivery.digest import digest
 from headrace.delivery.live import DeviceCheck, DeviceSide, HostCheck
-from headrace.delivery.plan import PackingPlan, copy_all, dtype_of
-from headrace.delivery.staging import Staging
+from headrace.delivery.plan import PackingPlan, dtype_of
+from headrace.delivery.staging import Staging, agreed_plan, check_base, check_casts
 from headrace.errors import DeliveryError
 from headrace.types import NO_VERSION, Float32Array
 

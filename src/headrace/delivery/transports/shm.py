@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import PackingPlan, Views, copy_all, packed_bytes
+from headrace.delivery.copying import copy_all
+from headrace.delivery.plan import PackingPlan, Views, packed_bytes
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.places import SenderPlaces
 from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SharedSegment, sweep

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 import torch
 
-from headrace.delivery.plan import PackingPlan, Views, copy_all
+from headrace.delivery.copying import copy_all
+from headrace.delivery.plan import PackingPlan, Views
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.keys import read_keys
 from headrace.delivery.transports.places import LIMIT, SenderPlaces
