@@ -35,7 +35,7 @@ from headrace.delivery.transports.files import Directory
 from headrace.delivery.transports.shm import ShmSource
 from headrace.delivery.transports.tcp import TcpSender
 from headrace.delivery.transports.tcp_plain import PlainConnection
-from headrace.delivery.transports.tcp_relay import Relay
+from headrace.delivery.transports.tcp_server import Relay
 
 
 def die(*_: Any, **__: Any) -> Any:
