@@ -28,7 +28,7 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.copying import copy_all
 from headrace.delivery.device_copies import DeviceCopies
 from headrace.delivery.receiver import Receiver
-from headrace.delivery.transports import file, nccl_sessions, nccl_source, nccl_wire, shm, tcp, tcp_source
+from headrace.delivery.transports import file, nccl, nccl_group, nccl_source, shm, tcp, tcp_source
 from headrace.delivery.transports.base import Sender
 from headrace.delivery.transports.cuda_ipc import CudaIpcSource
 from headrace.delivery.transports.files import Directory
@@ -120,7 +120,7 @@ def half_replayed(self: DeviceCopies, plan: int, targets: Any, sources: Any) -> 
 
 
 def one_piece(*arguments: Any) -> Any:
-    yield nccl_wire.pieces(*arguments)[0]
+    yield nccl_group.pieces(*arguments)[0]
     die()
 
 
@@ -160,7 +160,7 @@ def arm_trainer(step: str, sender: Sender) -> None:
         case "mid-write", "cuda_ipc":
             DeviceCopies.copy = half_replayed  # type: ignore[method-assign]
         case "mid-write", name:
-            module: Any = {"shm": shm, "tcp": tcp, "nccl": nccl_sessions}[name]
+            module: Any = {"shm": shm, "tcp": tcp, "nccl": nccl}[name]
             if name in ("shm", "tcp"):
                 module.copy_all = half_copied(module.copy_all)
             else:
@@ -169,7 +169,7 @@ def arm_trainer(step: str, sender: Sender) -> None:
             assert isinstance(sender, TcpSender)
             sender.respond = after(sender.respond, 2)  # type: ignore[method-assign]
         case "mid-fetch", "nccl":
-            nccl_sessions.pieces = one_piece
+            nccl.pieces = one_piece
         case _:
             raise ValueError(step)
 

@@ -14,7 +14,7 @@ from bigram import CANARY, make_weights, score
 from headrace.channel.codec import encode
 from headrace.delivery import transports
 from headrace.delivery.publisher import Publisher
-from headrace.delivery.transports import nccl_sessions, nccl_wire
+from headrace.delivery.transports import nccl, nccl_group
 from headrace.delivery.transports.base import Sender
 from headrace.delivery.transports.nccl import NcclSender
 from headrace.delivery.transports.tcp import TcpSender
@@ -37,12 +37,12 @@ def mortal(transport: str, buckets: int) -> Sender:
         return sender
 
     def pieces(*arguments: Any) -> Iterator[tuple[int, int]]:
-        for number, piece in enumerate(nccl_wire.pieces(*arguments)):
+        for number, piece in enumerate(nccl_group.pieces(*arguments)):
             if number == buckets:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield piece
 
-    nccl_sessions.pieces = pieces
+    nccl.pieces = pieces
     return NcclSender(bucket_bytes=256)
 
 
