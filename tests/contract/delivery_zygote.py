@@ -31,8 +31,8 @@ from headrace.delivery.receiver import Receiver
 from headrace.delivery.transports import file, nccl, nccl_group, nccl_source, shm, tcp, tcp_source
 from headrace.delivery.transports.base import Sender
 from headrace.delivery.transports.cuda_ipc import CudaIpcSource
-from headrace.delivery.transports.files import Directory
 from headrace.delivery.transports.shm import ShmSource
+from headrace.delivery.transports.storage import Directory
 from headrace.delivery.transports.tcp import TcpSender
 from headrace.delivery.transports.tcp_plain import PlainConnection
 from headrace.delivery.transports.tcp_server import Relay
@@ -83,11 +83,11 @@ def first_chunk(real: Callable[..., None]) -> Callable[..., None]:
     """`Directory.write`, which dies when the header and the first tensor are written."""
 
     def chunks(given: Any) -> Iterator[memoryview]:
-        yield given[0]
+        yield from given[:2]
         die()
 
-    def write(self: Directory, location: str, layout: Any, given: Any) -> None:
-        real(self, location, layout, chunks(given))
+    def write(self: Directory, location: str, given: Any) -> None:
+        real(self, location, chunks(given))
 
     return write
 

@@ -14,9 +14,8 @@ import torch
 from headrace.delivery import transports
 from headrace.delivery.plan import PackingPlan, plan_weights
 from headrace.delivery.transports.base import Sender, Source
-from headrace.delivery.transports.files import LOCK
-from headrace.delivery.transports.object_store import MARKER
 from headrace.delivery.transports.segments import segment_directories
+from headrace.delivery.transports.storage import LOCK, MARKER
 from headrace.errors import DeliveryError
 
 RUN_ID = f"contract-{os.getpid()}"

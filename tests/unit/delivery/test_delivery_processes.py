@@ -22,7 +22,7 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.plan import PackingPlan
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports.base import Sender
-from headrace.delivery.transports.files import layout_of, sweep_directory
+from headrace.delivery.transports.file import layout_of
 from headrace.delivery.transports.segments import HEADER_BYTES, segment_directories, sweep
 from headrace.delivery.transports.storage import sweep_storage
 
@@ -149,7 +149,7 @@ def test_what_a_killed_trainer_leaves_is_rejected_or_whole_and_gone_at_the_next_
     trainer = Process(trainer_process.serve, transport, RUN_ID, str(directory))
     manifest = decode(Manifest, [base64.b64decode(frame) for frame in json.loads(trainer.read())])
     sweep()
-    sweep_directory(directory)
+    sweep_storage(directory, "")
     assert engine.load(manifest)[0].accepted
     trainer.kill()
     proof, logits = engine.load(msgspec.structs.replace(manifest, version=2))
