@@ -19,10 +19,8 @@ from headrace.delivery.transports import sender
 from headrace.errors import DeliveryError
 from headrace.models.loading import named_weights
 from headrace.training.lora import TrainedAdapter
-from headrace_vllm_plugin.adapter import Pristine
 from headrace_vllm_plugin.guard import Guard
-from headrace_vllm_plugin.live import compare
-from headrace_vllm_plugin.staging import WorkerStaging
+from headrace_vllm_plugin.weights import Pristine, WorkerStaging, compare
 from headrace_vllm_plugin.wire import FetchOrder, StagingState
 
 NAMES = ("q_proj", "k_proj", "v_proj")
