@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -202,8 +202,15 @@ class Receiver:
         if self._gpu:
             self._gpu.close()
 
-    def _alone(self, what: str, version: int) -> _Exclusive:
-        return _Exclusive(self._busy, f"cannot {what} version {version}: another delivery is under way")
+    @contextmanager
+    def _alone(self, what: str, version: int) -> Iterator[None]:
+        """Raise at once if another delivery is under way: a delivery never waits for another delivery."""
+        if not self._busy.acquire(blocking=False):
+            raise DeliveryError(f"cannot {what} version {version}: another delivery is under way")
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def _check_order(self, version: int) -> None:
         if version <= self._proved:
@@ -243,18 +250,3 @@ def _mismatch(staged: Staged, found: int, error: float, tolerance: float) -> str
     if error > tolerance:
         return f"the canary is off by {error:.3g} (tolerance {tolerance:.3g})"
     return ""
-
-
-class _Exclusive:
-    """Holds a lock, or raises at once if the lock is taken: a delivery never waits for another delivery."""
-
-    def __init__(self, lock: threading.Lock, refusal: str) -> None:
-        self._lock = lock
-        self._refusal = refusal
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise DeliveryError(self._refusal)
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()

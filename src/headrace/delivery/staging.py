@@ -20,7 +20,7 @@ from headrace.delivery.delta import apply
 from headrace.delivery.digest import GrowingDigest, digest
 from headrace.delivery.live import DeviceSide
 from headrace.delivery.parts import fetch_parts
-from headrace.delivery.plan import PackingPlan, dtype_name, dtype_of, make_plan, pack, plan_digest, unpack
+from headrace.delivery.plan import PackingPlan, Views, dtype_name, dtype_of, make_plan, pack, plan_digest, unpack
 from headrace.delivery.regions import whole
 from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Growing, PredictsPlaces, Relaying, Source
@@ -49,7 +49,7 @@ class Staging:
         self._gpu = gpu
         self._keys = keys
         self._sources: dict[str, Source] = {}
-        self._unpacked: tuple[int, dict[str, torch.Tensor]] | None = None
+        self._views: Views | None = None
         self.buffer: torch.Tensor | None = None
         """The receiver's own memory for weights that cannot stay where they arrived; allocated when first needed."""
 
@@ -79,7 +79,7 @@ class Staging:
         for opened in self._sources.values():
             opened.close()
         self._sources.clear()
-        self.buffer = self._unpacked = None
+        self.buffer = self._views = None
 
     def _digested(self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]) -> Arrived:
         with closing(GrowingDigest(plan.entries)) as growing:
@@ -171,14 +171,13 @@ class Staging:
     def _own(self, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Return views of the receiver's own buffer for all weights of this plan."""
         buffer = self._room(plan)
-        if self._unpacked is None or self._unpacked[0] != plan.digest:
-            self._unpacked = plan.digest, unpack(buffer, plan.entries)
-        return self._unpacked[1]
+        self._views = self._views or Views(buffer)
+        return self._views.of(plan.entries)
 
     def _room(self, plan: PackingPlan) -> torch.Tensor:
         if self.buffer is None or len(self.buffer) < plan.nbytes:
             self.buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device)
-            self._unpacked = None
+            self._views = None
         return self.buffer
 
 

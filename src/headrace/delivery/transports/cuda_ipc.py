@@ -24,7 +24,7 @@ import torch
 
 from headrace.delivery.base import Entry
 from headrace.delivery.device_copies import DeviceCopies
-from headrace.delivery.plan import PackingPlan, packed_bytes, unpack
+from headrace.delivery.plan import PackingPlan, Views, packed_bytes
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.cuda_memory import allocate, open_handle
 from headrace.delivery.transports.places import LIMIT, SenderPlaces
@@ -60,19 +60,13 @@ class _Place:
         self.token = uuid.uuid4().hex
         self._ticket = Ticket(token=self.token, gpu=_uuid(device.index), nbytes=nbytes, memory=handle, event=event)
         self.segment = SharedSegment.create(run_id, TICKET_BYTES)
-        self._views: tuple[int, dict[str, torch.Tensor]] | None = None
+        self.views = Views(self.memory)
         _own[self.token] = self
 
     def announce(self, places: Collection[str]) -> None:
         """Write into the segment how to map this buffer, and the locations of the other places."""
         others = [place for place in places if place != str(self.segment.path)]
         write_ticket(self.segment, msgspec.structs.replace(self._ticket, others=others))
-
-    def views(self, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Return views of the buffer's tensors; they are made once per plan, because a model has hundreds."""
-        if self._views is None or self._views[0] != plan.digest:
-            self._views = plan.digest, unpack(self.memory, plan.entries)
-        return self._views[1]
 
 
 _own: WeakValueDictionary[str, _Place] = WeakValueDictionary()
@@ -106,7 +100,7 @@ class CudaIpcSender:
             place = self._held[location]
             place.segment.begin(version)
             with torch.cuda.device(self._device), torch.no_grad():
-                self._copies.copy(plan.digest, place.views(plan), weights)
+                self._copies.copy(plan.digest, place.views.of(plan.entries), weights)
                 place.written.record(torch.cuda.current_stream(self._device))
             place.segment.finish(version)
         return location
@@ -120,7 +114,7 @@ class CudaIpcSender:
 
     def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Return views of the buffer, and make the current stream wait until it is written."""
-        return self._holding(location).views(plan)
+        return self._holding(location).views.of(plan.entries)
 
     def release(self, location: str) -> None:
         """Allow the buffer to be overwritten."""
@@ -164,7 +158,6 @@ class _Mapped:
 
     def __init__(self, path: Path) -> None:
         self.segment = MappedSegment(path)
-        self._unpacked: tuple[tuple[Entry, ...], dict[str, torch.Tensor]] | None = None
         opened = False
         try:
             ticket = read_ticket(self.segment)
@@ -174,6 +167,7 @@ class _Mapped:
                 self.memory, self.written = own.memory, own.written
             else:
                 self._map(ticket)
+            self.views = Views(self.memory)
             opened = True
         finally:
             if not opened:
@@ -195,12 +189,6 @@ class _Mapped:
         self._check_owner()
         if len(self.memory) < nbytes:
             raise DeliveryError(f"buffer {self.segment.path.name} has {len(self.memory)} bytes, not {nbytes}")
-
-    def views(self, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-        """Return views of the buffer's tensors; they are made once per plan, because a model has hundreds."""
-        if self._unpacked is None or self._unpacked[0] != tuple(entries):
-            self._unpacked = tuple(entries), unpack(self.memory, entries)
-        return self._unpacked[1]
 
     def _check_owner(self) -> None:
         if self.segment.abandoned:
@@ -230,12 +218,12 @@ class CudaIpcSource:
             self._drop([location])
             raise
         torch.cuda.current_stream(mapped.memory.device).wait_event(mapped.written)
-        return mapped.views(entries)
+        return mapped.views.of(entries)
 
     def upcoming(self, entries: Sequence[Entry]) -> list[dict[str, torch.Tensor]]:
         """Return views of the other buffers; see `PredictsPlaces.upcoming`."""
         nbytes = packed_bytes(entries)
-        found = [mapped.views(entries) for mapped in self._upcoming if len(mapped.memory) >= nbytes]
+        found = [mapped.views.of(entries) for mapped in self._upcoming if len(mapped.memory) >= nbytes]
         self._upcoming.clear()
         return found
 

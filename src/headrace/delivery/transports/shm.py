@@ -17,10 +17,8 @@ from headrace.delivery.copying import copy_all
 from headrace.delivery.plan import PackingPlan, Views, packed_bytes
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.places import SenderPlaces
-from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SharedSegment, sweep
+from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SharedSegment
 from headrace.errors import DeliveryError
-
-__all__ = ["ShmSender", "ShmSource", "sweep"]
 
 
 class ShmSender:
