@@ -21,7 +21,7 @@ from headrace.delivery import staging, transports
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.plan import plan_weights
 from headrace.delivery.transports import tcp, tcp_source
-from headrace.delivery.transports.base import Source
+from headrace.delivery.transports.base import SenderSettings, Source
 from headrace.delivery.transports.keys import make_keys
 from headrace.delivery.transports.tcp import FAN_OUT, TREE_ABOVE, TcpSender
 from headrace.delivery.transports.tcp_server import Relay, refusal
@@ -249,10 +249,10 @@ PLAN = plan_weights(WEIGHTS, "float32")
 
 def test_few_engines_make_no_tree() -> None:
     for receivers, tree in ((1, False), (TREE_ABOVE, False), (TREE_ABOVE + 1, True)):
-        sender = transports.sender("tcp", "run", receivers=receivers)
+        sender = transports.sender("tcp", SenderSettings(run_id="run", receivers=receivers))
         assert parse_location(sender.write(1, PLAN, WEIGHTS)).tree == tree
         sender.close()
-    parts = transports.sender("tcp", "run", receivers=TREE_ABOVE + 1, relays=False)
+    parts = transports.sender("tcp", SenderSettings(run_id="run", receivers=TREE_ABOVE + 1, relays=False))
     assert not parse_location(parts.write(1, PLAN, WEIGHTS)).tree
     parts.close()
 

@@ -21,6 +21,7 @@ from headrace.delivery.canary import canary_sequence
 from headrace.delivery.parts import TrainerRanks
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
+from headrace.delivery.transports.base import SenderSettings
 from headrace.models.loading import load_model
 from headrace.training.ranks import Ranks, join
 from headrace.training.sharding import prepare_model
@@ -195,7 +196,7 @@ def load_and_save(
 def publish(ranks: Ranks, path: Path, model_path: Path, transport: str, told: Any, done: Any) -> None:
     """Publish version 3 in float32; the first rank hands the manifest over."""
     trainer = make_trainer(model_path, ranks)
-    end = sender(transport, path.name, directory=path / f"weights-{ranks.rank}")
+    end = sender(transport, SenderSettings(run_id=path.name, directory=path / f"weights-{ranks.rank}"))
     together = TrainerRanks(ranks.publishing, ranks.coordinate)
     publisher = Publisher(end, "float32", 1e-3, CANARY, deadline=30, ranks=together)
     manifest = publisher.publish(3, 2, 1, trainer.weights(), trainer.score).result(timeout=120)

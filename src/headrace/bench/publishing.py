@@ -21,6 +21,7 @@ from headrace.bench.side import Connection, Side
 from headrace.delivery.base import Kind, Manifest
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
+from headrace.delivery.transports.base import SenderSettings
 from headrace.types import Float32Array, Int32Array
 
 Weights = dict[str, torch.Tensor]
@@ -116,11 +117,13 @@ def serve(line: Connection) -> None:
     sets = [load_file(file, device=begin.device) for file in begin.files]
     way = sender(
         begin.transport,
-        f"bench-{uuid.uuid4().hex[:8]}",
-        directory=Path(begin.directory) if begin.directory else None,
-        device=begin.device,
-        receivers=begin.receivers,
-        per_parameter=begin.per_parameter,
+        SenderSettings(
+            run_id=f"bench-{uuid.uuid4().hex[:8]}",
+            directory=Path(begin.directory) if begin.directory else None,
+            device=begin.device,
+            receivers=begin.receivers,
+            per_parameter=begin.per_parameter,
+        ),
     )
     publisher = Publisher(
         way, begin.dtype, begin.tolerance, begin.canary, send=begin.send, base_digest=begin.base_digest
