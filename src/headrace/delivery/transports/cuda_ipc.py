@@ -27,8 +27,8 @@ from headrace.delivery.device_copies import DeviceCopies
 from headrace.delivery.plan import PackingPlan, Views, packed_bytes
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.cuda_memory import allocate, open_handle
-from headrace.delivery.transports.places import LIMIT, SenderPlaces
-from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SharedSegment
+from headrace.delivery.transports.places import LIMIT, PlacedSender
+from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SegmentSource, SharedSegment
 from headrace.errors import ConfigError, DeliveryError
 
 TICKET_BYTES = 2048
@@ -72,24 +72,20 @@ class _Place:
 _own: WeakValueDictionary[str, _Place] = WeakValueDictionary()
 
 
-class CudaIpcSender:
-    """The trainer's end, which owns the buffers."""
+class CudaIpcSender(PlacedSender):
+    """The trainer's end, which owns the buffers. Readers of a buffer wait for its event, so `finish` does nothing."""
 
     name = "cuda_ipc"
 
     def __init__(self, run_id: str, *, device: torch.device | str = "cuda") -> None:
         """Create a sender; `device` is the GPU with the trainer's weights."""
+        super().__init__("buffer")
         self._device = _gpu(device, "trainer")
         self._run_id = run_id
         self._held: dict[str, _Place] = {}
         self._outgrown: list[_Place] = []
         """Buffers that became too small. They are kept: to free memory that another process has mapped is undefined."""
         self._copies = DeviceCopies(self._device)
-        self._places = SenderPlaces("buffer")
-
-    def wait(self, version: int, timeout: float) -> None:
-        """Wait for a free buffer; see `Sender.wait`."""
-        self._places.wait(version, timeout)
 
     def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Enqueue a copy into a free buffer on the current stream; see `Sender.write`.
@@ -105,9 +101,6 @@ class CudaIpcSender:
             place.segment.finish(version)
         return location
 
-    def finish(self, location: str) -> None:
-        """Do nothing: readers of the buffer wait for its event."""
-
     def follow(self, location: str) -> None:
         """Make the current stream wait until the buffer is written."""
         self._holding(location)
@@ -115,10 +108,6 @@ class CudaIpcSender:
     def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Return views of the buffer, and make the current stream wait until it is written."""
         return self._holding(location).views.of(plan.entries)
-
-    def release(self, location: str) -> None:
-        """Allow the buffer to be overwritten."""
-        self._places.release(location)
 
     def close(self) -> None:
         """Remove the segments; the GPU memory is freed with the last view of it."""
@@ -153,14 +142,14 @@ class CudaIpcSender:
         return str(new[0].segment.path)
 
 
-class _Mapped:
-    """A buffer of the trainer, mapped into this process."""
+class _Mapped(MappedSegment):
+    """A buffer of the trainer, mapped into this process, with its segment."""
 
     def __init__(self, path: Path) -> None:
-        self.segment = MappedSegment(path)
+        super().__init__(path)
         opened = False
         try:
-            ticket = read_ticket(self.segment)
+            ticket = read_ticket(self)
             self.others = ticket.others
             own = _own.get(ticket.token)
             if own is not None:
@@ -171,7 +160,7 @@ class _Mapped:
             opened = True
         finally:
             if not opened:
-                self.segment.close()
+                self.close()
 
     def _map(self, ticket: Ticket) -> None:
         self._check_owner()
@@ -181,42 +170,32 @@ class _Mapped:
             self.written = torch.cuda.Event.from_ipc_handle(device, ticket.event)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            raise DeliveryError(f"the event of buffer {self.segment.path.name} cannot be opened: {reason}") from error
+            raise DeliveryError(f"the event of buffer {self.path.name} cannot be opened: {reason}") from error
 
     def check(self, version: int, nbytes: int = 0) -> None:
         """Raise `DeliveryError` unless the owner is alive and the buffer holds exactly this version, complete."""
-        self.segment.check(version)
+        super().check(version)
         self._check_owner()
         if len(self.memory) < nbytes:
-            raise DeliveryError(f"buffer {self.segment.path.name} has {len(self.memory)} bytes, not {nbytes}")
+            raise DeliveryError(f"buffer {self.path.name} has {len(self.memory)} bytes, not {nbytes}")
 
     def _check_owner(self) -> None:
-        if self.segment.abandoned:
-            raise DeliveryError(f"the owner of buffer {self.segment.path.name} is dead, and its memory with it")
+        if self.abandoned:
+            raise DeliveryError(f"the owner of buffer {self.path.name} is dead, and its memory with it")
 
 
-class CudaIpcSource:
+class CudaIpcSource(SegmentSource[_Mapped]):
     """An engine's end, which maps each buffer once."""
-
-    private = False
 
     def __init__(self, *, device: torch.device | str = "cuda") -> None:
         """Create a source; `device` is the GPU with the engine's weights. The trainer's GPU may be another one."""
+        super().__init__(_Mapped)
         _gpu(device, "engine")
-        self._mapped: dict[str, _Mapped] = {}
         self._upcoming: list[_Mapped] = []
 
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
         """Return views of the buffer, and make the current stream wait until it is written. See `Source.open`."""
-        if location not in self._mapped:
-            self._drop([old for old, mapped in self._mapped.items() if mapped.segment.removed])
-            self._map(location)
-        mapped = self._mapped[location]
-        try:
-            mapped.check(version, packed_bytes(entries))
-        except DeliveryError:
-            self._drop([location])
-            raise
+        mapped = self._opened(location, version, packed_bytes(entries))
         torch.cuda.current_stream(mapped.memory.device).wait_event(mapped.written)
         return mapped.views.of(entries)
 
@@ -227,29 +206,19 @@ class CudaIpcSource:
         self._upcoming.clear()
         return found
 
-    def verify(self, location: str, version: int) -> None:
-        """Check the segment's header again; work that was enqueued since `open` must have finished."""
-        if location not in self._mapped:
-            raise DeliveryError(f"version {version} was not opened at {location}")
-        self._mapped[location].check(version)
-
     def close(self) -> None:
         """Unmap everything."""
-        self._drop(list(self._mapped))
+        super().close()
         self._upcoming.clear()
 
-    def _map(self, location: str) -> None:
-        mapped = self._mapped[location] = _Mapped(Path(location))
+    def _map(self, location: str) -> _Mapped:
+        mapped = super()._map(location)
         for other in mapped.others:
             # A buffer that is gone was replaced by a larger one.
             with suppress(DeliveryError):
                 if other not in self._mapped:
-                    self._mapped[other] = _Mapped(Path(other))
-                    self._upcoming.append(self._mapped[other])
-
-    def _drop(self, locations: list[str]) -> None:
-        for location in locations:
-            self._mapped.pop(location).segment.close()
+                    self._upcoming.append(super()._map(other))
+        return mapped
 
 
 def write_ticket(segment: SharedSegment, ticket: Ticket) -> None:

@@ -19,7 +19,7 @@ import torch
 from headrace.delivery.base import Entry
 from headrace.delivery.plan import PackingPlan, pack, packed_bytes, unpack
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
-from headrace.delivery.transports.places import SenderPlaces
+from headrace.delivery.transports.places import PlacedSender
 from headrace.delivery.transports.storage import opened, stamp_of, storage_at
 from headrace.errors import DeliveryError
 
@@ -44,26 +44,22 @@ _LONGEST_HEADER = 100 << 20
 """The limit of the safetensors format."""
 
 
-class FileSender:
+class FileSender(PlacedSender):
     """The trainer's end, which owns the versions in the directory."""
 
     name = "file"
 
     def __init__(self, directory: Path | str, *, keep: int = 2, owner: str = "") -> None:
         """Create a sender; `owner` names the run for storage that has no locks."""
+        super().__init__("file")
         self._storage = storage_at(directory, owner)
         self._keep = keep
-        self._places = SenderPlaces("file")
         self._lock = threading.Lock()
         self._unwritten: dict[str, tuple[int, PackingPlan, torch.Tensor]] = {}
         self._uploaded: dict[str, torch.Tensor] = {}
         self._files: dict[str, int] = {}
         self._spare: list[torch.Tensor] = []
         self._closed = False
-
-    def wait(self, version: int, timeout: float) -> None:
-        """Wait until fewer than two versions are unacknowledged; see `Sender.wait`."""
-        self._places.wait(version, timeout)
 
     def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights to memory; see `Sender.write`."""
@@ -122,7 +118,7 @@ class FileSender:
             self._unwritten.pop(location, None)
             if (packed := self._uploaded.pop(location, None)) is not None:
                 self._spare.append(packed)
-        self._places.release(location)
+        super().release(location)
         if self._storage.mounted:
             self._prune()
 

@@ -38,7 +38,7 @@ from headrace.delivery.transports.nccl_group import (
     pieces,
 )
 from headrace.delivery.transports.nccl_source import NcclSource
-from headrace.delivery.transports.places import LIMIT, SenderPlaces
+from headrace.delivery.transports.places import LIMIT, PlacedSender
 from headrace.delivery.transports.tcp_wire import is_loopback
 from headrace.errors import ConfigError, DeliveryError
 
@@ -75,7 +75,7 @@ class HeldSnapshot:
         return self.buffer
 
 
-class NcclSender:
+class NcclSender(PlacedSender):
     """The trainer's end: a store into which engines put their requests, and a thread that broadcasts."""
 
     name = "nccl"
@@ -97,6 +97,7 @@ class NcclSender:
         already, but at the latest `joining` seconds after the first request. `patience` is the longest wait for one
         step of a broadcast, in seconds.
         """
+        super().__init__("snapshot")
         if not is_loopback(bind):
             raise ConfigError(f'[delivery] bind: the "nccl" transport does not leave the host, so not on {bind}')
         self._device = exact(device)
@@ -104,7 +105,6 @@ class NcclSender:
         if self._backend == "gloo":
             logger.warning("the weights are on the CPU: the nccl transport broadcasts them with gloo")
         self._patience = patience
-        self._places = SenderPlaces("snapshot")
         self._changed = threading.Condition()
         self._snapshots = [HeldSnapshot(self._device) for _ in range(LIMIT)]
         self._sequence = 0
@@ -125,10 +125,6 @@ class NcclSender:
         )
         self._server = threading.Thread(target=self._serve, name="weights", daemon=True)
         self._server.start()
-
-    def wait(self, version: int, timeout: float) -> None:
-        """Wait for a free snapshot; see `Sender.wait`."""
-        self._places.wait(version, timeout)
 
     def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights into a free snapshot; see `Sender.write`."""
@@ -161,7 +157,7 @@ class NcclSender:
         place = self._locations.index(location)
         with self._changed:
             self._hold(place, msgspec.structs.replace(self._snapshots[place].held, whole=False))
-        self._places.release(location)
+        super().release(location)
 
     def close(self) -> None:
         """End the group, and release the port and the memory. A broadcast that is under way fails."""

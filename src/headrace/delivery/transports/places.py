@@ -105,6 +105,25 @@ class SenderPlaces:
         return DeliveryError(f"no {self._noun} for version {version}: not acknowledged by the engines: {holders}")
 
 
+class PlacedSender:
+    """The methods that are the same for most senders with places of their own; see `Sender`."""
+
+    def __init__(self, noun: str) -> None:
+        """Create the places; `noun` is what errors call a place."""
+        self._places = SenderPlaces(noun)
+
+    def wait(self, version: int, timeout: float) -> None:
+        """Wait for a free place; see `Sender.wait`."""
+        self._places.wait(version, timeout)
+
+    def finish(self, location: str) -> None:
+        """Do nothing: a place is readable as soon as it is written."""
+
+    def release(self, location: str) -> None:
+        """Allow the place to be overwritten."""
+        self._places.release(location)
+
+
 class HeldPlaces:
     """The places of versions that engines may still fetch. All methods may be called from any thread.
 

@@ -17,7 +17,7 @@ from headrace.delivery.copying import copy_all
 from headrace.delivery.plan import PackingPlan, Views
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.keys import read_keys
-from headrace.delivery.transports.places import LIMIT, SenderPlaces
+from headrace.delivery.transports.places import LIMIT, PlacedSender
 from headrace.delivery.transports.tcp_server import HeldBytes, ServedMemory, WeightServer
 from headrace.delivery.transports.tcp_source import TcpSource
 from headrace.delivery.transports.tcp_wire import MemorySlice, ReadReply, ReadRequest, is_loopback
@@ -54,7 +54,7 @@ class _Snapshot(HeldBytes):
         return self._memory.part(start, stop)
 
 
-class TcpSender(WeightServer):
+class TcpSender(PlacedSender, WeightServer):
     """The trainer's end, a server that runs from its creation until `close`."""
 
     name = "tcp"
@@ -67,20 +67,16 @@ class TcpSender(WeightServer):
         """
         self.sent_bytes = 0
         """The bytes of weights that this sender has sent since it was made."""
-        self._places = SenderPlaces("snapshot")
+        PlacedSender.__init__(self, "snapshot")
         self._snapshots = [_Snapshot() for _ in range(LIMIT)]
         self._sequence = 0
         run_keys = None if is_loopback(bind) else read_keys(keys)
         try:
-            super().__init__(self._snapshots, bind, run_keys)
+            WeightServer.__init__(self, self._snapshots, bind, run_keys)
         except OSError as error:
             raise ConfigError(f"[delivery] bind: cannot listen on {bind}: {error.strerror}") from error
         tree = receivers > TREE_ABOVE
         self._locations = [str(self._server.location(place, tree=tree)) for place in range(LIMIT)]
-
-    def wait(self, version: int, timeout: float) -> None:
-        """Wait for a free snapshot; see `Sender.wait`."""
-        self._places.wait(version, timeout)
 
     def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights into a free snapshot; see `Sender.write`."""
@@ -98,9 +94,6 @@ class TcpSender(WeightServer):
                 place.whole = True
         return location
 
-    def finish(self, location: str) -> None:
-        """Do nothing: a snapshot is served as soon as it is written."""
-
     def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Return views of a snapshot that was written and not released."""
         if not self._places.holds(location):
@@ -111,7 +104,7 @@ class TcpSender(WeightServer):
         """Stop serving the snapshot and allow it to be overwritten."""
         with self._lock:
             self._at(location).whole = False
-        self._places.release(location)
+        super().release(location)
 
     def close(self) -> None:
         """Stop serving, and release the port and the memory."""
