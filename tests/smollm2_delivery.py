@@ -28,6 +28,7 @@ from headrace.delivery.canary import canary_sequence
 from headrace.delivery.digest import digest_as
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import nccl_group
+from headrace.delivery.transports.base import SenderSettings
 from headrace.delivery.transports.cuda_ipc import CudaIpcSender, read_ticket
 from headrace.delivery.transports.segments import MappedSegment
 from headrace.delivery.transports.tcp import TcpSender
@@ -154,7 +155,11 @@ def size(entries: Any) -> int:
 def test_deltas_of_real_steps_are_a_tenth_and_lose_nothing(tokenizer: Any) -> None:
     trainer = new_trainer(learning_rate=1e-6)
     publisher = Publisher(
-        transports.sender("shm", "smollm2-delta"), "bfloat16", None, canary_sequence(49152, 16), send="delta"
+        transports.sender("shm", SenderSettings(run_id="smollm2-delta")),
+        "bfloat16",
+        None,
+        canary_sequence(49152, 16),
+        send="delta",
     )
     models = [load_model(MODEL) for _ in range(2)]
     engines = [new_engine(f"engine-{n}", model=model) for n, model in enumerate(models)]
@@ -257,7 +262,9 @@ def test_of_a_lora_run_only_the_adapter_travels_and_is_served_as_trained(
     for version, transport in enumerate(request.module.TRANSPORTS):
         if version:
             trainer.step(rl_batch(engine, tokenizer, version))
-        sender = transports.sender(transport, "smollm2-lora", directory=tmp_path / "weights", device=device)
+        sender = transports.sender(
+            transport, SenderSettings(run_id="smollm2-lora", directory=tmp_path / "weights", device=device)
+        )
         publisher = Publisher(sender, "float32", None, canary_sequence(49152, 16), send="adapter", base_digest=base)
         try:
             wire = Wire(sender, monkeypatch)

@@ -17,9 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from headrace.errors import DeliveryError
-from headrace_vllm_plugin.adapter import Pristine
-from headrace_vllm_plugin.live import compare
-from headrace_vllm_plugin.staging import WorkerStaging
+from headrace_vllm_plugin.weights import Pristine, WorkerStaging, compare
 from headrace_vllm_plugin.wire import Live
 
 

@@ -22,7 +22,7 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.digest import digest_as
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.receiver import Receiver
-from headrace.delivery.transports.base import Sender
+from headrace.delivery.transports.base import Sender, SenderSettings
 from headrace.delivery.transports.nccl import NcclSender
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.core import EngineCore
@@ -135,7 +135,9 @@ def kept_logprobs(kind: str, prompt: np.ndarray, tokens: np.ndarray, versions: n
 def make_sender(transport: str, run_id: str, directory: Path, receivers: int = 1, device: str = "cpu") -> Sender:
     if transport == "nccl":
         return NcclSender(bucket_bytes=BUCKET_BYTES, patience=5.0)
-    return transports.sender(transport, run_id, directory=directory, receivers=receivers, device=device)
+    return transports.sender(
+        transport, SenderSettings(run_id=run_id, directory=directory, receivers=receivers, device=device)
+    )
 
 
 def base_digest() -> int:

@@ -25,17 +25,17 @@ from delivery_parts import BUCKET_BYTES, Publishing, Serving
 from headrace.channel.codec import decode, encode
 from headrace.delivery import receiver
 from headrace.delivery.base import Manifest, Proof
+from headrace.delivery.copying import copy_all
 from headrace.delivery.device_copies import DeviceCopies
-from headrace.delivery.plan import copy_all
 from headrace.delivery.receiver import Receiver
-from headrace.delivery.transports import file, nccl_sessions, nccl_source, nccl_wire, shm, tcp, tcp_source
+from headrace.delivery.transports import file, nccl, nccl_group, nccl_source, shm, tcp, tcp_source
 from headrace.delivery.transports.base import Sender
 from headrace.delivery.transports.cuda_ipc import CudaIpcSource
-from headrace.delivery.transports.files import Directory
 from headrace.delivery.transports.shm import ShmSource
+from headrace.delivery.transports.storage import Directory
 from headrace.delivery.transports.tcp import TcpSender
 from headrace.delivery.transports.tcp_plain import PlainConnection
-from headrace.delivery.transports.tcp_relay import Relay
+from headrace.delivery.transports.tcp_server import Relay
 
 
 def die(*_: Any, **__: Any) -> Any:
@@ -83,11 +83,11 @@ def first_chunk(real: Callable[..., None]) -> Callable[..., None]:
     """`Directory.write`, which dies when the header and the first tensor are written."""
 
     def chunks(given: Any) -> Iterator[memoryview]:
-        yield given[0]
+        yield from given[:2]
         die()
 
-    def write(self: Directory, location: str, layout: Any, given: Any) -> None:
-        real(self, location, layout, chunks(given))
+    def write(self: Directory, location: str, given: Any) -> None:
+        real(self, location, chunks(given))
 
     return write
 
@@ -120,7 +120,7 @@ def half_replayed(self: DeviceCopies, plan: int, targets: Any, sources: Any) -> 
 
 
 def one_piece(*arguments: Any) -> Any:
-    yield nccl_wire.pieces(*arguments)[0]
+    yield nccl_group.pieces(*arguments)[0]
     die()
 
 
@@ -160,7 +160,7 @@ def arm_trainer(step: str, sender: Sender) -> None:
         case "mid-write", "cuda_ipc":
             DeviceCopies.copy = half_replayed  # type: ignore[method-assign]
         case "mid-write", name:
-            module: Any = {"shm": shm, "tcp": tcp, "nccl": nccl_sessions}[name]
+            module: Any = {"shm": shm, "tcp": tcp, "nccl": nccl}[name]
             if name in ("shm", "tcp"):
                 module.copy_all = half_copied(module.copy_all)
             else:
@@ -169,7 +169,7 @@ def arm_trainer(step: str, sender: Sender) -> None:
             assert isinstance(sender, TcpSender)
             sender.respond = after(sender.respond, 2)  # type: ignore[method-assign]
         case "mid-fetch", "nccl":
-            nccl_sessions.pieces = one_piece
+            nccl.pieces = one_piece
         case _:
             raise ValueError(step)
 

@@ -22,7 +22,7 @@ from headrace.delivery import receiver, staging
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.device_copies import DeviceCopies
 from headrace.delivery.plan import PackingPlan
-from headrace.delivery.transports import WITHOUT_GPU, cuda_ipc, nccl_sessions, nccl_wire, tcp_source
+from headrace.delivery.transports import WITHOUT_GPU, cuda_ipc, nccl, nccl_group, tcp_source
 from headrace.delivery.transports.base import Source
 from headrace.delivery.transports.cuda_ipc import CudaIpcSender
 from headrace.delivery.transports.file import FileSender
@@ -251,7 +251,7 @@ def lose(trainer: Publishing, manifest: Manifest, tmp_path: Path, monkeypatch: p
 
             monkeypatch.setattr(cuda_ipc._Mapped, "check", check_short)
         case NcclSender():
-            monkeypatch.setattr(nccl_sessions, "pieces", lambda *arguments: nccl_wire.pieces(*arguments)[:-1])
+            monkeypatch.setattr(nccl, "pieces", lambda *arguments: nccl_group.pieces(*arguments)[:-1])
     return manifest
 
 

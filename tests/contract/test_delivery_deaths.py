@@ -25,10 +25,10 @@ from headrace.delivery import staging
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.transports import WITHOUT_GPU, file, tcp_source
 from headrace.delivery.transports.cuda_ipc import CudaIpcSource
-from headrace.delivery.transports.files import sweep_directory
 from headrace.delivery.transports.nccl_source import NcclSource
 from headrace.delivery.transports.segments import segment_directories, sweep
 from headrace.delivery.transports.shm import ShmSource
+from headrace.delivery.transports.storage import sweep_storage
 from headrace.delivery.transports.tcp import TcpSender
 
 pytestmark = pytest.mark.slow
@@ -165,7 +165,7 @@ def test_a_trainer_killed_in_a_delivery(
 
         # The next start: what is left goes, and versions go on with the next free id.
         sweep()
-        sweep_directory(directory)
+        sweep_storage(directory, "")
         assert leftovers(directory) == []
         trainer = fork("trainer", transport, kind, RUN_ID, str(directory), device)
         for version in (3, 4):

@@ -20,14 +20,12 @@ from delivery_parts import BUCKET_BYTES, KINDS, SECONDS, Holding, Publishing
 from headrace.delivery import staging, transports
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.plan import plan_weights
-from headrace.delivery.transports import tcp, tcp_relay, tcp_source, tcp_tree
-from headrace.delivery.transports.base import Source
+from headrace.delivery.transports import tcp, tcp_source
+from headrace.delivery.transports.base import SenderSettings, Source
 from headrace.delivery.transports.keys import make_keys
-from headrace.delivery.transports.tcp import TcpSender
-from headrace.delivery.transports.tcp_relay import Relay
-from headrace.delivery.transports.tcp_server import decode_ask
+from headrace.delivery.transports.tcp import FAN_OUT, TREE_ABOVE, TcpSender
+from headrace.delivery.transports.tcp_server import Relay, refusal
 from headrace.delivery.transports.tcp_source import TcpSource
-from headrace.delivery.transports.tcp_tree import FAN_OUT, TREE_ABOVE
 from headrace.delivery.transports.tcp_wire import ReadRequest, TcpLocation, parse_location
 from headrace.errors import DeliveryError
 
@@ -147,8 +145,8 @@ def test_a_relay_that_flips_a_bit_is_caught_and_the_trainer_heals_it(
     honest = liar.respond
 
     def flipped(frames: list[bytes]) -> list[Any]:
-        ask, (header, *payload) = decode_ask(frames), honest(frames)
-        if ask is None or not payload or not ask.start <= wrong < ask.stop:
+        ask, (header, *payload) = msgspec.msgpack.decode(frames[0], type=ReadRequest), honest(frames)
+        if not payload or not ask.start <= wrong < ask.stop:
             return [header, *payload]
         damaged = bytearray(payload[0])
         damaged[wrong - ask.start] ^= 1
@@ -177,18 +175,19 @@ def test_a_relay_that_goes_in_mid_transfer_costs_nobody_the_version(
         proved([engine], manifest)
     before, answered = sent(trainer), []
     closing = threading.Thread(target=relay_of(sources[0]).close)
+    honest = Relay.respond
 
-    def stumble(frames: list[bytes]) -> ReadRequest | None:
+    def stumble(relay: Relay, frames: list[bytes]) -> list[Any]:
         answered.append(frames)
         if len(answered) == 1:
-            return decode_ask(frames)
+            return honest(relay, frames)
         if len(answered) == 2:
             # Beside this thread, which the relay waits for when it closes.
             closing.start()
-        return None
+        return refusal("this is not a request for weights")
 
     with monkeypatch.context() as damage, caplog.at_level(logging.WARNING):
-        damage.setattr(tcp_relay, "decode_ask", stumble)
+        damage.setattr(Relay, "respond", stumble)
         proved(engines[2:3], manifest)
         closing.join(SECONDS)
     assert answered and "does not come from its relay, but from the trainer" in caplog.text
@@ -210,7 +209,7 @@ def test_a_relay_that_says_nothing_or_has_gone_on_is_not_waited_for(
     for engine in engines[:2]:
         proved([engine], manifest)
     with monkeypatch.context() as damage, caplog.at_level(logging.WARNING):
-        damage.setattr(tcp_relay, "decode_ask", lambda frames: None)
+        damage.setattr(Relay, "respond", lambda relay, frames: refusal("this is not a request for weights"))
         started = time.monotonic()
         proved(engines[2:3], manifest)
     assert "said nothing" in caplog.text and time.monotonic() - started < 5
@@ -235,7 +234,7 @@ def test_engines_that_die_while_others_wait_for_them(
     time.sleep(0.3)
     assert waiting.is_alive() and sent(trainer) == 0, "there is no place at the trainer, and nobody has the version"
     with monkeypatch.context() as patience:
-        patience.setattr(tcp_tree, "SILENCE", 0.0)
+        patience.setattr(tcp, "SILENCE", 0.0)
         waiting.join(SECONDS)
     assert not waiting.is_alive() and engines[0].holds(1)
     proved(engines[1:], manifest)
@@ -250,10 +249,10 @@ PLAN = plan_weights(WEIGHTS, "float32")
 
 def test_few_engines_make_no_tree() -> None:
     for receivers, tree in ((1, False), (TREE_ABOVE, False), (TREE_ABOVE + 1, True)):
-        sender = transports.sender("tcp", "run", receivers=receivers)
+        sender = transports.sender("tcp", SenderSettings(run_id="run", receivers=receivers))
         assert parse_location(sender.write(1, PLAN, WEIGHTS)).tree == tree
         sender.close()
-    parts = transports.sender("tcp", "run", receivers=TREE_ABOVE + 1, relays=False)
+    parts = transports.sender("tcp", SenderSettings(run_id="run", receivers=TREE_ABOVE + 1, relays=False))
     assert not parse_location(parts.write(1, PLAN, WEIGHTS)).tree
     parts.close()
 

@@ -13,10 +13,9 @@ import torch
 
 from headrace.delivery import transports
 from headrace.delivery.plan import PackingPlan, plan_weights
-from headrace.delivery.transports.base import Sender, Source
-from headrace.delivery.transports.files import LOCK
-from headrace.delivery.transports.object_store import MARKER
+from headrace.delivery.transports.base import Sender, SenderSettings, Source
 from headrace.delivery.transports.segments import segment_directories
+from headrace.delivery.transports.storage import LOCK, MARKER
 from headrace.errors import DeliveryError
 
 RUN_ID = f"contract-{os.getpid()}"
@@ -66,7 +65,7 @@ def directory(variant: str, tmp_path: Path) -> Path | str:
 @pytest.fixture
 def sender(transport: str, directory: Path | str, tmp_path: Path, once_per_process: None) -> Iterator[Sender]:
     threads, ports, descriptors = threading.active_count(), listening(), len(list(Path("/proc/self/fd").iterdir()))
-    made = transports.sender(transport, RUN_ID, directory=directory, keep=1)
+    made = transports.sender(transport, SenderSettings(run_id=RUN_ID, directory=directory, keep=1))
     yield made
     made.close()
     made.close()
@@ -224,4 +223,4 @@ def test_an_unknown_transport_is_named():
     with pytest.raises(DeliveryError, match="no transport 'pigeon'"):
         transports.source("pigeon")
     with pytest.raises(DeliveryError, match="no transport 'pigeon'"):
-        transports.sender("pigeon", RUN_ID)
+        transports.sender("pigeon", SenderSettings(run_id=RUN_ID))

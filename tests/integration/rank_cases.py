@@ -18,8 +18,10 @@ from forked_processes import PROCESSES
 from headrace.channel.codec import encode
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.delivery.canary import canary_sequence
-from headrace.delivery.sharded_publisher import ShardedPublisher
+from headrace.delivery.parts import TrainerRanks
+from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
+from headrace.delivery.transports.base import SenderSettings
 from headrace.models.loading import load_model
 from headrace.training.building import prepare_model
 from headrace.training.ranks.base import Ranks, join
@@ -194,12 +196,13 @@ def load_and_save(
 def publish(ranks: Ranks, path: Path, model_path: Path, transport: str, told: Any, done: Any) -> None:
     """Publish version 3 in float32; the first rank hands the manifest over."""
     trainer = make_trainer(model_path, ranks)
-    end = sender(transport, path.name, directory=path / f"weights-{ranks.rank}")
-    publisher = ShardedPublisher(end, ranks.publishing, ranks.coordinate, "float32", 1e-3, CANARY, deadline=30)
+    end = sender(transport, SenderSettings(run_id=path.name, directory=path / f"weights-{ranks.rank}"))
+    together = TrainerRanks(ranks.publishing, ranks.coordinate)
+    publisher = Publisher(end, "float32", 1e-3, CANARY, deadline=30, ranks=together)
     manifest = publisher.publish(3, 2, 1, trainer.weights(), trainer.score).result(timeout=120)
     torch.save(whole_weights(trainer), path / f"rank-{ranks.rank}.pt")
-    assert (manifest is not None) == (ranks.rank == 0)
-    if manifest is not None:
+    assert publisher.announces == (ranks.rank == 0)
+    if publisher.announces:
         told.put([bytes(frame) for frame in encode(manifest)])
     assert done.wait(timeout=120)
     publisher.acknowledged(3)

@@ -16,6 +16,7 @@ from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
+from headrace.delivery.transports.base import SenderSettings
 from headrace.engines.base import Delta
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import DeliveryError
@@ -36,7 +37,7 @@ class LoraTrainer:
         config = LoraConfig(r=SPEC.rank, lora_alpha=SPEC.alpha, target_modules=list(SPEC.targets))
         self._model = get_peft_model(plain(BASE), config).eval()
         self._adapter = adapter_weights(self._model)
-        self._publisher = Publisher(sender("shm", uuid.uuid4().hex[:8]), "float32", 1e-3, CANARY)
+        self._publisher = Publisher(sender("shm", SenderSettings(run_id=uuid.uuid4().hex[:8])), "float32", 1e-3, CANARY)
 
     def at(self, version: int) -> Any:
         """The peft model with the adapter of this version."""
@@ -185,7 +186,7 @@ def test_what_is_not_this_adapter_is_refused_and_changes_nothing(trainer: LoraTr
     damaged.digest ^= 1
     with pytest.raises(DeliveryError, match="digest"):
         core.stage(damaged)
-    whole = Publisher(sender("shm", uuid.uuid4().hex[:8]), "float32", 1e-3, CANARY)
+    whole = Publisher(sender("shm", SenderSettings(run_id=uuid.uuid4().hex[:8])), "float32", 1e-3, CANARY)
     try:
         manifest = whole.publish(3, 2, 3, named_weights(BASE), lambda ids: np.zeros(len(ids) - 1, np.float32))
         with pytest.raises(DeliveryError, match=r"lacks model.layers.0.*lora_A.weight and"):

@@ -22,6 +22,7 @@ from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
+from headrace.delivery.transports.base import SenderSettings
 from headrace.engines.base import Delta
 from headrace.engines.embedded.base import Runner
 from headrace.engines.embedded.core import EngineCore
@@ -46,7 +47,7 @@ class Trainer:
     """Publishes versions, and checks log-probabilities against them."""
 
     def __init__(self) -> None:
-        self._publisher = Publisher(sender("shm", uuid.uuid4().hex[:8]), "float32", 1e-3, CANARY)
+        self._publisher = Publisher(sender("shm", SenderSettings(run_id=uuid.uuid4().hex[:8])), "float32", 1e-3, CANARY)
 
     def publish(self, version: int) -> Manifest:
         def score(ids: np.ndarray) -> np.ndarray:

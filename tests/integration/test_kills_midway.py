@@ -57,8 +57,8 @@ def examine(run_dir: Path, *, process: str) -> list[tuple[int, int]]:
         ("shm", "full", f"{TRANSPORTS}.segments:SharedSegment.finish", 4),
         ("shm", "delta", f"{TRANSPORTS}.segments:SharedSegment.finish", 4),
         # The file has some of its chunks.
-        ("file", "full", f"{TRANSPORTS}.files:_write_all", 75),
-        ("file", "delta", f"{TRANSPORTS}.files:_write_all", 33),
+        ("file", "full", f"{TRANSPORTS}.storage:_write_all", 75),
+        ("file", "delta", f"{TRANSPORTS}.storage:_write_all", 33),
         # An engine is fetching.
         ("tcp", "full", f"{TRANSPORTS}.tcp:TcpSender.respond", 4),
         ("tcp", "delta", f"{TRANSPORTS}.tcp:TcpSender.respond", 4),

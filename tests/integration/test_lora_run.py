@@ -21,6 +21,7 @@ from headrace import Run
 from headrace.config.schema import AlgorithmConfig, EngineConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import WITHOUT_GPU, sender
+from headrace.delivery.transports.base import SenderSettings
 from headrace.engines.embedded.building import lora_spec
 from headrace.engines.embedded.core import EngineCore
 from headrace.models.lora import Adapter
@@ -72,7 +73,7 @@ def test_the_engine_serves_the_trainers_model(
     adapter = Adapter(model, lora_spec(lora), serve)
     check_model(model)
     core = EngineCore(model, EngineConfig(slots=4, block_size=4), name="e", max_length=64, adapter=adapter)
-    publisher = Publisher(sender("shm", uuid.uuid4().hex[:8]), "float32", 1e-4, CANARY)
+    publisher = Publisher(sender("shm", SenderSettings(run_id=uuid.uuid4().hex[:8])), "float32", 1e-4, CANARY)
     try:
         manifest = publisher.publish(0, -1, 0, trainer.weights(), trainer.score).result(30)
         proof = core.swap(core.stage(manifest))
@@ -95,7 +96,10 @@ def test_what_travels_is_the_adapter(tmp_path: Path, transport: str) -> None:
     trainer = trainer_of("llama", LoraConfig(rank=16), hidden_size=256, intermediate_size=512)
     own = sum(tensor.nbytes for tensor in trainer.weights().values())
     publisher = Publisher(
-        sender(transport, uuid.uuid4().hex[:8], directory=tmp_path / "weights"), "float32", 1e-3, CANARY
+        sender(transport, SenderSettings(run_id=uuid.uuid4().hex[:8], directory=tmp_path / "weights")),
+        "float32",
+        1e-3,
+        CANARY,
     )
     try:
         manifest = publisher.publish(0, -1, 0, trainer.weights(), trainer.score).result(30)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from headrace.bench.timing import REPEATS, median_seconds
+from headrace.delivery.copying import copy_all
 from headrace.delivery.digest import digest
-from headrace.delivery.plan import copy_all
 from headrace.delivery.transports.tcp_wire import BUCKET_BYTES
 
 Weights = dict[str, torch.Tensor]

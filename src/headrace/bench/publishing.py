@@ -22,6 +22,7 @@ from headrace.bench.side import Connection, Ready, Side
 from headrace.delivery.base import Kind, Manifest
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
+from headrace.delivery.transports.base import SenderSettings
 from headrace.types import Float32Array, Int32Array
 
 CANARY_TOKENS = 16
@@ -113,11 +114,13 @@ def serve(line: Connection) -> None:
     sets = [load_file(file, device=begin.device) for file in begin.files]
     way = sender(
         begin.transport,
-        f"bench-{uuid.uuid4().hex[:8]}",
-        directory=Path(begin.directory) if begin.directory else None,
-        device=begin.device,
-        receivers=begin.receivers,
-        per_parameter=begin.per_parameter,
+        SenderSettings(
+            run_id=f"bench-{uuid.uuid4().hex[:8]}",
+            directory=Path(begin.directory) if begin.directory else None,
+            device=begin.device,
+            receivers=begin.receivers,
+            per_parameter=begin.per_parameter,
+        ),
     )
     tolerance = CANARY_TOLERANCE[begin.dtype]
     publisher = Publisher(way, begin.dtype, tolerance, begin.canary, send=begin.send, base_digest=begin.base_digest)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
-from headrace.delivery.plan import all_on, copy_all
+from headrace.delivery.copying import all_on, copy_all
 
 KEPT = 8
 """The number of recordings that are kept: one for each of the few places that new weights are copied from or to."""

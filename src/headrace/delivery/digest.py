@@ -29,37 +29,35 @@ The digest protects against mistakes, not against an attacker. It costs one 32-b
 from __future__ import annotations
 
 import functools
-import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 
 import numpy as np
 import torch
 
+from headrace.delivery.base import Entry
 from headrace.delivery.cores import share, threads_here
-from headrace.delivery.digest_factors import BLOCK, HEAD, MASK, Sums, count_sums, fold, name_key, sum_keys, table
-from headrace.delivery.digest_layout import SPAN, DigestLayout, DigestPiece, layout_of, readable, where
+from headrace.delivery.digest_sums import (
+    MASK,
+    SPAN,
+    DigestLayout,
+    DigestPiece,
+    Sums,
+    fold,
+    layout_of,
+    name_key,
+    readable,
+    sum_keys,
+    where,
+)
 from headrace.delivery.plan import dtype_of
-
-__all__ = [
-    "BLOCK",
-    "HEAD",
-    "MASK",
-    "Sums",
-    "block_sums",
-    "count_sums",
-    "digest",
-    "digest_as",
-    "digest_of_sums",
-    "name_key",
-    "region_block_sums",
-    "sum_keys",
-    "table",
-]
 
 WORTH_THREADS = 8 * SPAN
 """Several threads share a digest of at least this many words; with fewer words, starting the threads takes longer."""
-_BAND = 16 * BLOCK
-"""The rows of a region are copied into a zeroed band of about this many elements of the whole tensor at a time."""
+
+_Numbered = tuple[int, DigestPiece]
 
 
 def digest(weights: Iterable[tuple[str, torch.Tensor]], threads: int | None = None) -> int:
@@ -94,31 +92,75 @@ def digest_as(weights: Mapping[str, torch.Tensor], dtype: str) -> int:
 def digest_of_sums(sums: Mapping[tuple[str, str], Sums]) -> int:
     """Return the digest of whole tensors from their sums, which are given by (name, dtype)."""
     keys = [name_key(name, dtype) for name, dtype in sums]
-    joined = np.concatenate([_no_sums(0), *sums.values()])[1:]
+    joined = np.concatenate([np.zeros(0, np.int32), *sums.values()])
     return fold(joined, sum_keys(keys, [len(each) for each in sums.values()]))
 
 
-def block_sums(part: torch.Tensor, numel: int | None = None, start: int = 0) -> Sums:
-    """Return what `part` adds to the sums of a tensor of `numel` elements, of which it holds those from `start` on.
+class GrowingDigest:
+    """The digest of tensors in one packed buffer, computed while the buffer fills from its beginning.
 
-    The elements are in row-major order. Without `numel`, the part ends where the tensor ends.
+    A word is read only after it has arrived, and where it arrived. The result equals that of `digest` for the whole.
+    Used by one thread, which must close it; helper threads do part of the work.
     """
-    return region_block_sums(part.reshape(-1), (start + part.numel() if numel is None else numel,), (start,))
 
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._entries = entries
+        self._layout: DigestLayout | None = None
+        self._base = 0
+        self._held: Mapping[str, torch.Tensor] = {}
+        self._found: list[torch.Tensor] = []
+        self._coming: deque[_Numbered] = deque()
+        self._here: SimpleQueue[_Numbered | None] = SimpleQueue()
+        self._pool: ThreadPoolExecutor | None = None
+        self._working: list[Future[None]] = []
 
-def region_block_sums(part: torch.Tensor, full_shape: Sequence[int], offsets: Sequence[int]) -> Sums:
-    """Return what `part`, a rectangle at `offsets` of a tensor of `full_shape`, adds to that tensor's sums.
+    @property
+    def begun(self) -> bool:
+        """Whether `grown` was called at least once."""
+        return self._layout is not None
 
-    A part that is contiguous in the tensor costs no more than its own bytes. A part that is cut along an inner
-    dimension into rows shorter than a block costs as much as the whole range from its first row to its last.
-    """
-    inside = [0 <= at <= at + mine <= full for at, mine, full in zip(offsets, part.shape, full_shape, strict=True)]
-    if not all(inside):
-        raise ValueError(f"a part of shape {tuple(part.shape)} at {tuple(offsets)} is not inside {tuple(full_shape)}")
-    sums = _no_sums(math.prod(full_shape) * part.element_size())
-    if part.numel():
-        _add_region(sums, part.detach(), full_shape, offsets, 0)
-    return sums
+    def grown(self, weights: Mapping[str, torch.Tensor], nbytes: int) -> None:
+        """Report that the first `nbytes` packed bytes have arrived and do not change any more.
+
+        `weights` are views of the whole buffer; every call must pass the same views.
+        """
+        if self._layout is None:
+            self._begin(weights)
+        while self._coming and self._coming[0][1].end - self._base <= nbytes:
+            self._here.put(self._coming.popleft())
+
+    def value(self) -> int:
+        """Return the digest after all bytes have arrived; the calling thread helps with the remaining pieces."""
+        assert self._layout is not None and not self._coming
+        self._end()
+        _take(self._found, iter(self._here.get, None))
+        for one in self._working:
+            one.result()
+        return fold(self._layout.joined(self._found), self._layout.keys)
+
+    def close(self) -> None:
+        """End the helper threads and release the weights. Idempotent."""
+        if self._pool is not None:
+            self._end()
+            self._pool.shutdown(wait=True)
+            self._pool = None
+            self._held = {}
+
+    def _begin(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._held = weights
+        self._base = min(weights[entry.name].data_ptr() - entry.offset for entry in self._entries if entry.nbytes)
+        self._layout = layout_of(tuple(where(entry.name, weights[entry.name]) for entry in self._entries))
+        numbered = enumerate(self._layout.pieces)
+        self._coming = deque(sorted(numbered, key=lambda piece: piece[1].end))
+        self._found = [torch.empty(0, dtype=torch.int32)] * len(self._coming)
+        helpers = max(1, threads_here() - 1)
+        self._pool = ThreadPoolExecutor(helpers, thread_name_prefix="digest")
+        self._working = [self._pool.submit(_take, self._found, iter(self._here.get, None)) for _ in range(helpers)]
+
+    def _end(self) -> None:
+        """Put one end marker into the queue for every helper thread, and one for the caller."""
+        for _ in range(len(self._working) + 1):
+            self._here.put(None)
 
 
 def _whole_sums(layout: DigestLayout, threads: int) -> Sums:
@@ -129,85 +171,10 @@ def _whole_sums(layout: DigestLayout, threads: int) -> Sums:
     return layout.joined(found)
 
 
-def _take(found: list[torch.Tensor], pieces: Iterator[tuple[int, DigestPiece]]) -> None:
+def _take(found: list[torch.Tensor], pieces: Iterator[_Numbered]) -> None:
     for number, piece in pieces:
         found[number] = piece.sums()
 
 
 def _readable_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _no_sums(nbytes: int) -> Sums:
-    return np.zeros(count_sums(nbytes), np.int32)
-
-
-def _add_region(sums: Sums, part: torch.Tensor, shape: Sequence[int], offsets: Sequence[int], base: int) -> None:
-    """Add a region of a sub-tensor of this shape, whose first element is element `base` of the summed tensor."""
-    cut = [d for d in range(part.dim()) if part.shape[d] != shape[d]]
-    last = cut[-1] if cut else 0
-    if any(0 < d < last for d in cut):
-        # Only rows that are evenly spaced in the tensor can be handled together.
-        for i, piece in enumerate(part, offsets[0]):
-            _add_region(sums, piece, shape[1:], offsets[1:], base + i * math.prod(shape[1:]))
-        return
-    start = base + sum(at * math.prod(shape[d + 1 :]) for d, at in enumerate(offsets))
-    rows = part.reshape(math.prod(part.shape[:last]), -1)
-    for first, run in _runs(rows, math.prod(shape[last:])):
-        byte = (start + first) * part.element_size()
-        _add_words(sums, _words(run, byte % 4), byte // 4)
-
-
-def _runs(rows: torch.Tensor, pitch: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the rows as runs of a tensor in which one row begins `pitch` elements after the previous row.
-
-    Each run comes with the position of its first element. Short rows are joined to longer runs with zeros between.
-    """
-    width = rows.shape[1]
-    height = 1 if width >= BLOCK else max(1, min(_BAND // pitch, len(rows)))
-    band = rows.new_zeros(height, pitch) if height > 1 else rows
-    for first in range(0, len(rows), height):
-        held = rows[first : first + height]
-        if height > 1:
-            band[: len(held), :width] = held
-            held = band[: len(held)]
-        yield first * pitch, held.reshape(-1)[: (len(held) - 1) * pitch + width]
-
-
-def _words(run: torch.Tensor, place: int) -> Sums:
-    """Return the bytes of a tensor in row-major order as words; the bytes begin at byte `place` of the first word."""
-    flat = run if run.dim() and run.is_contiguous() else run.reshape(-1)
-    raw = flat.view(torch.uint8).numpy(force=run.is_cuda).reshape(-1)
-    if place == 0 and len(raw) % 4 == 0:
-        words = raw.view(np.int32)
-        if words.flags.aligned:
-            return words
-    words = np.zeros(-(-(place + len(raw)) // 4), np.int32)
-    words.view(np.uint8)[place : place + len(raw)] = raw
-    return words
-
-
-def _add_words(sums: Sums, words: Sums, first: int) -> None:
-    """Add words of the tensor, the first of which has the index `first`."""
-    factors, done, count = table(), 0, len(words)
-    while done < count:
-        # Whole blocks are added together. The ends of a run that starts or stops inside a block are added separately.
-        block, place = divmod(first + done, BLOCK)
-        width = min(BLOCK - place, count - done)
-        rows = (count - done) // BLOCK if width == BLOCK else 1
-        run = words[done : done + rows * width]
-        if rows == 1:
-            sums[1 + block : 2 + block] += np.dot(run, factors[place : place + width])
-        else:
-            # torch.mv is vectorised, which numpy's integer product is not; but each call costs more.
-            sums[1 + block : 1 + block + rows] += torch.mv(torch.from_numpy(run.reshape(rows, BLOCK)), _whole()).numpy()
-        done += rows * width
-    if first < HEAD:
-        # After the blocks, because these words are in a cache now.
-        upper = words[: HEAD - first] >> 16
-        sums[:1] += np.dot(upper, factors[BLOCK + first : BLOCK + first + len(upper)])
-
-
-@functools.cache
-def _whole() -> torch.Tensor:
-    return torch.from_numpy(table()[:BLOCK])

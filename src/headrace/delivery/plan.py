@@ -9,19 +9,16 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import torch
 
 from headrace.delivery.base import Entry
-from headrace.delivery.cores import threads_here
-from headrace.delivery.host_copy import Pair, copy_together, divisible
+from headrace.delivery.copying import copy_all
 from headrace.errors import DeliveryError
 
 ALIGNMENT = 64
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PackingPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +50,16 @@ def _make_plan(tensors: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Packing
     if not end:
         raise DeliveryError("there are no weights to deliver")
     return PackingPlan(entries=tuple(entries), nbytes=end, digest=plan_digest(entries))
+
+
+def plan_of(entries: Iterable[Entry]) -> PackingPlan:
+    """Return the plan that these entries are from."""
+    return make_plan((entry.name, entry.dtype, entry.shape) for entry in entries)
+
+
+def packed_bytes(entries: Iterable[Entry]) -> int:
+    """Return the number of packed bytes of these entries."""
+    return max(entry.offset + entry.nbytes for entry in entries)
 
 
 def plan_weights(weights: Mapping[str, torch.Tensor], dtype: str) -> PackingPlan:
@@ -96,60 +103,6 @@ def pack(packed: torch.Tensor, entries: Iterable[Entry], weights: Mapping[str, t
     """Copy the weights to their places in the packed bytes, cast to the entries' dtypes."""
     with torch.no_grad():
         copy_all(unpack(packed, entries), weights)
-
-
-def copy_all(
-    targets: Mapping[str, torch.Tensor],
-    sources: Mapping[str, torch.Tensor],
-    *,
-    non_blocking: bool = False,
-    threads: int | None = None,
-) -> None:
-    """Copy every source over the target of the same name, cast to the target's dtype, in few launches.
-
-    On a GPU torch fuses all copies with the same pair of dtypes. `threads` threads share the copies in host memory. The
-    default is one thread for every core that this process may use, up to `MOST_THREADS`; 1 leaves the copies to torch.
-    Raises `DeliveryError` before the first copy if a shape differs.
-    """
-    wanted = threads or threads_here()
-    together: list[Pair] = []
-    pairs: defaultdict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]]
-    pairs = defaultdict(lambda: ([], []))
-    for name, target in targets.items():
-        source = sources[name]
-        check_shape(name, target, source)
-        if wanted > 1 and divisible(target, source):
-            together.append((target, source))
-            continue
-        if target.is_cuda and target.dtype == source.dtype:
-            target, source = _bits(target), _bits(source)
-        into, out_of = pairs[target.dtype, source.dtype]
-        into.append(target)
-        out_of.append(source)
-    for into, out_of in pairs.values():
-        torch._foreach_copy_(into, out_of, non_blocking=non_blocking)
-    copy_together(together, wanted)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View floats as integers: fused copies on a GPU convert floats to a wider dtype, in which NaNs lose bits."""
-    return tensor.detach().view(_INTEGERS[tensor.itemsize]) if tensor.is_floating_point() else tensor
-
-
-def all_on(device: torch.device, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether all tensors are on this device; a GPU device must have its index.
-
-    This is called before every copy, so it compares indices: making a `torch.device` for each of hundreds of tensors
-    takes longer than enqueuing the copy.
-    """
-    index = -1 if device.type == "cpu" else device.index
-    return set(map(torch.Tensor.get_device, tensors.values())) <= {index}
-
-
-def check_shape(name: str, target: torch.Tensor, source: torch.Tensor) -> None:
-    """Raise `DeliveryError` unless target and source have the same shape."""
-    if target.shape != source.shape:
-        raise DeliveryError(f"{name} has shape {tuple(source.shape)}, not {tuple(target.shape)}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -2,30 +2,33 @@
 
 The publisher takes the manifest's digest from the copy that the engines will fetch, not from the trainer's tensors, and
 takes it before the version is announced. The place of a version is not overwritten before the version is
-`acknowledged`. The newest version can be fetched until there is a newer one, so a late engine can fetch it too.
+`acknowledged`. The newest version can be fetched until there is a newer one, so a late engine can fetch it too. If the
+trainer has several ranks, every rank publishes the part that it owns, and rank 0 announces the whole; see `parts`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import torch
 
-from headrace.delivery.base import Kind, Manifest
+from headrace.delivery.base import Kind, Manifest, Part
 from headrace.delivery.canary import Score, score_canary
 from headrace.delivery.delta import encode, word_bytes_of
 from headrace.delivery.digest import digest
-from headrace.delivery.held_places import HeldPlaces
-from headrace.delivery.plan import PackingPlan, make_plan, plan_weights, unpack
-from headrace.delivery.snapshots import Snapshots
+from headrace.delivery.parts import TrainerRanks, join_parts
+from headrace.delivery.plan import PackingPlan, make_plan, pack, plan_of, plan_weights, unpack
+from headrace.delivery.shards import owned_shards
 from headrace.delivery.transports.base import Enqueuing, Sender
+from headrace.delivery.transports.places import HeldPlaces, SenderPlaces
 from headrace.errors import DeliveryError
 from headrace.types import NO_VERSION, POLICY, Int32Array
 
@@ -37,7 +40,10 @@ PAYLOAD = "delta"
 
 
 class Publisher:
-    """Publishes versions in order through one sender, which it closes. All methods may be called from any thread."""
+    """Publishes versions in order through one sender, which it closes. All methods may be called from any thread.
+
+    A trainer with several ranks has one publisher on each of them, and all ranks must make the same calls.
+    """
 
     def __init__(
         self,
@@ -50,14 +56,20 @@ class Publisher:
         base_digest: int = 0,
         deadline: float = 120.0,
         policy: str = POLICY,
+        ranks: TrainerRanks | None = None,
     ) -> None:
         """Create a publisher of the weights of `policy`.
 
         `send` is the kind of manifest. With `"delta"`, a version whose delta would not be smaller is sent in full.
         `base_digest` is the digest of the weights under an adapter. No single wait is longer than `deadline` seconds.
+        `ranks` are the ranks of a sharded trainer, which publishes no deltas.
         """
+        assert ranks is None or send != "delta"
         self._sender = sender
         self._policy = policy
+        self._ranks = ranks
+        self.announces = ranks is None or ranks.first
+        """Whether the versions of this publisher may be announced: False on all ranks of a trainer but rank 0."""
         self._dtype = dtype
         self._tolerance = tolerance
         self.canary_token_ids = np.asarray(canary_token_ids, np.int32)
@@ -91,8 +103,9 @@ class Publisher:
         """Snapshot the weights and score the canary now; the future resolves once the version can be fetched.
 
         The caller may change its weights after this returns. `canary` gives the log-probabilities of tokens 1..n.
-        Raises `DeliveryError` if no place becomes free before the deadline, or if the version cannot be published, for
-        example because it is not newer than the last one or its canary is not finite.
+        The manifest of a rank that does not announce describes only this rank's own part. Raises `DeliveryError` if no
+        place becomes free before the deadline, or if the version cannot be published, for example because it is not
+        newer than the last one or its canary is not finite.
         """
         with self._publishing:
             if version <= self._newest:
@@ -102,13 +115,16 @@ class Publisher:
             started = time.monotonic()
             plan = self._planned(weights)
             location = ""
+            finish: Callable[[Manifest], Manifest]
             if self._snapshots:
                 self._snapshots.take(version, plan, weights)
+                finish = partial(self._finish_delta, plan)
+            elif self._ranks:
+                finish = partial(self._finish_part, self._write_part(version, weights, self._ranks), self._ranks)
             else:
-                location = self._sender.write(version, plan, weights)
-                self._places.written(version, location)
-            on_gpu = next((tensor.device for tensor in weights.values() if tensor.is_cuda), None)
-            digesting = self._digest_at_once(location, plan, on_gpu)
+                location = self._write(version, plan, weights)
+                on_gpu = next((tensor.device for tensor in weights.values() if tensor.is_cuda), None)
+                finish = partial(self._finish, plan, on_gpu, self._digest_at_once(location, plan, on_gpu))
             self.last_snapshot_seconds = time.monotonic() - started
             self._newest = version
         manifest = Manifest(
@@ -125,9 +141,7 @@ class Publisher:
             kind="adapter" if self._send == "adapter" else "full",
             base_digest=self._base_digest,
         )
-        if self._snapshots:
-            return self._finishing.submit(self._finish_delta, manifest, plan)
-        return self._finishing.submit(self._finish, manifest, plan, on_gpu, digesting)
+        return self._finishing.submit(finish, manifest)
 
     def resend(self, manifest: Manifest) -> Future[Manifest]:
         """Offer the same version again with all its weights, for an engine that does not hold the delta's base.
@@ -154,8 +168,30 @@ class Publisher:
         self._on_gpu.clear()
         self._sender.close()
 
+    def _write(self, version: int, plan: PackingPlan, tensors: Mapping[str, torch.Tensor]) -> str:
+        location = self._sender.write(version, plan, tensors)
+        self._places.written(version, location)
+        return location
+
+    def _write_part(self, version: int, weights: Mapping[str, torch.Tensor], ranks: TrainerRanks) -> Part | None:
+        """Write the part that this rank owns; return None if it owns nothing."""
+        tensors, regions = owned_shards(weights, ranks.coordinate)
+        if not tensors:
+            return None
+        plan = plan_weights(tensors, self._dtype)
+        starts = [regions[entry.name].start for entry in plan.entries]
+        return Part(location=self._write(version, plan, tensors), entries=list(plan.entries), starts=starts)
+
+    def _finish_part(self, part: Part | None, ranks: TrainerRanks, manifest: Manifest) -> Manifest:
+        written: Mapping[str, torch.Tensor] = {}
+        if part is not None:
+            self._sender.finish(part.location)
+            written = self._sender.snapshot(part.location, plan_of(part.entries))
+        join_parts(manifest, part, written, ranks.group)
+        return manifest
+
     def _finish(
-        self, manifest: Manifest, plan: PackingPlan, gpu: torch.device | None, digesting: torch.Tensor | None
+        self, plan: PackingPlan, gpu: torch.device | None, digesting: torch.Tensor | None, manifest: Manifest
     ) -> Manifest:
         self._sender.finish(manifest.location)
         with self._beside(gpu):
@@ -197,7 +233,7 @@ class Publisher:
             digesting = known[1].launch()
         return DeviceDigest.value(digesting)
 
-    def _finish_delta(self, manifest: Manifest, plan: PackingPlan) -> Manifest:
+    def _finish_delta(self, plan: PackingPlan, manifest: Manifest) -> Manifest:
         assert self._snapshots is not None
         new = self._packed(manifest.version)
         manifest.digest = digest(unpack(new, plan.entries).items())
@@ -213,13 +249,11 @@ class Publisher:
 
     def _whole(self, manifest: Manifest) -> Manifest:
         whole = msgspec.structs.replace(manifest, kind="full", base=NO_VERSION, payload=None)
-        plan = PackingPlan(entries=tuple(manifest.entries), nbytes=_end(manifest), digest=manifest.plan_digest)
-        return self._written(whole, plan, unpack(self._packed(manifest.version), manifest.entries))
+        return self._written(whole, plan_of(manifest.entries), unpack(self._packed(manifest.version), manifest.entries))
 
     def _written(self, manifest: Manifest, plan: PackingPlan, tensors: Mapping[str, torch.Tensor]) -> Manifest:
         self._sender.wait(manifest.version, self._deadline)
-        location = self._sender.write(manifest.version, plan, tensors)
-        self._places.written(manifest.version, location)
+        location = self._write(manifest.version, plan, tensors)
         self._sender.finish(location)
         return msgspec.structs.replace(manifest, location=location)
 
@@ -239,5 +273,63 @@ class Publisher:
         return torch.cuda.stream(self._stream)
 
 
-def _end(manifest: Manifest) -> int:
-    return max(entry.offset + entry.nbytes for entry in manifest.entries)
+class Snapshots:
+    """The packed bytes of the last versions: deltas start from them, and late engines get them whole.
+
+    A version's bytes are kept until the version itself and a newer one are acknowledged; then their memory is reused.
+    All methods may be called from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._places = SenderPlaces("snapshot", "publisher")
+        """The versions that are not acknowledged; the location of a snapshot is its version."""
+        self._packed: dict[int, torch.Tensor] = {}
+        self._free: list[torch.Tensor] = []
+        self._acknowledged = NO_VERSION
+        self._lock = threading.Lock()
+
+    def wait(self, version: int, timeout: float) -> None:
+        """Wait until fewer than two versions are unacknowledged; after `timeout`, raise `DeliveryError` naming them."""
+        self._places.wait(version, timeout)
+
+    def take(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy the weights, cast to the plan's dtypes."""
+        with self._places.filling(version, lambda held: str(version), self._places.release):
+            with self._lock:
+                fitting = [buffer for buffer in self._free if len(buffer) == plan.nbytes]
+                buffer = fitting[0] if fitting else torch.zeros(plan.nbytes, dtype=torch.uint8)
+                self._free = fitting[1:]
+            pack(buffer, plan.entries, weights)
+            with self._lock:
+                self._packed[version] = buffer
+
+    def bytes_of(self, version: int) -> torch.Tensor | None:
+        """Return the packed bytes of a version; None if they are no longer kept."""
+        with self._lock:
+            return self._packed.get(version)
+
+    def settled_before(self, version: int, timeout: float) -> int:
+        """Wait until all versions before this one are acknowledged, and return the newest acknowledged version.
+
+        Returns `NO_VERSION` if that takes longer than `timeout` seconds.
+        """
+        done = self._places.settled_before(version, timeout)
+        with self._lock:
+            return self._acknowledged if done else NO_VERSION
+
+    def acknowledged(self, version: int) -> None:
+        """Record that all engines hold this version or a newer one. Idempotent."""
+        with self._lock:
+            if not self._places.holds(str(version)):
+                return
+            self._acknowledged = max(self._acknowledged, version)
+            self._places.release(str(version))
+            for old in [v for v in self._packed if v < self._acknowledged and not self._places.holds(str(v))]:
+                self._free.append(self._packed.pop(old))
+
+    def close(self) -> None:
+        """Release all memory; a thread that waits for a snapshot gets a `DeliveryError`. Idempotent."""
+        self._places.close()
+        with self._lock:
+            self._packed.clear()
+            self._free.clear()

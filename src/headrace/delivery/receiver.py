@@ -11,19 +11,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from headrace.delivery.agreement import agreed_plan, check_base, check_casts
 from headrace.delivery.base import Entry, Manifest, Proof
 from headrace.delivery.canary import Score, Tolerance, canary_error
+from headrace.delivery.copying import copy_all
 from headrace.delivery.digest import digest
 from headrace.delivery.live import DeviceCheck, DeviceSide, HostCheck
-from headrace.delivery.plan import PackingPlan, copy_all, dtype_of
-from headrace.delivery.staging import Staging
+from headrace.delivery.plan import PackingPlan, dtype_of
+from headrace.delivery.staging import Staging, agreed_plan, check_base, check_casts
 from headrace.errors import DeliveryError
 from headrace.types import NO_VERSION, Float32Array
 
@@ -202,8 +202,15 @@ class Receiver:
         if self._gpu:
             self._gpu.close()
 
-    def _alone(self, what: str, version: int) -> _Exclusive:
-        return _Exclusive(self._busy, f"cannot {what} version {version}: another delivery is under way")
+    @contextmanager
+    def _alone(self, what: str, version: int) -> Iterator[None]:
+        """Raise at once if another delivery is under way: a delivery never waits for another delivery."""
+        if not self._busy.acquire(blocking=False):
+            raise DeliveryError(f"cannot {what} version {version}: another delivery is under way")
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def _check_order(self, version: int) -> None:
         if version <= self._proved:
@@ -243,18 +250,3 @@ def _mismatch(staged: Staged, found: int, error: float, tolerance: float) -> str
     if error > tolerance:
         return f"the canary is off by {error:.3g} (tolerance {tolerance:.3g})"
     return ""
-
-
-class _Exclusive:
-    """Holds a lock, or raises at once if the lock is taken: a delivery never waits for another delivery."""
-
-    def __init__(self, lock: threading.Lock, refusal: str) -> None:
-        self._lock = lock
-        self._refusal = refusal
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise DeliveryError(self._refusal)
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()

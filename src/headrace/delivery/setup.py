@@ -7,21 +7,17 @@ loaded until a sender is made.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from headrace.config.declared import transport_facts
 from headrace.config.schema import DeliveryConfig
 from headrace.delivery import transports
+from headrace.delivery.transports.base import Sender, SenderSettings
 from headrace.delivery.transports.keys import KEYS, make_keys
-from headrace.delivery.transports.object_store import connect, is_url, owner_of
 from headrace.delivery.transports.segments import sweep
-from headrace.delivery.transports.storage import sweep_storage
+from headrace.delivery.transports.storage import connect, is_url, owner_of, sweep_storage
 from headrace.delivery.transports.tcp_wire import is_loopback
-
-if TYPE_CHECKING:
-    from headrace.delivery.transports.base import Sender
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -66,15 +62,17 @@ def make_sender(
     """
     return transports.sender(
         choose(config, trainer=trainer, engines=engines).transport,
-        run_dir.name,
-        directory=weights_directory(config, run_dir, rank),
-        keep=config.keep_files,
-        owner=owner_of(run_dir),
-        bind=config.bind,
-        keys=run_dir / KEYS,
-        device=trainer,
-        receivers=receivers,
-        relays=relays,
+        SenderSettings(
+            run_id=run_dir.name,
+            directory=weights_directory(config, run_dir, rank),
+            keep=config.keep_files,
+            owner=owner_of(run_dir),
+            bind=config.bind,
+            keys=run_dir / KEYS,
+            device=trainer,
+            receivers=receivers,
+            relays=relays,
+        ),
     )
 
 

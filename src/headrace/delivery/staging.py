@@ -1,4 +1,4 @@
-"""Staging fetches a version beside an engine's live weights, assembles it, and checks its digest.
+"""Staging fetches a version beside an engine's live weights, assembles it, and checks its digest and whether it fits.
 
 Staging never writes to the live weights. It reads them only to apply a delta to a copy of them. If another engine
 relayed wrong bytes, the version is fetched once more from the trainer.
@@ -7,7 +7,7 @@ relayed wrong bytes, the version is fetched once more from the trainer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +15,16 @@ from pathlib import Path
 import torch
 
 from headrace.delivery.base import Entry, Manifest
+from headrace.delivery.copying import all_on, copy_all
 from headrace.delivery.delta import apply
-from headrace.delivery.digest import digest
-from headrace.delivery.growing_digest import GrowingDigest
+from headrace.delivery.digest import GrowingDigest, digest
 from headrace.delivery.live import DeviceSide
 from headrace.delivery.parts import fetch_parts
-from headrace.delivery.plan import PackingPlan, all_on, copy_all, pack, unpack
+from headrace.delivery.plan import PackingPlan, Views, dtype_name, dtype_of, make_plan, pack, plan_digest, unpack
 from headrace.delivery.regions import whole
 from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Growing, PredictsPlaces, Relaying, Source
-from headrace.errors import DeliveryError
+from headrace.errors import DeliveryError, WrongBase
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class Staging:
         self._gpu = gpu
         self._keys = keys
         self._sources: dict[str, Source] = {}
-        self._unpacked: tuple[int, dict[str, torch.Tensor]] | None = None
+        self._views: Views | None = None
         self.buffer: torch.Tensor | None = None
         """The receiver's own memory for weights that cannot stay where they arrived; allocated when first needed."""
 
@@ -79,7 +79,7 @@ class Staging:
         for opened in self._sources.values():
             opened.close()
         self._sources.clear()
-        self.buffer = self._unpacked = None
+        self.buffer = self._views = None
 
     def _digested(self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]) -> Arrived:
         with closing(GrowingDigest(plan.entries)) as growing:
@@ -171,12 +171,76 @@ class Staging:
     def _own(self, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Return views of the receiver's own buffer for all weights of this plan."""
         buffer = self._room(plan)
-        if self._unpacked is None or self._unpacked[0] != plan.digest:
-            self._unpacked = plan.digest, unpack(buffer, plan.entries)
-        return self._unpacked[1]
+        self._views = self._views or Views(buffer)
+        return self._views.of(plan.entries)
 
     def _room(self, plan: PackingPlan) -> torch.Tensor:
         if self.buffer is None or len(self.buffer) < plan.nbytes:
             self.buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device)
-            self._unpacked = None
+            self._views = None
         return self.buffer
+
+
+def agreed_plan(manifest: Manifest, live: Mapping[str, torch.Tensor], known: PackingPlan | None) -> PackingPlan:
+    """Return the packing plan of a version, made from the engine's own tensors and the dtypes of the manifest.
+
+    `live` holds the tensors that the engine serves. Raises `DeliveryError` if the manifest has another plan. `known` is
+    the plan of the previous version; it is returned at once if the manifest has the same plan.
+    """
+    if known and known.digest == manifest.plan_digest and known.entries == tuple(manifest.entries):
+        return known
+    entries = {entry.name: entry for entry in manifest.entries}
+    if missing := live.keys() - entries.keys():
+        raise DeliveryError(f"version {manifest.version} lacks {_some(missing)}")
+    if unknown := entries.keys() - live.keys():
+        raise DeliveryError(f"version {manifest.version} has {_some(unknown)}, which this engine does not know")
+    for name, tensor in live.items():
+        entry = entries[name]
+        if entry.shape != tuple(tensor.shape):
+            raise DeliveryError(f"{name} is published with shape {entry.shape}, but lives with {tuple(tensor.shape)}")
+        if dtype_of(entry.dtype).is_floating_point != tensor.is_floating_point():
+            raise DeliveryError(f"{name} is published as {entry.dtype}, but lives as {dtype_name(tensor.dtype)}")
+    plan = make_plan((name, entries[name].dtype, tensor.shape) for name, tensor in live.items())
+    if not plan.digest == manifest.plan_digest == plan_digest(manifest.entries):
+        raise DeliveryError(f"version {manifest.version} is packed by another plan than this engine's")
+    return plan
+
+
+def check_base(manifest: Manifest, *, proved: int, quarantined: bool, base_digest: int | None) -> None:
+    """Raise unless the version is of the kind that this engine takes, and was made for the weights that it has.
+
+    `proved` is the last version that was proved on this engine. In quarantine the live weights are not proved to be any
+    version. `base_digest` is the digest of the weights under the adapter, or None if the engine takes no adapters. A
+    delta to another version raises `WrongBase`; everything else raises a plain `DeliveryError`.
+    """
+    version = manifest.version
+    if (manifest.kind == "adapter") != (base_digest is not None):
+        wanted = "all weights, not an adapter" if base_digest is None else "an adapter"
+        raise DeliveryError(f"version {version} is of kind {manifest.kind}, but this engine takes {wanted}")
+    if manifest.kind == "adapter" and manifest.base_digest != base_digest:
+        raise DeliveryError(
+            f"version {version} is an adapter to weights with digest {manifest.base_digest:016x}, but this engine's"
+            f" have {base_digest:016x}"
+        )
+    if manifest.kind == "delta" and (quarantined or proved != manifest.base):
+        held = "unproved weights" if quarantined else f"version {proved}"
+        raise WrongBase(f"version {version} is a change to version {manifest.base}, but this engine has {held}")
+
+
+def check_casts(weights: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> None:
+    """Raise `DeliveryError` if the cast of a published tensor to the live tensor's dtype would lose precision."""
+    for name, tensor in weights.items():
+        target = live[name].dtype
+        if target != tensor.dtype:
+            back = tensor.to(target).to(tensor.dtype)
+            # Compared as bytes, so that a NaN equals itself and the two zeros differ.
+            if not torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
+                raise DeliveryError(
+                    f"{name} is published as {dtype_name(tensor.dtype)} and loses precision as the engine's"
+                    f" {dtype_name(target)}"
+                )
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ordered[0] if len(ordered) == 1 else f"{ordered[0]} and {len(ordered) - 1} more"

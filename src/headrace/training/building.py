@@ -18,9 +18,9 @@ from headrace.config.schema import LoraConfig, TrainingConfig
 from headrace.delivery.base import Kind
 from headrace.delivery.canary import canary_sequence
 from headrace.delivery.digest import digest_as
+from headrace.delivery.parts import TrainerRanks
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.setup import make_sender
-from headrace.delivery.sharded_publisher import ShardedPublisher
 from headrace.models.loading import load_model, named_weights
 from headrace.models.lora_targets import frozen_linears
 from headrace.models.rounding import hold_in_four_bits, round_weights
@@ -125,7 +125,7 @@ def _teacher(config: Config, device: torch.device) -> Any:
 
 def make_publisher(
     link: WorkerLink, config: Config, ranks: Ranks | None, vocabulary: int, base_digest: int, *, device: str = "cpu"
-) -> Publisher | ShardedPublisher:
+) -> Publisher:
     """Return the publisher of this process: for the whole model, or for this rank's part of the model."""
     canary = canary_sequence(vocabulary, config.delivery.canary_tokens)
     tolerance, deadline = config.delivery.canary_tolerance, config.delivery.deadline
@@ -140,19 +140,6 @@ def make_publisher(
         relays=ranks is None,  # an engine can relay the whole model, but not the parts in which it arrived
     )
     send: Kind = "adapter" if config.lora is not None else config.delivery.send
-    if ranks:
-        return ShardedPublisher(
-            sender,
-            ranks.publishing,
-            ranks.coordinate,
-            published_dtype(config),
-            tolerance,
-            canary,
-            send=send,
-            base_digest=base_digest,
-            deadline=deadline,
-            policy=config.policy_name,
-        )
     return Publisher(
         sender,
         published_dtype(config),
@@ -162,6 +149,7 @@ def make_publisher(
         base_digest=base_digest,
         deadline=deadline,
         policy=config.policy_name,
+        ranks=TrainerRanks(ranks.publishing, ranks.coordinate) if ranks else None,
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from safetensors import SafetensorError
 
@@ -282,13 +282,11 @@ class TrainerRole:
             raise self.failure
         self.link.phase = "publishing"
         with self.link.spans.span("publish"):
-            future: Future[Any] = self.publisher.publish(
-                version, parent, self.trainer.policy_steps, self.trainer.weights(), canary
-            )
+            future = self.publisher.publish(version, parent, self.trainer.policy_steps, self.trainer.weights(), canary)
         snapshot_seconds = self.publisher.last_snapshot_seconds
 
-        def announce(manifest: Manifest | None) -> None:
-            if manifest is not None:
+        def announce(manifest: Manifest) -> None:
+            if self.publisher.announces:
                 self.link.spoke.send(Published(manifest=manifest, snapshot_seconds=snapshot_seconds))
 
         self._when_done(future, announce)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.delivery import transports
+from headrace.delivery.transports.base import SenderSettings
 from headrace.delivery.transports.cuda_ipc import TICKET_BYTES, Ticket, read_ticket, write_ticket
 from headrace.delivery.transports.segments import MappedSegment, SharedSegment, sweep
 from headrace.errors import ConfigError, DeliveryError
@@ -68,6 +69,6 @@ def test_an_owner_that_is_killed_is_known_to_be_dead_and_its_segment_is_swept():
 
 def test_without_a_gpu_it_says_so_in_one_line():
     with pytest.raises(ConfigError, match=r"\[delivery\] transport: .*trainer's weights on a GPU, not on cpu"):
-        transports.sender("cuda_ipc", "run")
+        transports.sender("cuda_ipc", SenderSettings(run_id="run"))
     with pytest.raises(ConfigError, match=r"\[delivery\] transport: .*engine's weights on a GPU, not on cpu"):
         transports.source("cuda_ipc")

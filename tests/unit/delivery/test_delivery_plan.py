@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.delivery.plan import ALIGNMENT, all_on, make_plan, plan_digest, plan_weights, unpack
+from headrace.delivery.copying import all_on
+from headrace.delivery.plan import ALIGNMENT, make_plan, plan_digest, plan_weights, unpack
 from headrace.errors import DeliveryError
 
 SIZES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}

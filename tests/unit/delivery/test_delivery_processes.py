@@ -21,8 +21,8 @@ from headrace.delivery import transports
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.plan import PackingPlan
 from headrace.delivery.publisher import Publisher
-from headrace.delivery.transports.base import Sender
-from headrace.delivery.transports.files import layout_of, sweep_directory
+from headrace.delivery.transports.base import Sender, SenderSettings
+from headrace.delivery.transports.file import layout_of
 from headrace.delivery.transports.segments import HEADER_BYTES, segment_directories, sweep
 from headrace.delivery.transports.storage import sweep_storage
 
@@ -99,7 +99,7 @@ def flip_a_bit(sender: Sender, manifest: Manifest) -> None:
 
 
 def test_versions_are_proved_in_another_process_and_nothing_is_left(transport: str, engine: Process, tmp_path: Path):
-    sender = transports.sender(transport, RUN_ID, directory=tmp_path / "weights")
+    sender = transports.sender(transport, SenderSettings(run_id=RUN_ID, directory=tmp_path / "weights"))
     publisher = Publisher(sender, "float32", 1e-5, CANARY, deadline=5.0)
     for version in (1, 2, 3, 4):
         manifest = publish(publisher, version)
@@ -131,7 +131,9 @@ def test_versions_are_proved_in_another_process_and_nothing_is_left(transport: s
 
 
 def test_one_engine_that_dies_does_not_disturb_another(transport: str, engine: Process, tmp_path: Path):
-    publisher = Publisher(transports.sender(transport, RUN_ID, directory=tmp_path), "float32", 1e-5, CANARY)
+    publisher = Publisher(
+        transports.sender(transport, SenderSettings(run_id=RUN_ID, directory=tmp_path)), "float32", 1e-5, CANARY
+    )
     victim = Process(engine_process.serve)
     manifest = publish(publisher, 1)
     assert victim.load(manifest)[0].accepted
@@ -149,7 +151,7 @@ def test_what_a_killed_trainer_leaves_is_rejected_or_whole_and_gone_at_the_next_
     trainer = Process(trainer_process.serve, transport, RUN_ID, str(directory))
     manifest = decode(Manifest, [base64.b64decode(frame) for frame in json.loads(trainer.read())])
     sweep()
-    sweep_directory(directory)
+    sweep_storage(directory, "")
     assert engine.load(manifest)[0].accepted
     trainer.kill()
     proof, logits = engine.load(msgspec.structs.replace(manifest, version=2))
@@ -159,7 +161,7 @@ def test_what_a_killed_trainer_leaves_is_rejected_or_whole_and_gone_at_the_next_
     assert directory.exists() == (transport == "file")
     (directory.exists() and (directory / "version-00000002.safetensors.partial").write_bytes(b"half"))
     sweep()
-    again = transports.sender(transport, RUN_ID, directory=directory)
+    again = transports.sender(transport, SenderSettings(run_id=RUN_ID, directory=directory))
     assert leftovers() == []
     assert [path.name for path in directory.glob("*.safetensors*")] == []
     again.close()
@@ -184,7 +186,7 @@ def test_a_url_reaches_another_process_and_what_a_killed_trainer_leaves_is_swept
     assert sweep_storage(url, RUN_ID)
     assert list(tmp_path.iterdir()) == []
 
-    sender = transports.sender("file", RUN_ID, directory=url)
+    sender = transports.sender("file", SenderSettings(run_id=RUN_ID, directory=url))
     publisher = Publisher(sender, "float32", 1e-5, CANARY, deadline=5.0)
     corrupt = publish(publisher, 3)
     path = Path(corrupt.location.removeprefix("file://"))
@@ -202,7 +204,7 @@ def test_a_url_reaches_another_process_and_what_a_killed_trainer_leaves_is_swept
 
 @pytest.mark.parametrize(("transport", "reason"), [("tcp", "is gone"), ("nccl", "the broadcast from")])
 def test_a_trainer_that_dies_in_the_middle_of_a_transfer(engine: Process, tmp_path: Path, transport: str, reason: str):
-    healthy = Publisher(transports.sender(transport, RUN_ID), "float32", 1e-5, CANARY)
+    healthy = Publisher(transports.sender(transport, SenderSettings(run_id=RUN_ID)), "float32", 1e-5, CANARY)
     assert engine.load(publish(healthy, 0))[0].accepted
     trainer = Process(trainer_process.serve, transport, RUN_ID, str(tmp_path), 3)
     manifest = decode(Manifest, [base64.b64decode(frame) for frame in json.loads(trainer.read())])

@@ -11,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headrace.delivery import delta
-from headrace.delivery.delta_chunk import decode_chunk, encode_chunk
 from headrace.delivery.digest import digest
 from headrace.delivery.plan import PackingPlan, pack, plan_weights, unpack
 from headrace.errors import DeliveryError
@@ -82,11 +81,11 @@ def test_every_pattern_comes_back_bit_for_bit(words, word_bytes, tail, share, ki
 def test_gaps_of_every_length_come_back(where, word_bytes):
     positions = np.array(sorted(where), np.int64)
     differences = (positions + 1).astype(f"<u{word_bytes}")
-    encoded = encode_chunk(positions, differences, 3000)
+    encoded = delta.encode_chunk(positions, differences, 3000)
     if not where:
         assert encoded == b""
         return
-    found, by = decode_chunk(memoryview(encoded), 3000, word_bytes)
+    found, by = delta.decode_chunk(memoryview(encoded), 3000, word_bytes)
     assert found.tolist() == positions.tolist()
     assert by.tolist() == differences.tolist()
 

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from headrace.delivery.plan import PackingPlan, make_plan, plan_weights
-from headrace.delivery.transports.file import FileSender, FileSource
-from headrace.delivery.transports.files import layout_of, sweep_directory
+from headrace.delivery.transports.file import FileSender, FileSource, layout_of
+from headrace.delivery.transports.storage import sweep_storage
 from headrace.errors import DeliveryError
 
 
@@ -171,13 +171,13 @@ def test_one_writer_and_a_sweep_that_spares_it_and_strangers(sender: FileSender,
     path, _ = written(sender, 1)
     with pytest.raises(DeliveryError, match="another trainer publishes weights in"):
         FileSender(directory)
-    assert not sweep_directory(directory)
+    assert not sweep_storage(directory, "")
     assert path.exists()
     (directory / "notes.txt").write_text("mine")
     sender.close()
     assert [path.name for path in directory.iterdir()] == ["notes.txt"]
-    assert not sweep_directory(directory)
-    assert not sweep_directory(tmp_path / "nowhere")
+    assert not sweep_storage(directory, "")
+    assert not sweep_storage(tmp_path / "nowhere", "")
 
 
 def test_the_lock_is_private(sender: FileSender, tmp_path: Path):

@@ -7,10 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.delivery import growing_digest
-from headrace.delivery.digest import BLOCK, digest
-from headrace.delivery.digest_layout import layout_of
-from headrace.delivery.growing_digest import GrowingDigest
+from headrace.delivery import digest as digest_module
+from headrace.delivery.digest import GrowingDigest, digest
+from headrace.delivery.digest_sums import BLOCK, layout_of
 from headrace.delivery.plan import PackingPlan, make_plan, unpack
 
 SHAPES = {
@@ -25,7 +24,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("headrace.delivery.digest_layout.SPAN", 2 * BLOCK)
+    monkeypatch.setattr("headrace.delivery.digest_sums.SPAN", 2 * BLOCK)
     layout_of.cache_clear()
     yield
     layout_of.cache_clear()
@@ -68,7 +67,7 @@ def test_a_byte_that_came_wrong_shows():
 
 
 def test_one_that_is_given_up_ends_its_threads(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(growing_digest, "threads_here", lambda: 3)
+    monkeypatch.setattr(digest_module, "threads_here", lambda: 3)
     plan, sent = packed(0)
     before = set(threading.enumerate())
     growing = GrowingDigest(plan.entries)

@@ -16,6 +16,7 @@ from headrace.delivery.digest import digest
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.receiver import Receiver
 from headrace.delivery.transports import sender
+from headrace.delivery.transports.base import SenderSettings
 from headrace.errors import DeliveryError, WrongBase
 
 KINDS = ["full", "delta", "adapter"]
@@ -48,7 +49,7 @@ class Pair:
 
     def __init__(self, transport: str, kind: str, directory: Path, engines: int = 1) -> None:
         self.publisher = Publisher(
-            sender(transport, "kinds-test", directory=directory),
+            sender(transport, SenderSettings(run_id="kinds-test", directory=directory)),
             "bfloat16",
             1e-5,
             CANARY,

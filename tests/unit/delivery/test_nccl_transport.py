@@ -15,23 +15,21 @@ from torch._C._distributed_c10d import TCPStore
 
 from headrace.delivery.base import Entry
 from headrace.delivery.plan import make_plan, plan_weights
-from headrace.delivery.transports import nccl_sessions, nccl_source
+from headrace.delivery.transports import nccl, nccl_source
 from headrace.delivery.transports.nccl import NcclSender
-from headrace.delivery.transports.nccl_group import BroadcastGroup, ProgressWatch, bounded, connect
-from headrace.delivery.transports.nccl_source import NcclSource
-from headrace.delivery.transports.nccl_wire import (
-    ASKS,
+from headrace.delivery.transports.nccl_group import (
+    BroadcastGroup,
     BroadcastReply,
     BroadcastRequest,
     HeldVersion,
-    answer_key,
-    ask_key,
-    begin_key,
-    held_key,
-    joined_key,
+    ProgressWatch,
+    bounded,
+    connect,
+    key,
     parse_location,
     pieces,
 )
+from headrace.delivery.transports.nccl_source import NcclSource
 from headrace.errors import ConfigError, DeliveryError
 
 PATIENCE = 1.0
@@ -170,7 +168,7 @@ def test_a_lost_bucket_is_an_error_in_time_and_the_next_attempt_is_served(
     load(engines[:1], publish(sender, 1), 1)
     location = publish(sender, 2)
     with monkeypatch.context() as patched:
-        patched.setattr(nccl_sessions, "pieces", lambda *arguments: pieces(*arguments)[:-1])
+        patched.setattr(nccl, "pieces", lambda *arguments: pieces(*arguments)[:-1])
         started = time.monotonic()
         load(engines[:1], location, 2)
         assert time.monotonic() - started < 3 * PATIENCE + 2
@@ -188,18 +186,18 @@ class Ghost:
     def __init__(self, location: str) -> None:
         self.place = parse_location(location)
         self.line: TCPStore = connect(self.place.host, self.place.port, PATIENCE)
-        held = msgspec.json.decode(self.line.get(held_key(self.place.place)), type=HeldVersion)
+        held = msgspec.json.decode(self.line.get(key("held", self.place.place)), type=HeldVersion)
         self.ask = BroadcastRequest("ghost", self.place.place, held.version, held.sequence, "")
-        self.number = self.line.add(ASKS, 1)
-        self.line.set(ask_key(self.number), msgspec.json.encode(self.ask).decode())
+        self.number = self.line.add(key("asks"), 1)
+        self.line.set(key("ask", self.number), msgspec.json.encode(self.ask).decode())
 
     def dies_after_asking(self) -> None:
         pass
 
     def dies_after_joining(self) -> None:
-        self.answer = msgspec.json.decode(self.line.get(answer_key(self.number)), type=BroadcastReply)
-        self.line.set(joined_key(self.answer.session, self.answer.rank), "yes")
-        assert self.line.get(begin_key(self.answer.session)) == b"yes"
+        self.answer = msgspec.json.decode(self.line.get(key("answer", self.number)), type=BroadcastReply)
+        self.line.set(key("joined", self.answer.session, self.answer.rank), "yes")
+        assert self.line.get(key("begin", self.answer.session)) == b"yes"
 
     def dies_after_forming_the_group(self) -> None:
         self.dies_after_joining()
@@ -280,4 +278,4 @@ def test_nothing_leaves_the_host():
             NcclSource().open(wrong, 1, PLAN.entries)
     with pytest.raises(DeliveryError, match="cannot be received on cpu"):
         NcclSource().open("nccl://127.0.0.1:99/0", 1, PLAN.entries)
-    assert nccl_source.parse_location("gloo://127.0.0.1:99/1").place == 1
+    assert parse_location("gloo://127.0.0.1:99/1").place == 1

@@ -13,9 +13,8 @@ from safetensors.torch import load
 from headrace.config.schema import DeliveryConfig
 from headrace.delivery.plan import PackingPlan, plan_weights
 from headrace.delivery.setup import clean, make_sender, prepare, weights_directory
-from headrace.delivery.transports import object_store
 from headrace.delivery.transports.file import FileSender, FileSource
-from headrace.delivery.transports.storage import sweep_storage
+from headrace.delivery.transports.storage import owner_of, sweep_storage
 from headrace.errors import ConfigError, DeliveryError
 
 BUCKET = f"memory://object-store-test-{os.getpid()}"
@@ -218,5 +217,5 @@ def test_the_configuration_leads_to_the_store_and_back(tmp_path: Path):
 
 
 def test_the_owner_is_the_run_on_its_host(tmp_path: Path):
-    assert object_store.owner_of(tmp_path) != object_store.owner_of(tmp_path / "other")
-    assert object_store.owner_of(tmp_path).endswith(f":{tmp_path}")
+    assert owner_of(tmp_path) != owner_of(tmp_path / "other")
+    assert owner_of(tmp_path).endswith(f":{tmp_path}")

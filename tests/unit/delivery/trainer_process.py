@@ -14,8 +14,8 @@ from bigram import CANARY, make_weights, score
 from headrace.channel.codec import encode
 from headrace.delivery import transports
 from headrace.delivery.publisher import Publisher
-from headrace.delivery.transports import nccl_sessions, nccl_wire
-from headrace.delivery.transports.base import Sender
+from headrace.delivery.transports import nccl, nccl_group
+from headrace.delivery.transports.base import Sender, SenderSettings
 from headrace.delivery.transports.nccl import NcclSender
 from headrace.delivery.transports.tcp import TcpSender
 
@@ -37,18 +37,22 @@ def mortal(transport: str, buckets: int) -> Sender:
         return sender
 
     def pieces(*arguments: Any) -> Iterator[tuple[int, int]]:
-        for number, piece in enumerate(nccl_wire.pieces(*arguments)):
+        for number, piece in enumerate(nccl_group.pieces(*arguments)):
             if number == buckets:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield piece
 
-    nccl_sessions.pieces = pieces
+    nccl.pieces = pieces
     return NcclSender(bucket_bytes=256)
 
 
 def serve(line: Connection, transport: str, run_id: str, directory: str, buckets: int | None = None) -> None:
     """With `buckets`, the process dies in the middle of a transfer: instead of serving one bucket more."""
-    sender = mortal(transport, buckets) if buckets else transports.sender(transport, run_id, directory=directory)
+    sender = (
+        mortal(transport, buckets)
+        if buckets
+        else transports.sender(transport, SenderSettings(run_id=run_id, directory=directory))
+    )
     weights = make_weights(1)
     publisher = Publisher(sender, "float32", 1e-5, CANARY)
     manifest = publisher.publish(1, -1, 1, weights, lambda ids: score(weights, ids)).result(30)

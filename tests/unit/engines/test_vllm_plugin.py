@@ -16,13 +16,12 @@ from headrace.delivery.base import Manifest
 from headrace.delivery.digest import digest, digest_as
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import sender
+from headrace.delivery.transports.base import SenderSettings
 from headrace.errors import DeliveryError
 from headrace.models.loading import named_weights
 from headrace.training.lora import TrainedAdapter
-from headrace_vllm_plugin.adapter import Pristine
 from headrace_vllm_plugin.guard import Guard
-from headrace_vllm_plugin.live import compare
-from headrace_vllm_plugin.staging import WorkerStaging
+from headrace_vllm_plugin.weights import Pristine, WorkerStaging, compare
 from headrace_vllm_plugin.wire import FetchOrder, StagingState
 
 NAMES = ("q_proj", "k_proj", "v_proj")
@@ -102,7 +101,7 @@ def test_what_is_staged_is_what_was_published(tmp_path: Path, transport: str) ->
     def canary(ids: np.ndarray) -> np.ndarray:
         return np.zeros(len(ids) - 1, np.float32)
 
-    sending = sender(transport, f"plugin-{transport}", directory=tmp_path)
+    sending = sender(transport, SenderSettings(run_id=f"plugin-{transport}", directory=tmp_path))
     publisher = Publisher(sending, "float32", 1e-3, np.arange(4, dtype=np.int32))
     staging = WorkerStaging(torch.device("cpu"))
     try:
@@ -144,7 +143,12 @@ def test_an_adapter_is_added_to_the_weights_of_the_directory_as_peft_does(tmp_pa
     lora = LoraConfig(rank=4, alpha=6.0, modules=["model.norm"])
     adapter = TrainedAdapter(model, lora, base=tmp_path / "model")
     publisher = Publisher(
-        sender("shm", "plugin-lora"), "float32", 1e-3, np.arange(4, dtype=np.int32), send="adapter", base_digest=base
+        sender("shm", SenderSettings(run_id="plugin-lora")),
+        "float32",
+        1e-3,
+        np.arange(4, dtype=np.int32),
+        send="adapter",
+        base_digest=base,
     )
     staging = WorkerStaging(torch.device("cpu"), lambda: Pristine(tmp_path / "model", torch.float32, tied=True))
     try:

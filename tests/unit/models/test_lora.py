@@ -20,6 +20,7 @@ from headrace.config.schema import EngineConfig
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.receiver import Receiver
 from headrace.delivery.transports import sender
+from headrace.delivery.transports.base import SenderSettings
 from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import ModelError, UserError
@@ -375,7 +376,7 @@ def test_the_engine_generates_what_the_peft_model_does(family: str, mode: Mode) 
         adapter.apply()
         return core.score(ids)
 
-    publisher = Publisher(sender("shm", uuid.uuid4().hex[:8]), "float32", 1e-3, PROMPT)
+    publisher = Publisher(sender("shm", SenderSettings(run_id=uuid.uuid4().hex[:8])), "float32", 1e-3, PROMPT)
     receiver = Receiver(adapter.weights(), "e")
     try:
         manifest = publisher.publish(1, 0, 1, published(trainer), trainers_score).result(30)

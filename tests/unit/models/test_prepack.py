@@ -12,8 +12,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from headrace.config.schema import EngineConfig
+from headrace.delivery.copying import copy_all
 from headrace.delivery.digest import digest
-from headrace.delivery.plan import copy_all
 from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.core import EngineCore
 from headrace.errors import ModelError

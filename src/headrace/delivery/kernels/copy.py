@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.delivery.plan import check_shape, copy_all
+from headrace.delivery.copying import check_shape, copy_all
 
 TILE = 8192
 """The number of words that a program copies."""

@@ -41,33 +41,8 @@ def _opened(name: str, open_end: Callable[[Transport], End]) -> End:
     return made
 
 
-def sender(
-    name: str,
-    run_id: str,
-    *,
-    directory: Path | str | None = None,
-    keep: int = 2,
-    owner: str = "",
-    bind: str = "127.0.0.1",
-    keys: Path | None = None,
-    device: str = "cpu",
-    receivers: int = 1,
-    relays: bool = True,
-    per_parameter: bool = False,
-) -> Sender:
-    """Make the trainer's end of the transport of this name or reference; `SenderSettings` explains the arguments."""
-    settings = SenderSettings(
-        run_id=run_id,
-        directory=directory,
-        keep=keep,
-        owner=owner,
-        bind=bind,
-        keys=keys,
-        device=device,
-        receivers=receivers,
-        relays=relays,
-        per_parameter=per_parameter,
-    )
+def sender(name: str, settings: SenderSettings) -> Sender:
+    """Make the trainer's end of the transport of this name or reference."""
     made = _opened(name, lambda transport: transport.sender(settings))
     made.name = name
     return made

@@ -24,11 +24,11 @@ import torch
 
 from headrace.delivery.base import Entry
 from headrace.delivery.device_copies import DeviceCopies
-from headrace.delivery.plan import PackingPlan, unpack
+from headrace.delivery.plan import PackingPlan, Views, packed_bytes
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.cuda_memory import allocate, open_handle
-from headrace.delivery.transports.places import LIMIT, SenderPlaces
-from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SharedSegment
+from headrace.delivery.transports.places import LIMIT, PlacedSender
+from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SegmentSource, SharedSegment
 from headrace.errors import ConfigError, DeliveryError
 
 TICKET_BYTES = 2048
@@ -60,7 +60,7 @@ class _Place:
         self.token = uuid.uuid4().hex
         self._ticket = Ticket(token=self.token, gpu=_uuid(device.index), nbytes=nbytes, memory=handle, event=event)
         self.segment = SharedSegment.create(run_id, TICKET_BYTES)
-        self._views: tuple[int, dict[str, torch.Tensor]] | None = None
+        self.views = Views(self.memory)
         _own[self.token] = self
 
     def announce(self, places: Collection[str]) -> None:
@@ -68,34 +68,24 @@ class _Place:
         others = [place for place in places if place != str(self.segment.path)]
         write_ticket(self.segment, msgspec.structs.replace(self._ticket, others=others))
 
-    def views(self, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Return views of the buffer's tensors; they are made once per plan, because a model has hundreds."""
-        if self._views is None or self._views[0] != plan.digest:
-            self._views = plan.digest, unpack(self.memory, plan.entries)
-        return self._views[1]
-
 
 _own: WeakValueDictionary[str, _Place] = WeakValueDictionary()
 
 
-class CudaIpcSender:
-    """The trainer's end, which owns the buffers."""
+class CudaIpcSender(PlacedSender):
+    """The trainer's end, which owns the buffers. Readers of a buffer wait for its event, so `finish` does nothing."""
 
     name = "cuda_ipc"
 
     def __init__(self, run_id: str, *, device: torch.device | str = "cuda") -> None:
         """Create a sender; `device` is the GPU with the trainer's weights."""
+        super().__init__("buffer")
         self._device = _gpu(device, "trainer")
         self._run_id = run_id
         self._held: dict[str, _Place] = {}
         self._outgrown: list[_Place] = []
         """Buffers that became too small. They are kept: to free memory that another process has mapped is undefined."""
         self._copies = DeviceCopies(self._device)
-        self._places = SenderPlaces("buffer")
-
-    def wait(self, version: int, timeout: float) -> None:
-        """Wait for a free buffer; see `Sender.wait`."""
-        self._places.wait(version, timeout)
 
     def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Enqueue a copy into a free buffer on the current stream; see `Sender.write`.
@@ -106,13 +96,10 @@ class CudaIpcSender:
             place = self._held[location]
             place.segment.begin(version)
             with torch.cuda.device(self._device), torch.no_grad():
-                self._copies.copy(plan.digest, place.views(plan), weights)
+                self._copies.copy(plan.digest, place.views.of(plan.entries), weights)
                 place.written.record(torch.cuda.current_stream(self._device))
             place.segment.finish(version)
         return location
-
-    def finish(self, location: str) -> None:
-        """Do nothing: readers of the buffer wait for its event."""
 
     def follow(self, location: str) -> None:
         """Make the current stream wait until the buffer is written."""
@@ -120,11 +107,7 @@ class CudaIpcSender:
 
     def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Return views of the buffer, and make the current stream wait until it is written."""
-        return self._holding(location).views(plan)
-
-    def release(self, location: str) -> None:
-        """Allow the buffer to be overwritten."""
-        self._places.release(location)
+        return self._holding(location).views.of(plan.entries)
 
     def close(self) -> None:
         """Remove the segments; the GPU memory is freed with the last view of it."""
@@ -159,25 +142,25 @@ class CudaIpcSender:
         return str(new[0].segment.path)
 
 
-class _Mapped:
-    """A buffer of the trainer, mapped into this process."""
+class _Mapped(MappedSegment):
+    """A buffer of the trainer, mapped into this process, with its segment."""
 
     def __init__(self, path: Path) -> None:
-        self.segment = MappedSegment(path)
-        self._unpacked: tuple[tuple[Entry, ...], dict[str, torch.Tensor]] | None = None
+        super().__init__(path)
         opened = False
         try:
-            ticket = read_ticket(self.segment)
+            ticket = read_ticket(self)
             self.others = ticket.others
             own = _own.get(ticket.token)
             if own is not None:
                 self.memory, self.written = own.memory, own.written
             else:
                 self._map(ticket)
+            self.views = Views(self.memory)
             opened = True
         finally:
             if not opened:
-                self.segment.close()
+                self.close()
 
     def _map(self, ticket: Ticket) -> None:
         self._check_owner()
@@ -187,81 +170,55 @@ class _Mapped:
             self.written = torch.cuda.Event.from_ipc_handle(device, ticket.event)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            raise DeliveryError(f"the event of buffer {self.segment.path.name} cannot be opened: {reason}") from error
+            raise DeliveryError(f"the event of buffer {self.path.name} cannot be opened: {reason}") from error
 
     def check(self, version: int, nbytes: int = 0) -> None:
         """Raise `DeliveryError` unless the owner is alive and the buffer holds exactly this version, complete."""
-        self.segment.check(version)
+        super().check(version)
         self._check_owner()
         if len(self.memory) < nbytes:
-            raise DeliveryError(f"buffer {self.segment.path.name} has {len(self.memory)} bytes, not {nbytes}")
-
-    def views(self, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-        """Return views of the buffer's tensors; they are made once per plan, because a model has hundreds."""
-        if self._unpacked is None or self._unpacked[0] != tuple(entries):
-            self._unpacked = tuple(entries), unpack(self.memory, entries)
-        return self._unpacked[1]
+            raise DeliveryError(f"buffer {self.path.name} has {len(self.memory)} bytes, not {nbytes}")
 
     def _check_owner(self) -> None:
-        if self.segment.abandoned:
-            raise DeliveryError(f"the owner of buffer {self.segment.path.name} is dead, and its memory with it")
+        if self.abandoned:
+            raise DeliveryError(f"the owner of buffer {self.path.name} is dead, and its memory with it")
 
 
-class CudaIpcSource:
+class CudaIpcSource(SegmentSource[_Mapped]):
     """An engine's end, which maps each buffer once."""
-
-    private = False
 
     def __init__(self, *, device: torch.device | str = "cuda") -> None:
         """Create a source; `device` is the GPU with the engine's weights. The trainer's GPU may be another one."""
+        super().__init__(_Mapped)
         _gpu(device, "engine")
-        self._mapped: dict[str, _Mapped] = {}
         self._upcoming: list[_Mapped] = []
 
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
         """Return views of the buffer, and make the current stream wait until it is written. See `Source.open`."""
-        if location not in self._mapped:
-            self._drop([old for old, mapped in self._mapped.items() if mapped.segment.removed])
-            self._map(location)
-        mapped = self._mapped[location]
-        try:
-            mapped.check(version, max(entry.offset + entry.nbytes for entry in entries))
-        except DeliveryError:
-            self._drop([location])
-            raise
+        mapped = self._opened(location, version, packed_bytes(entries))
         torch.cuda.current_stream(mapped.memory.device).wait_event(mapped.written)
-        return mapped.views(entries)
+        return mapped.views.of(entries)
 
     def upcoming(self, entries: Sequence[Entry]) -> list[dict[str, torch.Tensor]]:
         """Return views of the other buffers; see `PredictsPlaces.upcoming`."""
-        nbytes = max(entry.offset + entry.nbytes for entry in entries)
-        found = [mapped.views(entries) for mapped in self._upcoming if len(mapped.memory) >= nbytes]
+        nbytes = packed_bytes(entries)
+        found = [mapped.views.of(entries) for mapped in self._upcoming if len(mapped.memory) >= nbytes]
         self._upcoming.clear()
         return found
 
-    def verify(self, location: str, version: int) -> None:
-        """Check the segment's header again; work that was enqueued since `open` must have finished."""
-        if location not in self._mapped:
-            raise DeliveryError(f"version {version} was not opened at {location}")
-        self._mapped[location].check(version)
-
     def close(self) -> None:
         """Unmap everything."""
-        self._drop(list(self._mapped))
+        super().close()
         self._upcoming.clear()
 
-    def _map(self, location: str) -> None:
-        mapped = self._mapped[location] = _Mapped(Path(location))
+    def _map(self, location: str) -> _Mapped:
+        mapped = super()._map(location)
         for other in mapped.others:
             # A buffer that is gone was replaced by a larger one.
             with suppress(DeliveryError):
                 if other not in self._mapped:
-                    self._mapped[other] = _Mapped(Path(other))
-                    self._upcoming.append(self._mapped[other])
-
-    def _drop(self, locations: list[str]) -> None:
-        for location in locations:
-            self._mapped.pop(location).segment.close()
+                    self._upcoming.append(super()._map(other))
+        return mapped
 
 
 def write_ticket(segment: SharedSegment, ticket: Ticket) -> None:

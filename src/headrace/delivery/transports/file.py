@@ -9,44 +9,57 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+import msgspec
 import torch
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import PackingPlan, pack, unpack
+from headrace.delivery.plan import PackingPlan, pack, packed_bytes, unpack
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
-from headrace.delivery.transports.files import FileLayout, check_header, layout_of
-from headrace.delivery.transports.places import SenderPlaces
+from headrace.delivery.transports.places import PlacedSender
 from headrace.delivery.transports.storage import opened, stamp_of, storage_at
 from headrace.errors import DeliveryError
 
 _PIECE = 64 << 20
 """The most bytes read at once, because the file object of a store makes a copy of them."""
+_DTYPES = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+}
+_ALIGNMENT = 8
+_LONGEST_HEADER = 100 << 20
+"""The limit of the safetensors format."""
 
 
-class FileSender:
+class FileSender(PlacedSender):
     """The trainer's end, which owns the versions in the directory."""
 
     name = "file"
 
     def __init__(self, directory: Path | str, *, keep: int = 2, owner: str = "") -> None:
         """Create a sender; `owner` names the run for storage that has no locks."""
+        super().__init__("file")
         self._storage = storage_at(directory, owner)
         self._keep = keep
-        self._places = SenderPlaces("file")
         self._lock = threading.Lock()
         self._unwritten: dict[str, tuple[int, PackingPlan, torch.Tensor]] = {}
         self._uploaded: dict[str, torch.Tensor] = {}
         self._files: dict[str, int] = {}
         self._spare: list[torch.Tensor] = []
         self._closed = False
-
-    def wait(self, version: int, timeout: float) -> None:
-        """Wait until fewer than two versions are unacknowledged; see `Sender.wait`."""
-        self._places.wait(version, timeout)
 
     def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights to memory; see `Sender.write`."""
@@ -68,7 +81,7 @@ class FileSender:
         offsets = {entry.name: entry.offset for entry in plan.entries}
         memory = packed.numpy().data
         chunks = [memory[offsets[entry.name] :][: entry.nbytes] for entry in layout.entries]
-        self._storage.write(location, layout, chunks)
+        self._storage.write(location, [memoryview(layout.header), *chunks])
         with self._lock:
             self._files[location] = version
             if self._storage.mounted:
@@ -105,7 +118,7 @@ class FileSender:
             self._unwritten.pop(location, None)
             if (packed := self._uploaded.pop(location, None)) is not None:
                 self._spare.append(packed)
-        self._places.release(location)
+        super().release(location)
         if self._storage.mounted:
             self._prune()
 
@@ -177,7 +190,7 @@ class FileSource:
         self._buffer = self._opened = None
 
     def _read(self, file: BinaryIO, location: str, layout: FileLayout, entries: Sequence[Entry]) -> None:
-        nbytes = max(entry.offset + entry.nbytes for entry in entries)
+        nbytes = packed_bytes(entries)
         if self._buffer is None or len(self._buffer) < nbytes:
             self._buffer = torch.empty(nbytes, dtype=torch.uint8)
         memory = self._buffer.numpy().data
@@ -192,6 +205,70 @@ def _read_all(file: BinaryIO, target: memoryview, location: str) -> None:
         if not count:
             raise DeliveryError(f"file {location} ended while it was read")
         target = target[count:]
+
+
+class FileLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The layout of a version's file. Tensors with the widest elements come first, so that every tensor is aligned."""
+
+    header: bytes
+    entries: tuple[Entry, ...]
+    """The tensors in the order of the file, with offsets from its beginning."""
+    nbytes: int
+
+
+def layout_of(version: int, entries: Iterable[Entry]) -> FileLayout:
+    """Return the layout of this version's file; a pure function of version and entries."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "headrace_version": str(version)}}
+    end = 0
+    ordered = sorted(entries, key=lambda entry: (-_dtype(entry)[1], entry.name))
+    for entry in ordered:
+        place = [end, end + entry.nbytes]
+        header[entry.name] = {"dtype": _dtype(entry)[0], "shape": entry.shape, "data_offsets": place}
+        end += entry.nbytes
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % _ALIGNMENT)
+    start = 8 + len(text)
+    placed = []
+    for entry in ordered:
+        placed.append(msgspec.structs.replace(entry, offset=start))
+        start += entry.nbytes
+    return FileLayout(header=(start - end - 8).to_bytes(8, "little") + text, entries=tuple(placed), nbytes=start)
+
+
+def check_header(file: BinaryIO, location: str, size: int, version: int, expected: FileLayout) -> None:
+    """Raise `DeliveryError` unless the file has the header and the size of this version and layout."""
+    name = location.rsplit("/", 1)[-1]
+    start = file.read(len(expected.header))
+    if start != expected.header:
+        raise DeliveryError(f"file {name} {_difference(file, start, version)}")
+    if size != expected.nbytes:
+        raise DeliveryError(f"file {name} is truncated: {size} of {expected.nbytes} bytes")
+
+
+def _difference(file: BinaryIO, start: bytes, version: int) -> str:
+    """Say what is wrong with a header that is not the expected one."""
+    length = int.from_bytes(start[:8], "little")
+    if len(start) < 8 or length > _LONGEST_HEADER:
+        return "is not a safetensors file"
+    file.seek(8)
+    text = file.read(length)
+    if len(text) < length:
+        return "is truncated in its header"
+    try:
+        metadata = msgspec.json.decode(text, type=dict[str, Any]).get("__metadata__")
+    except msgspec.DecodeError:
+        return "has a damaged header"
+    held = metadata.get("headrace_version") if isinstance(metadata, dict) else None
+    if held != str(version):
+        return f"holds version {held}, not {version}" if held else "was not published by a run"
+    return f"holds version {version} in another layout"
+
+
+def _dtype(entry: Entry) -> tuple[str, int]:
+    """Return the safetensors name of the entry's dtype, and its bytes per element."""
+    if entry.dtype not in _DTYPES:
+        raise DeliveryError(f"{entry.name} is of dtype {entry.dtype}, which safetensors does not have")
+    return _DTYPES[entry.dtype]
 
 
 class Transport:

@@ -1,7 +1,9 @@
 """The trainer's end of the `nccl` transport: one broadcast sends a packed version to all engines that asked for it.
 
 A version is broadcast from its packed bytes, and only while it is complete and not released. A key-value store says
-which write each place holds, and every engine checks the store before and after a broadcast.
+which write each place holds, and every engine checks the store before and after a broadcast. The group of a broadcast
+has exactly the engines that asked for the same write, and is kept while its members stay the same. If an engine dies,
+the others lose only that one broadcast: every wait has a deadline, and the next broadcast has a new group.
 """
 
 from __future__ import annotations
@@ -10,32 +12,70 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError
 
-from headrace.delivery.plan import PackingPlan, unpack
+from headrace.delivery.plan import PackingPlan, pack, unpack
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
-from headrace.delivery.transports.nccl_group import exact
-from headrace.delivery.transports.nccl_sessions import POLL_SECONDS, BroadcastSessions, HeldSnapshot
+from headrace.delivery.transports.nccl_group import (
+    BUCKET_BYTES,
+    BroadcastGroup,
+    BroadcastReply,
+    BroadcastRequest,
+    HeldVersion,
+    NcclLocation,
+    ProgressWatch,
+    connect,
+    exact,
+    key,
+    on_device,
+    pieces,
+)
 from headrace.delivery.transports.nccl_source import NcclSource
-from headrace.delivery.transports.nccl_wire import BUCKET_BYTES, HeldVersion, NcclLocation, held_key
-from headrace.delivery.transports.places import LIMIT, SenderPlaces
+from headrace.delivery.transports.places import LIMIT, PlacedSender
 from headrace.delivery.transports.tcp_wire import is_loopback
 from headrace.errors import ConfigError, DeliveryError
 
 HOST = "127.0.0.1"
 """The address to listen on. Broadcasts are neither encrypted nor authenticated, so they never leave this host."""
 _IDLE_SECONDS = 0.1
+_POLL_SECONDS = 0.001
 
 logger = logging.getLogger(__name__)
 
 
-class NcclSender:
+class HeldSnapshot:
+    """One place of a sender: its bytes, the version they hold, and on a GPU the event after which they are written."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.held = HeldVersion()
+        self.plan: PackingPlan | None = None
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._packed: torch.cuda.Event | None = None
+
+    def fill(self, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy the weights into this place, on the current stream."""
+        if len(self.buffer) != plan.nbytes:
+            self.buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self.buffer.device)
+        self.plan = plan
+        pack(self.buffer, plan.entries, weights)
+        if self.buffer.is_cuda:
+            self._packed = torch.cuda.current_stream(self.buffer.device).record_event()
+
+    def ready(self) -> torch.Tensor:
+        """Return the bytes, and make the current stream wait until they are written."""
+        if self._packed is not None:
+            torch.cuda.current_stream(self.buffer.device).wait_event(self._packed)
+        return self.buffer
+
+
+class NcclSender(PlacedSender):
     """The trainer's end: a store into which engines put their requests, and a thread that broadcasts."""
 
     name = "nccl"
@@ -57,6 +97,7 @@ class NcclSender:
         already, but at the latest `joining` seconds after the first request. `patience` is the longest wait for one
         step of a broadcast, in seconds.
         """
+        super().__init__("snapshot")
         if not is_loopback(bind):
             raise ConfigError(f'[delivery] bind: the "nccl" transport does not leave the host, so not on {bind}')
         self._device = exact(device)
@@ -64,7 +105,6 @@ class NcclSender:
         if self._backend == "gloo":
             logger.warning("the weights are on the CPU: the nccl transport broadcasts them with gloo")
         self._patience = patience
-        self._places = SenderPlaces("snapshot")
         self._changed = threading.Condition()
         self._snapshots = [HeldSnapshot(self._device) for _ in range(LIMIT)]
         self._sequence = 0
@@ -85,10 +125,6 @@ class NcclSender:
         )
         self._server = threading.Thread(target=self._serve, name="weights", daemon=True)
         self._server.start()
-
-    def wait(self, version: int, timeout: float) -> None:
-        """Wait for a free snapshot; see `Sender.wait`."""
-        self._places.wait(version, timeout)
 
     def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights into a free snapshot; see `Sender.write`."""
@@ -121,7 +157,7 @@ class NcclSender:
         place = self._locations.index(location)
         with self._changed:
             self._hold(place, msgspec.structs.replace(self._snapshots[place].held, whole=False))
-        self._places.release(location)
+        super().release(location)
 
     def close(self) -> None:
         """End the group, and release the port and the memory. A broadcast that is under way fails."""
@@ -141,19 +177,19 @@ class NcclSender:
     def _hold(self, place: int, held: HeldVersion) -> None:
         self._snapshots[place].held = held
         if self._store is not None:
-            self._store.set(held_key(place), msgspec.json.encode(held).decode())
+            self._store.set(key("held", place), msgspec.json.encode(held).decode())
 
     def _serve(self) -> None:
         while self._armed():
             try:
                 if not self._sessions.serve():
-                    time.sleep(POLL_SECONDS)
+                    time.sleep(_POLL_SECONDS)
             except DistNetworkError:
                 logger.exception("the store of the nccl transport is gone: no more weights are broadcast")
                 return
             except (DeliveryError, RuntimeError) as error:
                 logger.warning("a broadcast of weights failed: %s", str(error).partition("\n")[0])
-                time.sleep(POLL_SECONDS)
+                time.sleep(_POLL_SECONDS)
 
     def _armed(self) -> bool:
         """Wait until there is a version that engines may request; return False if the transport is closed."""
@@ -177,6 +213,160 @@ def _store(patience: float) -> TCPStore:
         timeout=timedelta(seconds=patience),
         master_listen_fd=listening.detach(),
     )
+
+
+class _Pending(msgspec.Struct):
+    """A request that waits for its broadcast."""
+
+    number: int
+    ask: BroadcastRequest
+    since: float
+
+    @property
+    def wanted(self) -> tuple[int, int]:
+        """The wanted place and write; requests for the same can be served together."""
+        return self.ask.place, self.ask.sequence
+
+
+class BroadcastSessions:
+    """The requests and broadcasts of one sender. Used by one thread, except `close`, which is called after it ended."""
+
+    def __init__(
+        self,
+        snapshots: Sequence[HeldSnapshot],
+        backend: str,
+        address: tuple[str, int],
+        device: torch.device,
+        *,
+        receivers: int,
+        bucket_bytes: int,
+        joining: float,
+        patience: float,
+    ) -> None:
+        """Create the sessions; `snapshots` are the sender's places. See `NcclSender` for the other arguments."""
+        self._snapshots = snapshots
+        self._backend = backend
+        self._address = address
+        self._device = device
+        # A separate stream: on the trainer's, a broadcast would wait for training steps that are already enqueued.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._receivers = receivers
+        self._bucket_bytes = bucket_bytes
+        self._joining = joining
+        self._patience = patience
+        self._line: Any = connect(*address, patience)
+        self._session = 0
+        self._read = 0
+        self._pending: list[_Pending] = []
+        self._served: dict[int, set[str]] = {}
+        self._group: BroadcastGroup | None = None
+        self._members: list[str] = []
+
+    def serve(self) -> bool:
+        """Read new requests and serve those that are due; return False if none are due.
+
+        An error of a broadcast is raised; the next call continues with another group.
+        """
+        self._read_questions()
+        members = self._due()
+        if not members:
+            return False
+        self._pending = [pending for pending in self._pending if pending not in members]
+        served = False
+        try:
+            self._broadcast(members)
+            served = True
+        finally:
+            if not served:
+                self._drop_group()
+        return True
+
+    def close(self) -> None:
+        """End the group and close the connection to the store."""
+        self._drop_group()
+        self._line = None
+
+    def _read_questions(self) -> None:
+        while self._line.check([key("ask", self._read + 1)]):
+            self._read += 1
+            ask = msgspec.json.decode(self._line.get(key("ask", self._read)), type=BroadcastRequest)
+            self._line.delete_key(key("ask", self._read))
+            # An engine that asks again has given up its previous request.
+            self._pending = [pending for pending in self._pending if pending.ask.receiver != ask.receiver]
+            if refusal := self._refusal(ask):
+                self._answer(self._read, BroadcastReply(refusal=refusal))
+            else:
+                self._pending.append(_Pending(self._read, ask, time.monotonic()))
+
+    def _due(self) -> list[_Pending]:
+        """Return the requests that are to be served together now; empty if none are due."""
+        if not self._pending:
+            return []
+        oldest = self._pending[0]
+        members = [pending for pending in self._pending if pending.wanted == oldest.wanted]
+        missing = self._receivers - len(self._served.get(oldest.ask.sequence, ())) - len(members)
+        return members if missing <= 0 or time.monotonic() - oldest.since >= self._joining else []
+
+    def _broadcast(self, members: list[_Pending]) -> None:
+        first = members[0].ask
+        if refusal := self._refusal(first):
+            for pending in members:
+                self._answer(pending.number, BroadcastReply(refusal=refusal))
+            return
+        self._session += 1
+        names = [pending.ask.receiver for pending in members]
+        kept = self._group is not None and sorted(names) == sorted(self._members)
+        if not kept or any(pending.ask.group != self._group_key() for pending in members):
+            self._drop_group()
+            self._members = names
+        group = self._group_key() or f"group-{self._session}"
+        for pending in members:
+            rank = self._members.index(pending.ask.receiver) + 1
+            answer = BroadcastReply(self._session, group, rank, len(members) + 1, self._bucket_bytes)
+            self._answer(pending.number, answer)
+        self._assemble(len(members))
+        if self._group is None:
+            self._group = BroadcastGroup(
+                group, self._backend, self._address, 0, len(members) + 1, self._device, self._patience
+            )
+        snapshot = self._snapshots[first.place]
+        assert snapshot.plan is not None
+        with on_device(self._device, self._stream):
+            self._group.broadcast(self._session, snapshot.ready(), pieces(snapshot.plan.entries, self._bucket_bytes))
+        live = {snapshot.held.sequence for snapshot in self._snapshots}
+        self._served = {sequence: served for sequence, served in self._served.items() if sequence in live}
+        self._served.setdefault(first.sequence, set()).update(names)
+
+    def _assemble(self, members: int) -> None:
+        """Wait until all invited engines have joined; an engine that died after its request is noticed here."""
+        self._line.delete_key(key("begin", self._session - 1))
+        progress = ProgressWatch(self._patience, "waiting for engines to join")
+        ranks = range(1, members + 1)
+        while absent := [rank for rank in ranks if not self._line.check([key("joined", self._session, rank)])]:
+            if progress.left() < 0:
+                self._line.set(key("begin", self._session), f"{len(absent)} of {members} engines did not join")
+                raise DeliveryError(f"{len(absent)} of {members} engines asked for weights and did not join")
+            time.sleep(_POLL_SECONDS)
+        self._line.set(key("begin", self._session), "yes")
+        for rank in ranks:
+            self._line.delete_key(key("joined", self._session, rank))
+
+    def _refusal(self, ask: BroadcastRequest) -> str:
+        held = self._snapshots[ask.place].held if 0 <= ask.place < len(self._snapshots) else HeldVersion()
+        if (held.version, held.sequence) != (ask.version, ask.sequence):
+            return f"place {ask.place} holds version {held.version}, not {ask.version}: it was used again"
+        return "" if held.whole else f"version {ask.version} was released"
+
+    def _answer(self, number: int, answer: BroadcastReply) -> None:
+        self._line.set(key("answer", number), msgspec.json.encode(answer).decode())
+
+    def _group_key(self) -> str:
+        return self._group.key if self._group is not None else ""
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+        self._group, self._members = None, []
 
 
 class Transport:

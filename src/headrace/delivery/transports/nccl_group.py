@@ -1,13 +1,16 @@
-"""A communicator that only delivery uses, for one broadcast after another: every step has a deadline.
+"""What the two ends of the `nccl` transport share: messages in a key-value store, and a communicator of their own.
 
-It does not touch the default process group. Calls that may block inside a library run in a separate thread, which is
-abandoned when it makes no progress. After that, the communicator and the memory passed to it must not be used again.
+Every request names the write that it is about, and the pieces of a broadcast are a pure function of the plan, so nobody
+receives bytes of two writes or in another order. Every step has a deadline. The communicator does not touch the
+default process group. Calls that may block inside a library run in a separate thread, which is abandoned when it makes
+no progress. After that, the communicator and the memory passed to it must not be used again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
@@ -16,15 +19,22 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from headrace.delivery.base import Entry
+from headrace.delivery.plan import packed_bytes
+from headrace.delivery.transports.tcp_wire import is_loopback
 from headrace.errors import DeliveryError
 
+BUCKET_BYTES = 64 << 20
+"""The bytes of one broadcast call."""
 WINDOW = 2
 """The number of broadcasts in flight: the next is enqueued before the previous one is done."""
 POLL_SECONDS = 0.0002
+_LOCATION = re.compile(r"(nccl|gloo)://([0-9.]+):(\d+)/(\d+)")
 _GRACE_SECONDS = 1.0
 _ABORT_SECONDS = 5.0
 _SETTINGS = {
@@ -36,6 +46,81 @@ _SETTINGS = {
 _environment = threading.Lock()
 
 T = TypeVar("T")
+
+
+class HeldVersion(msgspec.Struct, frozen=True, array_like=True):
+    """The version that a place holds, as kept in the store."""
+
+    version: int = -1
+    sequence: int = 0
+    """The number of the write that filled the place."""
+    nbytes: int = 0
+    whole: bool = False
+    """Whether the version is completely written and not released."""
+
+
+class BroadcastRequest(msgspec.Struct, frozen=True, array_like=True):
+    """An engine's request for a version. The reply has the number of the request."""
+
+    receiver: str
+    place: int
+    version: int
+    sequence: int
+    group: str
+    """The key of the group that the engine is still in, or an empty string."""
+
+
+class BroadcastReply(msgspec.Struct, frozen=True, array_like=True):
+    """The broadcast that an engine must join, or a refusal."""
+
+    session: int = 0
+    group: str = ""
+    """The key of the group. The engine forms this group unless it is still in it."""
+    rank: int = 0
+    size: int = 0
+    bucket_bytes: int = 0
+    """The bytes of one broadcast call; 0 means tensor by tensor."""
+    refusal: str = ""
+
+
+class NcclLocation(msgspec.Struct, frozen=True):
+    """A place of a sender, and the backend that broadcasts its bytes."""
+
+    backend: str
+    host: str
+    port: int
+    place: int
+
+    def __str__(self) -> str:
+        return f"{self.backend}://{self.host}:{self.port}/{self.place}"
+
+
+def parse_location(text: str) -> NcclLocation:
+    """Parse the location in a manifest. Broadcasts are not encrypted, so a location beyond this host is refused."""
+    match = _LOCATION.fullmatch(text)
+    if match is None:
+        raise DeliveryError(f"{text!r} is not a location of the nccl transport")
+    if not is_loopback(match[2]):
+        raise DeliveryError(f"{text} is beyond this host, and a broadcast is not encrypted")
+    return NcclLocation(match[1], match[2], int(match[3]), int(match[4]))
+
+
+def key(*parts: str | int) -> str:
+    """Return a key of the store through which the two ends speak.
+
+    `asks` counts requests, and numbers begin with 1. A request is at `ask/NUMBER`, and its reply at `answer/NUMBER`.
+    `held/PLACE` is the version that a place holds. A member says at `joined/SESSION/RANK` that it has joined, and the
+    sender says `yes` at `begin/SESSION` when all members joined, or else what is missing.
+    """
+    return "/".join(map(str, parts))
+
+
+def pieces(entries: Sequence[Entry], bucket_bytes: int) -> list[tuple[int, int]]:
+    """Return the byte ranges to broadcast, in order: buckets of the packed bytes, or tensors if `bucket_bytes` is 0."""
+    if bucket_bytes:
+        nbytes = packed_bytes(entries)
+        return [(start, min(nbytes, start + bucket_bytes)) for start in range(0, nbytes, bucket_bytes)]
+    return [(entry.offset, entry.offset + entry.nbytes) for entry in entries if entry.nbytes]
 
 
 class ProgressWatch:

@@ -17,19 +17,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import unpack
-from headrace.delivery.transports.nccl_group import BroadcastGroup, ProgressWatch, connect, exact
-from headrace.delivery.transports.nccl_wire import (
-    ASKS,
+from headrace.delivery.plan import packed_bytes, unpack
+from headrace.delivery.transports.nccl_group import (
+    BroadcastGroup,
     BroadcastReply,
     BroadcastRequest,
     HeldVersion,
     NcclLocation,
-    answer_key,
-    ask_key,
-    begin_key,
-    held_key,
-    joined_key,
+    ProgressWatch,
+    connect,
+    exact,
+    key,
     parse_location,
     pieces,
 )
@@ -62,7 +60,7 @@ class NcclSource:
         with self._all_or_nothing(place):
             line = self._connected(place)
             held = _held(line, place, version)
-            nbytes = max(entry.offset + entry.nbytes for entry in entries)
+            nbytes = packed_bytes(entries)
             if held.nbytes != nbytes:
                 raise DeliveryError(f"version {version} at {location} has {held.nbytes} bytes, not {nbytes}")
             answer = self._invited(
@@ -114,19 +112,19 @@ class NcclSource:
         return self._group.key if self._group is not None else ""
 
     def _invited(self, line: TCPStore, ask: BroadcastRequest) -> BroadcastReply:
-        number = line.add(ASKS, 1)
-        line.set(ask_key(number), _text(ask))
+        number = line.add(key("asks"), 1)
+        line.set(key("ask", number), _text(ask))
         # Twice the patience, because the sender may be busy with a broadcast that fails.
-        said = self._await(line, answer_key(number), 2 * self._patience)
-        line.delete_key(answer_key(number))
+        said = self._await(line, key("answer", number), 2 * self._patience)
+        line.delete_key(key("answer", number))
         answer = msgspec.json.decode(said, type=BroadcastReply)
         if answer.refusal:
             raise DeliveryError(f"the sender refused: {answer.refusal}")
         return answer
 
     def _joined(self, line: TCPStore, place: NcclLocation, answer: BroadcastReply) -> BroadcastGroup:
-        line.set(joined_key(answer.session, answer.rank), "yes")
-        if (said := self._await(line, begin_key(answer.session), self._patience).decode()) != "yes":
+        line.set(key("joined", answer.session, answer.rank), "yes")
+        if (said := self._await(line, key("begin", answer.session), self._patience).decode()) != "yes":
             raise DeliveryError(f"broadcast {answer.session} was called off: {said}")
         if self._group is None or self._group.key != answer.group:
             if self._group is not None:
@@ -138,17 +136,17 @@ class NcclSource:
             )
         return self._group
 
-    def _await(self, line: TCPStore, key: str, patience: float) -> bytes:
+    def _await(self, line: TCPStore, awaited: str, patience: float) -> bytes:
         # Polled, because a wait inside the store writes to the log when it times out.
         progress = ProgressWatch(patience, "waiting for the sender of weights")
-        while not line.check([key]):
+        while not line.check([awaited]):
             progress.check()
             time.sleep(_POLL_SECONDS)
-        return bytes(line.get(key))
+        return bytes(line.get(awaited))
 
 
 def _held(line: TCPStore, place: NcclLocation, version: int) -> HeldVersion:
-    held = msgspec.json.decode(line.get(held_key(place.place)), type=HeldVersion)
+    held = msgspec.json.decode(line.get(key("held", place.place)), type=HeldVersion)
     if held.version != version:
         raise DeliveryError(f"{place} holds version {held.version}, not {version}: it was used again")
     if not held.whole:

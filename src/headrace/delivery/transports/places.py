@@ -13,7 +13,9 @@ from contextlib import ExitStack, contextmanager
 
 import msgspec
 
+from headrace.delivery.transports.base import Sender
 from headrace.errors import DeliveryError
+from headrace.types import NO_VERSION
 
 LIMIT = 2
 """The number of places: one for the version that engines read, and one that the trainer writes meanwhile."""
@@ -29,8 +31,10 @@ class _Held(msgspec.Struct):
 class SenderPlaces:
     """The places of one sender, by location. All methods may be called from any thread."""
 
-    def __init__(self, noun: str) -> None:
+    def __init__(self, noun: str, owner: str = "transport") -> None:
+        """Create the places; `noun` is what errors call a place, and `owner` is what they call its owner."""
         self._noun = noun
+        self._owner = owner
         self._held: dict[str, _Held] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -75,6 +79,14 @@ class SenderPlaces:
             self._held.pop(location, None)
             self._changed.notify_all()
 
+    def settled_before(self, version: int, timeout: float) -> bool:
+        """Wait until no version before this one holds a place; return False if that takes longer than `timeout`."""
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self._closed or all(held.version >= version for held in self._held.values()), timeout
+            )
+            return done and not self._closed
+
     def close(self) -> None:
         """Free all places; threads that wait or come later get a `DeliveryError`. Idempotent."""
         with self._changed:
@@ -87,7 +99,60 @@ class SenderPlaces:
 
     def _refusal(self, version: int) -> DeliveryError:
         if self._closed:
-            return DeliveryError(f"no {self._noun} for version {version}: the transport is closed")
+            return DeliveryError(f"no {self._noun} for version {version}: the {self._owner} is closed")
         now = time.monotonic()
         holders = " and ".join(f"version {held.version} ({now - held.since:.1f} s)" for held in self._held.values())
         return DeliveryError(f"no {self._noun} for version {version}: not acknowledged by the engines: {holders}")
+
+
+class PlacedSender:
+    """The methods that are the same for most senders with places of their own; see `Sender`."""
+
+    def __init__(self, noun: str) -> None:
+        """Create the places; `noun` is what errors call a place."""
+        self._places = SenderPlaces(noun)
+
+    def wait(self, version: int, timeout: float) -> None:
+        """Wait for a free place; see `Sender.wait`."""
+        self._places.wait(version, timeout)
+
+    def finish(self, location: str) -> None:
+        """Do nothing: a place is readable as soon as it is written."""
+
+    def release(self, location: str) -> None:
+        """Allow the place to be overwritten."""
+        self._places.release(location)
+
+
+class HeldPlaces:
+    """The places of versions that engines may still fetch. All methods may be called from any thread.
+
+    A version's places are released when it is acknowledged. With `keep_newest`, the newest version also stays until
+    there is a newer one.
+    """
+
+    def __init__(self, sender: Sender, keep_newest: bool) -> None:
+        self._sender = sender
+        self._keep_newest = keep_newest
+        self._locations: dict[int, list[str]] = {}
+        self._acknowledged: set[int] = set()
+        self._lock = threading.Lock()
+
+    def written(self, version: int, location: str) -> None:
+        """Record that this location holds this version; a version may be at several locations."""
+        with self._lock:
+            self._locations.setdefault(version, []).append(location)
+            self._release()
+
+    def acknowledged(self, version: int) -> None:
+        """Record that no engine reads this version any more."""
+        with self._lock:
+            self._acknowledged.add(version)
+            self._release()
+
+    def _release(self) -> None:
+        newest = max(self._locations, default=NO_VERSION) if self._keep_newest else NO_VERSION
+        for version in [v for v in self._locations if v != newest and v in self._acknowledged]:
+            for location in self._locations.pop(version):
+                self._sender.release(location)
+        self._acknowledged &= self._locations.keys()

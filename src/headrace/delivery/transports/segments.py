@@ -18,6 +18,7 @@ import re
 import struct
 import tempfile
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from headrace.errors import DeliveryError
 
@@ -148,6 +149,51 @@ class MappedSegment:
         """Unmap the segment."""
         os.close(self._fd)
         _unmap(self.buffer)
+
+
+Mapped = TypeVar("Mapped", bound=MappedSegment)
+
+
+class SegmentSource(Generic[Mapped]):
+    """The part of an engine's end that maps each segment once, and checks it before and after it is read."""
+
+    private = False
+
+    def __init__(self, kind: type[Mapped]) -> None:
+        """Create a source; `kind` is the class of its mapped segments."""
+        self._kind = kind
+        self._mapped: dict[str, Mapped] = {}
+
+    def verify(self, location: str, version: int) -> None:
+        """Check the segment's header again; work that was enqueued since `open` must have finished."""
+        if location not in self._mapped:
+            raise DeliveryError(f"version {version} was not opened at {location}")
+        self._mapped[location].check(version)
+
+    def close(self) -> None:
+        """Unmap everything."""
+        self._drop(list(self._mapped))
+
+    def _opened(self, location: str, version: int, nbytes: int) -> Mapped:
+        """Return a segment that holds this version, complete, and at least this many bytes."""
+        if location not in self._mapped:
+            self._drop([old for old, segment in self._mapped.items() if segment.removed])
+            self._map(location)
+        segment = self._mapped[location]
+        try:
+            segment.check(version, nbytes)
+        except DeliveryError:
+            self._drop([location])
+            raise
+        return segment
+
+    def _map(self, location: str) -> Mapped:
+        self._mapped[location] = self._kind(Path(location))
+        return self._mapped[location]
+
+    def _drop(self, locations: list[str]) -> None:
+        for location in locations:
+            self._mapped.pop(location).close()
 
 
 def sweep() -> list[str]:

@@ -13,29 +13,24 @@ from pathlib import Path
 import torch
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import PackingPlan, Views, copy_all
+from headrace.delivery.copying import copy_all
+from headrace.delivery.plan import PackingPlan, Views, packed_bytes
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
-from headrace.delivery.transports.places import SenderPlaces
-from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SharedSegment, sweep
+from headrace.delivery.transports.places import PlacedSender
+from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SegmentSource, SharedSegment
 from headrace.errors import DeliveryError
 
-__all__ = ["ShmSender", "ShmSource", "sweep"]
 
-
-class ShmSender:
+class ShmSender(PlacedSender):
     """The trainer's end, which owns the segments."""
 
     name = "shm"
 
     def __init__(self, run_id: str) -> None:
+        super().__init__("segment")
         self._run_id = run_id
         self._segments: dict[str, SharedSegment] = {}
         self._views: dict[str, Views] = {}
-        self._places = SenderPlaces("segment")
-
-    def wait(self, version: int, timeout: float) -> None:
-        """Wait for a free segment; see `Sender.wait`."""
-        self._places.wait(version, timeout)
 
     def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights into a free segment; see `Sender.write`."""
@@ -48,19 +43,12 @@ class ShmSender:
             segment.finish(version)
         return location
 
-    def finish(self, location: str) -> None:
-        """Do nothing: a segment is readable as soon as it is written."""
-
     def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Return views of a segment that was written and not released."""
         views = self._views.get(location)
         if views is None or not self._places.holds(location):
             raise DeliveryError(f"segment {location} holds nothing")
         return views.of(plan.entries)
-
-    def release(self, location: str) -> None:
-        """Allow the segment to be overwritten."""
-        self._places.release(location)
 
     def close(self) -> None:
         """Remove the segments; a `wait` that is under way raises `DeliveryError`."""
@@ -84,41 +72,28 @@ class ShmSender:
         return str(segment.path)
 
 
-class ShmSource:
+class _Mapped(MappedSegment):
+    """A segment of the trainer, and views of its tensors."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.views = Views(_payload(self.buffer))
+
+    def close(self) -> None:
+        # The views go first, because a mapping lasts as long as its last view.
+        del self.views
+        super().close()
+
+
+class ShmSource(SegmentSource[_Mapped]):
     """An engine's end, which maps each segment once."""
 
-    private = False
-
     def __init__(self) -> None:
-        self._mapped: dict[str, MappedSegment] = {}
-        self._views: dict[str, Views] = {}
+        super().__init__(_Mapped)
 
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
         """Return views of the segment; see `Source.open`."""
-        if location not in self._mapped:
-            self._drop([old for old, segment in self._mapped.items() if segment.removed])
-            self._mapped[location] = MappedSegment(Path(location))
-            self._views[location] = Views(_payload(self._mapped[location].buffer))
-        segment = self._mapped[location]
-        try:
-            segment.check(version, max(entry.offset + entry.nbytes for entry in entries))
-        except DeliveryError:
-            self._drop([location])
-            raise
-        return self._views[location].of(entries)
-
-    def verify(self, location: str, version: int) -> None:
-        """Check the segment's header again."""
-        self._mapped[location].check(version)
-
-    def close(self) -> None:
-        """Unmap everything."""
-        self._drop(list(self._mapped))
-
-    def _drop(self, locations: list[str]) -> None:
-        for location in locations:
-            del self._views[location]
-            self._mapped.pop(location).close()
+        return self._opened(location, version, packed_bytes(entries)).views.of(entries)
 
 
 def _payload(buffer: object) -> torch.Tensor:

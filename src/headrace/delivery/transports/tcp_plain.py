@@ -1,13 +1,14 @@
-"""The `tcp` transport on loopback: plain sockets carry bytes from the served memory directly into the memory to fill.
+"""The byte path on loopback: plain sockets carry bytes from the served memory directly into the memory to fill.
 
-A message is the lengths of its header and its bytes, then the header, then the bytes. Every connection has its own
-server thread, so a client that sends nonsense or does not read cannot disturb other clients. Every wait of a client has
-a deadline.
+Where the served memory is also a file, the kernel sends its pages without copying them first. A message is the lengths
+of its header and its bytes, then the header, then the bytes. Every connection has its own server thread, so a client
+that sends nonsense or does not read cannot disturb other clients. Every wait of a client has a deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import threading
@@ -16,9 +17,17 @@ from typing import Any
 
 import msgspec
 
-from headrace.delivery.transports.tcp_memory import MemorySlice
-from headrace.delivery.transports.tcp_wire import Into, ReadReply, ReadRequest, Respond, TcpLocation
-from headrace.errors import DeadlineError, DeliveryError
+from headrace.delivery.transports.tcp_wire import (
+    ByteServer,
+    Connection,
+    Into,
+    MemorySlice,
+    ReadReply,
+    ReadRequest,
+    Respond,
+    TcpLocation,
+)
+from headrace.errors import DeliveryError
 
 RECONNECT_SECONDS = 0.1
 """The pause between two attempts to connect."""
@@ -26,33 +35,30 @@ BUFFERED = 1 << 20
 """The size of the socket buffers. It is small, so that bytes are read while they are still in a cache."""
 _LENGTHS = struct.Struct("<IQ")
 _LARGEST_HEADER = 1 << 16
-_CLOSE_SECONDS = 10.0
 _DROPPED = 1 << 20
 """Unwanted bytes are read and dropped in pieces of this size."""
 
 
-class PlainServer:
-    """A server that answers requests in its own threads, from its creation until `close`."""
+class PlainServer(ByteServer):
+    """A server of plain sockets; see `ByteServer`."""
+
+    encrypted = False
 
     def __init__(self, bind: str, respond: Respond) -> None:
         """Start the server on `bind`, an address of this host. Raises `OSError` if it cannot listen there."""
+        super().__init__(bind)
         self._respond = respond
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
         self._closing = False
-        self._six = ":" in bind
         self._bind = bind
-        self._listener = socket.create_server((bind, 0), family=socket.AF_INET6 if self._six else socket.AF_INET)
+        self._listener = socket.create_server((bind, 0), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
         self._port = int(self._listener.getsockname()[1])
         self._thread = threading.Thread(target=self._accept, name="weights", daemon=True)
         self._thread.start()
 
-    def location(self, place: int, *, tree: bool = False) -> TcpLocation:
-        """Return the location by which clients find this place of the server."""
-        return TcpLocation(False, f"[{self._bind}]" if self._six else self._bind, self._port, place, tree)
-
     def close(self) -> None:
-        """Stop answering and release the port; raises `DeadlineError` if a thread does not end in time. Idempotent."""
+        """See `ByteServer.close`."""
         with self._lock:
             self._closing = True
             opened = dict(self._open)
@@ -63,11 +69,7 @@ class PlainServer:
         for connection in opened:
             _shut(connection)
         for thread in (self._thread, *opened.values()):
-            thread.join(_CLOSE_SECONDS)
-            if thread.is_alive():
-                raise DeadlineError(
-                    f"the server of weights on port {self._port} did not end within {_CLOSE_SECONDS:g} s"
-                )
+            self._join(thread)
 
     def _accept(self) -> None:
         with self._listener:
@@ -103,13 +105,13 @@ class PlainServer:
             connection.close()
 
 
-class PlainConnection:
-    """A connection to a `PlainServer`, made again when it breaks. Used by one thread at a time."""
+class PlainConnection(Connection):
+    """A connection to a `PlainServer`; see `Connection`."""
 
     encrypted = False
 
     def __init__(self, location: TcpLocation) -> None:
-        self.endpoint = location.endpoint
+        super().__init__(location)
         self._address = (location.host.strip("[]"), location.port)
         self._connection: socket.socket | None = None
 
@@ -122,10 +124,7 @@ class PlainConnection:
             _send(self._connection, msgspec.msgpack.encode(ask))
 
     def receive(self, patience: float, into: Into) -> ReadReply | None:
-        """Return the next reply, or None if the connection broke; `into` says where the reply's bytes go.
-
-        Raises `DeliveryError` if no reply comes within `patience` seconds.
-        """
+        """See `Connection.receive`."""
         if self._connection is None:
             time.sleep(RECONNECT_SECONDS)
             return None
@@ -135,7 +134,7 @@ class PlainConnection:
             whole = True
             return answer
         except TimeoutError:
-            raise DeliveryError(f"the server at {self.endpoint} said nothing for {patience:.3g} s") from None
+            raise self._silent(patience) from None
         except OSError:
             return None
         finally:
@@ -144,22 +143,19 @@ class PlainConnection:
                 self._disconnect()
 
     def drop_old_answers(self) -> None:
-        """Close the connection if it broke while it was idle: that says nothing about the next fetch."""
+        """See `Connection.drop_old_answers`."""
         if self._connection is not None and _at_end(self._connection):
             self._disconnect()
 
     def close(self) -> None:
-        """Close the connection."""
+        """See `Connection.close`."""
         self._disconnect()
 
     def _received(self, connection: socket.socket, deadline: float, into: Into) -> ReadReply:
         header, nbytes = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size, deadline))
         if header > _LARGEST_HEADER:
             raise DeliveryError(f"the server at {self.endpoint} does not speak of weights")
-        try:
-            answer = msgspec.msgpack.decode(_exactly(connection, header, deadline), type=ReadReply)
-        except msgspec.DecodeError as error:
-            raise DeliveryError(f"the server at {self.endpoint} does not speak of weights: {error}") from error
+        answer = self._decode(_exactly(connection, header, deadline))
         target = into(answer, nbytes)
         if target is not None:
             _fill(connection, target, deadline)
@@ -196,10 +192,19 @@ def _request(connection: socket.socket) -> bytes | None:
 
 def _send(connection: socket.socket, header: bytes, payload: Any = b"") -> None:
     connection.sendall(_LENGTHS.pack(len(header), len(payload)) + header)
-    if isinstance(payload, MemorySlice):
-        payload.send(connection)
+    if isinstance(payload, MemorySlice) and payload.file >= 0:
+        _send_file(connection, payload)
     elif payload:
-        connection.sendall(payload)
+        connection.sendall(payload.view if isinstance(payload, MemorySlice) else payload)
+
+
+def _send_file(connection: socket.socket, payload: MemorySlice) -> None:
+    sent = 0
+    while sent < len(payload):
+        count = os.sendfile(connection.fileno(), payload.file, payload.start + sent, len(payload) - sent)
+        if not count:
+            raise ConnectionResetError("the other end was closed")
+        sent += count
 
 
 def _exactly(connection: socket.socket, count: int, deadline: float) -> bytearray:

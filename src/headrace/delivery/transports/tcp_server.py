@@ -1,155 +1,154 @@
-"""The servers of byte ranges of versions, in the trainer and in every engine that relays weights.
+"""The servers of byte ranges of versions: the trainer, and every engine that relays weights.
 
-Without the keys of the run, no server listens beyond this host; with them, every byte is encrypted and every client is
-authenticated. Nothing that a client sends can end the thread that answers.
+Without the keys of the run, no server listens beyond this host. The trainer decides which engine fetches from which. A
+relay is not trusted:
+
+- Manifests never pass through a relay. They come from the trainer through the controller, and their digest proves the
+  bytes, wherever the bytes came from. If a relay sent wrong bytes, the whole version is fetched from the trainer.
+- Engines ask the trainer, not the relay, whether the place still holds the version and which write it holds.
+
+Off loopback a relay encrypts and authenticates like the trainer, with the same two key pairs: one pair is for all
+servers of the run, the other for all clients. A separate key pair for each relay would prove nothing more, because
+every engine reads the one file with all keys and could use any of them. The keys prove that the other end belongs to
+the run; this is what a child must know before it asks, and a relay before it sends. Keys are never sent, and none are
+made after the start of the run. An encrypted version is never fetched from a relay that does not encrypt.
 """
 
 from __future__ import annotations
 
-import ipaddress
+import mmap
+import os
+import socket
 import threading
-from typing import Any, Protocol
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import torch
-import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
-from headrace.delivery.transports.keys import RunKeys
-from headrace.delivery.transports.tcp_memory import MemorySlice
+from headrace.delivery.transports.keys import RunKeys, read_keys
+from headrace.delivery.transports.tcp_curve import CurveServer
 from headrace.delivery.transports.tcp_plain import PlainServer
-from headrace.delivery.transports.tcp_wire import LARGEST_BUCKET, ReadReply, ReadRequest, Respond, TcpLocation
-from headrace.errors import DeadlineError
-
-_POLL_MS = 100
-_CLOSE_SECONDS = 10.0
-_ZAP_DOMAIN = "headrace"
+from headrace.delivery.transports.tcp_wire import LARGEST_BUCKET, MemorySlice, ReadReply, ReadRequest, TcpLocation
+from headrace.errors import DeliveryError
 
 
-class HeldBytes(msgspec.Struct):
+class ServedMemory:
+    """Memory of `nbytes` bytes as a tensor and, where the system has `memfd_create`, also as a file in memory.
+
+    The file has no name in the file system. It is freed with its last user; a send in progress keeps it alive.
+    """
+
+    def __init__(self, nbytes: int = 0) -> None:
+        self.file = -1
+        if nbytes and hasattr(os, "memfd_create"):
+            self.file = os.memfd_create("headrace-weights", os.MFD_CLOEXEC)
+            weakref.finalize(self, os.close, self.file)
+            os.ftruncate(self.file, nbytes)
+            self.bytes = torch.from_numpy(np.frombuffer(mmap.mmap(self.file, nbytes), np.uint8))
+        else:
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8)
+
+    def part(self, start: int, stop: int) -> MemorySlice:
+        """Return a slice of the bytes, to be sent."""
+        return MemorySlice(self.bytes.numpy().data[start:stop], self.file, start, self)
+
+
+class HeldBytes:
     """One place of a server: its bytes, and the version and the write that they are."""
 
-    buffer: torch.Tensor
-    version: int = -1
-    sequence: int = 0
-    """The number of the trainer's write that made these bytes."""
-    whole: bool = False
-    """Whether the version is completely written and not released."""
+    def __init__(self) -> None:
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.version = -1
+        self.sequence = 0
+        """The number of the trainer's write that made these bytes."""
+        self.whole = False
+        """Whether the version is completely written and not released."""
+
+    def payload(self, start: int, stop: int) -> bytes | MemorySlice:
+        """Return a copy of these bytes, because they may be overwritten before a reply is sent completely."""
+        return self.buffer.numpy()[start:stop].tobytes()
 
 
-def nothing_held() -> HeldBytes:
-    """Return a place that was never written."""
-    return HeldBytes(torch.empty(0, dtype=torch.uint8))
+class WeightServer:
+    """Answers requests for the bytes in its places, from its creation until it is closed."""
 
+    def __init__(self, places: Sequence[HeldBytes], bind: str, keys: RunKeys | None) -> None:
+        """Start the server on `bind`, an address of this host; it is encrypted if there are keys.
 
-class TcpServer(Protocol):
-    """A server that answers requests in the background, from its creation until `close`."""
-
-    def location(self, place: int, *, tree: bool = False) -> TcpLocation:
-        """Return the location by which clients find this place of the server."""
-        ...
-
-    def close(self) -> None:
-        """Stop answering and release the port; raises `DeadlineError` if a thread does not end in time. Idempotent."""
-        ...
-
-
-def serve(bind: str, keys: RunKeys | None, respond: Respond) -> TcpServer:
-    """Start a server on `bind`, an address of this host; it is encrypted if there are keys.
-
-    `respond` may be called from several threads. Raises `OSError` if the server cannot listen there.
-    """
-    if keys is None:
-        return PlainServer(bind, respond)
-    try:
-        return CurveServer(bind, keys, respond)
-    except zmq.ZMQError as error:
-        raise OSError(error.errno, error.strerror) from error
-
-
-class CurveServer:
-    """A server that encrypts, and authenticates its clients."""
-
-    def __init__(self, bind: str, keys: RunKeys, respond: Respond) -> None:
-        """Start the server; raises `zmq.ZMQError` if it cannot listen there."""
-        self._respond = respond
-        self._closing = threading.Event()
+        Raises `OSError` if the server cannot listen there.
+        """
+        self._held = places
         self._lock = threading.Lock()
-        self._context = zmq.Context()
-        self._authenticator: ThreadAuthenticator | None = None
-        six = ipaddress.ip_address(bind).version == 6
-        self._host = f"[{bind}]" if six else bind
-        try:
-            self._socket = self._listen(keys, six)
-        except zmq.ZMQError:
-            self._end_context()
-            raise
-        self._port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._thread = threading.Thread(target=self._serve, name="weights", daemon=True)
-        self._thread.start()
+        # A lambda looks up `respond` at every request, so that it may be wrapped while the server runs.
+        self._server = (
+            PlainServer(bind, lambda frames: self.respond(frames))
+            if keys is None
+            else CurveServer(bind, keys, lambda frames: self.respond(frames))
+        )
 
-    def location(self, place: int, *, tree: bool = False) -> TcpLocation:
-        """See `TcpServer.location`."""
-        return TcpLocation(True, self._host, self._port, place, tree)
+    def respond(self, frames: list[bytes]) -> list[Any]:
+        """Answer one request; see `Respond`. The threads of the server call this method."""
+        try:
+            ask = msgspec.msgpack.decode(frames[0], type=ReadRequest)
+        except (IndexError, msgspec.DecodeError):
+            return refusal("this is not a request for weights")
+        with self._lock:
+            held = self._held[ask.place] if 0 <= ask.place < len(self._held) else None
+            why_not = _why_not(held, ask)
+            if held is None or why_not:
+                return refusal(why_not, ask)
+            return [msgspec.msgpack.encode(self._header(held, ask)), held.payload(ask.start, ask.stop)]
+
+    def _header(self, held: HeldBytes, ask: ReadRequest) -> ReadReply:
+        """Return the header of the reply to a request that can be served. Called with the lock."""
+        return ReadReply(ask.ticket, ask.start, ask.stop, held.sequence, len(held.buffer))
+
+
+class Relay(WeightServer):
+    """An engine's server of one version at a time to other engines, after the digest of its own copy was right.
+
+    A relay listens on the address from which its host reaches the trainer, so it is reachable from other hosts only if
+    the trainer is. All methods may be called from any thread.
+    """
+
+    def __init__(self, trainer: TcpLocation, keys: Path | None) -> None:
+        """Start the server; raises `DeliveryError` if it cannot listen on the address that faces the trainer."""
+        self._place = HeldBytes()
+        address = _own_address(trainer)
+        try:
+            super().__init__([self._place], address, read_keys(keys) if trainer.encrypted else None)
+        except OSError as error:
+            raise DeliveryError(f"cannot listen on {address}: {error.strerror}") from error
+        self.location = str(self._server.location(0))
+
+    def serve(self, version: int, sequence: int, packed: torch.Tensor) -> None:
+        """Serve these bytes, which are those of the trainer's write `sequence`, from now on."""
+        place = self._place
+        with self._lock:
+            place.buffer, place.version, place.sequence, place.whole = packed, version, sequence, True
+
+    def withdraw(self) -> None:
+        """Stop serving the bytes, because they are about to change; after this returns, no reply reads them."""
+        with self._lock:
+            self._place.whole = False
 
     def close(self) -> None:
-        """See `TcpServer.close`."""
-        self._closing.set()
-        self._thread.join(_CLOSE_SECONDS)
-        if self._thread.is_alive():
-            raise DeadlineError(f"the server of weights on port {self._port} did not end within {_CLOSE_SECONDS:g} s")
-        with self._lock:
-            if not self._context.closed:
-                self._end_context()
-
-    def _listen(self, keys: RunKeys, six: bool) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, six)
-        self._authenticator = _authenticator(self._context, keys)
-        socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN.encode())
-        socket.setsockopt(zmq.CURVE_SERVER, 1)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
-        try:
-            socket.bind(f"tcp://{self._host}:*")
-        except zmq.ZMQError:
-            socket.close()
-            raise
-        return socket
-
-    def _end_context(self) -> None:
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self._context.destroy(linger=0)
-
-    def _serve(self) -> None:
-        try:
-            while not self._closing.is_set():
-                if self._socket.poll(_POLL_MS):
-                    identity, *frames = self._socket.recv_multipart()
-                    header, *payload = self._respond(frames)
-                    views = (part.view if isinstance(part, MemorySlice) else part for part in payload)
-                    self._socket.send_multipart([identity, header, *views], copy=False)
-        finally:
-            self._socket.close()
+        """Stop serving. Idempotent."""
+        self.withdraw()
+        self._server.close()
 
 
-def decode_ask(frames: list[bytes]) -> ReadRequest | None:
-    """Decode the request of a client; None if the frames are not a request."""
-    try:
-        return msgspec.msgpack.decode(frames[0], type=ReadRequest)
-    except (IndexError, msgspec.DecodeError):
-        return None
+def refusal(why: str, ask: ReadRequest | None = None) -> list[Any]:
+    """Return the frames of a refusal, which has no bytes; without a request, no client recognises it as its own."""
+    ticket, start, stop = (ask.ticket, ask.start, ask.stop) if ask is not None else (-1, 0, 0)
+    return [msgspec.msgpack.encode(ReadReply(ticket, start, stop, 0, 0, why))]
 
 
-def refuse(ask: ReadRequest | None, refusal: str) -> list[Any]:
-    """Return the frames of a refusal, which has no bytes."""
-    if ask is None:
-        return [msgspec.msgpack.encode(ReadReply(-1, 0, 0, 0, 0, refusal))]
-    return [msgspec.msgpack.encode(ReadReply(ask.ticket, ask.start, ask.stop, 0, 0, refusal))]
-
-
-def refusal_of(held: HeldBytes | None, ask: ReadRequest) -> str:
+def _why_not(held: HeldBytes | None, ask: ReadRequest) -> str:
     """Return why this place cannot serve the request; an empty string if it can."""
     if held is None:
         return f"there is no place {ask.place}"
@@ -164,21 +163,13 @@ def refusal_of(held: HeldBytes | None, ask: ReadRequest) -> str:
     return ""
 
 
-class _OnlyTheRun:
-    """Tells the authenticator which clients may connect: only those with the client key of the run."""
-
-    def __init__(self, public: str) -> None:
-        self._public = public.encode()
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
-
-
-def _authenticator(context: zmq.Context[Any], keys: RunKeys) -> ThreadAuthenticator:
-    """Start the authenticator. It must run before the socket is bound, because without it ZeroMQ accepts every client
-    that knows the server's public key.
-    """
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_curve_callback(domain=_ZAP_DOMAIN, credentials_provider=_OnlyTheRun(keys.client_public))
-    return authenticator
+def _own_address(trainer: TcpLocation) -> str:
+    """Return the address from which this host reaches the trainer; nothing is sent to find it."""
+    host = trainer.host.strip("[]")
+    family = socket.AF_INET6 if trainer.host.startswith("[") else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, trainer.port))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise DeliveryError(f"no way to {host}: {error.strerror}") from error

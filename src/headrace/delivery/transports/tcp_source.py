@@ -18,15 +18,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import zmq
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import Views
-from headrace.delivery.transports.tcp_connection import Connection, CurveConnection
+from headrace.delivery.plan import Views, packed_bytes
+from headrace.delivery.transports.tcp_curve import CurveConnection
 from headrace.delivery.transports.tcp_plain import PlainConnection
-from headrace.delivery.transports.tcp_relay import Relay
+from headrace.delivery.transports.tcp_server import Relay
 from headrace.delivery.transports.tcp_wire import (
     BUCKET_BYTES,
+    Connection,
     Into,
     ReadReply,
     ReadRequest,
@@ -80,7 +80,6 @@ class TcpSource:
         self._keys = keys
         self._patience = patience
         self._name = uuid.uuid4().hex
-        self._context: zmq.Context[Any] | None = None
         self._line: Connection | None = None
         self._buffer: torch.Tensor | None = None
         self._views: Views | None = None
@@ -108,7 +107,7 @@ class TcpSource:
         self, location: str, version: int, entries: Sequence[Entry], grown: Grown
     ) -> dict[str, torch.Tensor]:
         """Fetch the version and report progress; see `Growing.open_growing`."""
-        nbytes = max(entry.offset + entry.nbytes for entry in entries)
+        nbytes = packed_bytes(entries)
         if self._relay is not None:
             self._relay.withdraw()
         suspect, self._complete, self._suspect = self._suspect, None, None
@@ -164,9 +163,6 @@ class TcpSource:
             self._relay.close()
             self._relay = None
         self._disconnect()
-        if self._context is not None:
-            self._context.destroy(linger=0)
-            self._context = None
         self._buffer = self._views = self._fetch = self._complete = self._suspect = None
 
     def _bring(self, fetch: _Fetch, buffer: Bytes, distrusted: str) -> None:
@@ -298,10 +294,8 @@ class TcpSource:
             raise _Refused(f"version {version} at {location} has {answer.nbytes} bytes, not {nbytes}")
 
     def _connected(self, location: TcpLocation) -> Connection:
-        if self._line is not None and (self._line.endpoint, self._line.encrypted) != (
-            location.endpoint,
-            location.encrypted,
-        ):
+        server = location.endpoint, location.encrypted
+        if self._line is not None and (self._line.endpoint, self._line.encrypted) != server:
             self._disconnect()
         if self._line is None:
             self._line = self._line_to(location)
@@ -309,10 +303,7 @@ class TcpSource:
         return self._line
 
     def _line_to(self, location: TcpLocation) -> Connection:
-        if not location.encrypted:
-            return PlainConnection(location)
-        self._context = self._context or zmq.Context()
-        return CurveConnection(self._context, location, self._keys)
+        return CurveConnection(location, self._keys) if location.encrypted else PlainConnection(location)
 
     def _disconnect(self) -> None:
         if self._line is not None:

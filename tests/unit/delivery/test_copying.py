@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.delivery import host_copy
+from headrace.delivery import copying
+from headrace.delivery.copying import copy_all
 from headrace.delivery.cores import share
-from headrace.delivery.plan import copy_all
 from headrace.errors import DeliveryError
 
 FLOATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -16,8 +16,8 @@ FLOATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.fl
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copy, "SPAN", 64)
-    monkeypatch.setattr(host_copy, "WORTH_THREADS", 0)
+    monkeypatch.setattr(copying, "SPAN", 64)
+    monkeypatch.setattr(copying, "WORTH_THREADS", 0)
 
 
 @settings(deadline=None, max_examples=40)
@@ -58,7 +58,7 @@ def test_nothing_is_copied_if_a_shape_differs():
 
 
 def test_one_thread_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("headrace.delivery.plan.divisible", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr("headrace.delivery.copying.divisible", lambda *_: pytest.fail("asked"))
     target = torch.zeros(100)
     copy_all({"a": target}, {"a": torch.ones(100)}, threads=1)
     assert target.all()
