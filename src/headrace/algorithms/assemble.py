@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 
 from headrace.algorithms.advantages import FloatArray, advantages
-from headrace.algorithms.shaping import shaped
 from headrace.types import POLICY, Batch, Group, Int32Array, Kept, Rollout, Trace, join_routing
 
 Normalize = Literal["token", "sequence", "constant"]
@@ -38,7 +37,7 @@ def assemble(
     The weight of a trained token depends on `normalize`. With "token" it is 1 / (trained tokens of the step). With
     "sequence" it is 1 / (rollouts x trained tokens of its rollout), where rollouts without a trained token are not
     counted. With "constant" it is 1 / (groups x group_size x max_tokens). Advantages are computed from rewards shaped
-    by length (see `shaping`). All groups must train the same policy.
+    by length (see `shaped`); the recorded rewards stay as they were judged. All groups must train the same policy.
     """
     policies = {group.policy for group in groups} or {POLICY}
     if len(policies) > 1:
@@ -81,6 +80,30 @@ def assemble(
             keys.append((index, position))
     named = {"step": step, "version": version, "temperature": temperature, "republished": list(republished)}
     return _batch(traces, values_of, weights_of, _numbered(keys), **named, policy=policies.pop())
+
+
+def shaped(
+    rewards: FloatArray,
+    lengths: Int32Array,
+    *,
+    max_tokens: int,
+    overlong_buffer: int = 0,
+    overlong_penalty: float = 1.0,
+    length_penalty: float = 0.0,
+) -> FloatArray:
+    """Return the rewards minus the costs of length: `overlong`, and `length_penalty` x length / max_tokens."""
+    cost = overlong(lengths, max_tokens=max_tokens, buffer=overlong_buffer) * overlong_penalty
+    return np.asarray(rewards - cost - length_penalty * (lengths / max_tokens), np.float64)
+
+
+def overlong(lengths: Int32Array, *, max_tokens: int, buffer: int) -> FloatArray:
+    """Return DAPO's soft penalty: 0 up to max_tokens - buffer, then rising linearly to 1 at max_tokens.
+
+    Buffer 0 is off.
+    """
+    if buffer == 0:
+        return np.zeros(len(lengths), np.float64)
+    return np.asarray(np.clip((lengths - (max_tokens - buffer)) / buffer, 0.0, 1.0), np.float64)
 
 
 def assemble_demonstrations(

@@ -21,7 +21,7 @@ asks for a field of `TokenInputs`, and `READS = ("clip_high",)` names keys of [a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -101,11 +101,6 @@ CORRECTIONS: dict[str, Callable[[AlgorithmConfig], Correction]] = {}
 """Every correction by its name in `[algorithm] corrections`."""
 
 
-ADDITIONS: list[Callable[[AlgorithmConfig, Loss], Loss]] = []
-"""The terms that can be added to any loss, after its corrections. A term that is switched off returns the loss as it
-is."""
-
-
 def given(field: torch.Tensor | None) -> torch.Tensor:
     """Return an optional field, which the loss must have declared among its `NEEDS`."""
     assert field is not None
@@ -118,11 +113,12 @@ def build_loss(config: AlgorithmConfig, correct_above: int | None = None) -> Los
     With `correct_above`, corrections change only tokens with a larger lag.
     """
     loss = LOSSES[config.loss](config) if config.loss in LOSSES else _loss_of_user(config)
-    corrections: dict[str, Correction] = {name: CORRECTIONS[name](config) for name in config.corrections}
-    if corrections:
-        loss = corrected(loss, corrections, above=correct_above)
-    for extend in ADDITIONS:
-        loss = extend(config, loss)
+    if config.corrections:
+        loss = corrected(loss, {name: CORRECTIONS[name](config) for name in config.corrections}, above=correct_above)
+    if config.entropy_weight is not None:
+        loss = with_entropy(loss, config.entropy_weight)
+    if config.kl != "none":
+        loss = held_to_reference(loss, config.kl, config.kl_weight)
     return loss
 
 
@@ -162,6 +158,64 @@ def corrected(loss: Loss, corrections: Mapping[str, Correction], above: int | No
         return TokenLoss(values, result.sums | ratio_sums(log_ratio(inputs.logprobs, inputs.behaviour)) | fractions)
 
     return whole
+
+
+def with_entropy(loss: Loss, weight: float) -> Loss:
+    """Return the loss minus weight x entropy at every trained token. With weight 0 the entropy is only measured.
+
+    The entropy is that of the sampling distribution: at the sampling temperature, over the tokens that sampling kept.
+    """
+
+    def whole(inputs: TokenInputs) -> TokenLoss:
+        result, entropy = loss(inputs), given(inputs.entropy)
+        values = result.values - weight * entropy if weight else result.values
+        return TokenLoss(values, result.sums | {"entropy": entropy.detach().sum()})
+
+    return whole
+
+
+def held_to_reference(loss: Loss, estimator: Literal["k1", "k2", "k3"], weight: float) -> Loss:
+    """Return the loss plus weight x divergence at every trained token, also at tokens that corrections leave out."""
+
+    def whole(inputs: TokenInputs) -> TokenLoss:
+        result = loss(inputs)
+        kl = divergence(inputs.logprobs, given(inputs.reference), estimator)
+        return TokenLoss(result.values + weight * kl, result.sums | {"reference_kl": kl.detach().sum()})
+
+    return whole
+
+
+def divergence(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Literal["k1", "k2", "k3"]) -> torch.Tensor:
+    """Return the estimate for each token, with d = log(pi / reference): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+
+    On-policy, the expected gradient of k1 and k2 is that of KL(pi || reference), and that of k3 is the gradient of
+    KL(reference || pi). The plain derivative of k1 is the derivative of log pi. Its mean over sampled tokens is zero,
+    so it would not pull the policy towards the reference. For this reason the value of k1 is d, but its gradient is d
+    times the gradient of log pi, which is also the gradient of k2.
+    """
+    gap = logprobs - reference
+    if estimator == "k1":
+        still = gap.detach()
+        return still + still * (gap - still)
+    if estimator == "k2":
+        return gap.square() / 2
+    # The clamped gap, because exp(-gap) overflows where the reference is far more likely than the policy.
+    gap = log_ratio(logprobs, reference)
+    return torch.expm1(-gap) + gap
+
+
+def imitation(inputs: TokenInputs) -> TokenLoss:
+    """Return -log pi: the loss of supervised steps, which uses neither behaviour nor advantages."""
+    values = -inputs.logprobs
+    return TokenLoss(values, {"nll": values.detach().sum()})
+
+
+def clipping(config: AlgorithmConfig, low: float, high: float) -> dict[str, float]:
+    """Return the configuration's `clip_low` and `clip_high` as arguments of a loss, with these defaults."""
+    return {
+        "clip_low": low if config.clip_low is None else config.clip_low,
+        "clip_high": high if config.clip_high is None else config.clip_high,
+    }
 
 
 def log_ratio(logprobs: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:
