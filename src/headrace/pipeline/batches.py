@@ -18,7 +18,6 @@ from headrace.buffer.salvage import masked
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError
 from headrace.rollouts.base import ChatFormat
-from headrace.scoring.shuffle import shuffle_rewards
 from headrace.tasks.base import Task
 from headrace.tasks.source import PromptSource
 from headrace.types import Batch, Group, Int32Array, Prompt
@@ -56,6 +55,25 @@ def make_batch(
         length_penalty=config.algorithm.length_penalty,
         republished=republished,
     )
+
+
+def shuffle_rewards(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
+    """Return the same groups, with the rewards of all rollouts permuted at random over the whole batch.
+
+    This is a control experiment: such rewards say nothing about the answers that get them.
+    """
+    rewards = np.array([rollout.reward for group in groups for rollout in group.usable], np.float64)
+    shuffled = iter(np.random.default_rng([seed, step]).permutation(rewards).tolist())
+    return [
+        msgspec.structs.replace(
+            group,
+            rollouts=[
+                rollout if rollout.ending == "failed" else msgspec.structs.replace(rollout, reward=next(shuffled))
+                for rollout in group.rollouts
+            ],
+        )
+        for group in groups
+    ]
 
 
 def recorded_batches(config: Config, journal: Path, after: int, until: int) -> Iterator[Recorded]:

@@ -27,8 +27,8 @@ from headrace.pipeline.extensions import check_extensions, named
 from headrace.reference import call_factory, import_function
 from headrace.scoring.base import Scorer
 from headrace.scoring.functions import is_reward_function
+from headrace.scoring.rewards import WorkerScorer
 from headrace.scoring.stage import Stage
-from headrace.scoring.workers import WorkerScorer
 from headrace.tasks.base import Task
 from headrace.tasks.chat import ChatFormat
 from headrace.tasks.dataset import SingleTurnTask, check_disjoint, load_prompts, split_heldout

@@ -13,7 +13,7 @@
     controller     judged from the journal; the others continue from their saved tokens. Steps after the checkpoint are
                    trained again from the journal, as above.
     a reward       Its pool starts another one, which judges the same answer once more. If that worker dies too, the
-    worker         rollout fails, with this as the reason (`scoring.workers`).
+    worker         rollout fails, with this as the reason (`scoring.rewards`).
     an agent       Its pool starts another one. Its rollout fails, with this as the reason (`gateway.agents`).
     a vLLM         Its engine worker ends, and is restarted with a new server. A server that was given by URL is
     server         waited for (`engines.vllm.server`).

@@ -12,11 +12,12 @@ serves all rollouts of a run at the same time, in the controller's event loop, s
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -28,6 +29,19 @@ class ScoreError(Exception):
 
     The error fails that rollout and nothing else.
     """
+
+
+def number(value: Any, said: str) -> float:
+    """Return this value as a plain number. Raises `ScoreError`, which begins with `said`, if it is not a finite one."""
+    if not hasattr(value, "__float__"):
+        raise ScoreError(f"{said} a {type(value).__name__}, not a number")
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ScoreError(f"{said} a {type(value).__name__}, not a number") from error
+    if not math.isfinite(found):
+        raise ScoreError(f"{said} {found}, not a finite number")
+    return found
 
 
 class Judgement(msgspec.Struct, kw_only=True):

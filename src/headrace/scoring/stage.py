@@ -15,7 +15,7 @@ from typing import get_args
 import msgspec
 
 from headrace.reference import describe
-from headrace.scoring.base import Ended, ScoreError, Scorer, Span
+from headrace.scoring.base import Ended, ScoreError, Scorer, Span, number
 from headrace.types import Level, Rollout, Score
 
 CLOSE_SECONDS = 10.0
@@ -154,8 +154,8 @@ def _checked(name: str, version: str, given: Sequence[Score], rollout: Rollout) 
 
 
 def _plain(name: str, version: str, score: Score, rollout: Rollout) -> Score:
-    value = _number(name, "value", score.value)
-    metrics = {str(key): _number(name, key, number) for key, number in score.metrics.items()}
+    value = number(score.value, f"the scorer {name!r} gave, as value,")
+    metrics = {str(key): number(value, f"the scorer {name!r} gave, as {key},") for key, value in score.metrics.items()}
     if score.level not in LEVELS:
         raise ScoreError(f"the scorer {name!r} gave a score of level {score.level!r}, not {', '.join(LEVELS)}")
     if score.level != "rollout":
@@ -164,16 +164,6 @@ def _plain(name: str, version: str, score: Score, rollout: Rollout) -> Score:
             where = f"tokens {score.start} to {score.end} of trace {score.trace}"
             raise ScoreError(f"the scorer {name!r} gave a score for {where}, which has {tokens} tokens")
     return msgspec.structs.replace(score, value=value, metrics=metrics, scorer=name, version=score.version or version)
-
-
-def _number(name: str, what: str, given: object) -> float:
-    try:
-        number = float(given)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        raise ScoreError(f"the scorer {name!r} gave, as {what}, a {type(given).__name__}, not a number") from None
-    if not math.isfinite(number):
-        raise ScoreError(f"the scorer {name!r} gave, as {what}, {number}, not a finite number")
-    return number
 
 
 def _merged(metrics: Mapping[str, float], scores: Sequence[Score]) -> dict[str, float]:

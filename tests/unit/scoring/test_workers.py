@@ -17,8 +17,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.scoring.base import Ended, ScoreError, Turn
-from headrace.scoring.functions import RewardScorer
-from headrace.scoring.workers import WorkerScorer
+from headrace.scoring.rewards import RewardScorer, WorkerScorer
 from headrace.tasks.gym import VERIFIER, GymTask
 from headrace.types import Prompt, Rollout
 from waiting import alive, until
@@ -224,7 +223,7 @@ async def test_workers_die_with_their_parent(rewards: Path, tmp_path: Path, comp
     """Even by SIGKILL, and even in a function that never gives the interpreter's lock back."""
     program = f"""
 import asyncio
-from headrace.scoring.workers import WorkerScorer
+from headrace.scoring.rewards import WorkerScorer
 from headrace.types import Prompt
 async def main():
     judge = WorkerScorer({str(rewards) + ":wild"!r}, timeout=60)

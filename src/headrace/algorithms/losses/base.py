@@ -210,12 +210,9 @@ def imitation(inputs: TokenInputs) -> TokenLoss:
     return TokenLoss(values, {"nll": values.detach().sum()})
 
 
-def clipping(config: AlgorithmConfig, low: float, high: float) -> dict[str, float]:
-    """Return the configuration's `clip_low` and `clip_high` as arguments of a loss, with these defaults."""
-    return {
-        "clip_low": low if config.clip_low is None else config.clip_low,
-        "clip_high": high if config.clip_high is None else config.clip_high,
-    }
+def clip_range(config: AlgorithmConfig, low: float, high: float) -> tuple[float, float]:
+    """Return the configuration's `clip_low` and `clip_high`, with these defaults."""
+    return low if config.clip_low is None else config.clip_low, high if config.clip_high is None else config.clip_high
 
 
 def log_ratio(logprobs: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:

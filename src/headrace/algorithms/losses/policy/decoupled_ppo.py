@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, clipping, given, log_ratio, policy_sums
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, clip_range, given, log_ratio, policy_sums
 from headrace.algorithms.losses.policy.grpo import clipped_surrogate
 from headrace.config.schema import AlgorithmConfig
 
@@ -52,7 +52,7 @@ def recomputed_decoupled_ppo(
 
 def build(config: AlgorithmConfig) -> Loss:
     """Build decoupled PPO with the configuration's clipping and proximal policy."""
-    clips = clipping(config, CLIP_LOW, CLIP_HIGH)
+    low, high = clip_range(config, CLIP_LOW, CLIP_HIGH)
     if config.proximal == "recomputed":
-        return partial(recomputed_decoupled_ppo, **clips)
-    return partial(decoupled_ppo, **clips, proximal_mix=config.proximal_mix)
+        return partial(recomputed_decoupled_ppo, clip_low=low, clip_high=high)
+    return partial(decoupled_ppo, clip_low=low, clip_high=high, proximal_mix=config.proximal_mix)
