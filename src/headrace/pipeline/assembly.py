@@ -33,7 +33,7 @@ from headrace.pipeline.controller import Controller
 from headrace.pipeline.extensions import make_trackers
 from headrace.pipeline.inputs import ReadyTask
 from headrace.pipeline.parts import Parts
-from headrace.pipeline.recording import Recorder
+from headrace.pipeline.recording import Outputs, Recorder
 from headrace.pipeline.recovery import restore_groups
 from headrace.pipeline.waits import Waits
 from headrace.rollouts.base import ChatFormat
@@ -52,17 +52,6 @@ if TYPE_CHECKING:
 TRAINER = "trainer-0"
 LONGEST_DEFAULT = 4096
 """The longest sequence of an engine if `[engine] max_length` is not set."""
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """The files that a run writes, and its display."""
-
-    journal: Journal
-    metrics: MetricsLog
-    progress: Progress
-    clock: RunClock
-    timeline: Timeline | None = None
 
 
 def assemble(
@@ -89,16 +78,11 @@ def assemble(
     replaces the window of the configuration, to try another admission policy.
     """
     window = window or make_window(config, before, checkpoint)
-    done = before.resume_step // config.delivery.publish_every
     recorder = Recorder(
-        outputs.journal,
-        outputs.metrics,
-        outputs.timeline,
-        outputs.progress,
+        outputs,
         window,
-        clock=outputs.clock,
         versions_total=config.run.versions,
-        versions_done=done,
+        versions_done=before.resume_step // config.delivery.publish_every,
         before=before,
         record=config.pipeline.record,
     )

@@ -126,7 +126,7 @@ class Controller:
         """Run the loops until the last version is proved, or until `stop` is called."""
         if self.stopping:
             return
-        self.recorder.phase = "training"
+        self.recorder.shown.phase = "training"
         self.recorder.note(
             f"at most {self.window.capacity} groups under way; no token will be trained more than "
             f"{self.window.lag_bound} versions after it was sampled"

@@ -53,7 +53,7 @@ class Evaluations:
         if moment == "during":
             prompts = prompts[: self._config.during or None]
         else:
-            recorder.phase = "evaluating"
+            recorder.shown.phase = "evaluating"
         started = recorder.now()
         evaluation = asyncio.create_task(
             evaluate(

@@ -48,7 +48,7 @@ def write_status(run_dir: RunDir, controller: Controller, phases: Mapping[str, s
     status = Status(
         time=time.time(),
         pid=os.getpid(),
-        phase=controller.recorder.phase,
+        phase=controller.recorder.shown.phase,
         still=controller.waits.still,
         limit=controller.config.pipeline.stall_seconds,
         waits=sorted(waits, key=lambda wait: -wait.seconds),

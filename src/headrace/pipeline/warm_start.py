@@ -18,7 +18,7 @@ async def warm_start(parts: Parts, steps: Steps) -> None:
     The last of these steps has number 0.
     """
     if parts.config.warm_start.steps:
-        parts.recorder.phase = "warm start"
+        parts.recorder.shown.phase = "warm start"
     for batch in warm_start_batches(parts.config, parts.task, parts.chat, parts.window.first_version):
         done = await steps.train(batch.step, partial(parts.unless_stopping, StepRequest(batch)))
         if done is None:

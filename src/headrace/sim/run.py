@@ -23,7 +23,8 @@ from headrace.engines.pool import EnginePool
 from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import NoProgress
-from headrace.pipeline.assembly import Outputs, assemble
+from headrace.pipeline.assembly import assemble
+from headrace.pipeline.recording import Outputs
 from headrace.pipeline.session import first_cause
 from headrace.pipeline.waits import Waits
 from headrace.tasks.base import EnvironmentStep
