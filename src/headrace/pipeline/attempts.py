@@ -6,13 +6,16 @@ with a reason in the ledger.
     next ─▶ started ─▶ (sweep: too old, surplus) ─▶ ended ─▶ the window (◀─ taken up from a previous process)
       ▲                                               │
       └──────────── salvaged tokens, rewards ◀────────┘
+
+Each token of a running rollout is journalled once, a fraction of a second after its sampling (`save`). A run that dies
+loses no more than the tokens of that time, and the resumed run continues from the saved tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from headrace.buffer.filters import Filter, filter_group
@@ -56,6 +59,10 @@ class Attempts:
         self._filtered_in_a_row = 0
         self._swept_version = -1
         self._tasks: asyncio.TaskGroup | None = None
+        self._saved: dict[str, int] = {}
+        """The number of tokens in the journal, by id of each running rollout."""
+        self._resumed: set[str] = set()
+        """The rollouts that continue from tokens of a previous process and have not discarded any of those tokens."""
 
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
         """Set the task group in which groups are cancelled."""
@@ -65,9 +72,31 @@ class Attempts:
         """Return the next attempt. Salvaged attempts come before prompts that have not been tried yet."""
         return self._salvaged.popleft() if self._salvaged else Attempt(self._source.draw(group_id))
 
-    def started(self, group: Group, episodes: list[AnyEpisode]) -> None:
-        """Record that an attempt is under way."""
+    def started(
+        self, group: Group, episodes: list[AnyEpisode], saved: Mapping[str, Sequence[Trace]] | None = None
+    ) -> None:
+        """Record that an attempt is under way. `saved` holds its traces of a previous process, by rollout."""
         self.running[group.id] = episodes
+        for rollout, traces in (saved or {}).items():
+            self._saved[rollout] = sum(len(trace) for trace in traces)
+            self._resumed.add(rollout)
+
+    def save(self) -> None:
+        """Journal the new tokens of all running rollouts."""
+        for episodes in self.running.values():
+            for episode in episodes:
+                self._note_discarded(episode)
+                known = self._saved.get(episode.id, 0)
+                if (tokens := episode.since(known)) is not None:
+                    self._recorder.sampled(episode.id, episode.index, tokens)
+                    self._saved[episode.id] = known + len(tokens)
+
+    def _note_discarded(self, episode: AnyEpisode) -> None:
+        """Record, once, that tokens of a previous process cannot be used: the rollout begins again."""
+        if episode.discarded and episode.id in self._resumed:
+            self._resumed.discard(episode.id)
+            self._saved[episode.id] = 0
+            self._recorder.discarded(episode.id, episode.discarded)
 
     def sweep(self) -> None:
         """End the groups that can no longer be trained.
@@ -90,13 +119,12 @@ class Attempts:
 
     def ended(self, group: Group) -> None:
         """Record and judge an attempt whose rollouts have all ended and are scored."""
-        del self.running[group.id]
+        for episode in self.running.pop(group.id):
+            self._note_discarded(episode)
+            self._saved.pop(episode.id, None)
+            self._resumed.discard(episode.id)
         self._recorder.rollouts_ended(group)
-        self._settle(group)
-
-    def judge_recovered(self, group: Group) -> None:
-        """Judge an attempt of a previous process whose rollouts had all ended there and are in the journal."""
-        self._settle(group)
+        self.settle(group)
 
     def close(self, reason: str) -> None:
         """Declare that no group is wanted from now on: groups under way end as dropped.
@@ -115,7 +143,8 @@ class Attempts:
         for group in self._window.ready_groups():
             self._drop(group, self._closed)
 
-    def _settle(self, group: Group) -> None:
+    def settle(self, group: Group) -> None:
+        """Judge an attempt whose rollouts have all ended and are in the journal."""
         why = self._doomed.pop(group.id, "") or self._closed
         # A stale group that ended by itself, before the cancellation reached it, is judged like any other group.
         # A group that no batch needs is dropped even then.

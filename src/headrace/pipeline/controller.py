@@ -5,14 +5,14 @@
                  └── slots freed ── DELIVER ◀── published version ──┘
 
     loop      waits for                                   is woken by
-    SERVE     an event                                    workers, group tasks, supervision (see `events`)
+    SERVE     an event                                    workers, group tasks, supervision (see `_handle`)
     ADMIT     a free slot in the window                   DELIVER (a version is proved), a group that failed
     (group)   tokens and scores of its episodes           engines and scorers; there is one task per group
     TRAIN     a batch in the window, and room at the      a group that completes, a step that ends
               trainer, which holds at most two batches
     DELIVER   a published version; engines that prove it  `Published`, `VersionProved`; a loop per engine (`deliveries`)
-    SAVE      0.2 seconds                                 the clock; new tokens are journalled (`partials`)
-    EVALUATE  answers to held-out prompts                 DELIVER, every `[evaluate] every` versions (`evaluations`);
+    SAVE      0.2 seconds                                 the clock; new tokens are journalled (`attempts`)
+    EVALUATE  answers to held-out prompts                 DELIVER, every `[evaluate] every` versions (`episodes`);
                                                           a task, not a loop
 
 Every wait is registered in `waits`. If nothing makes progress for `[pipeline] stall_seconds`, the watch loop ends the
@@ -22,24 +22,25 @@ run with a line that says who waits for whom. `recovery` describes what happens 
 from __future__ import annotations
 
 import asyncio
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from headrace.channel.events import Died, Event, Heard, Returned
 from headrace.channel.heartbeats import Heartbeat
 from headrace.engines.messages import Deltas
 from headrace.pipeline.attempts import INTERRUPTED, SURPLUS, Attempts
-from headrace.pipeline.batches import make_batch
-from headrace.pipeline.deliveries import Deliveries
-from headrace.pipeline.engine_watch import EngineWatch
-from headrace.pipeline.episodes import Episodes
-from headrace.pipeline.evaluations import Evaluations
-from headrace.pipeline.events import Died, Event, GroupScored, Heard, Returned, VersionProved
-from headrace.pipeline.partials import Partials
+from headrace.pipeline.batches import make_batch, warm_start_batches
+from headrace.pipeline.deliveries import Deliveries, VersionProved
+from headrace.pipeline.episodes import Episodes, Evaluations
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recovery import Recovery
 from headrace.pipeline.steps import StepRequest, Steps
 from headrace.pipeline.versions import Versions
-from headrace.pipeline.warm_start import warm_start
+from headrace.pipeline.waits import EngineWatch, Status
 from headrace.rollouts.base import AnyEpisode
 from headrace.rollouts.groups import prepare_group, run_group
 from headrace.training.base import Checkpoint
@@ -48,6 +49,14 @@ from headrace.types import NO_VERSION, Group
 
 BATCHES_AT_TRAINER = 2
 """One batch in training and one queued, so that the trainer never waits for a message."""
+SAVE_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class GroupScored(Event):
+    """All rollouts of a group have ended, and those that can be scored are scored."""
+
+    group: Group
 
 
 class Controller:
@@ -65,7 +74,6 @@ class Controller:
         """The record of when each engine last sent something."""
         self.episodes = Episodes(parts)
         self.attempts = Attempts(parts.source, parts.window, parts.recorder, parts.config.buffer.filter)
-        self.partials = Partials(self.attempts, parts.recorder)
         self.evaluations = Evaluations(parts, self.episodes)
         self.synchronous = parts.window.depth == 0
         self.deliveries = Deliveries(
@@ -74,14 +82,14 @@ class Controller:
             self.versions,
             parts.events,
             parts.waits,
-            parts.recorder,
+            parts.recorder.note,
             parts.processes,
             rolling=self.config.delivery.rolling,
             patience=self.config.delivery.patience,
             together=self.synchronous,
         )
         trained = parts.checkpoint.step if parts.checkpoint.found else -self.config.warm_start.steps
-        self.steps = Steps(parts.trainer, parts.waits, trained)
+        self.steps = Steps(parts.trainer, parts.waits, parts.stopping, trained)
         self.recovery = Recovery(parts, self.versions, self.steps, self.watch)
         self.first_version = parts.window.first_version
         self.versions_done = parts.first_step // self.config.delivery.publish_every
@@ -112,7 +120,7 @@ class Controller:
         A resumed run first trains again, from the journal, the steps that were trained after its checkpoint.
         """
         if not self.parts.checkpoint.found:
-            await warm_start(self.parts, self.steps)
+            await self._warm_start()
         await self.recovery.train_again()
         if self.stopping:
             return
@@ -121,6 +129,16 @@ class Controller:
         while self.proved == NO_VERSION:
             await self._deliver_next()
         await self.evaluations.evaluate("before", self.proved)
+
+    async def _warm_start(self) -> None:
+        """Train on the task's demonstrations. The last of these steps has number 0; the journal marks all of them."""
+        if self.config.warm_start.steps:
+            self.recorder.shown.phase = "warm start"
+        for batch in warm_start_batches(self.config, self.parts.task, self.parts.chat, self.first_version):
+            report = await self.steps.train_known(batch)
+            if report is None:
+                return
+            self.recorder.step_ended(batch, [], report)
 
     async def train(self) -> None:
         """Run the loops until the last version is proved, or until `stop` is called."""
@@ -134,7 +152,7 @@ class Controller:
         self.recorder.training_started()
         async with asyncio.TaskGroup() as loops:
             self.attempts.run_in(loops)
-            saving = loops.create_task(self.partials.save_loop(), name="save")
+            saving = loops.create_task(self.save_loop(), name="save")
             loops.create_task(self.admit_loop(loops), name="admit")
             loops.create_task(self.train_loop(loops), name="train")
             delivering = loops.create_task(self.deliver_loop(loops), name="deliver")
@@ -155,6 +173,19 @@ class Controller:
         self.attempts.close(INTERRUPTED)
         self.waits.ring()
 
+    def status(self, processes: Mapping[str, str]) -> Status:
+        """Return who waits for whom. `processes` maps a worker process to the phase that it reports."""
+        waits = self.waits.entries() + self.watch.waits(self.parts.pool.running)
+        return Status(
+            time=time.time(),
+            pid=os.getpid(),
+            phase=self.recorder.shown.phase,
+            still=self.waits.still,
+            limit=self.config.pipeline.stall_seconds,
+            waits=sorted(waits, key=lambda wait: -wait.seconds),
+            processes=dict(processes),
+        )
+
     # ---- SERVE
 
     async def serve(self) -> None:
@@ -169,6 +200,15 @@ class Controller:
                     self._handle(event, tasks)
 
     def _handle(self, event: Event, tasks: asyncio.TaskGroup) -> None:
+        """Handle one event.
+
+        event          from                     what happens
+        Heard          a worker's message       tokens go to their episodes, a version is sent, a heartbeat is recorded
+        GroupScored    a group's task           the group is judged, and enters the window or leaves it with a reason
+        VersionProved  a delivery to an engine  the engine serves the version, or the version is sent again
+        Died           supervision              see `recovery`
+        Returned       supervision              see `recovery`
+        """
         match event:
             case Heard(engine, Deltas() as tokens):
                 self.parts.remote[engine].deliver(tokens.deltas)
@@ -182,8 +222,7 @@ class Controller:
                 self.waits.moved()
             case Heard(_, Saved(version=version, path=path)):
                 self.recorder.saved(version, Path(path))
-            case GroupScored(group, episodes):
-                self.partials.ended(episodes)
+            case GroupScored(group):
                 self.attempts.ended(group)
                 self.waits.moved()
             case VersionProved(proof):
@@ -207,7 +246,7 @@ class Controller:
 
     async def admit_loop(self, tasks: asyncio.TaskGroup) -> None:
         """Continue the groups of a previous process, then start new groups while the window has free slots."""
-        await self._start(self.recovery.resume_groups(self.attempts, self.episodes, self.partials), tasks)
+        await self._start(self.recovery.resume_groups(self.attempts, self.episodes), tasks)
         while not self._admitted_all():
             await self.waits.until("admit", self._explain_admission, self._may_admit)
             await self._start([self._admit() for _ in range(0 if self.stopping else self.window.free)], tasks)
@@ -252,7 +291,7 @@ class Controller:
             min_group=rollouts.min_group,
             straggler_seconds=rollouts.straggler_seconds,
         )
-        self.events.put(GroupScored(group, episodes))
+        self.events.put(GroupScored(group))
 
     # ---- TRAIN
 
@@ -326,11 +365,16 @@ class Controller:
             self.waits.moved()
         return True
 
+    # ---- SAVE
+
+    async def save_loop(self) -> None:
+        """Journal the new tokens of all running rollouts, again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(SAVE_SECONDS)
+            self.attempts.save()
+
     # ---- checkpoints
 
     def _save_due(self, version: int) -> bool:
-        every = self.config.training.checkpoint_every
-        return bool(every) and (self.versions_done + self._count(version)) % every == 0 and version < self.last_version
-
-    def _count(self, version: int) -> int:
-        return version - self.window.version_of(0)
+        every, made = self.config.training.checkpoint_every, version - self.window.version_of(0)
+        return bool(every) and (self.versions_done + made) % every == 0 and version < self.last_version

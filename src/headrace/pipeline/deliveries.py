@@ -18,14 +18,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
+from headrace.channel.events import Event, Events
 from headrace.cluster.base import Processes
 from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Engine
 from headrace.engines.pool import EnginePool
 from headrace.errors import ChannelError, DeliveryError, PeerDied
-from headrace.pipeline.events import Events, VersionProved
 from headrace.pipeline.versions import Versions
 from headrace.pipeline.waits import Waits
 from headrace.training.base import TrainerHandle
@@ -34,12 +34,11 @@ ATTEMPTS = 3
 """How often a version is sent to an engine that refuses it. After that the engine waits for the next version."""
 
 
-class Notes(Protocol):
-    """A place that shows lines to people."""
+@dataclass(frozen=True)
+class VersionProved(Event):
+    """An engine has answered a delivery: it has proved the version or refused it."""
 
-    def note(self, line: str) -> None:
-        """Show a line."""
-        ...
+    proof: Proof
 
 
 class Deliveries:
@@ -52,7 +51,7 @@ class Deliveries:
         versions: Versions,
         events: Events,
         waits: Waits,
-        notes: Notes,
+        note: Callable[[str], None],
         processes: Processes,
         *,
         rolling: bool = False,
@@ -66,7 +65,7 @@ class Deliveries:
         self._versions = versions
         self._events = events
         self._waits = waits
-        self._notes = notes
+        self._note = note
         self._processes = processes
         self._patience = patience
         self._together = together
@@ -171,7 +170,7 @@ class Deliveries:
             return
         self._pool.lose(engine.name, str(error))
         if not isinstance(error, PeerDied):
-            self._notes.note(f"{error}: {engine.name} is ended")
+            self._note(f"{error}: {engine.name} is ended")
             self._processes.kill(engine.name)
 
     def _give_up(self, engine: Engine, version: int, reason: str) -> None:
@@ -182,7 +181,7 @@ class Deliveries:
         self._pool.refuse(engine.name, version)
         if all(self._pool.refused(other.name) == version for other in self._pool.present):
             raise DeliveryError(f"version {version} was refused {ATTEMPTS} times ({engine.name}: {reason})")
-        self._notes.note(f"{engine.name} refused version {version} and waits for the next: {reason}")
+        self._note(f"{engine.name} refused version {version} and waits for the next: {reason}")
 
     def _declarable(self, version: int) -> bool:
         if not any(self._pool.proved(engine.name) >= version for engine in self._pool.present):

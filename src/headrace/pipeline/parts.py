@@ -15,7 +15,6 @@ from headrace.engines.base import EngineProcess
 from headrace.engines.pool import EnginePool
 from headrace.gateway.base import EpisodeMaker
 from headrace.pipeline.recording import Recorder
-from headrace.pipeline.steps import StepRequest
 from headrace.pipeline.waits import Waits
 from headrace.rollouts.base import ChatFormat
 from headrace.scoring.stage import Stage
@@ -57,7 +56,3 @@ class Parts:
     """The groups that a previous process had in flight, oldest first. The window holds them already."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by Ctrl-C: nothing new begins, and batches in training are finished."""
-
-    def unless_stopping(self, order: StepRequest) -> StepRequest | None:
-        """Return the request, or None once the run is stopping."""
-        return None if self.stopping.is_set() else order

@@ -26,20 +26,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from functools import partial
 
 from headrace.buffer.recovery import Recovered, UnfinishedGroup
 from headrace.buffer.window import Window
 from headrace.errors import HeadraceError, PeerDied
 from headrace.pipeline.attempts import Attempts
 from headrace.pipeline.batches import recorded_batches, warm_start_batches
-from headrace.pipeline.engine_watch import EngineWatch
 from headrace.pipeline.episodes import Episodes
-from headrace.pipeline.partials import Partials
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Recorder
-from headrace.pipeline.steps import StepRequest, Steps
+from headrace.pipeline.steps import Steps
 from headrace.pipeline.versions import Versions
+from headrace.pipeline.waits import EngineWatch
 from headrace.rollouts.base import AnyEpisode
 from headrace.tasks.base import Task
 from headrace.training.base import Checkpoint
@@ -155,14 +153,10 @@ class Recovery:
             return
         path, until = parts.recorder.journal_path, parts.first_step
         for recorded in recorded_batches(parts.config, path, parts.checkpoint.step, until):
-            order = partial(parts.unless_stopping, StepRequest(recorded.batch))
-            if await self._steps.train(recorded.batch.step, order) is None:
+            if await self._steps.train_known(recorded.batch) is None:
                 return
-            parts.waits.moved()
 
-    def resume_groups(
-        self, attempts: Attempts, episodes: Episodes, partials: Partials
-    ) -> list[tuple[Group, list[AnyEpisode]]]:
+    def resume_groups(self, attempts: Attempts, episodes: Episodes) -> list[tuple[Group, list[AnyEpisode]]]:
         """Judge the groups that were complete.
 
         Return the others, with episodes that continue from their saved tokens.
@@ -172,11 +166,10 @@ class Recovery:
         for left in self._parts.unfinished:
             group = left.group(prompts[left.prompt])
             if left.complete:
-                attempts.judge_recovered(group)
+                attempts.settle(group)
                 continue
-            partials.resumed(left.partial)
             resumed = episodes.resumed(group, left.members, left.partial)
-            attempts.started(group, resumed)
+            attempts.started(group, resumed, left.partial)
             unfinished.append((group, resumed))
         return unfinished
 

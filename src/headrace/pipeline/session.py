@@ -22,8 +22,7 @@ from headrace.observe.progress import Progress
 from headrace.pipeline.assembly import TRAINER, Workers, assemble_with_workers, make_workers
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask
-from headrace.pipeline.status import write_status
-from headrace.pipeline.waits import Waits
+from headrace.pipeline.waits import Waits, write_status
 from headrace.review.summary import write_report, write_summary
 from headrace.run_dir import RunDir
 from headrace.tasks.chat import ChatFormat
@@ -159,7 +158,7 @@ class RunSession:
                 self.progress.note(f"{name} has requests and sent no token for {limit / 2:g} s: it is ended")
                 watch.forget(name)
                 fleet.kill(name)
-            write_status(self.run_dir, controller, fleet.phases)
+            write_status(self.run_dir, controller.status(fleet.phases))
             controller.waits.check(limit)
 
     def _trainer_has_the_gpu(self, workers: Workers) -> bool:

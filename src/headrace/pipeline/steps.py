@@ -6,6 +6,7 @@ back; `recovery` brings the trainer back to the last step that it had reported.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -29,12 +30,13 @@ class StepRequest(NamedTuple):
 class Steps:
     """The order of steps at the trainer: a step may be sent once the step before it was sent."""
 
-    def __init__(self, trainer: TrainerHandle, waits: Waits, trained: int) -> None:
+    def __init__(self, trainer: TrainerHandle, waits: Waits, stopping: asyncio.Event, trained: int) -> None:
         """`trained` is the last step that the trainer has done."""
         self.trained = trained
         """The last step that the trainer has reported."""
         self._trainer = trainer
         self._waits = waits
+        self._stopping = stopping
         self._asked = trained
         self._present = True
 
@@ -58,6 +60,12 @@ class Steps:
                 continue
             self.trained = step
             return asked.batch, report
+
+    async def train_known(self, batch: Batch) -> StepReport | None:
+        """Make the trainer do a step whose batch is known beforehand. Return None if the run is stopping."""
+        done = await self.train(batch.step, lambda: None if self._stopping.is_set() else StepRequest(batch))
+        self._waits.moved()
+        return done[1] if done is not None else None
 
     async def publish(self, version: int, parent: int) -> None:
         """Ask for a version of the present weights.

@@ -14,6 +14,7 @@ import pytest
 import torch
 from controller_parts import FakeRun, FakeTrainer
 
+from headrace.channel.events import Events
 from headrace.cluster.base import NoProcesses
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.publisher import Publisher
@@ -24,8 +25,7 @@ from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.pool import EnginePool
 from headrace.errors import ChannelError, DeadlineError, DeliveryError, HeadraceError, PeerDied
-from headrace.pipeline.deliveries import Deliveries
-from headrace.pipeline.events import Events, VersionProved
+from headrace.pipeline.deliveries import Deliveries, VersionProved
 from headrace.pipeline.versions import Versions
 from headrace.pipeline.waits import Waits
 
@@ -102,7 +102,7 @@ class Rig:
             self.versions,
             self.events,
             self.waits,
-            self.book,
+            self.book.note,
             self.ended,
             **{"patience": 10.0, "clock": lambda: self.now, **options},
         )
@@ -194,7 +194,7 @@ async def test_a_slow_engine_holds_nobody_up_and_gets_no_new_group_meanwhile() -
         assert fleet.pool.proved("engine-0") == 2
         await fleet.pass_time(9.9)
         assert not offered.done() and fleet.pool.floor == 1, "it has time until patience ends"
-        assert "engine-1 to prove version 2" in fleet.waits.report()
+        assert any("engine-1 to prove version 2" in wait.what for wait in fleet.waits.entries())
         await fleet.pass_time(0.2)
         assert offered.done() and fleet.pool.floor == 2
         assert {await fleet.request(f"during-{n}") for n in range(4)} == {"engine-0"}
@@ -272,7 +272,7 @@ async def test_a_version_that_only_a_lost_engine_could_take_is_kept_for_it() -> 
         await settle()
         assert fleet.pool.away("engine-0") and not offered.done()
         assert fleet.trainer.acknowledged == [1]
-        assert "engine-0 to come back" in fleet.waits.report()
+        assert any("engine-0 to come back" in wait.what for wait in fleet.waits.entries())
         await fleet.come_back("engine-0")
         await asyncio.wait_for(offered, 5)
         assert fleet.trainer.acknowledged == [1, 2] and fleet.engines[0].asked == [1, 2, 2]
@@ -523,7 +523,7 @@ async def test_an_engine_that_is_stuck_in_a_fetch_does_not_stop_the_trainer() ->
     engines = [Real("engine-0"), Real("engine-1")]
     pool, trainer, book, waits = EnginePool(engines), RealTrainer(), Book(), Waits()  # type: ignore[arg-type]
     versions, events = Versions(), Events()
-    deliveries = Deliveries(pool, trainer, versions, events, waits, book, Ended(), patience=0.05)  # type: ignore[arg-type]
+    deliveries = Deliveries(pool, trainer, versions, events, waits, book.note, Ended(), patience=0.05)  # type: ignore[arg-type]
     running = asyncio.gather(deliveries.run(), serve(events, deliveries, []))
     ring = asyncio.create_task(every(0.02, waits.ring))
     try:
