@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from headrace.buffer.journal import Journal, Recovered
 from headrace.buffer.window import Window
 from headrace.channel.events import Events
@@ -19,6 +21,7 @@ from headrace.cluster.launchers.choice import make_launcher
 from headrace.cluster.mps import Mps, environment_of_workers, start_mps, sweep_daemons
 from headrace.cluster.supervision import Fleet
 from headrace.config import Config
+from headrace.config.memory import LONGEST_DEFAULT
 from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import prepare
 from headrace.engines.pool import EnginePool
@@ -29,8 +32,8 @@ from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import Progress
 from headrace.observe.timeline import Timeline
+from headrace.observe.trackers import Trackers
 from headrace.pipeline.controller import Controller
-from headrace.pipeline.extensions import make_trackers
 from headrace.pipeline.inputs import ReadyTask
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Outputs, Recorder
@@ -50,8 +53,6 @@ if TYPE_CHECKING:
     from headrace.gateway.gateway import Gateway
 
 TRAINER = "trainer-0"
-LONGEST_DEFAULT = 4096
-"""The longest sequence of an engine if `[engine] max_length` is not set."""
 
 
 def assemble(
@@ -146,11 +147,6 @@ class Workers:
     no_mps: str = ""
     """Why NVIDIA's MPS daemon does not run although it was asked for; empty otherwise."""
 
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The checkpoint that the trainer started from. It is known once the trainer is ready."""
-        return Checkpoint.of(self.fleet.facts(TRAINER))
-
 
 def make_workers(config: Config, run_dir: RunDir) -> Workers:
     """Make the worker processes of a run, ready to be started."""
@@ -197,7 +193,7 @@ def assemble_with_workers(
     make_journal: Callable[..., Journal] = Journal,
 ) -> tuple[Controller, Gateway | None]:
     """Make the controller of a run whose workers are ready, and its gateway if the configuration asks for one."""
-    checkpoint, clock = workers.checkpoint, RunClock.now()
+    checkpoint, clock = Checkpoint.of(workers.fleet.facts(TRAINER)), RunClock.now()
     journal = make_journal(run_dir.journal, keep_rollouts=config.observe.keep_rollouts)
     before = journal.recover(
         step=checkpoint.step,
@@ -205,6 +201,9 @@ def assemble_with_workers(
         policy=config.policy_name,
         outcomes=config.rollouts.curriculum,
     )
+    trackers = None
+    if config.observe.trackers:
+        trackers = Trackers(config.observe.trackers, config.run.name, msgspec.to_builtins(config), progress.note)
     pool = EnginePool(list(workers.engines.values()))
     gateway = make_gateway(config, task.task, chat, pool, run_dir, progress)
     workers.events.clear()
@@ -216,7 +215,7 @@ def assemble_with_workers(
         trainer=workers.trainer,
         outputs=Outputs(
             journal,
-            MetricsLog(run_dir.metrics, trackers=make_trackers(config, progress.note)),
+            MetricsLog(run_dir.metrics, trackers=trackers),
             progress,
             clock,
             Timeline(run_dir.timeline, clock) if config.observe.timeline else None,

@@ -18,7 +18,7 @@ from headrace.tasks.dataset import SingleTurnTask
 from headrace.types import Prompt
 
 VERIFIER = "headrace.tasks.gym:verifier"
-"""The reference that reward workers are started with. Its arguments are `GymTask.verifier_arguments`."""
+"""The reference that reward workers are started with. It is called with the arguments of `verifier`."""
 
 _HELDOUT_SEED_OFFSET = 10**9
 """The distance to the held-out seed. It is large because these datasets derive item i from `seed + i`."""
@@ -45,19 +45,15 @@ class GymTask(SingleTurnTask):
         phrase = _Phrasing(system, suffix)
         chosen: list[dict[str, Any]] = []
         if heldout:
+            held_seed = (seed + _HELDOUT_SEED_OFFSET) % 2**32
             # Some questions come twice, so more are generated than are needed.
-            source = create_dataset(name, {**config, "seed": _heldout_seed(seed), "size": 4 * heldout + 16})
+            source = create_dataset(name, {**config, "seed": held_seed, "size": 4 * heldout + 16})
             chosen = _distinct(name, source, heldout)
         data = create_dataset(name, {**config, "seed": seed, "size": size})
         super().__init__(
             GymPrompts(data, f"{name}/{seed}", phrase, avoid=frozenset(entry["question"] for entry in chosen)),
             [phrase.prompt(f"{name}/{seed}/heldout/{i}", entry) for i, entry in enumerate(chosen)],
         )
-
-    @staticmethod
-    def verifier_arguments(name: str, config: dict[str, Any], answer_pattern: str | None) -> dict[str, Any]:
-        """Return the arguments that `verifier` is called with in each reward worker."""
-        return {"name": name, "config": config, "answer_pattern": answer_pattern}
 
     def demonstration(self, prompt: Prompt) -> str | None:
         """Return the dataset's own answer.
@@ -210,10 +206,6 @@ def unpack(value: Any) -> Any:
         return int(value["items"])
     makers: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "dict": dict}
     return makers[value["$"]](unpack(item) for item in value["items"])
-
-
-def _heldout_seed(seed: int) -> int:
-    return (seed + _HELDOUT_SEED_OFFSET) % 2**32
 
 
 def _distinct(name: str, dataset: Any, count: int) -> list[dict[str, Any]]:

@@ -21,8 +21,8 @@ from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.assembly import assemble
+from headrace.pipeline.launch import first_cause
 from headrace.pipeline.recording import Outputs
-from headrace.pipeline.session import first_cause
 from headrace.pipeline.waits import Waits
 from headrace.tasks.base import EnvironmentStep
 from headrace.training.base import Checkpoint, StepReport

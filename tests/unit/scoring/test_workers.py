@@ -290,7 +290,7 @@ async def test_files_in_the_working_directory_do_not_hide_modules(
 
 async def test_a_gym_dataset_is_verified_in_a_worker() -> None:
     pattern = "<answer>(.*?)</answer>"
-    arguments = GymTask.verifier_arguments("chain_sum", {"max_terms": 3}, pattern)
+    arguments = {"name": "chain_sum", "config": {"max_terms": 3}, "answer_pattern": pattern}
     judge = WorkerScorer(VERIFIER, arguments=arguments)
     task = GymTask("chain_sum", config={"max_terms": 3}, size=3, heldout=2, answer_pattern=pattern, suffix=" Now.")
     await judge.start()
