@@ -19,7 +19,7 @@ from headrace.pipeline.parts import Parts
 from headrace.pipeline.recording import Moment
 from headrace.rollouts.base import AnyEpisode, EpisodePlan, derive_seed
 from headrace.rollouts.evaluation import evaluate
-from headrace.rollouts.turns import Episode, Equipment
+from headrace.rollouts.turns import Episode
 from headrace.tasks.base import Budgeted
 from headrace.types import Group, Prompt, Trace
 
@@ -35,7 +35,6 @@ class Episodes:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._config = parts.config
-        self._equipment = Equipment(parts.pool, parts.chat, parts.scoring)
         self._stop_tokens = tuple(parts.chat.token_id(token) for token in parts.config.rollouts.stop)
 
     def of_group(self, group: Group, prefixes: Mapping[int, Trace] | None = None) -> list[AnyEpisode]:
@@ -102,7 +101,7 @@ class Episodes:
         if isinstance(environment, Budgeted):
             own = min(environment.max_tokens, plan.sampling.max_tokens)
             plan = replace(plan, sampling=msgspec.structs.replace(plan.sampling, max_tokens=own))
-        return Episode(plan, environment, self._equipment)
+        return Episode(plan, environment, self._parts.pool, self._parts.chat, self._parts.scoring)
 
 
 class Evaluations:

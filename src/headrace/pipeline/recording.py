@@ -297,7 +297,7 @@ class Recorder:
         self.shown.heldout = result.pass_1
         self.note(
             f"held-out {moment} training, version {version}: {result.pass_1:.3f} right of {result.prompts} prompts"
-            + (f", {result.pass_k:.3f} within {result.k} tries" if result.samples > 1 else "")
+            + (f", {result.pass_k:.3f} within {result.samples} tries" if result.samples > 1 else "")
             + (f", {result.failed} failed" if result.failed else "")
         )
 

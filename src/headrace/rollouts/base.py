@@ -78,8 +78,6 @@ class EpisodePlan:
     unchanged and given to the environment again, as long as the environment answers as before. From the first different
     answer on, the episode samples new turns. With several traces, or with an agent, the episode begins again. Sampled
     tokens that are not used are counted as `discarded`."""
-    deadline: float | None = None
-    """The limit in seconds for `prepare`, and the same again for `run`. None leaves the deadline to the caller."""
 
 
 class AnyEpisode(ABC):
