@@ -13,6 +13,7 @@ The calculator is exact: + - * / and parentheses over numbers. What the policy w
 
 from __future__ import annotations
 
+import operator
 import random
 import re
 from collections.abc import Sequence
@@ -35,8 +36,9 @@ _CALLS_PER_TURN = 8
 LONGEST = 120
 """The most characters of an expression. This bounds the depth of the parser and the size of every number."""
 
-_TOKEN = re.compile(r"\s*(\d+\.\d+|\d+|[-+*/()])")
-_BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}
+_TOKEN = re.compile(r"\d+\.\d+|\d+|\S")
+_OPERATORS = {"+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "/": (2, operator.truediv)}
+"""How tight each operator binds, and what it does."""
 
 
 class CalculatorTask:
@@ -64,7 +66,7 @@ class CalculatorTask:
         for name, value in (("size", size), ("digits", digits), ("operations", operations), ("max_turns", max_turns)):
             if value < 1:
                 raise ConfigError(f"[task] config: calculator {name} must be at least 1, not {value}")
-        if not operators or any(operator not in ("+", "-", "*") for operator in operators):
+        if not operators or any(one not in ("+", "-", "*") for one in operators):
             raise ConfigError(f"[task] config: calculator operators must be some of + - *, not {list(operators)}")
         if not 0 <= call_reward <= 1:
             raise ConfigError(f"[task] config: calculator call_reward must be between 0 and 1, not {call_reward}")
@@ -186,10 +188,13 @@ def evaluate(expression: str) -> Fraction:
     """Return the exact value of an expression. Raises `ArithmeticProblem`."""
     if len(expression) > LONGEST:
         raise ArithmeticProblem(f"longer than {LONGEST} characters")
-    parser = _Parser(_tokens(expression))
-    value = parser.expression(1)
-    if parser.next is not None:
-        raise ArithmeticProblem(f"unexpected {parser.next!r}")
+    tokens = _TOKEN.findall(expression)[::-1]
+    try:
+        value = _value(tokens, 1)
+    except ZeroDivisionError:
+        raise ArithmeticProblem("division by zero") from None
+    if tokens:
+        raise ArithmeticProblem(f"unexpected {tokens[-1]!r}")
     return value
 
 
@@ -198,67 +203,34 @@ def render(value: Fraction) -> str:
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
 
 
-def _tokens(expression: str) -> list[str]:
-    tokens: list[str] = []
-    text = expression.strip()
-    position = 0
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            raise ArithmeticProblem(f"unexpected {text[position:].strip()[:1]!r}")
-        tokens.append(match.group(1))
-        position = match.end()
-    return tokens
+def _value(tokens: list[str], binding: int) -> Fraction:
+    """Take an expression off the tokens, whose first one is at the end of the list.
+
+    An operator takes to its right everything that binds tighter than itself.
+    """
+    left = _operand(tokens)
+    while tokens and tokens[-1] in _OPERATORS and _OPERATORS[tokens[-1]][0] >= binding:
+        own, apply = _OPERATORS[tokens.pop()]
+        left = apply(left, _value(tokens, own + 1))
+    return left
 
 
-class _Parser:
-    """A precedence-climbing parser: an operator takes to its right everything that binds tighter than itself."""
-
-    def __init__(self, tokens: list[str]) -> None:
-        self._tokens = tokens
-        self._position = 0
-
-    @property
-    def next(self) -> str | None:
-        return self._tokens[self._position] if self._position < len(self._tokens) else None
-
-    def expression(self, binding: int) -> Fraction:
-        left = self._operand()
-        while self.next is not None and _BINDING.get(self.next, 0) >= binding:
-            operator = self._take()
-            right = self.expression(_BINDING[operator] + 1)
-            left = _apply(operator, left, right)
-        return left
-
-    def _operand(self) -> Fraction:
-        token = self._take()
-        if token in ("+", "-"):
-            value = self._operand()
-            return -value if token == "-" else value
-        if token == "(":
-            value = self.expression(1)
-            if self._take() != ")":
-                raise ArithmeticProblem("a parenthesis is not closed")
-            return value
-        if token in (")", "*", "/"):
-            raise ArithmeticProblem(f"unexpected {token!r}")
-        return Fraction(token)
-
-    def _take(self) -> str:
-        token = self.next
-        if token is None:
-            raise ArithmeticProblem("it ends too early")
-        self._position += 1
-        return token
+def _operand(tokens: list[str]) -> Fraction:
+    token = _take(tokens)
+    if token in ("+", "-"):
+        value = _operand(tokens)
+        return -value if token == "-" else value
+    if token == "(":
+        value = _value(tokens, 1)
+        if _take(tokens) != ")":
+            raise ArithmeticProblem("a parenthesis is not closed")
+        return value
+    if not token[0].isdecimal():
+        raise ArithmeticProblem(f"unexpected {token!r}")
+    return Fraction(token)
 
 
-def _apply(operator: str, left: Fraction, right: Fraction) -> Fraction:
-    if operator == "+":
-        return left + right
-    if operator == "-":
-        return left - right
-    if operator == "*":
-        return left * right
-    if right == 0:
-        raise ArithmeticProblem("division by zero")
-    return left / right
+def _take(tokens: list[str]) -> str:
+    if not tokens:
+        raise ArithmeticProblem("it ends too early")
+    return tokens.pop()

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, overload
 
 from headrace.errors import ConfigError
@@ -42,7 +43,7 @@ class GymTask(SingleTurnTask):
         """`suffix` follows every question; `answer_pattern` finds the answer in a completion (see `extract_answer`)."""
         self._pattern = compile_pattern(answer_pattern)
         config = config or {}
-        phrase = _Phrasing(system, suffix)
+        make = partial(_prompt, system=system, suffix=suffix)
         chosen: list[dict[str, Any]] = []
         if heldout:
             held_seed = (seed + _HELDOUT_SEED_OFFSET) % 2**32
@@ -51,8 +52,8 @@ class GymTask(SingleTurnTask):
             chosen = _distinct(name, source, heldout)
         data = create_dataset(name, {**config, "seed": seed, "size": size})
         super().__init__(
-            GymPrompts(data, f"{name}/{seed}", phrase, avoid=frozenset(entry["question"] for entry in chosen)),
-            [phrase.prompt(f"{name}/{seed}/heldout/{i}", entry) for i, entry in enumerate(chosen)],
+            GymPrompts(data, f"{name}/{seed}", make, avoid=frozenset(entry["question"] for entry in chosen)),
+            [make(f"{name}/{seed}/heldout/{i}", entry) for i, entry in enumerate(chosen)],
         )
 
     def demonstration(self, prompt: Prompt) -> str | None:
@@ -69,10 +70,12 @@ class GymTask(SingleTurnTask):
 class GymPrompts(Sequence[Prompt]):
     """The training prompts of a dataset, which are generated when they are asked for."""
 
-    def __init__(self, dataset: Any, origin: str, phrase: _Phrasing, avoid: frozenset[str]) -> None:
+    def __init__(
+        self, dataset: Any, origin: str, make: Callable[[str, dict[str, Any]], Prompt], avoid: frozenset[str]
+    ) -> None:
         self._dataset = dataset
         self._origin = origin
-        self._phrase = phrase
+        self._make = make
         self._avoid = avoid
 
     def __len__(self) -> int:
@@ -92,21 +95,14 @@ class GymPrompts(Sequence[Prompt]):
         for step in range(size):
             entry = self._dataset[(index + step) % size]
             if entry["question"] not in self._avoid:
-                return self._phrase.prompt(f"{self._origin}/{index}", entry)
+                return self._make(f"{self._origin}/{index}", entry)
         raise ConfigError(f"[task] name: every question of {self._origin} is held out; there are too few of them")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Phrasing:
-    """The form in which a question is put to the policy."""
-
-    system: str | None
-    suffix: str
-
-    def prompt(self, id: str, entry: dict[str, Any]) -> Prompt:
-        opening = [] if self.system is None else [{"role": "system", "content": self.system}]
-        question = {"role": "user", "content": entry["question"] + self.suffix}
-        return Prompt(id=id, messages=[*opening, question], data={"entry": pack(entry)})
+def _prompt(id: str, entry: dict[str, Any], *, system: str | None, suffix: str) -> Prompt:
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    question = {"role": "user", "content": entry["question"] + suffix}
+    return Prompt(id=id, messages=[*opening, question], data={"entry": pack(entry)})
 
 
 def verifier(name: str, config: dict[str, Any], answer_pattern: str | None) -> Callable[..., dict[str, float]]:
