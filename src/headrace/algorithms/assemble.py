@@ -97,10 +97,7 @@ def shaped(
 
 
 def overlong(lengths: Int32Array, *, max_tokens: int, buffer: int) -> FloatArray:
-    """Return DAPO's soft penalty: 0 up to max_tokens - buffer, then rising linearly to 1 at max_tokens.
-
-    Buffer 0 is off.
-    """
+    """Return DAPO's soft penalty: 0 up to max_tokens - buffer, then linear to 1 at max_tokens. Buffer 0 is off."""
     if buffer == 0:
         return np.zeros(len(lengths), np.float64)
     return np.asarray(np.clip((lengths - (max_tokens - buffer)) / buffer, 0.0, 1.0), np.float64)

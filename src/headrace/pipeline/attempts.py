@@ -99,10 +99,7 @@ class Attempts:
             self._recorder.discarded(episode.id, episode.discarded)
 
     def sweep(self) -> None:
-        """End the groups that can no longer be trained.
-
-        These are groups over `max_lag`, and surplus groups of oversampling.
-        """
+        """End the groups that can no longer be trained: those over `max_lag`, and surplus groups of oversampling."""
         for group in self._window.stale():
             self._drop(group, STALE)
         ready = {group.id: group for group in self._window.ready_groups()}
@@ -127,10 +124,7 @@ class Attempts:
         self.settle(group)
 
     def close(self, reason: str) -> None:
-        """Declare that no group is wanted from now on: groups under way end as dropped.
-
-        The first reason given counts.
-        """
+        """Declare that no group is wanted any more: groups under way end as dropped. The first reason counts."""
         self._closed = self._closed or reason
 
     async def cancel_running(self) -> None:

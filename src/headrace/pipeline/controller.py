@@ -189,10 +189,7 @@ class Controller:
     # ---- SERVE
 
     async def serve(self) -> None:
-        """Handle events in their order and deliver versions to engines, until cancelled.
-
-        All other loops depend on this loop.
-        """
+        """Handle events in their order and deliver versions, until cancelled. All other loops depend on this one."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.deliveries.run(), name="deliver to engines")
             while True:

@@ -102,10 +102,7 @@ class Deliveries:
         return True
 
     def proved(self, proof: Proof) -> None:
-        """Record an engine's answer to a delivery.
-
-        Only the handler of events, `Controller.serve`, calls this method.
-        """
+        """Record an engine's answer to a delivery. Only `Controller.serve` calls this method."""
         self._pool.loaded(proof)
         if proof.accepted:
             self._first_proof.setdefault(proof.version, self._clock())
@@ -174,10 +171,7 @@ class Deliveries:
             self._processes.kill(engine.name)
 
     def _give_up(self, engine: Engine, version: int, reason: str) -> None:
-        """Leave this engine to wait for the next version.
-
-        Raise `DeliveryError` if no present engine accepts this version.
-        """
+        """Leave this engine to wait for the next version. Raise `DeliveryError` if no present engine accepts this one."""
         self._pool.refuse(engine.name, version)
         if all(self._pool.refused(other.name) == version for other in self._pool.present):
             raise DeliveryError(f"version {version} was refused {ATTEMPTS} times ({engine.name}: {reason})")

@@ -38,10 +38,7 @@ class Episodes:
         self._stop_tokens = tuple(parts.chat.token_id(token) for token in parts.config.rollouts.stop)
 
     def of_group(self, group: Group, prefixes: Mapping[int, Trace] | None = None) -> list[AnyEpisode]:
-        """Make the episodes of a group.
-
-        An episode with a prefix, by index, continues from the tokens of an earlier attempt.
-        """
+        """Make the episodes of a group. One with a prefix, by index, continues from tokens of an earlier attempt."""
         indices = range(self._config.rollouts.group_size)
         return [self._make(self._plan(group, index, prefix=(prefixes or {}).get(index))) for index in indices]
 
@@ -120,10 +117,7 @@ class Evaluations:
         self._running: asyncio.Task[None] | None = None
 
     async def proved(self, version: int, tasks: asyncio.TaskGroup) -> None:
-        """Evaluate this version in `tasks` if an evaluation is due.
-
-        The engines hold the version, and it is not the last one.
-        """
+        """Evaluate this version in `tasks` if that is due. The engines hold the version, and it is not the last."""
         due = self._config.every and self._parts.window.count(version) % self._config.every == 0
         if due and not self._stopping.is_set() and (self._running is None or self._running.done()):
             self._running = tasks.create_task(self.evaluate("during", version), name="evaluate")

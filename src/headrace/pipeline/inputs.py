@@ -79,10 +79,7 @@ def check_inputs(config: Config, reward: Scorer | None = None) -> tuple[ReadyTas
 
 
 def check_model(config: Config) -> ChatFormat:
-    """Return the model's chat format.
-
-    Raises if the model directory is incomplete or does not know a configured stop token.
-    """
+    """Return the model's chat format. Raises if the directory is incomplete or does not know a stop token."""
     check_extensions(config)
     model = check_model_dir(Path(config.model.path), config.model.weights, tokenizer=True)
     if config.algorithm.teacher is not None:
@@ -197,10 +194,7 @@ def make_scorers(config: Config, reward: Scorer | None = None) -> dict[str, Scor
 
 
 def _named_scorer(config: Config, name: str, scorer: ScorerConfig) -> Scorer:
-    """Make the scorer of `[scorers.NAME]`.
-
-    The reference names a reward function, or a factory that makes a scorer or a reward function.
-    """
+    """Make the scorer of `[scorers.NAME]` from a reward function, or from a factory of it or of a scorer."""
     place = f"[scorers.{name}] scorer"
     with named(place):
         found = import_function(scorer.scorer)

@@ -95,10 +95,7 @@ class Recorder:
     # ---- groups
 
     def admitted(self, group: Group, rollout_ids: Sequence[str], drawn: int) -> None:
-        """Record that a group has taken its slot; nothing of it has been generated yet.
-
-        `drawn` is the position of the prompt source.
-        """
+        """Record that a group has taken its slot. `drawn` is the position of the prompt source."""
         self._running[group.id] = (group, self.now())
         self.ledgers.admitted(group.id, rollout_ids)
         self._journal.admitted(group, rollout_ids)
@@ -335,26 +332,17 @@ class Recorder:
         self.shown.processes[process] = ProcessActivity(phase=beat.phase, busy_fraction=busy)
 
     def restarted(self, process: str, reason: str, steps: tuple[int, int] | None = None) -> None:
-        """Record that a process died and is restarted.
-
-        The tokens that it sampled after its last delta are sampled again.
-        """
+        """Record that a process died and is restarted. Its tokens after its last delta are sampled again."""
         seconds = held_back_seconds(self.ledgers.rollouts.counts().in_flight) + STEP_SECONDS
         unseen = round(self._activity.died(process) * seconds)
         self._journal.restarted(process, reason, steps=steps, regenerated_tokens=unseen)
 
     def run_resumed(self, steps: tuple[int, int], regenerated_tokens: int) -> None:
-        """Record that the run is resumed.
-
-        The steps after `steps[0]`, up to `steps[1]`, are trained again from the journal.
-        """
+        """Record that the run is resumed. The steps from `steps[0] + 1` to `steps[1]` are trained again."""
         self._journal.restarted("controller", "resumed", steps=steps, regenerated_tokens=regenerated_tokens)
 
     def flush(self) -> None:
-        """Wait until everything recorded so far is committed to the journal.
-
-        This blocks; it may be called from any thread.
-        """
+        """Block until everything recorded so far is committed to the journal. Any thread may call this."""
         self._journal.flush()
 
     @property

@@ -56,10 +56,7 @@ class Recovery:
     # ---- an engine
 
     def engine_died(self, death: PeerDied) -> None:
-        """Mark an engine as lost.
-
-        Its requests are resumed on other engines, and it gets no new ones before it is back.
-        """
+        """Mark an engine as lost: other engines resume its requests, and it gets no new ones before it is back."""
         name = death.peer
         # The pool must know first: it then treats the requests that fail now as lost, to be resumed elsewhere.
         self._parts.pool.lose(name, death.reason)
@@ -69,10 +66,7 @@ class Recovery:
         self._watch.forget(name)
 
     def engine_returned(self, name: str) -> None:
-        """Take a restarted engine back.
-
-        It gets requests again once its delivery loop has brought it the newest version.
-        """
+        """Take a restarted engine back. It gets requests again once it has proved the newest version."""
         if name in self._parts.remote:
             self._parts.remote[name].back()
         self._parts.pool.take_back(name)
@@ -144,10 +138,7 @@ class Recovery:
     # ---- the controller: a run is resumed
 
     async def train_again(self) -> None:
-        """Train again, from the journal, the steps that came after the checkpoint.
-
-        They are not recorded a second time.
-        """
+        """Train again, from the journal, the steps after the checkpoint. They are not recorded a second time."""
         parts = self._parts
         if parts.first_step <= parts.checkpoint.step:
             return
@@ -157,10 +148,7 @@ class Recovery:
                 return
 
     def resume_groups(self, attempts: Attempts, episodes: Episodes) -> list[tuple[Group, list[AnyEpisode]]]:
-        """Judge the groups that were complete.
-
-        Return the others, with episodes that continue from their saved tokens.
-        """
+        """Judge the groups that were complete. Return the others, with episodes that use their saved tokens."""
         unfinished = []
         prompts = {prompt.id: prompt for prompt in self._parts.task.train} if self._parts.unfinished else {}
         for left in self._parts.unfinished:

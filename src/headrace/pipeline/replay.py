@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 
 def replay_run(path: str | Path, until: int | None = None) -> dict[str, Any]:
-    """Train the steps in the journal up to version `until` (all by default).
-
-    Return which versions came out identical.
-    """
+    """Train the steps up to version `until` (all by default). Return which versions came out identical."""
     run_dir, config = RunDir.open(path)
     with open_readonly(run_dir.journal) as reader:
         versions = reader.versions()

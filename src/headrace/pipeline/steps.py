@@ -68,10 +68,7 @@ class Steps:
         return done[1] if done is not None else None
 
     async def publish(self, version: int, parent: int) -> None:
-        """Ask for a version of the present weights.
-
-        If the trainer dies meanwhile, it publishes the version when it is back.
-        """
+        """Ask for a version of the present weights. A trainer that dies meanwhile publishes it when it is back."""
         try:
             await self._trainer.publish(version, parent)
         except PeerDied as death:
@@ -87,10 +84,7 @@ class Steps:
                 self.unanswered(death)
 
     def unanswered(self, death: PeerDied) -> None:
-        """Handle a request that failed because a process died.
-
-        Raises `death` again unless the process is the trainer.
-        """
+        """Handle a request that failed because a process died. Raises `death` unless that was the trainer."""
         if death.peer != self._trainer.name:
             raise death
         self.away()

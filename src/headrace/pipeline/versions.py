@@ -20,10 +20,7 @@ from headrace.types import NO_VERSION
 
 
 class Versions:
-    """The states of all versions. This class does no I/O and never waits.
-
-    Callers report what happened and ask for states.
-    """
+    """The states of all versions, without I/O or waits: callers report what happened and ask for states."""
 
     def __init__(self) -> None:
         self.asked = False

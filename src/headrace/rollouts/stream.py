@@ -44,10 +44,7 @@ class TokenStream:
         kept: Kept | None = None,
         routing: Int16Array | None = None,
     ) -> Trace:
-        """Append tokens that the policy sampled, with the engine's records.
-
-        The arrays are copied, since they may be views of a message.
-        """
+        """Append tokens that the policy sampled, with copies of the engine's records (views of a message)."""
         n = len(token_ids)
         if not n == len(logprobs) == len(versions):
             raise ChannelError(f"{n} tokens came with {len(logprobs)} log-probabilities and {len(versions)} versions")

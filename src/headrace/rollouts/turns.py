@@ -194,10 +194,7 @@ class Episode(AnyEpisode):
             self._scoring.span(Span(self.id, 0, len(self._turns), start, tokens, self._chat.decode))
 
     async def _sample_turn(self) -> tuple[Int32Array, FinishReason]:
-        """Sample the policy's next turn, with as many requests as needed.
-
-        An aborted request is resumed from its prefix.
-        """
+        """Sample the policy's next turn. A request that is aborted is resumed from its prefix."""
         self.check_cancelled()
         start = len(self._stream) if self._turns else self._opening_tokens
         saved, whole = self._saved.next_turn()

@@ -25,10 +25,7 @@ from headrace.types import Int32Array, Prompt, Rollout, Score, Trace
 
 
 class ScoreError(Exception):
-    """A rollout cannot be scored. The text is the reason, in one line.
-
-    The error fails that rollout and nothing else.
-    """
+    """A rollout cannot be scored, and fails. The text is the reason, in one line."""
 
 
 def number(value: Any, said: str) -> float:
@@ -161,15 +158,9 @@ class Scoring(Protocol):
         ...
 
     async def score(self, ended: Ended) -> Rollout:
-        """Return the rollout with its scores and reward.
-
-        A rollout that cannot be scored is returned as failed, with the reason.
-        """
+        """Return the rollout with its scores and reward, or as failed if it cannot be scored."""
         ...
 
     def forget(self, rollout_id: str) -> None:
-        """Tell the scorers that a rollout will not be scored. Idempotent.
-
-        The call has no effect after `score` has returned.
-        """
+        """Tell the scorers that a rollout will not be scored. Idempotent; no effect after `score`."""
         ...

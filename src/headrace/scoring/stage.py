@@ -167,10 +167,7 @@ def _plain(name: str, version: str, score: Score, rollout: Rollout) -> Score:
 
 
 def _merged(metrics: Mapping[str, float], scores: Sequence[Score]) -> dict[str, float]:
-    """Return all metrics of a rollout.
-
-    If two scorers give a metric of the same name, the later one is prefixed with its scorer's name.
-    """
+    """Return all metrics of a rollout. A name that two scorers use is prefixed with the later scorer's name."""
     merged = dict(metrics)
     for score in scores:
         if score.level == "rollout":

@@ -91,10 +91,7 @@ class CalculatorTask:
 
 
 class CalculatorEpisode:
-    """An environment for one question.
-
-    The policy's turns are calls of the calculator until one of them is an answer.
-    """
+    """An environment for one question. Turns are calls of the calculator until one is an answer."""
 
     def __init__(self, prompt: Prompt, *, max_turns: int, call_reward: float, role: str) -> None:
         self._prompt = prompt

@@ -98,10 +98,7 @@ class ChatFormat:
         return tokens[end + 1 :] if ended else tokens[end:]
 
     def encode(self, text: str) -> Int32Array:
-        """Return the tokens of a text, as it is.
-
-        Nothing is added; special tokens that are written in the text count as such.
-        """
+        """Return the tokens of a text, as it is. Special tokens that are written in the text count as such."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, token_ids: Sequence[int] | npt.NDArray[np.integer[Any]], *, skip_special: bool = True) -> str:
@@ -282,10 +279,7 @@ class ChatTemplate:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """The block `{% generation %}...{% endgeneration %}`, which marks the assistant's words.
-
-    Rendering ignores the marks.
-    """
+    """The block `{% generation %}`, which marks the assistant's words. Rendering ignores the marks."""
 
     tags = {"generation"}
 

@@ -57,10 +57,7 @@ class GymTask(SingleTurnTask):
         )
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        """Return the dataset's own answer.
-
-        Return None if there is none, or if `answer_pattern` would not find it unchanged.
-        """
+        """Return the dataset's own answer; None if there is none that `answer_pattern` finds unchanged."""
         answer = prompt.data["entry"]["answer"]
         if not isinstance(answer, str) or extract_answer(self._pattern, answer) != answer:
             return None

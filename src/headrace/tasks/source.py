@@ -72,10 +72,7 @@ class Curriculum:
 
 
 class PromptSource:
-    """A source that draws prompts, each epoch in a new order.
-
-    With `curriculum`, earlier outcomes change what is drawn.
-    """
+    """A source that draws prompts, each epoch in a new order. A curriculum goes by earlier outcomes."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, *, curriculum: bool = False) -> None:
         if not len(prompts):
