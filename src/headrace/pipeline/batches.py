@@ -23,13 +23,6 @@ from headrace.tasks.source import PromptSource
 from headrace.types import Batch, Group, Int32Array, Prompt
 
 
-class Recorded(msgspec.Struct, frozen=True):
-    """A step of the journal: its batch and the groups that it trained."""
-
-    batch: Batch
-    groups: list[Group]
-
-
 def make_batch(
     config: Config, groups: Sequence[Group], *, step: int, version: int, republished: Sequence[int] = ()
 ) -> Batch:
@@ -76,7 +69,7 @@ def shuffle_rewards(groups: Sequence[Group], seed: int, step: int) -> list[Group
     ]
 
 
-def recorded_batches(config: Config, journal: Path, after: int, until: int) -> Iterator[Recorded]:
+def recorded_batches(config: Config, journal: Path, after: int, until: int) -> Iterator[Batch]:
     """Yield the batches of the policy steps after < step <= until, as they were trained. They are read one by one."""
     policy = config.policy_name
     with open_readonly(journal) as reader:
@@ -87,8 +80,7 @@ def recorded_batches(config: Config, journal: Path, after: int, until: int) -> I
             found, groups = reader.step(step, policy), reader.trained_groups(step, policy)
         if found is None or len(groups) != found.groups:
             raise HeadraceError(f"{journal}: step {step} cannot be trained again, not all of its tokens were kept")
-        batch = make_batch(config, groups, step=step, version=found.version, republished=republished)
-        yield Recorded(batch, groups)
+        yield make_batch(config, groups, step=step, version=found.version, republished=republished)
 
 
 def warm_start_batches(config: Config, task: Task, chat: ChatFormat, version: int) -> Iterator[Batch]:

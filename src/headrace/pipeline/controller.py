@@ -76,18 +76,7 @@ class Controller:
         self.attempts = Attempts(parts.source, parts.window, parts.recorder, parts.config.buffer.filter)
         self.evaluations = Evaluations(parts, self.episodes)
         self.synchronous = parts.window.depth == 0
-        self.deliveries = Deliveries(
-            parts.pool,
-            parts.trainer,
-            self.versions,
-            parts.events,
-            parts.waits,
-            parts.recorder.note,
-            parts.processes,
-            rolling=self.config.delivery.rolling,
-            patience=self.config.delivery.patience,
-            together=self.synchronous,
-        )
+        self.deliveries = Deliveries(parts, self.versions)
         trained = parts.checkpoint.step if parts.checkpoint.found else -self.config.warm_start.steps
         self.steps = Steps(parts.trainer, parts.waits, parts.stopping, trained)
         self.recovery = Recovery(parts, self.versions, self.steps, self.watch)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from headrace.buffer.journal import Journal, Recovered
@@ -243,19 +244,7 @@ class Recorder:
 
     def delivered(self, proof: Proof) -> None:
         """Record an engine's answer to a delivery."""
-        self._journal.delivery(
-            version=proof.version,
-            engine=proof.engine,
-            accepted=proof.accepted,
-            quarantined=proof.quarantined,
-            reason=proof.reason,
-            staged_digest=proof.staged_digest,
-            live_digest=proof.live_digest,
-            canary_error=proof.canary_error,
-            stage_seconds=proof.stage_seconds,
-            swap_seconds=proof.swap_seconds,
-            policy=self._window.policy,
-        )
+        self._journal.delivery(**msgspec.structs.asdict(proof), policy=self._window.policy)
         if proof.accepted:
             self._scheduled("swap", version=proof.version, engine=proof.engine)
         else:

@@ -132,8 +132,7 @@ class Recovery:
             if after < batch.step <= until:
                 yield batch
         if until > max(after, 0):
-            for recorded in recorded_batches(parts.config, parts.recorder.journal_path, max(after, 0), until):
-                yield recorded.batch
+            yield from recorded_batches(parts.config, parts.recorder.journal_path, max(after, 0), until)
 
     # ---- the controller: a run is resumed
 
@@ -143,8 +142,8 @@ class Recovery:
         if parts.first_step <= parts.checkpoint.step:
             return
         path, until = parts.recorder.journal_path, parts.first_step
-        for recorded in recorded_batches(parts.config, path, parts.checkpoint.step, until):
-            if await self._steps.train_known(recorded.batch) is None:
+        for batch in recorded_batches(parts.config, path, parts.checkpoint.step, until):
+            if await self._steps.train_known(batch) is None:
                 return
 
     def resume_groups(self, attempts: Attempts, episodes: Episodes) -> list[tuple[Group, list[AnyEpisode]]]:

@@ -55,14 +55,10 @@ class Versions:
     # ---- sent
 
     def next(self) -> Manifest:
-        """Take the oldest published version that was not sent, and mark it as sent."""
-        return self.send(self._published.popleft())
-
-    def send(self, manifest: Manifest) -> Manifest:
-        """Mark this version as sent, so that every engine with an older version fetches it."""
-        self.newest = manifest
-        self._held.add(manifest.version)
-        return manifest
+        """Mark the oldest published version as sent, so that every engine with an older version fetches it."""
+        self.newest = self._published.popleft()
+        self._held.add(self.newest.version)
+        return self.newest
 
     def sent_again(self, manifest: Manifest) -> None:
         """Record that the trainer has made all bytes of a version available once more."""

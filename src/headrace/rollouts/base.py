@@ -145,7 +145,7 @@ class AnyEpisode(ABC):
         """Abort the requests of this episode that an engine still works on. By default there are none."""
 
     async def interruptible(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await this call in its own task, which `cancel` can end. Raises `Cancelled` if it was ended."""
+        """Await a call in its own task, which `cancel` can end. Raises `Cancelled` if the episode was told to end."""
         try:
             self.check_cancelled()
         except Cancelled:
