@@ -69,7 +69,8 @@ def assemble(
             return 1.0 / max(counted * rollout.trained_tokens, 1)
         return 1.0 / (len(groups) * group_size * max_tokens)
 
-    traces, values_of, weights_of, keys = [], [], [], []
+    traces, values_of, weights_of, numbers = [], [], [], []
+    known: dict[tuple[int, int], int] = {}
     for rollout, index, value in rows:
         for position, trace in enumerate(rollout.traces):
             traces.append(trace)
@@ -77,9 +78,9 @@ def assemble(
             weights_of.append(weight(rollout))
             # The n-th traces of a group's rollouts begin with the same tokens. The traces of one rollout (several
             # agents) need not.
-            keys.append((index, position))
+            numbers.append(known.setdefault((index, position), len(known)))
     named = {"step": step, "version": version, "temperature": temperature, "republished": list(republished)}
-    return _batch(traces, values_of, weights_of, _numbered(keys), **named, policy=policies.pop())
+    return _batch(traces, values_of, weights_of, numbers, **named, policy=policies.pop())
 
 
 def shaped(
@@ -125,11 +126,6 @@ def _reward(rollout: Rollout) -> float:
     if rollout.reward is None:
         raise ValueError(f"rollout {rollout.id} has not been judged")
     return rollout.reward
-
-
-def _numbered(keys: Sequence[tuple[int, int]]) -> list[int]:
-    numbers: dict[tuple[int, int], int] = {}
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def _batch(

@@ -144,7 +144,8 @@ class Attempts:
         # A group that no batch needs is dropped even then.
         if why and (why != STALE or any(rollout.ending == "aborted" for rollout in group.rollouts)):
             if why == STALE and self._window.on_stale == "salvage":
-                self._salvage(group)
+                prefixes = {r.index: prefix for r in group.rollouts if (prefix := prefix_of(r)) is not None}
+                self._salvaged.append(Attempt(group.prompt, prefixes))
             self._drop(group, why)
         else:
             self._judge(group)
@@ -192,7 +193,3 @@ class Attempts:
             self._doomed[group_id] = reason
             assert self._tasks is not None
             self._tasks.create_task(cancel_group(self.running[group_id], reason), name=f"cancel group {group_id}")
-
-    def _salvage(self, group: Group) -> None:
-        prefixes = {r.index: prefix for r in group.rollouts if (prefix := prefix_of(r)) is not None}
-        self._salvaged.append(Attempt(group.prompt, prefixes))

@@ -138,7 +138,7 @@ class Controller:
             f"at most {self.window.capacity} groups under way; no token will be trained more than "
             f"{self.window.lag_bound} versions after it was sampled"
         )
-        self.recorder.training_started()
+        self.recorder.mark("train_started")
         async with asyncio.TaskGroup() as loops:
             self.attempts.run_in(loops)
             saving = loops.create_task(self.save_loop(), name="save")
@@ -147,7 +147,7 @@ class Controller:
             delivering = loops.create_task(self.deliver_loop(loops), name="deliver")
             delivering.add_done_callback(lambda _: saving.cancel())
         await self.waits.until("train", lambda: "the last groups to be recorded", lambda: not self.attempts.running)
-        self.recorder.training_ended()
+        self.recorder.mark("train_ended")
 
     async def finish(self) -> None:
         """Evaluate the last version and save it."""
@@ -234,7 +234,11 @@ class Controller:
         """Continue the groups of a previous process, then start new groups while the window has free slots."""
         await self._start(self.recovery.resume_groups(self.attempts, self.episodes), tasks)
         while not self._admitted_all():
-            await self.waits.until("admit", self._explain_admission, self._may_admit)
+            await self.waits.until(
+                "admit",
+                lambda: f"a slot ({self.window.explain_admission()})",
+                lambda: self.window.may_admit() or self._admitted_all(),
+            )
             await self._start([self._admit() for _ in range(0 if self.stopping else self.window.free)], tasks)
         if self.stopping:
             await self.attempts.cancel_running()
@@ -247,21 +251,15 @@ class Controller:
         for group, episodes in groups:
             tasks.create_task(self._run_group(group, episodes), name=f"group {group.id}")
 
-    def _may_admit(self) -> bool:
-        return self.window.may_admit() or self._admitted_all()
-
-    def _explain_admission(self) -> str:
-        return f"a slot ({self.window.explain_admission()})"
-
     def _admitted_all(self) -> bool:
         return self.stopping or self._trained_batches >= self.total_batches
 
     def _admit(self) -> tuple[Group, list[AnyEpisode]]:
-        group_id = self.recorder.next_group_id()
+        group_id = next(self.recorder.group_ids)
         attempt = self.attempts.next(group_id)
         group = Group(id=group_id, prompt=attempt.prompt, version=self.proved, policy=self.window.policy)
         self.window.admit(group.id, group.version)
-        episodes = self.episodes.of_group(group, attempt.prefixes)
+        episodes = self.episodes.of_group(group, range(self.config.rollouts.group_size), prefixes=attempt.prefixes)
         self.recorder.admitted(group, [episode.id for episode in episodes], drawn=self.parts.source.position)
         self.attempts.started(group, episodes)
         return group, episodes

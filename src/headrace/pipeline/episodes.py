@@ -9,7 +9,7 @@ whenever it runs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -37,15 +37,36 @@ class Episodes:
         self._config = parts.config
         self._stop_tokens = tuple(parts.chat.token_id(token) for token in parts.config.rollouts.stop)
 
-    def of_group(self, group: Group, prefixes: Mapping[int, Trace] | None = None) -> list[AnyEpisode]:
-        """Make the episodes of a group. One with a prefix, by index, continues from tokens of an earlier attempt."""
-        indices = range(self._config.rollouts.group_size)
-        return [self._make(self._plan(group, index, prefix=(prefixes or {}).get(index))) for index in indices]
+    def of_group(
+        self,
+        group: Group,
+        members: Iterable[int],
+        *,
+        prefixes: Mapping[int, Trace] | None = None,
+        saved: Mapping[str, Sequence[Trace]] | None = None,
+    ) -> list[AnyEpisode]:
+        """Make the episodes of a group's members, by index.
 
-    def resumed(self, group: Group, members: Sequence[str], saved: Mapping[str, Sequence[Trace]]) -> list[AnyEpisode]:
-        """Make the episodes that continue a group of a previous process. `saved` maps a rollout to its saved traces."""
-        indices = {member: int(member.rpartition("/")[2]) for member in members}
-        return [self._make(self._plan(group, index, saved=saved.get(member, ()))) for member, index in indices.items()]
+        `prefixes` holds tokens of an earlier attempt, by index; `saved` holds traces of a previous process, by rollout.
+        """
+        rollouts = self._config.rollouts
+        plans = [
+            EpisodePlan(
+                id=f"{group.id}/{index}",
+                index=index,
+                prompt=group.prompt,
+                sampling=msgspec.structs.replace(
+                    self._sampling(str(group.id), index, rollouts.temperature), record_kept=rollouts.truncates
+                ),
+                group=str(group.id),
+                max_turns=rollouts.max_turns,
+                keep_routing=rollouts.keep_routing,
+                prefix=(prefixes or {}).get(index),
+                saved=(saved or {}).get(f"{group.id}/{index}", ()),
+            )
+            for index in members
+        ]
+        return [self._make(plan) for plan in plans]
 
     def heldout(self, prompt: Prompt, sample: int, version: int) -> AnyEpisode:
         """Make the episode for one answer to a held-out prompt."""
@@ -60,23 +81,6 @@ class Episodes:
                 priority=HELDOUT_PRIORITY,
                 max_turns=self._config.rollouts.max_turns,
             )
-        )
-
-    def _plan(
-        self, group: Group, index: int, *, prefix: Trace | None = None, saved: Sequence[Trace] = ()
-    ) -> EpisodePlan:
-        rollouts = self._config.rollouts
-        sampling = self._sampling(str(group.id), index, rollouts.temperature)
-        return EpisodePlan(
-            id=f"{group.id}/{index}",
-            index=index,
-            prompt=group.prompt,
-            sampling=msgspec.structs.replace(sampling, record_kept=rollouts.truncates),
-            group=str(group.id),
-            max_turns=rollouts.max_turns,
-            keep_routing=rollouts.keep_routing,
-            prefix=prefix,
-            saved=saved,
         )
 
     def _sampling(self, group: str, index: int, temperature: float) -> Sampling:
@@ -135,6 +139,9 @@ class Evaluations:
             prompts = prompts[: self._config.during or None]
         else:
             recorder.shown.phase = "evaluating"
+        slots = self._parts.config.engine.slots * self._parts.config.engine.processes
+        if moment == "during" and not self._synchronous:
+            slots = max(1, slots // EVALUATION_SHARE)
         started = recorder.now()
         evaluation = asyncio.create_task(
             evaluate(
@@ -142,7 +149,7 @@ class Evaluations:
                 lambda prompt, sample: self._episodes.heldout(prompt, sample, version),
                 self._parts.scoring,
                 samples=self._config.samples,
-                concurrency=self._concurrency(moment),
+                concurrency=slots,
             )
         )
         evaluation.add_done_callback(lambda _: waits.moved())
@@ -156,7 +163,3 @@ class Evaluations:
                 recorder.evaluated(version, moment, evaluation.result(), started)
         finally:
             evaluation.cancel()
-
-    def _concurrency(self, moment: Moment) -> int:
-        slots = self._parts.config.engine.slots * self._parts.config.engine.processes
-        return max(1, slots // EVALUATION_SHARE) if moment == "during" and not self._synchronous else slots

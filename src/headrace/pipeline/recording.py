@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,7 +71,8 @@ class Recorder:
         self._progress = outputs.progress
         self._clock = outputs.clock
         self._window = window
-        self._next_group = before.next_group
+        self.group_ids = count(before.next_group)
+        """The ids that no group attempt of this run has had."""
         self._versions_done = versions_done
         self._running: dict[int, tuple[Group, float]] = {}
         """The groups under way, by id, each with the time when it was admitted or taken up from a previous process."""
@@ -87,11 +89,6 @@ class Recorder:
     def now(self) -> float:
         """Return the wall time, as the journal stores it."""
         return self._clock.to_wall(time.monotonic())
-
-    def next_group_id(self) -> int:
-        """Return an id that no group attempt of this run has had."""
-        self._next_group += 1
-        return self._next_group - 1
 
     # ---- groups
 
@@ -161,8 +158,8 @@ class Recorder:
 
     def step_ended(self, batch: Batch, groups: Sequence[Group], report: StepReport) -> None:
         """Record that the trainer has made an optimizer step."""
-        policy = batch.objective == "policy"
-        lags = Counter(batch.lags().tolist()) if policy else Counter()
+        ages = batch.lags() if batch.objective == "policy" else np.zeros(0)
+        lags = Counter(ages.tolist())
         rewards = [rollout.reward for group in groups for rollout in group.usable if rollout.reward is not None]
         reward = float(np.mean(rewards)) if rewards else None
         for group in groups:
@@ -196,7 +193,7 @@ class Recorder:
             grad_norm=report.grad_norm,
             learning_rate=report.learning_rate,
             trained_tokens=batch.trained_tokens,
-            lag_mean=_mean(lags),
+            lag_mean=float(ages.mean()) if len(ages) else None,
             lag_max=max(lags, default=None),
             seconds=report.seconds,
             skipped=report.skipped,
@@ -293,13 +290,9 @@ class Recorder:
 
     # ---- the run as a whole
 
-    def training_started(self) -> None:
-        """Record that the first group is about to be admitted."""
-        self._journal.meta("train_started", self.now())
-
-    def training_ended(self) -> None:
-        """Record that training has ended."""
-        self._journal.meta("train_ended", self.now())
+    def mark(self, moment: Literal["train_started", "train_ended"]) -> None:
+        """Record that the first group is about to be admitted, or that training has ended."""
+        self._journal.meta(moment, self.now())
 
     def beat(self, process: str, beat: Heartbeat) -> None:
         """Record what a process did since its last heartbeat."""
@@ -364,8 +357,3 @@ class Recorder:
         if self._timeline is not None:
             self._timeline.close()
         self.ledgers.check()
-
-
-def _mean(lags: Counter[int]) -> float | None:
-    tokens = lags.total()
-    return sum(lag * count for lag, count in lags.items()) / tokens if tokens else None

@@ -155,7 +155,8 @@ class Recovery:
             if left.complete:
                 attempts.settle(group)
                 continue
-            resumed = episodes.resumed(group, left.members, left.partial)
+            members = [int(member.rpartition("/")[2]) for member in left.members]
+            resumed = episodes.of_group(group, members, saved=left.partial)
             attempts.started(group, resumed, left.partial)
             unfinished.append((group, resumed))
         return unfinished
@@ -180,7 +181,8 @@ def restore_groups(
         if left.prompt in prompts and left.id not in refused:
             going_on.append(left)
             continue
-        lost += _sampled(left)
+        lost += sum(rollout.trained_tokens for rollout in left.rollouts)
+        lost += sum(trace.trained_tokens for traces in left.partial.values() for trace in traces)
         recorder.group_ended(group, "dropped", "no slot after a resume" if left.id in refused else "its prompt is gone")
     unfinished = sum(not left.complete for left in going_on)
     if going_on or before.resume_step > checkpoint.step:
@@ -191,8 +193,3 @@ def restore_groups(
     unseen = before.unseen_tokens if unfinished else 0
     recorder.run_resumed((checkpoint.step, before.resume_step), lost + unseen)
     return going_on
-
-
-def _sampled(left: UnfinishedGroup) -> int:
-    whole = sum(rollout.trained_tokens for rollout in left.rollouts)
-    return whole + sum(trace.trained_tokens for traces in left.partial.values() for trace in traces)

@@ -47,7 +47,10 @@ class Steps:
         If it returns None, the step is given up.
         """
         while True:
-            await self._turn(step)
+            await self._waits.until(
+                f"step {step}", lambda: self._explain(step), lambda: self._present and self._asked == step - 1
+            )
+            self._asked = step
             asked = order()
             if asked is None:
                 return None
@@ -97,12 +100,6 @@ class Steps:
         """Record that the trainer is back at the last step that it had reported. The next step has its turn."""
         self._asked = self.trained
         self._present = True
-
-    async def _turn(self, step: int) -> None:
-        await self._waits.until(
-            f"step {step}", lambda: self._explain(step), lambda: self._present and self._asked == step - 1
-        )
-        self._asked = step
 
     def _explain(self, step: int) -> str:
         if not self._present:

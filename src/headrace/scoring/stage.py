@@ -129,7 +129,9 @@ class Stage:
             if current is not None and current.cancelling():
                 raise
             raise ScoreError(f"the scorer {name!r} cancelled itself") from None
-        return _checked(name, scorer.version, given, ended.rollout)
+        if not isinstance(given, Sequence) or not all(isinstance(score, Score) for score in given):
+            raise ScoreError(f"the scorer {name!r} gave a {type(given).__name__}, not a list of scores")
+        return [_plain(name, scorer.version, score, ended.rollout) for score in given]
 
     def _reward(self, scores: Sequence[Score]) -> float:
         parts = [self._weights.get(one.scorer, 1.0) * one.value for one in scores if one.level == "rollout"]
@@ -144,13 +146,6 @@ class Stage:
         if not math.isfinite(total):
             raise ScoreError(f"the reward is {total}, not a finite number")
         return total
-
-
-def _checked(name: str, version: str, given: Sequence[Score], rollout: Rollout) -> list[Score]:
-    """Return the scores that a scorer gave. Raises `ScoreError` if they are not valid scores of this rollout."""
-    if not isinstance(given, Sequence) or not all(isinstance(score, Score) for score in given):
-        raise ScoreError(f"the scorer {name!r} gave a {type(given).__name__}, not a list of scores")
-    return [_plain(name, version, score, rollout) for score in given]
 
 
 def _plain(name: str, version: str, score: Score, rollout: Rollout) -> Score:

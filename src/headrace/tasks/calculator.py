@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from headrace.errors import ConfigError
-from headrace.tasks.base import EnvironmentStep
+from headrace.tasks.base import Environment, EnvironmentStep, Task
 from headrace.types import Prompt
 
 INSTRUCTIONS = (
@@ -41,7 +41,7 @@ _OPERATORS = {"+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.
 """How tight each operator binds, and what it does."""
 
 
-class CalculatorTask:
+class CalculatorTask(Task):
     """A task of seeded arithmetic questions, which the policy answers with the help of a calculator."""
 
     def __init__(
@@ -86,11 +86,8 @@ class CalculatorTask:
         """Return the answer alone, as the last turn of an episode would give it."""
         return f"<answer>{prompt.data['answer']}</answer>"
 
-    async def close(self) -> None:
-        """Do nothing: the task holds nothing."""
 
-
-class CalculatorEpisode:
+class CalculatorEpisode(Environment):
     """An environment for one question. Turns are calls of the calculator until one is an answer."""
 
     def __init__(self, prompt: Prompt, *, max_turns: int, call_reward: float, role: str) -> None:
@@ -116,9 +113,6 @@ class CalculatorEpisode:
         if self._turns >= self._max_turns:
             return self._end(answered=False, correct=False)
         return EnvironmentStep(messages=[{"role": self._role, "content": reply}])
-
-    async def close(self) -> None:
-        """Do nothing: the environment holds nothing."""
 
     def _reply(self, calls: list[str]) -> str:
         if not calls:

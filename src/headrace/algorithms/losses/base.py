@@ -21,7 +21,7 @@ asks for a field of `TokenInputs`, and `READS = ("clip_high",)` names keys of [a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -69,12 +69,8 @@ class TokenLoss(NamedTuple):
     """Metrics as detached sums over the N tokens. Divide by the number of tokens of the step to get means."""
 
 
-class Loss(Protocol):
-    """A loss function."""
-
-    def __call__(self, inputs: TokenInputs, /) -> TokenLoss:
-        """Return the loss of each token."""
-        ...
+Loss = Callable[[TokenInputs], TokenLoss]
+"""A loss function, which returns the loss of each token."""
 
 
 class Corrected(NamedTuple):
@@ -86,13 +82,11 @@ class Corrected(NamedTuple):
     """[N], bool: whether a token is kept. The loss of the other tokens is zero."""
 
 
-class Correction(Protocol):
-    """A rule for tokens on which policy and sampler disagree, applied before the loss sees them."""
+Correction = Callable[[TokenInputs], Corrected]
+"""A rule for tokens on which policy and sampler disagree, applied before the loss sees them.
 
-    def __call__(self, inputs: TokenInputs, /) -> Corrected:
-        """Decide from the recorded ratios. Nothing here is differentiable."""
-        ...
-
+It decides from the recorded ratios. Nothing in it is differentiable.
+"""
 
 LOSSES: dict[str, Callable[[AlgorithmConfig], Loss]] = {}
 """Every policy loss by its name in `[algorithm] loss`. The losses are the modules of `policy`."""
