@@ -56,11 +56,9 @@ def assemble(
             length_penalty=length_penalty,
         )
 
-    rows: list[tuple[Rollout, int, float]] = []
-    for index, values in enumerate(advantages(advantage, [rewards(rollouts) for rollouts in ordered])):
-        rows += [(rollout, index, float(value)) for rollout, value in zip(ordered[index], values, strict=True)]
-    total = sum(rollout.trained_tokens for rollout, _, _ in rows)
-    counted = sum(rollout.trained_tokens > 0 for rollout, _, _ in rows)
+    everyone = [rollout for rollouts in ordered for rollout in rollouts]
+    total = sum(rollout.trained_tokens for rollout in everyone)
+    counted = sum(rollout.trained_tokens > 0 for rollout in everyone)
 
     def weight(rollout: Rollout) -> float:
         if normalize == "token":
@@ -71,14 +69,16 @@ def assemble(
 
     traces, values_of, weights_of, numbers = [], [], [], []
     known: dict[tuple[int, int], int] = {}
-    for rollout, index, value in rows:
-        for position, trace in enumerate(rollout.traces):
-            traces.append(trace)
-            values_of.append(value)
-            weights_of.append(weight(rollout))
-            # The n-th traces of a group's rollouts begin with the same tokens. The traces of one rollout (several
-            # agents) need not.
-            numbers.append(known.setdefault((index, position), len(known)))
+    estimated = advantages(advantage, [rewards(rollouts) for rollouts in ordered])
+    for index, (rollouts, values) in enumerate(zip(ordered, estimated, strict=True)):
+        for rollout, value in zip(rollouts, values, strict=True):
+            for position, trace in enumerate(rollout.traces):
+                traces.append(trace)
+                values_of.append(float(value))
+                weights_of.append(weight(rollout))
+                # The n-th traces of a group's rollouts begin with the same tokens. The traces of one rollout (several
+                # agents) need not.
+                numbers.append(known.setdefault((index, position), len(known)))
     named = {"step": step, "version": version, "temperature": temperature, "republished": list(republished)}
     return _batch(traces, values_of, weights_of, numbers, **named, policy=policies.pop())
 

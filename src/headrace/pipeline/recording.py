@@ -66,6 +66,7 @@ class Recorder:
     ) -> None:
         """`before` is what previous processes left in the journal. With `record`, the schedule is journalled too."""
         self._journal = outputs.journal
+        self.journal_path = outputs.journal.path
         self._metrics = outputs.metrics
         self._timeline = outputs.timeline
         self._progress = outputs.progress
@@ -326,11 +327,6 @@ class Recorder:
     def flush(self) -> None:
         """Block until everything recorded so far is committed to the journal. Any thread may call this."""
         self._journal.flush()
-
-    @property
-    def journal_path(self) -> Path:
-        """The path of the journal, for readers."""
-        return self._journal.path
 
     def _scheduled(self, event: Literal["admit", "complete", "consume", "swap"], **facts: Any) -> None:
         if self._record:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -60,12 +61,8 @@ class Waits:
         self._book[owner] = (what, self._clock())
         try:
             while not condition():
-                bell = self._bell
-                try:
-                    async with asyncio.timeout(LOOK_SECONDS):
-                        await bell.wait()
-                except TimeoutError:
-                    continue
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._bell.wait(), LOOK_SECONDS)
         finally:
             del self._book[owner]
 

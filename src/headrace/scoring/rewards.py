@@ -9,9 +9,9 @@ is left behind. Threads are for functions that exist only in this process, such 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from abc import abstractmethod
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -165,29 +165,18 @@ class ThreadScorer(RewardScorer):
     async def _ask(self, question: Question) -> Judgement:
         if self._closed:
             raise ScoreError("the reward function is closed")
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Judgement | ScoreError] = loop.create_future()
-
-        def settle(result: Judgement | ScoreError) -> None:
-            if not answer.done():
-                answer.set_result(result)
+        answer: Future[Judgement] = Future()
+        answer.set_running_or_notify_cancel()
 
         def work() -> None:
-            result: Judgement | ScoreError
             try:
-                result = judge(self._function, question, asyncio.run)
+                answer.set_result(judge(self._function, question, asyncio.run))
             except ScoreError as error:
-                result = error
-            # The run may be over when an overdue function returns.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(settle, result)
+                answer.set_exception(error)
 
         threading.Thread(target=work, name="headrace-reward", daemon=True).start()
         try:
             async with asyncio.timeout(self._timeout):
-                result = await answer
+                return await asyncio.wrap_future(answer)
         except TimeoutError:
             raise ScoreError(f"the reward function took more than {self._timeout:g} s") from None
-        if isinstance(result, ScoreError):
-            raise result
-        return result

@@ -40,6 +40,8 @@ class Stage:
         self._weights = dict(weights or {})
         self._timeout = timeout
         self._listeners = {name: one for name, one in self.scorers.items() if type(one).span is not Scorer.span}
+        self.listening = bool(self._listeners)
+        """Whether any scorer wants spans."""
         self._told: dict[str, str] = {}
         """The rollouts whose spans were sent to scorers, by id. The value is the first error that a scorer raised about
         a span; empty if there was none."""
@@ -55,11 +57,6 @@ class Stage:
     async def close(self) -> None:
         """Close every scorer. Idempotent."""
         await asyncio.gather(*(scorer.close() for scorer in self.scorers.values()))
-
-    @property
-    def listening(self) -> bool:
-        """Whether any scorer wants spans."""
-        return bool(self._listeners)
 
     def span(self, span: Span) -> None:
         """Tell the scorers about tokens that have arrived."""

@@ -54,7 +54,8 @@ class ChatFormat:
         stops = set(stop_token_ids)
         if (end := self._end_of_turn()) is not None:
             stops.add(end)
-        self._stop_token_ids = tuple(sorted(stops))
+        self.stop_token_ids = tuple(sorted(stops))
+        """The tokens with which the model ends its turn, in ascending order."""
 
     @classmethod
     def load(cls, model_dir: str | Path) -> ChatFormat:
@@ -75,11 +76,6 @@ class ChatFormat:
             origin=str(path),
         )
 
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens with which the model ends its turn, in ascending order."""
-        return self._stop_token_ids
-
     def open(self, messages: Sequence[Mapping[str, Any]], *, tools: Tools = None) -> Int32Array:
         """Return the tokens of the opening messages, up to where the policy's first turn begins."""
         return self.encode(self._chat_template().render(messages, add_generation_prompt=True, tools=tools))
@@ -91,7 +87,7 @@ class ChatFormat:
         end of the turn. Raises `ModelError` if the template renders a turn differently once messages follow it.
         """
         tokens = self.encode(self._following(messages, tools))
-        end = self._leading(tokens, self._stop_token_ids)
+        end = self._leading(tokens, self.stop_token_ids)
         if end is None:
             return tokens
         # White space before the end token is written by the template; a policy does not end its turn with it.
