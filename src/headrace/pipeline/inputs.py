@@ -67,10 +67,7 @@ class ReadyTask:
 
 
 def check_inputs(config: Config, reward: Scorer | None = None) -> tuple[ReadyTask, ChatFormat]:
-    """Check all user input that can be checked without starting a process: model files, dataset, references.
-
-    `reward` replaces the configured reward function; the Python API passes one.
-    """
+    """Check all user input that needs no process. `reward` replaces the configured reward function."""
     chat = check_model(config)
     task = make_task(config)
     weights = {name: scorer.weight for name, scorer in config.scorers.items()}
@@ -172,10 +169,7 @@ def make_task(config: Config) -> Task:
 
 
 def make_scorers(config: Config, reward: Scorer | None = None) -> dict[str, Scorer]:
-    """Make the run's scorers, by name: the task's reward function, if it has one, and those of `[scorers.NAME]`.
-
-    `reward` replaces the task's reward function. Raises `ConfigError`.
-    """
+    """Make the scorers by name: the task's reward function (`reward` replaces it) and those of `[scorers.NAME]`."""
     scorers: dict[str, Scorer] = {}
     match config.task:
         case DatasetTaskConfig(reward=reference):

@@ -102,10 +102,7 @@ def given(field: torch.Tensor | None) -> torch.Tensor:
 
 
 def build_loss(config: AlgorithmConfig, correct_above: int | None = None) -> Loss:
-    """Build the configured policy loss, with its corrections and additional terms.
-
-    With `correct_above`, corrections change only tokens with a larger lag.
-    """
+    """Build the configured loss. With `correct_above`, corrections change only tokens with a larger lag."""
     loss = LOSSES[config.loss](config) if config.loss in LOSSES else _loss_of_user(config)
     if config.corrections:
         loss = corrected(loss, {name: CORRECTIONS[name](config) for name in config.corrections}, above=correct_above)
