@@ -1,4 +1,4 @@
-"""This module assembles a run: `assemble` makes the controller of every run, real, simulated or in a test.
+"""This module assembles a run with worker processes: the workers, the controller and the gateway.
 
 On the controller's side, only this file and `inputs` know concrete classes; on the workers' side, only `cluster.roles`.
 """
@@ -6,17 +6,15 @@ On the controller's side, only this file and `inputs` know concrete classes; on 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.buffer.journal import Journal, Recovered
-from headrace.buffer.window import Window
+from headrace.buffer.journal import Journal
 from headrace.channel.events import Events
-from headrace.cluster.base import NoProcesses, Processes
 from headrace.cluster.launchers.choice import make_launcher
 from headrace.cluster.mps import Mps, environment_of_workers, start_mps, sweep_daemons
 from headrace.cluster.supervision import Fleet
@@ -27,7 +25,6 @@ from headrace.delivery.setup import prepare
 from headrace.engines.pool import EnginePool
 from headrace.engines.remote import RemoteEngine
 from headrace.gateway.agents import AgentTask
-from headrace.gateway.base import EpisodeMaker
 from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import Progress
@@ -36,16 +33,12 @@ from headrace.observe.trackers import Trackers
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask
 from headrace.pipeline.parts import Parts
-from headrace.pipeline.recording import Outputs, Recorder
-from headrace.pipeline.recovery import restore_groups
+from headrace.pipeline.recording import Outputs
 from headrace.pipeline.waits import Waits
-from headrace.rollouts.base import ChatFormat
 from headrace.run_dir import RunDir
-from headrace.scoring.stage import Stage
 from headrace.tasks.base import Task
-from headrace.tasks.chat import ChatFormat as ModelChatFormat
-from headrace.tasks.source import PromptSource
-from headrace.training.base import Checkpoint, TrainerHandle
+from headrace.tasks.chat import ChatFormat
+from headrace.training.base import Checkpoint
 from headrace.training.messages import RENDEZVOUS
 from headrace.training.remote import RemoteTrainer
 
@@ -53,86 +46,6 @@ if TYPE_CHECKING:
     from headrace.gateway.gateway import Gateway
 
 TRAINER = "trainer-0"
-
-
-def assemble(
-    config: Config,
-    *,
-    task: Task,
-    chat: ChatFormat,
-    pool: EnginePool,
-    trainer: TrainerHandle,
-    outputs: Outputs,
-    before: Recovered,
-    checkpoint: Checkpoint,
-    waits: Waits,
-    events: Events,
-    processes: Processes | None = None,
-    remote: Mapping[str, RemoteEngine] | None = None,
-    scoring: Stage | None = None,
-    agents: EpisodeMaker | None = None,
-    window: Window | None = None,
-) -> Controller:
-    """Make the controller of a run over these engines and this trainer, wherever they run.
-
-    `before` is what the journal holds of previous processes, and `checkpoint` is where the trainer starts. `window`
-    replaces the window of the configuration, to try another admission policy.
-    """
-    window = window or make_window(config, before, checkpoint)
-    recorder = Recorder(
-        outputs,
-        window,
-        versions_total=config.run.versions,
-        versions_done=before.resume_step // config.delivery.publish_every,
-        before=before,
-        record=config.pipeline.record,
-    )
-    left = restore_groups(before, window, recorder, task, checkpoint)
-    source = PromptSource(task.train, config.run.seed, curriculum=config.rollouts.curriculum)
-    source.seek(before.drawn)
-    source.restore(before.outcomes)
-    return Controller(
-        Parts(
-            config=config,
-            task=task,
-            chat=chat,
-            source=source,
-            pool=pool,
-            trainer=trainer,
-            window=window,
-            recorder=recorder,
-            waits=waits,
-            events=events,
-            scoring=scoring or Stage(),
-            agents=agents,
-            remote=remote or {},
-            processes=processes or NoProcesses(),
-            checkpoint=checkpoint,
-            first_step=before.resume_step,
-            unfinished=left,
-        )
-    )
-
-
-def make_window(config: Config, before: Recovered, checkpoint: Checkpoint) -> Window:
-    """Make the window of a run, which continues from what its previous processes left."""
-    buffer, every = config.buffer, config.delivery.publish_every
-    return Window(
-        buffer.groups,
-        buffer.depth,
-        every,
-        buffer.max_lag,
-        # A checkpoint may be newer than the last version that a dying run could still journal.
-        first_version=max(before.last_version, checkpoint.version) + 1,
-        versions=config.run.versions - before.resume_step // every,
-        on_stale=buffer.on_stale,
-        oversample=buffer.oversample,
-        republished=before.republished,
-        policy=config.policy_name,
-    )
-
-
-# ---- a run with worker processes
 
 
 @dataclass(frozen=True)
@@ -188,7 +101,7 @@ def assemble_with_workers(
     progress: Progress,
     *,
     task: ReadyTask,
-    chat: ModelChatFormat,
+    chat: ChatFormat,
     waits: Waits,
     make_journal: Callable[..., Journal] = Journal,
 ) -> tuple[Controller, Gateway | None]:
@@ -207,7 +120,7 @@ def assemble_with_workers(
     pool = EnginePool(list(workers.engines.values()))
     gateway = make_gateway(config, task.task, chat, pool, run_dir, progress)
     workers.events.clear()
-    controller = assemble(
+    parts = Parts(
         config,
         task=task.task,
         chat=chat,
@@ -232,13 +145,13 @@ def assemble_with_workers(
     journal.meta("name", config.run.name)
     journal.meta("started", clock.wall)
     journal.meta("outcome", "running")
-    journal.meta("lag_bound", controller.window.lag_bound)
+    journal.meta("lag_bound", parts.window.lag_bound)
     journal.meta("no_mps", workers.no_mps or None)
-    return controller, gateway
+    return Controller(parts), gateway
 
 
 def make_gateway(
-    config: Config, task: Task, chat: ModelChatFormat, pool: EnginePool, run_dir: RunDir, progress: Progress
+    config: Config, task: Task, chat: ChatFormat, pool: EnginePool, run_dir: RunDir, progress: Progress
 ) -> Gateway | None:
     """Make the gateway if the configuration asks for one."""
     agents = isinstance(task, AgentTask)

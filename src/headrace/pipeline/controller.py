@@ -81,8 +81,7 @@ class Controller:
         self.steps = Steps(parts.trainer, parts.waits, parts.stopping, trained)
         self.recovery = Recovery(parts, self.versions, self.steps, self.watch)
         self.first_version = parts.window.first_version
-        self.versions_done = parts.first_step // self.config.delivery.publish_every
-        self.total_batches = (self.config.run.versions - self.versions_done) * self.config.delivery.publish_every
+        self.total_batches = (self.config.run.versions - parts.versions_done) * self.config.delivery.publish_every
         self._at_trainer = 0
         self._trained_batches = 0
 
@@ -361,4 +360,4 @@ class Controller:
 
     def _save_due(self, version: int) -> bool:
         every, made = self.config.training.checkpoint_every, version - self.window.version_of(0)
-        return bool(every) and (self.versions_done + made) % every == 0 and version < self.last_version
+        return bool(every) and (self.parts.versions_done + made) % every == 0 and version < self.last_version

@@ -27,19 +27,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from headrace.buffer.recovery import Recovered, UnfinishedGroup
-from headrace.buffer.window import Window
+from headrace.buffer.recovery import UnfinishedGroup
 from headrace.errors import HeadraceError, PeerDied
 from headrace.pipeline.attempts import Attempts
 from headrace.pipeline.batches import recorded_batches, warm_start_batches
 from headrace.pipeline.episodes import Episodes
 from headrace.pipeline.parts import Parts
-from headrace.pipeline.recording import Recorder
 from headrace.pipeline.steps import Steps
 from headrace.pipeline.versions import Versions
 from headrace.pipeline.waits import EngineWatch
 from headrace.rollouts.base import AnyEpisode
-from headrace.tasks.base import Task
 from headrace.training.base import Checkpoint
 from headrace.types import Batch, Group
 
@@ -52,6 +49,8 @@ class Recovery:
         self._versions = versions
         self._steps = steps
         self._watch = watch
+        self.unfinished = self._restore_groups()
+        """The groups that a previous process had in flight, oldest first. The window holds them already."""
 
     # ---- an engine
 
@@ -146,11 +145,43 @@ class Recovery:
             if await self._steps.train_known(batch) is None:
                 return
 
+    def _restore_groups(self) -> list[UnfinishedGroup]:
+        """Give the groups of a previous process their slots back, before anything new begins.
+
+        Every such group either continues, and is returned, or ends here with a reason. Lost tokens are counted.
+        """
+        before, recorder, checkpoint = self._parts.before, self._parts.recorder, self._parts.checkpoint
+        if before.last_version < 0:
+            return []
+        prompts = {prompt.id for prompt in self._parts.task.train} if before.unfinished else set()
+        known = [left for left in before.unfinished if left.prompt in prompts]
+        refused = set(self._parts.window.restore([(left.id, left.version) for left in known], before.overtakers))
+        lost, going_on = 0, []
+        for left in before.unfinished:
+            group = left.group()
+            recorder.resumed(group, left.members)
+            if left.prompt in prompts and left.id not in refused:
+                going_on.append(left)
+                continue
+            lost += sum(rollout.trained_tokens for rollout in left.rollouts)
+            lost += sum(trace.trained_tokens for traces in left.partial.values() for trace in traces)
+            reason = "no slot after a resume" if left.id in refused else "its prompt is gone"
+            recorder.group_ended(group, "dropped", reason)
+        unfinished = sum(not left.complete for left in going_on)
+        if going_on or before.resume_step > checkpoint.step:
+            recorder.note(
+                f"resumed: {before.resume_step - checkpoint.step} steps are trained again from the journal, "
+                f"{len(going_on) - unfinished} groups are ready, {unfinished} go on from their saved tokens"
+            )
+        unseen = before.unseen_tokens if unfinished else 0
+        recorder.run_resumed((checkpoint.step, before.resume_step), lost + unseen)
+        return going_on
+
     def resume_groups(self, attempts: Attempts, episodes: Episodes) -> list[tuple[Group, list[AnyEpisode]]]:
         """Judge the groups that were complete. Return the others, with episodes that use their saved tokens."""
         unfinished = []
-        prompts = {prompt.id: prompt for prompt in self._parts.task.train} if self._parts.unfinished else {}
-        for left in self._parts.unfinished:
+        prompts = {prompt.id: prompt for prompt in self._parts.task.train} if self.unfinished else {}
+        for left in self.unfinished:
             group = left.group(prompts[left.prompt])
             if left.complete:
                 attempts.settle(group)
@@ -160,36 +191,3 @@ class Recovery:
             attempts.started(group, resumed, left.partial)
             unfinished.append((group, resumed))
         return unfinished
-
-
-def restore_groups(
-    before: Recovered, window: Window, recorder: Recorder, task: Task, checkpoint: Checkpoint
-) -> list[UnfinishedGroup]:
-    """Give the groups of a previous process their slots back, before anything new begins.
-
-    Every such group either continues, and is returned, or ends here with a reason. Lost tokens are counted.
-    """
-    if before.last_version < 0:
-        return []
-    prompts = {prompt.id for prompt in task.train} if before.unfinished else set()
-    known = [left for left in before.unfinished if left.prompt in prompts]
-    refused = set(window.restore([(left.id, left.version) for left in known], before.overtakers))
-    lost, going_on = 0, []
-    for left in before.unfinished:
-        group = left.group()
-        recorder.resumed(group, left.members)
-        if left.prompt in prompts and left.id not in refused:
-            going_on.append(left)
-            continue
-        lost += sum(rollout.trained_tokens for rollout in left.rollouts)
-        lost += sum(trace.trained_tokens for traces in left.partial.values() for trace in traces)
-        recorder.group_ended(group, "dropped", "no slot after a resume" if left.id in refused else "its prompt is gone")
-    unfinished = sum(not left.complete for left in going_on)
-    if going_on or before.resume_step > checkpoint.step:
-        recorder.note(
-            f"resumed: {before.resume_step - checkpoint.step} steps are trained again from the journal, "
-            f"{len(going_on) - unfinished} groups are ready, {unfinished} go on from their saved tokens"
-        )
-    unseen = before.unseen_tokens if unfinished else 0
-    recorder.run_resumed((checkpoint.step, before.resume_step), lost + unseen)
-    return going_on
