@@ -70,7 +70,6 @@ ARROWS = {
         "review.summary",
         "rollouts",
         "scoring.base",
-        "scoring.stage",
         "tasks.base",
         "tasks.chat",
         "tasks.source",

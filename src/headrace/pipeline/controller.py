@@ -316,8 +316,12 @@ class Controller:
         """Make the request for a step. This happens when the step's turn comes: version ids are known only then."""
         step, version = self.parts.first_step + batches, self.window.version_of(batches - 1)
         batch = make_batch(self.config, groups, step=step, version=version, republished=tuple(self.window.republished))
-        made = version + 1 if batches % self.config.delivery.publish_every == 0 else None
-        return StepRequest(batch, publish=made, parent=version, save=made is not None and self._save_due(made))
+        if batches % self.config.delivery.publish_every:
+            return StepRequest(batch, parent=version)
+        made, every = version + 1, self.config.training.checkpoint_every
+        count = self.parts.versions_done + made - self.window.version_of(0)
+        save = bool(every) and count % every == 0 and made < self.last_version
+        return StepRequest(batch, publish=made, parent=version, save=save)
 
     # ---- DELIVER
 
@@ -355,9 +359,3 @@ class Controller:
         while True:
             await asyncio.sleep(SAVE_SECONDS)
             self.attempts.save()
-
-    # ---- checkpoints
-
-    def _save_due(self, version: int) -> bool:
-        every, made = self.config.training.checkpoint_every, version - self.window.version_of(0)
-        return bool(every) and (self.parts.versions_done + made) % every == 0 and version < self.last_version

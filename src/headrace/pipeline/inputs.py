@@ -32,10 +32,9 @@ from headrace.gateway.agent_main import AgentSetup
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.agents import AgentTask as Agents
 from headrace.reference import call_factory, find_source, import_function, split_reference
-from headrace.scoring.base import Scorer
+from headrace.scoring.base import Scorer, Stage
 from headrace.scoring.functions import is_reward_function
 from headrace.scoring.rewards import WorkerScorer
-from headrace.scoring.stage import Stage
 from headrace.tasks.base import Task
 from headrace.tasks.chat import ChatFormat
 from headrace.tasks.dataset import SingleTurnTask, check_disjoint, load_prompts, split_heldout

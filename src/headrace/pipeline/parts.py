@@ -16,7 +16,7 @@ from headrace.gateway.base import EpisodeMaker
 from headrace.pipeline.recording import Outputs, Recorder
 from headrace.pipeline.waits import Waits
 from headrace.rollouts.base import ChatFormat
-from headrace.scoring.stage import Stage
+from headrace.scoring.base import Stage
 from headrace.tasks.base import Task
 from headrace.tasks.source import PromptSource
 from headrace.training.base import Checkpoint, TrainerHandle

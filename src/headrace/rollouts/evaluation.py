@@ -13,7 +13,7 @@ import msgspec
 
 from headrace.rollouts.base import AnyEpisode
 from headrace.rollouts.groups import run_episode
-from headrace.scoring.base import Scoring
+from headrace.scoring.base import Stage
 from headrace.types import Prompt, Rollout
 
 SHOWN = 8
@@ -51,7 +51,7 @@ class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
 async def evaluate(
     prompts: Sequence[Prompt],
     make_episode: Callable[[Prompt, int], AnyEpisode],
-    scoring: Scoring,
+    scoring: Stage,
     *,
     samples: int = 1,
     concurrency: int = 64,

@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from headrace.rollouts.base import AnyEpisode, Cancelled
-from headrace.scoring.base import Ended, Scoring
+from headrace.scoring.base import Ended, Stage
 from headrace.types import Group, Rollout
 
 STRAGGLER = "straggler"
@@ -37,7 +37,7 @@ async def prepare_group(episodes: Sequence[AnyEpisode]) -> None:
 async def run_group(
     group: Group,
     episodes: Sequence[AnyEpisode],
-    scoring: Scoring,
+    scoring: Stage,
     *,
     min_group: int | None = None,
     straggler_seconds: float = math.inf,
@@ -60,7 +60,7 @@ async def run_group(
     return msgspec.structs.replace(group, rollouts=[task.result() for task in running])
 
 
-async def run_episode(episode: AnyEpisode, scoring: Scoring) -> Rollout:
+async def run_episode(episode: AnyEpisode, scoring: Stage) -> Rollout:
     """Run a prepared episode to its end, and score its rollout.
 
     An episode that is told to end while its rollout is being scored ends as aborted, without a score.

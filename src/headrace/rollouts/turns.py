@@ -21,7 +21,7 @@ from headrace.engines.base import FinishReason, Request, Sampler, closing_deltas
 from headrace.errors import HeadraceError
 from headrace.rollouts.base import AnyEpisode, Cancelled, ChatFormat, EpisodePlan
 from headrace.rollouts.stream import SavedTurns, TokenStream
-from headrace.scoring.base import Scoring, Span, Turn
+from headrace.scoring.base import Span, Stage, Turn
 from headrace.tasks.base import Environment, EnvironmentStep
 from headrace.types import Ending, Int32Array, Rollout, Score, Trace
 
@@ -72,7 +72,7 @@ class Episode(AnyEpisode):
         environment: Environment,
         engine: Sampler,
         chat: ChatFormat,
-        scoring: Scoring | None = None,
+        scoring: Stage | None = None,
     ) -> None:
         """`scoring` is told about tokens as they arrive."""
         super().__init__(plan)

@@ -28,9 +28,6 @@ from headrace.scoring.base import Judgement, ScoreError, number
 
 RewardFunction = Callable[..., Any]
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY,)
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
 
 class Question(msgspec.Struct, kw_only=True):
     """The question to a reward function: a prompt and an answer, as plain data."""
@@ -108,13 +105,13 @@ def call(function: RewardFunction, question: Question) -> Any:
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             named = {**available, **named}
-        elif parameter.kind not in (*_POSITIONAL, *_NAMED):
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             continue
         elif name not in available:
             if parameter.default is inspect.Parameter.empty:
                 has = ", ".join(sorted(question.data)) or "no fields"
                 raise ScoreError(f"the reward function wants {name!r}, which this prompt does not have (it has {has})")
-        elif parameter.kind in _POSITIONAL:
+        elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             positional.append(available.pop(name))
         else:
             named[name] = available[name]

@@ -11,7 +11,7 @@ from headrace.engines.base import Engine, Sampling
 from headrace.engines.fake import FakeEngine
 from headrace.rollouts.base import EpisodePlan
 from headrace.rollouts.turns import Episode
-from headrace.scoring.base import Scoring
+from headrace.scoring.base import Stage
 from headrace.tasks.base import EnvironmentStep
 from headrace.types import Int32Array, Prompt
 
@@ -97,7 +97,7 @@ def episode(
     max_turns: int = 4,
     seed: int = 5,
     stop: tuple[int, ...] = (),
-    scoring: Scoring | None = None,
+    scoring: Stage | None = None,
 ) -> Episode:
     plan = EpisodePlan(
         id=id or f"9/{index}",

@@ -8,7 +8,7 @@ from rollout_parts import Script, done, episode
 from headrace.engines.fake import FakeEngine, lognormal_lengths
 from headrace.rollouts.evaluation import EvaluationResult, evaluate
 from headrace.rollouts.turns import Episode
-from headrace.scoring.stage import Stage
+from headrace.scoring.base import Stage
 from headrace.types import Prompt
 
 PROMPTS = [Prompt(id=f"p{i}", messages=[{"role": "user", "content": f"what is {i}?"}]) for i in range(5)]

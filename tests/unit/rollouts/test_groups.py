@@ -10,7 +10,7 @@ from headrace.engines.fake import FakeEngine, lognormal_lengths
 from headrace.rollouts.base import derive_seed
 from headrace.rollouts.groups import cancel_group, discard_group, prepare_group, run_group
 from headrace.rollouts.turns import Episode
-from headrace.scoring.stage import Stage
+from headrace.scoring.base import Stage
 from headrace.types import Group, Prompt
 
 

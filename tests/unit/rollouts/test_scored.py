@@ -15,8 +15,7 @@ from headrace.rollouts.base import EpisodePlan
 from headrace.rollouts.evaluation import evaluate
 from headrace.rollouts.groups import cancel_group, prepare_group, run_episode, run_group
 from headrace.rollouts.turns import Episode
-from headrace.scoring.base import Ended, Scorer, Span
-from headrace.scoring.stage import Stage
+from headrace.scoring.base import Ended, Scorer, Span, Stage
 from headrace.types import NO_VERSION, Group, Prompt, Score
 
 
