@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ import msgspec
 from headrace.buffer.journal import Journal
 from headrace.channel.events import Events
 from headrace.cluster.launchers.choice import make_launcher
-from headrace.cluster.mps import Mps, environment_of_workers, start_mps, sweep_daemons
+from headrace.cluster.mps import environment_of_workers, start_mps, sweep_daemons
 from headrace.cluster.supervision import Fleet
 from headrace.config import Config
 from headrace.config.memory import LONGEST_DEFAULT
@@ -48,50 +47,34 @@ if TYPE_CHECKING:
 TRAINER = "trainer-0"
 
 
-@dataclass(frozen=True)
 class Workers:
-    """The worker processes of a run, and the handles to talk to them."""
+    """The worker processes of a run, ready to be started, and the handles to talk to them."""
 
-    fleet: Fleet
-    engines: dict[str, RemoteEngine]
-    trainer: RemoteTrainer
-    events: Events
-    mps: Mps | None = None
-    no_mps: str = ""
-    """Why NVIDIA's MPS daemon does not run although it was asked for; empty otherwise."""
-
-
-def make_workers(config: Config, run_dir: RunDir) -> Workers:
-    """Make the worker processes of a run, ready to be started."""
-    prepare(config.delivery, run_dir.path)
-    (run_dir.path / RENDEZVOUS).unlink(missing_ok=True)
-    trainers = [("trainer", rank) for rank in range(config.training.ranks)]
-    engines = [("engine", rank) for rank in range(config.engine.processes)]
-    # Trainer ranks depend on each other: if one of several dies, the run ends and is resumed as a whole.
-    restarted = engines if len(trainers) > 1 else [*trainers, *engines]
-    sweep_daemons()
-    mps, no_mps = start_mps(config)
-    events = Events()
-    fleet = Fleet(
-        make_launcher(config, environment_of_workers(mps, no_mps)),
-        run_dir.path,
-        [*trainers, *engines],
-        events,
-        {f"{role}-{rank}": config.pipeline.restarts for role, rank in restarted},
-    )
-    stall = config.pipeline.stall_seconds
-    others = [f"{role}-{rank}" for role, rank in trainers[1:]]
-    return Workers(
-        fleet=fleet,
-        engines={
-            name: RemoteEngine(fleet.hub, name, load_deadline=config.delivery.deadline, token_deadline=stall)
+    def __init__(self, config: Config, run_dir: RunDir) -> None:
+        prepare(config.delivery, run_dir.path)
+        (run_dir.path / RENDEZVOUS).unlink(missing_ok=True)
+        trainers = [("trainer", rank) for rank in range(config.training.ranks)]
+        engines = [("engine", rank) for rank in range(config.engine.processes)]
+        # Trainer ranks depend on each other: if one of several dies, the run ends and is resumed as a whole.
+        restarted = engines if len(trainers) > 1 else [*trainers, *engines]
+        sweep_daemons()
+        self.mps, self.no_mps = start_mps(config)
+        """NVIDIA's MPS daemon, and why it does not run although it was asked for (empty otherwise)."""
+        self.events = Events()
+        self.fleet = Fleet(
+            make_launcher(config, environment_of_workers(self.mps, self.no_mps)),
+            run_dir.path,
+            [*trainers, *engines],
+            self.events,
+            {f"{role}-{rank}": config.pipeline.restarts for role, rank in restarted},
+        )
+        stall, deadline = config.pipeline.stall_seconds, config.delivery.deadline
+        self.engines = {
+            name: RemoteEngine(self.fleet.hub, name, load_deadline=deadline, token_deadline=stall)
             for name in (f"{role}-{rank}" for role, rank in engines)
-        },
-        trainer=RemoteTrainer(fleet.hub, TRAINER, deadline=max(stall, config.delivery.deadline), others=others),
-        events=events,
-        mps=mps,
-        no_mps=no_mps,
-    )
+        }
+        others = [f"{role}-{rank}" for role, rank in trainers[1:]]
+        self.trainer = RemoteTrainer(self.fleet.hub, TRAINER, deadline=max(stall, deadline), others=others)
 
 
 def assemble_with_workers(
@@ -154,8 +137,8 @@ def make_gateway(
     config: Config, task: Task, chat: ChatFormat, pool: EnginePool, run_dir: RunDir, progress: Progress
 ) -> Gateway | None:
     """Make the gateway if the configuration asks for one."""
-    agents = isinstance(task, AgentTask)
-    if not agents and not config.gateway.serve:
+    own = task if isinstance(task, AgentTask) else None
+    if own is None and not config.gateway.serve:
         return None
     # The gateway's HTTP library is loaded only when it is used.
     from headrace.gateway.gateway import KEY_VARIABLE, Gateway
@@ -172,8 +155,8 @@ def make_gateway(
         max_tokens=config.rollouts.max_tokens,
         max_turns=config.rollouts.max_turns,
         stop_token_ids=tuple(chat.token_id(token) for token in config.rollouts.stop),
-        agents=task.agents if isinstance(task, AgentTask) else None,
-        session_seconds=task.timeout if isinstance(task, AgentTask) else config.pipeline.stall_seconds,
+        agents=None if own is None else own.agents,
+        session_seconds=config.pipeline.stall_seconds if own is None else own.timeout,
         file=run_dir.path / "gateway.json",
         note=progress.note,
     )

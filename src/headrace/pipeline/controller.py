@@ -80,7 +80,6 @@ class Controller:
         trained = parts.checkpoint.step if parts.checkpoint.found else -self.config.warm_start.steps
         self.steps = Steps(parts.trainer, parts.waits, parts.stopping, trained)
         self.recovery = Recovery(parts, self.versions, self.steps, self.watch)
-        self.first_version = parts.window.first_version
         self.total_batches = (self.config.run.versions - parts.versions_done) * self.config.delivery.publish_every
         self._at_trainer = 0
         self._trained_batches = 0
@@ -113,7 +112,7 @@ class Controller:
         if self.stopping:
             return
         self.versions.asked = True
-        await self.steps.publish(self.first_version, self.parts.checkpoint.version)
+        await self.steps.publish(self.window.first_version, self.parts.checkpoint.version)
         while self.proved == NO_VERSION:
             await self._deliver_next()
         await self.evaluations.evaluate("before", self.proved)
@@ -122,7 +121,7 @@ class Controller:
         """Train on the task's demonstrations. The last of these steps has number 0; the journal marks all of them."""
         if self.config.warm_start.steps:
             self.recorder.shown.phase = "warm start"
-        for batch in warm_start_batches(self.config, self.parts.task, self.parts.chat, self.first_version):
+        for batch in warm_start_batches(self.config, self.parts.task, self.parts.chat, self.window.first_version):
             report = await self.steps.train_known(batch)
             if report is None:
                 return
@@ -185,15 +184,7 @@ class Controller:
                     self._handle(event, tasks)
 
     def _handle(self, event: Event, tasks: asyncio.TaskGroup) -> None:
-        """Handle one event.
-
-        event          from                     what happens
-        Heard          a worker's message       tokens go to their episodes, a version is sent, a heartbeat is recorded
-        GroupScored    a group's task           the group is judged, and enters the window or leaves it with a reason
-        VersionProved  a delivery to an engine  the engine serves the version, or the version is sent again
-        Died           supervision              see `recovery`
-        Returned       supervision              see `recovery`
-        """
+        """Handle one event. `recovery` describes what follows the death and the return of a process."""
         match event:
             case Heard(engine, Deltas() as tokens):
                 self.parts.remote[engine].deliver(tokens.deltas)

@@ -25,7 +25,7 @@ from headrace.delivery.setup import clean
 from headrace.errors import DiskError, HeadraceError, UserError
 from headrace.gateway.base import AgentServer
 from headrace.observe.progress import Progress
-from headrace.pipeline.assembly import TRAINER, Workers, assemble_with_workers, make_workers
+from headrace.pipeline.assembly import TRAINER, Workers, assemble_with_workers
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask, check_inputs
 from headrace.pipeline.waits import Waits, write_status
@@ -83,7 +83,7 @@ class RunSession:
         self.progress.start()
         workers: Workers | None = None
         try:
-            workers = make_workers(self.config, self.run_dir)
+            workers = Workers(self.config, self.run_dir)
             if workers.no_mps:
                 said = f'[pipeline] one_gpu = "mps": {workers.no_mps}'
                 self.progress.note(f"{said}; trainer and engines take turns instead")

@@ -146,11 +146,9 @@ class AnyEpisode(ABC):
 
     async def interruptible(self, call: Coroutine[Any, Any, T]) -> T:
         """Await a call in its own task, which `cancel` can end. Raises `Cancelled` if the episode was told to end."""
-        try:
-            self.check_cancelled()
-        except Cancelled:
+        if self.cancelled is not None:
             call.close()
-            raise
+            raise Cancelled
         self._calling = asyncio.create_task(call)
         try:
             answer: T = await self._calling

@@ -70,7 +70,11 @@ async def evaluate(
             finally:
                 await episode.discard()
             if p < SHOWN and sample == 0:
-                answers[p] = _answer(prompt, episode, rollout)
+                question = prompt.text if prompt.text is not None else (prompt.messages or [{}])[-1].get("content", "")
+                answer = rollout.reason if rollout.ending == "failed" else episode.answer
+                answers[p] = EvaluatedAnswer(
+                    prompt=prompt.id, question=question, answer=answer, reward=_reward(rollout)
+                )
 
     async with asyncio.TaskGroup() as tasks:
         for number in range(min(concurrency, len(prompts) * samples)):
@@ -91,9 +95,3 @@ async def evaluate(
 
 def _reward(rollout: Rollout) -> float:
     return 0.0 if rollout.ending == "failed" or rollout.reward is None else rollout.reward
-
-
-def _answer(prompt: Prompt, episode: AnyEpisode, rollout: Rollout) -> EvaluatedAnswer:
-    question = prompt.text if prompt.text is not None else (prompt.messages or [{}])[-1].get("content", "")
-    answer = rollout.reason if rollout.ending == "failed" else episode.answer
-    return EvaluatedAnswer(prompt=prompt.id, question=question, answer=answer, reward=_reward(rollout))

@@ -87,10 +87,6 @@ class TokenStream:
             known += len(part)
         return Trace.joined(late)
 
-    def token_ids(self) -> Int32Array:
-        """Return the token ids so far."""
-        return self.trace().token_ids
-
     def _append(self, part: Trace) -> Trace:
         if len(part):
             self._parts.append(part)

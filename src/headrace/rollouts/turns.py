@@ -12,6 +12,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -108,7 +109,7 @@ class Episode(AnyEpisode):
     @property
     def answer(self) -> str:
         """Everything after the opening, as text for people to read."""
-        return self._chat.decode(self._stream.token_ids()[self._opening_tokens :])
+        return self._chat.decode(self._stream.trace().token_ids[self._opening_tokens :])
 
     def since(self, start: int) -> Trace | None:
         """Return the tokens after the first `start`, or None if there are none."""
@@ -164,7 +165,11 @@ class Episode(AnyEpisode):
         while True:
             turn_ids, finish = await self._sample_turn()
             stopped = finish == "stop"
-            step = await self._step(self._say(turn_ids, stopped=stopped))
+            end = len(self._stream)
+            with foreign("chat.decode"):
+                text = self._chat.decode(turn_ids[:-1] if stopped else turn_ids)
+            self._turns.append(Turn(0, end - len(turn_ids), end, partial(str, text)))
+            step = await self._step(text)
             self._metrics |= step.metrics
             if step.done or not stopped or len(self._turns) >= self.plan.max_turns or self._budget == 0:
                 ending: Ending = "finished" if stopped and step.done else "truncated"
@@ -174,14 +179,6 @@ class Episode(AnyEpisode):
                 context = self._chat.continue_(step.messages, ended=ended)
             self._expect(context)
             self._tell(self._stream.append_context(context))
-
-    def _say(self, turn_ids: Int32Array, *, stopped: bool) -> str:
-        """Record the turn that has just ended as a turn of the rollout, and return its text."""
-        end = len(self._stream)
-        with foreign("chat.decode"):
-            text = self._chat.decode(turn_ids[:-1] if stopped else turn_ids)
-        self._turns.append(Turn(0, end - len(turn_ids), end, lambda: text))
-        return text
 
     def _expect(self, context: Int32Array) -> None:
         self._saved.expect(context)
@@ -200,7 +197,7 @@ class Episode(AnyEpisode):
         saved, whole = self._saved.next_turn()
         if saved is not None:
             self._tell(self._stream.append_recorded(saved))
-            ids = self._stream.token_ids()[start:]
+            ids = self._stream.trace().token_ids[start:]
             if whole or int(ids[-1]) in self._sampling.stop_token_ids:
                 return ids, "stop"
             if self._budget <= 0:
@@ -211,7 +208,7 @@ class Episode(AnyEpisode):
             finish = await self._sample()
             self.check_cancelled()
             if finish != "aborted":
-                return self._stream.token_ids()[start:], finish
+                return self._stream.trace().token_ids[start:], finish
             fruitless = fruitless + 1 if len(self._stream) == before else 0
             if fruitless > FRUITLESS_RESUMES:
                 raise EpisodeFailed(f"{self._engine.name} aborted {fruitless} times in a row without a token")
@@ -221,7 +218,7 @@ class Episode(AnyEpisode):
         self.check_cancelled()
         request = Request(
             id=f"{self.id}/{self._requests}",
-            token_ids=self._stream.token_ids(),
+            token_ids=self._stream.trace().token_ids,
             sampling=msgspec.structs.replace(self._sampling, max_tokens=self._budget),
             group=self.plan.group,
             priority=self.plan.priority,

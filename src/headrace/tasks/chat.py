@@ -121,21 +121,19 @@ class ChatFormat:
 
     def _following(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> str:
         """Return the text between the policy's turn and its next one, including the end of the turn."""
-        found = {self._after_turn(dummy, messages, tools) for dummy in _DUMMIES}
+        template, found = self._chat_template(), set()
+        for dummy in _DUMMIES:
+            turns = [_OPENING, {"role": "assistant", "content": dummy}]
+            _, before, end = template.render(turns, add_generation_prompt=False, tools=tools).partition(dummy)
+            rendered = template.render([*turns, *messages], add_generation_prompt=True, tools=tools)
+            _, again, following = rendered.partition(dummy)
+            found.add(following if before and again and following.startswith(end) else None)
         if len(found) != 1 or None in found:
             raise ModelError(
                 f"{self._origin}: the chat template rewrites an assistant's turn when messages follow it; "
                 "episodes of several turns need one that only appends"
             )
         return str(found.pop())
-
-    def _after_turn(self, dummy: str, messages: Sequence[Mapping[str, Any]], tools: Tools) -> str | None:
-        template = self._chat_template()
-        turns = [_OPENING, {"role": "assistant", "content": dummy}]
-        _, found, end = template.render(turns, add_generation_prompt=False, tools=tools).partition(dummy)
-        rendered = template.render([*turns, *messages], add_generation_prompt=True, tools=tools)
-        _, again, following = rendered.partition(dummy)
-        return following if found and again and following.startswith(end) else None
 
     def _end_of_turn(self) -> int | None:
         """Return the special token that the template writes right after an assistant's turn; None if it writes none."""
