@@ -66,10 +66,7 @@ class Deliveries:
                 loops.create_task(self._engine_loop(engine), name=f"deliver to {engine.name}")
 
     async def deliver(self, manifest: Manifest) -> bool:
-        """Wait until enough engines have proved this version, then declare it. The version must have been sent before.
-
-        Return False if the version became void first.
-        """
+        """Wait until enough engines have proved a sent version, then declare it. Return False if it became void."""
         self._waits.ring()
         await self._waits.until(
             "deliver",

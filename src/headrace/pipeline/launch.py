@@ -252,7 +252,5 @@ def resume_run(path: str | Path, progress: Progress, settings: Iterable[str] = (
 def changes(before: Config, after: Config) -> list[str]:
     """Return one line for each key that differs."""
     old, new = dump_config(before).splitlines(), dump_config(after).splitlines()
-    gone, come = set(old) - set(new), set(new) - set(old)
-    return [f"config was: {line}" for line in old if line in gone] + [
-        f"config is:  {line}" for line in new if line in come
-    ]
+    was = [f"config was: {line}" for line in old if line not in new]
+    return was + [f"config is:  {line}" for line in new if line not in old]

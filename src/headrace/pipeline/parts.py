@@ -64,13 +64,11 @@ class Parts:
         self.remote = remote or {}
         """The engines of the pool that run in their own processes, by name."""
         self.scoring = scoring or Stage()
-        """The stage that scores every rollout when it has ended. Without scorers, the environment or the agent gives
-        the reward."""
+        """The stage that scores every rollout. Without scorers, the environment or the agent gives the reward."""
         self.agents = agents
         """The maker of episodes if agents take the turns. If None, episodes come from the task's environments."""
         self.first_step = before.resume_step
-        """The number of optimizer steps behind the first version: the steps of the checkpoint, plus the steps after the
-        checkpoint that are trained again."""
+        """The optimizer steps behind the first version: those of the checkpoint, and those that are trained again."""
         self.versions_done = before.resume_step // every
         self.window = window or Window(
             buffer.groups,

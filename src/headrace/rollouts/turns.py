@@ -121,7 +121,11 @@ class Episode(AnyEpisode):
             return
         self._prepared = True
         try:
-            opening = self._open(await self._ask("environment.reset", self._environment.reset))
+            messages = await self._ask("environment.reset", self._environment.reset)
+            if not messages and self.prompt.text is None:
+                raise EpisodeFailed("the environment opened without a message and the prompt has no text")
+            with foreign("the opening"):
+                opening = self._chat.open(messages) if messages else self._chat.encode(self.prompt.text or "")
             self._opening_tokens = len(opening)
             self._expect(opening)
             prefix = self.plan.prefix
@@ -262,14 +266,6 @@ class Episode(AnyEpisode):
                 reward=None if step.reward is None else float(step.reward),
                 metrics={name: float(value) for name, value in step.metrics.items()},
             )
-
-    def _open(self, messages: list[dict[str, str]]) -> Int32Array:
-        with foreign("the opening"):
-            if messages:
-                return self._chat.open(messages)
-            if self.prompt.text is not None:
-                return self._chat.encode(self.prompt.text)
-        raise EpisodeFailed("the environment opened without a message and the prompt has no text")
 
     async def _ask(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """Return the environment's answer to this call, unless the episode is told to end meanwhile."""

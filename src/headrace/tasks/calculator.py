@@ -148,18 +148,16 @@ def _expressions(rng: random.Random, count: int, digits: int, operations: int, o
     """Return different expressions, in the order in which the seed gives them."""
     found: dict[str, None] = {}
     for _ in range(20 * count + 1000):
-        if len(found) == count:
-            break
         parts = [str(rng.randrange(10**digits))]
         for _ in range(operations):
             parts += [rng.choice(list(operators)), str(rng.randrange(10**digits))]
         found["".join(parts)] = None
-    if len(found) < count:
-        raise ConfigError(
-            f"[task] config: calculator has too few expressions of {digits} digits and {operations} operations "
-            f"for {count} prompts"
-        )
-    return list(found)
+        if len(found) == count:
+            return list(found)
+    raise ConfigError(
+        f"[task] config: calculator has too few expressions of {digits} digits and {operations} operations "
+        f"for {count} prompts"
+    )
 
 
 def _equal(answer: str, right: str) -> bool:

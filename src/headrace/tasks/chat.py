@@ -28,7 +28,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.types import Int32Array
 
 Tools = Sequence[Mapping[str, Any]] | None
-"""The descriptions of functions that the policy may call, for the chat template."""
+"""The descriptions of functions that the policy may call, as the template wants them (usually OpenAI's JSON)."""
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OPENING = {"role": "user", "content": "Hello"}
@@ -259,10 +259,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: Tools = None,
     ) -> str:
-        """Return the conversation as text. With the generation prompt, it ends where the assistant's next turn begins.
-
-        `tools` holds descriptions of functions, in the form that the template wants (usually OpenAI's JSON).
-        """
+        """Return the conversation as text. With the generation prompt, it ends where the assistant's turn begins."""
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],

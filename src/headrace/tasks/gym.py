@@ -205,12 +205,10 @@ def _distinct(name: str, dataset: Any, count: int) -> list[dict[str, Any]]:
     """Return `count` entries with different questions."""
     found: dict[str, dict[str, Any]] = {}
     for index in range(len(dataset)):
-        if len(found) == count:
-            break
         entry = dataset[index]
         found.setdefault(entry["question"], entry)
-    if len(found) < count:
-        raise ConfigError(
-            f"[evaluate] prompts: {name} gave only {len(found)} different questions in {len(dataset)}, not {count}"
-        )
-    return list(found.values())
+        if len(found) == count:
+            return list(found.values())
+    raise ConfigError(
+        f"[evaluate] prompts: {name} gave only {len(found)} different questions in {len(dataset)}, not {count}"
+    )

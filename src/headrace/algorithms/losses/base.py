@@ -4,18 +4,10 @@ A loss knows no batches or weights, and it never normalises: the step multiplies
 adds them up. Metrics are sums over tokens, so the metrics of micro-batches add up too. All tokens of a sequence come in
 one call, so a loss may look at whole sequences.
 
-A minimal loss is a file with a `build` function, selected in the configuration by `loss = "my_loss.py:build"`:
-
-    from headrace.algorithms.losses.base import TokenLoss
-
-    def policy_gradient(inputs):
-        return TokenLoss(-inputs.advantages * inputs.logprobs, {})
-
-    def build(config):
-        return policy_gradient
-
-A loss that needs more declares it beside `build`, see `headrace.config.declared.LossFacts`: `NEEDS = ("reference",)`
-asks for a field of `TokenInputs`, and `READS = ("clip_high",)` names keys of [algorithm].
+A loss of your own is a file with a `build` function, selected in the configuration by `loss = "my_loss.py:build"`
+(docs/extending.md shows one). A loss that needs more declares it beside `build`, see
+`headrace.config.declared.LossFacts`: `NEEDS = ("reference",)` asks for a field of `TokenInputs`, and
+`READS = ("clip_high",)` names keys of [algorithm].
 """
 
 from __future__ import annotations
@@ -103,21 +95,18 @@ def given(field: torch.Tensor | None) -> torch.Tensor:
 
 def build_loss(config: AlgorithmConfig, correct_above: int | None = None) -> Loss:
     """Build the configured loss. With `correct_above`, corrections change only tokens with a larger lag."""
-    loss = LOSSES[config.loss](config) if config.loss in LOSSES else _loss_of_user(config)
+    if config.loss in LOSSES:
+        loss = LOSSES[config.loss](config)
+    else:
+        loss = call_factory(f"[algorithm] loss: {config.loss}", import_function(config.loss), config)
+        if not callable(loss):
+            raise ConfigError(f"[algorithm] loss: {config.loss} returned a {type(loss).__name__}, not a loss function")
     if config.corrections:
         loss = corrected(loss, {name: CORRECTIONS[name](config) for name in config.corrections}, above=correct_above)
     if config.entropy_weight is not None:
         loss = with_entropy(loss, config.entropy_weight)
     if config.kl != "none":
         loss = held_to_reference(loss, config.kl, config.kl_weight)
-    return loss
-
-
-def _loss_of_user(config: AlgorithmConfig) -> Loss:
-    """Build the loss with the user's `build` function, which `[algorithm] loss` refers to."""
-    loss: Loss = call_factory(f"[algorithm] loss: {config.loss}", import_function(config.loss), config)
-    if not callable(loss):
-        raise ConfigError(f"[algorithm] loss: {config.loss} returned a {type(loss).__name__}, not a loss function")
     return loss
 
 
@@ -152,10 +141,7 @@ def corrected(loss: Loss, corrections: Mapping[str, Correction], above: int | No
 
 
 def with_entropy(loss: Loss, weight: float) -> Loss:
-    """Return the loss minus weight x entropy at every trained token. With weight 0 the entropy is only measured.
-
-    The entropy is that of the sampling distribution: at the sampling temperature, over the tokens that sampling kept.
-    """
+    """Return the loss minus weight x entropy at every trained token. With weight 0 the entropy is only measured."""
 
     def whole(inputs: TokenInputs) -> TokenLoss:
         result, entropy = loss(inputs), given(inputs.entropy)
