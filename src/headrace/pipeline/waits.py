@@ -61,8 +61,10 @@ class Waits:
         self._book[owner] = (what, self._clock())
         try:
             while not condition():
+                # Not `wait_for`: in Python 3.11 it loses a cancellation that comes together with the bell.
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._bell.wait(), LOOK_SECONDS)
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await self._bell.wait()
         finally:
             del self._book[owner]
 
