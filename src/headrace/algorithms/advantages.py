@@ -25,10 +25,8 @@ AdvantageFunction = Callable[[Sequence[FloatArray]], list[FloatArray]]
 """A function from the rewards of each group of a step to the advantages of each group."""
 
 COMPARES = ("grpo", "dr_grpo", "rloo", "maxrl")
-"""The estimators that compare the answers of a group with each other, and so need at least two answers.
-
-The check of the configuration reads this assignment from the source, without importing this file.
-"""
+"""The estimators that compare the answers of a group with each other, and so need at least two answers. The check of
+the configuration reads this assignment from the source, without importing this file."""
 EPSILON = 1e-6
 """The constant that is added to a standard deviation: small compared with any real spread of rewards, large compared
 with rounding."""

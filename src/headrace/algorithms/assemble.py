@@ -46,9 +46,13 @@ def assemble(
         sorted(group.usable, key=lambda rollout: rollout.index) for group in sorted(groups, key=lambda group: group.id)
     ]
 
+    everyone = [rollout for rollouts in ordered for rollout in rollouts]
+    if unjudged := [rollout.id for rollout in everyone if rollout.reward is None]:
+        raise ValueError(f"rollout {unjudged[0]} has not been judged")
+
     def rewards(rollouts: Sequence[Rollout]) -> FloatArray:
         return shaped(
-            np.array([_reward(rollout) for rollout in rollouts], np.float64),
+            np.array([rollout.reward for rollout in rollouts], np.float64),
             np.array([rollout.sampled_tokens for rollout in rollouts], np.int32),
             max_tokens=max_tokens,
             overlong_buffer=overlong_buffer,
@@ -56,7 +60,6 @@ def assemble(
             length_penalty=length_penalty,
         )
 
-    everyone = [rollout for rollouts in ordered for rollout in rollouts]
     total = sum(rollout.trained_tokens for rollout in everyone)
     counted = sum(rollout.trained_tokens > 0 for rollout in everyone)
 
@@ -120,12 +123,6 @@ def assemble_demonstrations(
     weight = 1.0 / max(sum(trace.trained_tokens for trace in traces), 1)
     named = {"step": step, "version": version, "policy": policy, "objective": "imitation"}
     return _batch(traces, [1.0] * n, [weight] * n, list(range(n)), **named)
-
-
-def _reward(rollout: Rollout) -> float:
-    if rollout.reward is None:
-        raise ValueError(f"rollout {rollout.id} has not been judged")
-    return rollout.reward
 
 
 def _batch(

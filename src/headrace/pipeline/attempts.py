@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from headrace.buffer.filters import Filter, filter_group
@@ -72,14 +72,13 @@ class Attempts:
         """Return the next attempt. Salvaged attempts come before prompts that have not been tried yet."""
         return self._salvaged.popleft() if self._salvaged else Attempt(self._source.draw(group_id))
 
-    def started(
-        self, group: Group, episodes: list[AnyEpisode], saved: Mapping[str, Sequence[Trace]] | None = None
-    ) -> None:
-        """Record that an attempt is under way. `saved` holds its traces of a previous process, by rollout."""
+    def started(self, group: Group, episodes: list[AnyEpisode]) -> None:
+        """Record that an attempt is under way. Traces of a previous process are in the journal already."""
         self.running[group.id] = episodes
-        for rollout, traces in (saved or {}).items():
-            self._saved[rollout] = sum(len(trace) for trace in traces)
-            self._resumed.add(rollout)
+        for episode in episodes:
+            if episode.plan.saved:
+                self._saved[episode.id] = sum(len(trace) for trace in episode.plan.saved)
+                self._resumed.add(episode.id)
 
     def save(self) -> None:
         """Journal the new tokens of all running rollouts."""

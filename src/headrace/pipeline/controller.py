@@ -85,11 +85,6 @@ class Controller:
         self._trained_batches = 0
 
     @property
-    def proved(self) -> int:
-        """The newest version that was declared proved. New groups begin under this version."""
-        return self.versions.proved
-
-    @property
     def stopping(self) -> bool:
         """Whether Ctrl-C was pressed: nothing new begins, and batches in training are finished."""
         return self.parts.stopping.is_set()
@@ -113,9 +108,9 @@ class Controller:
             return
         self.versions.asked = True
         await self.steps.publish(self.window.first_version, self.parts.checkpoint.version)
-        while self.proved == NO_VERSION:
+        while self.versions.proved == NO_VERSION:
             await self._deliver_next()
-        await self.evaluations.evaluate("before", self.proved)
+        await self.evaluations.evaluate("before", self.versions.proved)
 
     async def _warm_start(self) -> None:
         """Train on the task's demonstrations. The last of these steps has number 0; the journal marks all of them."""
@@ -149,9 +144,9 @@ class Controller:
 
     async def finish(self) -> None:
         """Evaluate the last version and save it."""
-        await self.evaluations.evaluate("after", self.proved)
-        if self.proved >= 0:
-            self.recorder.saved(self.proved, await self.steps.save(self.proved))
+        await self.evaluations.evaluate("after", self.versions.proved)
+        if self.versions.proved >= 0:
+            self.recorder.saved(self.versions.proved, await self.steps.save(self.versions.proved))
             self.waits.moved()
 
     def stop(self) -> None:
@@ -247,7 +242,7 @@ class Controller:
     def _admit(self) -> tuple[Group, list[AnyEpisode]]:
         group_id = next(self.recorder.group_ids)
         attempt = self.attempts.next(group_id)
-        group = Group(id=group_id, prompt=attempt.prompt, version=self.proved, policy=self.window.policy)
+        group = Group(id=group_id, prompt=attempt.prompt, version=self.versions.proved, policy=self.window.policy)
         self.window.admit(group.id, group.version)
         episodes = self.episodes.of_group(group, range(self.config.rollouts.group_size), prefixes=attempt.prefixes)
         self.recorder.admitted(group, [episode.id for episode in episodes], drawn=self.parts.source.position)
@@ -318,28 +313,28 @@ class Controller:
 
     async def deliver_loop(self, tasks: asyncio.TaskGroup) -> None:
         """Deliver every published version to the engines, then free the slots of the groups that it was trained on."""
-        while self.proved < self.last_version and not self._delivered_all():
+        while self.versions.proved < self.last_version and not self._delivered_all():
             if not await self._deliver_next():
                 return
-            if self.proved < self.last_version:
-                await self.evaluations.proved(self.proved, tasks)
-            self.window.release(self.proved)
+            if self.versions.proved < self.last_version:
+                await self.evaluations.proved(self.versions.proved, tasks)
+            self.window.release(self.versions.proved)
             self.waits.moved()
 
     def _delivered_all(self) -> bool:
         idle = self._at_trainer == 0 and not self.versions.waiting
-        return self.stopping and idle and self.proved >= self.window.trained_version
+        return self.stopping and idle and self.versions.proved >= self.window.trained_version
 
     async def _deliver_next(self) -> bool:
         await self.waits.until(
             "deliver",
-            lambda: f"{self.parts.trainer.name} to publish version {self.proved + 1}",
+            lambda: f"{self.parts.trainer.name} to publish version {self.versions.proved + 1}",
             lambda: self.versions.waiting or self._delivered_all(),
         )
         if not self.versions.waiting:
             return False
         if await self.deliveries.deliver(self.versions.next()):
-            self.recorder.version_proved(self.proved)
+            self.recorder.shown.version = self.parts.versions_done + self.window.count(self.versions.proved)
             self.waits.moved()
         return True
 

@@ -116,14 +116,13 @@ class Evaluations:
         self._parts = parts
         self._config = parts.config.evaluate
         self._episodes = episodes
-        self._stopping = parts.stopping
         self._synchronous = parts.window.depth == 0
         self._running: asyncio.Task[None] | None = None
 
     async def proved(self, version: int, tasks: asyncio.TaskGroup) -> None:
         """Evaluate this version in `tasks` if that is due. The engines hold the version, and it is not the last."""
         due = self._config.every and self._parts.window.count(version) % self._config.every == 0
-        if due and not self._stopping.is_set() and (self._running is None or self._running.done()):
+        if due and not self._parts.stopping.is_set() and (self._running is None or self._running.done()):
             self._running = tasks.create_task(self.evaluate("during", version), name="evaluate")
         if self._synchronous and self._running is not None:
             # Held-out requests must not mix with requests of the next version: they would change its schedule.
@@ -133,7 +132,7 @@ class Evaluations:
         """Answer the held-out prompts and record the result, unless the run is stopped meanwhile."""
         recorder, waits = self._parts.recorder, self._parts.waits
         prompts: Sequence[Prompt] = self._parts.task.heldout
-        if not prompts or self._stopping.is_set():
+        if not prompts or self._parts.stopping.is_set():
             return
         if moment == "during":
             prompts = prompts[: self._config.during or None]
@@ -157,7 +156,7 @@ class Evaluations:
             await waits.until(
                 "evaluate",
                 lambda: f"{len(prompts)} held-out prompts",
-                lambda: evaluation.done() or self._stopping.is_set(),
+                lambda: evaluation.done() or self._parts.stopping.is_set(),
             )
             if evaluation.done():
                 recorder.evaluated(version, moment, evaluation.result(), started)

@@ -69,7 +69,7 @@ class RunSession:
     @property
     def began(self) -> bool:
         """Whether a version was served. From then on the run can be resumed."""
-        return self._controller is not None and self._controller.proved != NO_VERSION
+        return self._controller is not None and self._controller.versions.proved != NO_VERSION
 
     def execute(self) -> RunSession:
         """Run to the end. Raises the `HeadraceError` that ended the run otherwise."""
@@ -154,11 +154,13 @@ class RunSession:
 
     async def _watch_loop(self, workers: Workers, controller: Controller) -> None:
         watch, fleet, limit = controller.watch, workers.fleet, self.config.pipeline.stall_seconds
+        turns = self.config.pipeline.one_gpu == "turns" or bool(workers.no_mps)
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             if fleet.restarting:
                 controller.waits.moved()  # Each restart has its own deadline.
-            if self._trainer_has_the_gpu(workers):
+            if turns and fleet.known_facts(TRAINER).get("device") != "cpu" and fleet.phases.get(TRAINER) == "stepping":
+                # Engines may be waiting for their turn on the GPU, so that their silence is no fault.
                 for name in workers.engines:
                     watch.forget(name)
             for name in watch.stuck(controller.parts.pool.running, limit / 2):
@@ -167,12 +169,6 @@ class RunSession:
                 fleet.kill(name)
             write_status(self.run_dir, controller.status(fleet.phases))
             controller.waits.check(limit)
-
-    def _trainer_has_the_gpu(self, workers: Workers) -> bool:
-        """Return whether engines may be waiting for their turn on the GPU, so that their silence is no fault."""
-        turns = self.config.pipeline.one_gpu == "turns" or bool(workers.no_mps)
-        facts = workers.fleet.known_facts(TRAINER)
-        return turns and facts.get("device") != "cpu" and workers.fleet.phases.get(TRAINER) == "stepping"
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:

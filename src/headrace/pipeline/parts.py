@@ -70,6 +70,7 @@ class Parts:
         self.first_step = before.resume_step
         """The optimizer steps behind the first version: those of the checkpoint, and those that are trained again."""
         self.versions_done = before.resume_step // every
+        """The number of versions that previous processes have made."""
         self.window = window or Window(
             buffer.groups,
             buffer.depth,
@@ -87,7 +88,6 @@ class Parts:
             outputs,
             self.window,
             versions_total=config.run.versions,
-            versions_done=self.versions_done,
             before=before,
             record=config.pipeline.record,
         )

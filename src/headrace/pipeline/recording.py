@@ -60,7 +60,6 @@ class Recorder:
         window: Window,
         *,
         versions_total: int,
-        versions_done: int,
         before: Recovered,
         record: bool = False,
     ) -> None:
@@ -74,7 +73,6 @@ class Recorder:
         self._window = window
         self.group_ids = count(before.next_group)
         """The ids that no group attempt of this run has had."""
-        self._versions_done = versions_done
         self._running: dict[int, tuple[Group, float]] = {}
         """The groups under way, by id, each with the time when it was admitted or taken up from a previous process."""
         self._drift = LengthDrift()
@@ -248,10 +246,6 @@ class Recorder:
         else:
             self.note(f"{proof.engine} refused version {proof.version}: {proof.reason}")
 
-    def version_proved(self, version: int) -> None:
-        """Record that a version is declared proved."""
-        self.shown.version = self._versions_done + self._window.count(version)
-
     def evaluated(self, version: int, moment: Moment, result: EvaluationResult, started: float) -> None:
         """Record the answers to held-out prompts."""
         self._journal.evaluation(
@@ -314,15 +308,14 @@ class Recorder:
         busy = BUSY_MEMORY * before.busy_fraction + (1 - BUSY_MEMORY) * interval.busy_fraction
         self.shown.processes[process] = ProcessActivity(phase=beat.phase, busy_fraction=busy)
 
-    def restarted(self, process: str, reason: str, steps: tuple[int, int] | None = None) -> None:
-        """Record that a process died and is restarted. Its tokens after its last delta are sampled again."""
-        seconds = held_back_seconds(self.ledgers.rollouts.counts().in_flight) + STEP_SECONDS
-        unseen = round(self._activity.died(process) * seconds)
-        self._journal.restarted(process, reason, steps=steps, regenerated_tokens=unseen)
-
-    def run_resumed(self, steps: tuple[int, int], regenerated_tokens: int) -> None:
-        """Record that the run is resumed. The steps from `steps[0] + 1` to `steps[1]` are trained again."""
-        self._journal.restarted("controller", "resumed", steps=steps, regenerated_tokens=regenerated_tokens)
+    def restarted(
+        self, process: str, reason: str, steps: tuple[int, int] | None = None, tokens: int | None = None
+    ) -> None:
+        """Record that a process is restarted. `tokens` (by default those after its last delta) are sampled again."""
+        if tokens is None:
+            seconds = held_back_seconds(self.ledgers.rollouts.counts().in_flight) + STEP_SECONDS
+            tokens = round(self._activity.died(process) * seconds)
+        self._journal.restarted(process, reason, steps=steps, regenerated_tokens=tokens)
 
     def flush(self) -> None:
         """Block until everything recorded so far is committed to the journal. Any thread may call this."""

@@ -174,7 +174,7 @@ class Recovery:
                 f"{len(going_on) - unfinished} groups are ready, {unfinished} go on from their saved tokens"
             )
         unseen = before.unseen_tokens if unfinished else 0
-        recorder.run_resumed((checkpoint.step, before.resume_step), lost + unseen)
+        recorder.restarted("controller", "resumed", (checkpoint.step, before.resume_step), lost + unseen)
         return going_on
 
     def resume_groups(self, attempts: Attempts, episodes: Episodes) -> list[tuple[Group, list[AnyEpisode]]]:
@@ -188,6 +188,6 @@ class Recovery:
                 continue
             members = [int(member.rpartition("/")[2]) for member in left.members]
             resumed = episodes.of_group(group, members, saved=left.partial)
-            attempts.started(group, resumed, left.partial)
+            attempts.started(group, resumed)
             unfinished.append((group, resumed))
         return unfinished

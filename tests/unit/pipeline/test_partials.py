@@ -28,9 +28,9 @@ def test_saved_tokens_are_given_up_when_the_episode_says_so(
 ) -> None:
     recorder = Recorder()
     attempts = Attempts(cast(Any, None), cast(Any, None), cast(Any, recorder), [])
-    episode = cast(Any, SimpleNamespace(id="0/1", discarded=0, since=lambda start: None))
-    saved = {"0/1": [Trace.of_context(np.arange(4, dtype=np.int32))] * traces}
-    attempts.started(Group(id=0, prompt=Prompt(id="p"), version=2), [episode], saved)
+    plan = SimpleNamespace(saved=[Trace.of_context(np.arange(4, dtype=np.int32))] * traces)
+    episode = cast(Any, SimpleNamespace(id="0/1", plan=plan, discarded=0, since=lambda start: None))
+    attempts.started(Group(id=0, prompt=Prompt(id="p"), version=2), [episode])
     attempts.save()
     assert recorder.given_up == [], "what its episode makes of it is not known yet"
     episode.discarded = discarded

@@ -38,7 +38,7 @@ def recorder(tmp_path: Path, notes: Notes) -> Iterator[Recorder]:
     journal = Journal(tmp_path / "journal.db")
     recorder = Recorder(
         Outputs(journal, MetricsLog(tmp_path / "metrics.jsonl"), notes, RunClock.now()), Window(1, 0, 1, None),
-        versions_total=1, versions_done=0, before=journal.recover(step=0, publish_every=1),
+        versions_total=1, before=journal.recover(step=0, publish_every=1),
     )  # fmt: skip
     yield recorder
     recorder.close("finished")

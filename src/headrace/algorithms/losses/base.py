@@ -75,10 +75,7 @@ class Corrected(NamedTuple):
 
 
 Correction = Callable[[TokenInputs], Corrected]
-"""A rule for tokens on which policy and sampler disagree, applied before the loss sees them.
-
-It decides from the recorded ratios. Nothing in it is differentiable.
-"""
+"""A rule for tokens on which policy and sampler disagree. It goes by recorded ratios and is not differentiable."""
 
 LOSSES: dict[str, Callable[[AlgorithmConfig], Loss]] = {}
 """Every policy loss by its name in `[algorithm] loss`. The losses are the modules of `policy`."""
