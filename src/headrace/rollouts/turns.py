@@ -122,10 +122,11 @@ class Episode(AnyEpisode):
         self._prepared = True
         try:
             messages = await self._ask("environment.reset", self._environment.reset)
-            if not messages and self.prompt.text is None:
-                raise EpisodeFailed("the environment opened without a message and the prompt has no text")
+            text = self.prompt.text
             with foreign("the opening"):
-                opening = self._chat.open(messages) if messages else self._chat.encode(self.prompt.text or "")
+                opening = self._chat.open(messages) if messages else None if text is None else self._chat.encode(text)
+            if opening is None:
+                raise EpisodeFailed("the environment opened without a message and the prompt has no text")
             self._opening_tokens = len(opening)
             self._expect(opening)
             prefix = self.plan.prefix
