@@ -43,7 +43,7 @@ def train(
     """
     from headrace.observe.progress import make_progress
     from headrace.pipeline.launch import start_run
-    from headrace.scoring.threads import ThreadScorer
+    from headrace.scoring.rewards import ThreadScorer
 
     config, lines = _config(model, prompts, reward, {"observe.display": display, **(settings or {})})
     scorer = None if isinstance(reward, str) else ThreadScorer(reward, timeout=config.scoring.timeout)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "training"))
 
 from random_models import FAMILIES, model_dir, random_batch, with_experts
 
-from headrace.algorithms.losses.imitation import imitation
+from headrace.algorithms.losses.base import imitation
 from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.models.attention import AttentionCall
 from headrace.models.loading import load_model

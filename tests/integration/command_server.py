@@ -95,7 +95,7 @@ def main() -> None:
     import headrace.cli.main
     import headrace.engines.embedded.building
     import headrace.pipeline.replay
-    import headrace.pipeline.status
+    import headrace.pipeline.waits
     import headrace.training.serving  # noqa: F401
 
     # The collector of a fork, also the one that runs at its end, needs not look at what is loaded.

@@ -58,8 +58,8 @@ def test_the_last_weights_are_those_of_the_checkpoint_to_the_bit(recorded: Path)
     task, chat = check_inputs(config)
     for batch in warm_start_batches(config, task.task, chat, version=0):
         trainer.step(batch)
-    for step in recorded_batches(config, run_dir.journal, 0, VERSIONS):
-        trainer.step(step.batch)
+    for batch in recorded_batches(config, run_dir.journal, 0, VERSIONS):
+        trainer.step(batch)
     saved = load_file(Run(recorded).model_dir / "model.safetensors")
     replayed = {name: tensor.detach().numpy() for name, tensor in trainer.weights().items()}
     assert saved.keys() <= replayed.keys() and len(saved) > 10

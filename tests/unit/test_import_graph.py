@@ -70,8 +70,6 @@ ARROWS = {
         "review.summary",
         "rollouts",
         "scoring.base",
-        "scoring.shuffle",
-        "scoring.stage",
         "tasks.base",
         "tasks.chat",
         "tasks.source",

@@ -4,14 +4,10 @@ All built-in estimators keep two rules. If the rollouts of a group are reordered
 same way. The advantages of each group sum to zero (for `reinforce_plus_plus`: those of the whole step), so rollouts
 that all have the same reward teach nothing. This module imports no torch.
 
-A minimal estimator of your own, selected in the configuration by `advantage = "my_advantage.py:centred"`:
-
-    def centred(groups):
-        return [rewards - rewards.mean() for rewards in groups]
-
-The function gets one array of rewards for each group of the step. It returns one array of advantages for each group,
-with one number for each reward. If the function compares the answers of a group with each other, its file should
-declare `COMPARES = ("centred",)`. A run with `group_size = 1` is then refused before it starts.
+A function of your own is selected in the configuration by `advantage = "my_advantage.py:centred"`. It gets one array of
+rewards for each group of the step, and returns one array of advantages for each group, with one number for each reward.
+If the function compares the answers of a group with each other, its file should declare `COMPARES = ("centred",)`. A
+run with `group_size = 1` is then refused before it starts.
 """
 
 from __future__ import annotations
@@ -29,10 +25,8 @@ AdvantageFunction = Callable[[Sequence[FloatArray]], list[FloatArray]]
 """A function from the rewards of each group of a step to the advantages of each group."""
 
 COMPARES = ("grpo", "dr_grpo", "rloo", "maxrl")
-"""The estimators that compare the answers of a group with each other, and so need at least two answers.
-
-The check of the configuration reads this assignment from the source, without importing this file.
-"""
+"""The estimators that compare the answers of a group with each other, and so need at least two answers. The check of
+the configuration reads this assignment from the source, without importing this file."""
 EPSILON = 1e-6
 """The constant that is added to a standard deviation: small compared with any real spread of rewards, large compared
 with rounding."""

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 
 from headrace.algorithms.advantages import FloatArray, advantages
-from headrace.algorithms.shaping import shaped
 from headrace.types import POLICY, Batch, Group, Int32Array, Kept, Rollout, Trace, join_routing
 
 Normalize = Literal["token", "sequence", "constant"]
@@ -38,7 +37,7 @@ def assemble(
     The weight of a trained token depends on `normalize`. With "token" it is 1 / (trained tokens of the step). With
     "sequence" it is 1 / (rollouts x trained tokens of its rollout), where rollouts without a trained token are not
     counted. With "constant" it is 1 / (groups x group_size x max_tokens). Advantages are computed from rewards shaped
-    by length (see `shaping`). All groups must train the same policy.
+    by length (see `shaped`); the recorded rewards stay as they were judged. All groups must train the same policy.
     """
     policies = {group.policy for group in groups} or {POLICY}
     if len(policies) > 1:
@@ -47,9 +46,13 @@ def assemble(
         sorted(group.usable, key=lambda rollout: rollout.index) for group in sorted(groups, key=lambda group: group.id)
     ]
 
+    everyone = [rollout for rollouts in ordered for rollout in rollouts]
+    if unjudged := [rollout.id for rollout in everyone if rollout.reward is None]:
+        raise ValueError(f"rollout {unjudged[0]} has not been judged")
+
     def rewards(rollouts: Sequence[Rollout]) -> FloatArray:
         return shaped(
-            np.array([_reward(rollout) for rollout in rollouts], np.float64),
+            np.array([rollout.reward for rollout in rollouts], np.float64),
             np.array([rollout.sampled_tokens for rollout in rollouts], np.int32),
             max_tokens=max_tokens,
             overlong_buffer=overlong_buffer,
@@ -57,11 +60,8 @@ def assemble(
             length_penalty=length_penalty,
         )
 
-    rows: list[tuple[Rollout, int, float]] = []
-    for index, values in enumerate(advantages(advantage, [rewards(rollouts) for rollouts in ordered])):
-        rows += [(rollout, index, float(value)) for rollout, value in zip(ordered[index], values, strict=True)]
-    total = sum(rollout.trained_tokens for rollout, _, _ in rows)
-    counted = sum(rollout.trained_tokens > 0 for rollout, _, _ in rows)
+    total = sum(rollout.trained_tokens for rollout in everyone)
+    counted = sum(rollout.trained_tokens > 0 for rollout in everyone)
 
     def weight(rollout: Rollout) -> float:
         if normalize == "token":
@@ -70,17 +70,41 @@ def assemble(
             return 1.0 / max(counted * rollout.trained_tokens, 1)
         return 1.0 / (len(groups) * group_size * max_tokens)
 
-    traces, values_of, weights_of, keys = [], [], [], []
-    for rollout, index, value in rows:
-        for position, trace in enumerate(rollout.traces):
-            traces.append(trace)
-            values_of.append(value)
-            weights_of.append(weight(rollout))
-            # The n-th traces of a group's rollouts begin with the same tokens. The traces of one rollout (several
-            # agents) need not.
-            keys.append((index, position))
+    traces, values_of, weights_of, numbers = [], [], [], []
+    known: dict[tuple[int, int], int] = {}
+    estimated = advantages(advantage, [rewards(rollouts) for rollouts in ordered])
+    for index, (rollouts, values) in enumerate(zip(ordered, estimated, strict=True)):
+        for rollout, value in zip(rollouts, values, strict=True):
+            for position, trace in enumerate(rollout.traces):
+                traces.append(trace)
+                values_of.append(float(value))
+                weights_of.append(weight(rollout))
+                # The n-th traces of a group's rollouts begin with the same tokens. The traces of one rollout (several
+                # agents) need not.
+                numbers.append(known.setdefault((index, position), len(known)))
     named = {"step": step, "version": version, "temperature": temperature, "republished": list(republished)}
-    return _batch(traces, values_of, weights_of, _numbered(keys), **named, policy=policies.pop())
+    return _batch(traces, values_of, weights_of, numbers, **named, policy=policies.pop())
+
+
+def shaped(
+    rewards: FloatArray,
+    lengths: Int32Array,
+    *,
+    max_tokens: int,
+    overlong_buffer: int = 0,
+    overlong_penalty: float = 1.0,
+    length_penalty: float = 0.0,
+) -> FloatArray:
+    """Return the rewards minus the costs of length: `overlong`, and `length_penalty` x length / max_tokens."""
+    cost = overlong(lengths, max_tokens=max_tokens, buffer=overlong_buffer) * overlong_penalty
+    return np.asarray(rewards - cost - length_penalty * (lengths / max_tokens), np.float64)
+
+
+def overlong(lengths: Int32Array, *, max_tokens: int, buffer: int) -> FloatArray:
+    """Return DAPO's soft penalty: 0 up to max_tokens - buffer, then linear to 1 at max_tokens. Buffer 0 is off."""
+    if buffer == 0:
+        return np.zeros(len(lengths), np.float64)
+    return np.asarray(np.clip((lengths - (max_tokens - buffer)) / buffer, 0.0, 1.0), np.float64)
 
 
 def assemble_demonstrations(
@@ -99,17 +123,6 @@ def assemble_demonstrations(
     weight = 1.0 / max(sum(trace.trained_tokens for trace in traces), 1)
     named = {"step": step, "version": version, "policy": policy, "objective": "imitation"}
     return _batch(traces, [1.0] * n, [weight] * n, list(range(n)), **named)
-
-
-def _reward(rollout: Rollout) -> float:
-    if rollout.reward is None:
-        raise ValueError(f"rollout {rollout.id} has not been judged")
-    return rollout.reward
-
-
-def _numbered(keys: Sequence[tuple[int, int]]) -> list[int]:
-    numbers: dict[tuple[int, int], int] = {}
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def _batch(

@@ -33,7 +33,7 @@ from headrace.config import Config, make_config
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.batches import recorded_batches
 from headrace.pipeline.inputs import check_inputs
-from headrace.pipeline.session import RunSession
+from headrace.pipeline.launch import RunSession
 from headrace.review.summary import read_ledgers
 from headrace.run_dir import RunDir
 from headrace.types import NO_VERSION, Group, Prompt, Rollout, Trace, Version

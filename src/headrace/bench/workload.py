@@ -21,7 +21,7 @@ from headrace.bench.options import parse_lengths
 from headrace.buffer.reader import open_readonly
 from headrace.config import Config, make_config
 from headrace.observe.progress import NoProgress
-from headrace.pipeline.launch import Outcome, start_run
+from headrace.pipeline.launch import RunSession, start_run
 from headrace.sim.long_tail import LONG_FACTOR, LONG_SHARE, MEDIAN, SIGMA
 from headrace.tasks.base import EnvironmentStep
 from headrace.types import Prompt
@@ -184,7 +184,7 @@ def tiny_config(directory: Path, name: str, *, prompt: int, answer: int, threads
     )
 
 
-def measure_run(config: Config, depth: int, warm: int) -> tuple[dict[str, Any], Outcome]:
+def measure_run(config: Config, depth: int, warm: int) -> tuple[dict[str, Any], RunSession]:
     """Make a run. Return its steady rate, the idle shares of both sides and the lag of its tokens, and how it ended."""
     outcome = start_run(config, NoProgress())
     with open_readonly(outcome.run_dir.journal) as journal:

@@ -117,7 +117,7 @@ def stall(run_dir: RunPath, as_json: AsJson = False) -> None:
     """Print what every loop and process of a live run waits for, and since when. Fails if no run is live there."""
     # A run removes `status.json` when it ends, and the command then fails with one line. A controller that hangs or was
     # killed leaves an old file, and the report says so.
-    from headrace.pipeline.status import describe, read_status
+    from headrace.pipeline.waits import describe, read_status
 
     status = read_status(run_dir)
     typer.echo(msgspec.json.encode(status).decode() if as_json else describe(status))

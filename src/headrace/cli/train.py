@@ -11,7 +11,7 @@ from headrace.cli.options import AsJson, ConfigPath, RunPath, Settings
 from headrace.errors import UserError
 
 if TYPE_CHECKING:
-    from headrace.pipeline.launch import Outcome
+    from headrace.pipeline.launch import RunSession
 
 INTERRUPTED = 130
 
@@ -58,7 +58,7 @@ def gateway(config: ConfigPath, settings: Settings = None, as_json: AsJson = Fal
     end(start_run(loaded, progress), as_json)
 
 
-def end(outcome: Outcome, as_json: bool) -> None:
+def end(outcome: RunSession, as_json: bool) -> None:
     """Report how a run ended, and exit with the matching code."""
     from headrace.observe.summary import describe
 

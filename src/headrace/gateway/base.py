@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.rollouts.base import AnyEpisode, ChatFormat, EpisodePlan
-from headrace.scoring.base import Scoring
+from headrace.scoring.base import Stage
 from headrace.types import Int32Array
 
 Message = dict[str, Any]
@@ -61,7 +61,7 @@ class Chat(ChatFormat, Protocol):
 class EpisodeMaker(Protocol):
     """The part of the gateway that the episodes of a run use."""
 
-    def episode(self, plan: EpisodePlan, scoring: Scoring | None = None) -> AnyEpisode:
+    def episode(self, plan: EpisodePlan, scoring: Stage | None = None) -> AnyEpisode:
         """Make an episode whose turns an agent takes. `scoring` gets its tokens."""
         ...
 

@@ -23,7 +23,7 @@ from headrace.gateway.completions import Completions
 from headrace.gateway.server import HttpServer
 from headrace.gateway.session import Session, Sessions
 from headrace.rollouts.base import AnyEpisode, Cancelled, EpisodePlan
-from headrace.scoring.base import Scoring, Span, Turn
+from headrace.scoring.base import Span, Stage, Turn
 from headrace.types import Ending, Rollout, Score, Trace
 
 KEY_VARIABLE = "HEADRACE_GATEWAY_KEY"
@@ -97,7 +97,7 @@ class Gateway:
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
-    def episode(self, plan: EpisodePlan, scoring: Scoring | None = None) -> AgentEpisode:
+    def episode(self, plan: EpisodePlan, scoring: Stage | None = None) -> AgentEpisode:
         """See `EpisodeMaker.episode`."""
         return AgentEpisode(plan, self, scoring)
 
@@ -122,7 +122,7 @@ class AgentEpisode(AnyEpisode):
     so groups, ledgers, admission and training see no difference.
     """
 
-    def __init__(self, plan: EpisodePlan, gateway: Gateway, scoring: Scoring | None = None) -> None:
+    def __init__(self, plan: EpisodePlan, gateway: Gateway, scoring: Stage | None = None) -> None:
         """Make an episode. `scoring` gets the tokens of every turn; None if no scorer listens."""
         super().__init__(plan)
         self._gateway = gateway

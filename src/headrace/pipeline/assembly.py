@@ -1,4 +1,4 @@
-"""This module assembles a run: `assemble` makes the controller of every run, real, simulated or in a test.
+"""This module assembles a run with worker processes: the workers, the controller and the gateway.
 
 On the controller's side, only this file and `inputs` know concrete classes; on the workers' side, only `cluster.roles`.
 """
@@ -6,43 +6,38 @@ On the controller's side, only this file and `inputs` know concrete classes; on 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.buffer.journal import Journal, Recovered
-from headrace.buffer.window import Window
+import msgspec
+
+from headrace.buffer.journal import Journal
 from headrace.channel.events import Events
-from headrace.cluster.base import NoProcesses, Processes
 from headrace.cluster.launchers.choice import make_launcher
-from headrace.cluster.mps import Mps, environment_of_workers, start_mps, sweep_daemons
+from headrace.cluster.mps import environment_of_workers, start_mps, sweep_daemons
 from headrace.cluster.supervision import Fleet
 from headrace.config import Config
+from headrace.config.memory import LONGEST_DEFAULT
 from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import prepare
 from headrace.engines.pool import EnginePool
 from headrace.engines.remote import RemoteEngine
 from headrace.gateway.agents import AgentTask
-from headrace.gateway.base import EpisodeMaker
 from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import Progress
 from headrace.observe.timeline import Timeline
+from headrace.observe.trackers import Trackers
 from headrace.pipeline.controller import Controller
-from headrace.pipeline.extensions import make_trackers
 from headrace.pipeline.inputs import ReadyTask
 from headrace.pipeline.parts import Parts
-from headrace.pipeline.recording import Recorder
-from headrace.pipeline.recovery import restore_groups
+from headrace.pipeline.recording import Outputs
 from headrace.pipeline.waits import Waits
-from headrace.rollouts.base import ChatFormat
 from headrace.run_dir import RunDir
-from headrace.scoring.stage import Stage
 from headrace.tasks.base import Task
-from headrace.tasks.chat import ChatFormat as ModelChatFormat
-from headrace.tasks.source import PromptSource
-from headrace.training.base import Checkpoint, TrainerHandle
+from headrace.tasks.chat import ChatFormat
+from headrace.training.base import Checkpoint
 from headrace.training.messages import RENDEZVOUS
 from headrace.training.remote import RemoteTrainer
 
@@ -50,155 +45,36 @@ if TYPE_CHECKING:
     from headrace.gateway.gateway import Gateway
 
 TRAINER = "trainer-0"
-LONGEST_DEFAULT = 4096
-"""The longest sequence of an engine if `[engine] max_length` is not set."""
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """The files that a run writes, and its display."""
-
-    journal: Journal
-    metrics: MetricsLog
-    progress: Progress
-    clock: RunClock
-    timeline: Timeline | None = None
-
-
-def assemble(
-    config: Config,
-    *,
-    task: Task,
-    chat: ChatFormat,
-    pool: EnginePool,
-    trainer: TrainerHandle,
-    outputs: Outputs,
-    before: Recovered,
-    checkpoint: Checkpoint,
-    waits: Waits,
-    events: Events,
-    processes: Processes | None = None,
-    remote: Mapping[str, RemoteEngine] | None = None,
-    scoring: Stage | None = None,
-    agents: EpisodeMaker | None = None,
-    window: Window | None = None,
-) -> Controller:
-    """Make the controller of a run over these engines and this trainer, wherever they run.
-
-    `before` is what the journal holds of previous processes, and `checkpoint` is where the trainer starts. `window`
-    replaces the window of the configuration, to try another admission policy.
-    """
-    window = window or make_window(config, before, checkpoint)
-    done = before.resume_step // config.delivery.publish_every
-    recorder = Recorder(
-        outputs.journal,
-        outputs.metrics,
-        outputs.timeline,
-        outputs.progress,
-        window,
-        clock=outputs.clock,
-        versions_total=config.run.versions,
-        versions_done=done,
-        before=before,
-        record=config.pipeline.record,
-    )
-    left = restore_groups(before, window, recorder, task, checkpoint)
-    source = PromptSource(task.train, config.run.seed, curriculum=config.rollouts.curriculum)
-    source.seek(before.drawn)
-    source.restore(before.outcomes)
-    return Controller(
-        Parts(
-            config=config,
-            task=task,
-            chat=chat,
-            source=source,
-            pool=pool,
-            trainer=trainer,
-            window=window,
-            recorder=recorder,
-            waits=waits,
-            events=events,
-            scoring=scoring or Stage(),
-            agents=agents,
-            remote=remote or {},
-            processes=processes or NoProcesses(),
-            checkpoint=checkpoint,
-            first_step=before.resume_step,
-            unfinished=left,
-        )
-    )
-
-
-def make_window(config: Config, before: Recovered, checkpoint: Checkpoint) -> Window:
-    """Make the window of a run, which continues from what its previous processes left."""
-    buffer, every = config.buffer, config.delivery.publish_every
-    return Window(
-        buffer.groups,
-        buffer.depth,
-        every,
-        buffer.max_lag,
-        # A checkpoint may be newer than the last version that a dying run could still journal.
-        first_version=max(before.last_version, checkpoint.version) + 1,
-        versions=config.run.versions - before.resume_step // every,
-        on_stale=buffer.on_stale,
-        oversample=buffer.oversample,
-        republished=before.republished,
-        policy=config.policy_name,
-    )
-
-
-# ---- a run with worker processes
-
-
-@dataclass(frozen=True)
 class Workers:
-    """The worker processes of a run, and the handles to talk to them."""
+    """The worker processes of a run, ready to be started, and the handles to talk to them."""
 
-    fleet: Fleet
-    engines: dict[str, RemoteEngine]
-    trainer: RemoteTrainer
-    events: Events
-    mps: Mps | None = None
-    no_mps: str = ""
-    """Why NVIDIA's MPS daemon does not run although it was asked for; empty otherwise."""
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        """The checkpoint that the trainer started from. It is known once the trainer is ready."""
-        return Checkpoint.of(self.fleet.facts(TRAINER))
-
-
-def make_workers(config: Config, run_dir: RunDir) -> Workers:
-    """Make the worker processes of a run, ready to be started."""
-    prepare(config.delivery, run_dir.path)
-    (run_dir.path / RENDEZVOUS).unlink(missing_ok=True)
-    trainers = [("trainer", rank) for rank in range(config.training.ranks)]
-    engines = [("engine", rank) for rank in range(config.engine.processes)]
-    # Trainer ranks depend on each other: if one of several dies, the run ends and is resumed as a whole.
-    restarted = engines if len(trainers) > 1 else [*trainers, *engines]
-    sweep_daemons()
-    mps, no_mps = start_mps(config)
-    events = Events()
-    fleet = Fleet(
-        make_launcher(config, environment_of_workers(mps, no_mps)),
-        run_dir.path,
-        [*trainers, *engines],
-        events,
-        {f"{role}-{rank}": config.pipeline.restarts for role, rank in restarted},
-    )
-    stall = config.pipeline.stall_seconds
-    others = [f"{role}-{rank}" for role, rank in trainers[1:]]
-    return Workers(
-        fleet=fleet,
-        engines={
-            name: RemoteEngine(fleet.hub, name, load_deadline=config.delivery.deadline, token_deadline=stall)
+    def __init__(self, config: Config, run_dir: RunDir) -> None:
+        prepare(config.delivery, run_dir.path)
+        (run_dir.path / RENDEZVOUS).unlink(missing_ok=True)
+        trainers = [("trainer", rank) for rank in range(config.training.ranks)]
+        engines = [("engine", rank) for rank in range(config.engine.processes)]
+        # Trainer ranks depend on each other: if one of several dies, the run ends and is resumed as a whole.
+        restarted = engines if len(trainers) > 1 else [*trainers, *engines]
+        sweep_daemons()
+        self.mps, self.no_mps = start_mps(config)
+        """NVIDIA's MPS daemon, and why it does not run although it was asked for (empty otherwise)."""
+        self.events = Events()
+        self.fleet = Fleet(
+            make_launcher(config, environment_of_workers(self.mps, self.no_mps)),
+            run_dir.path,
+            [*trainers, *engines],
+            self.events,
+            {f"{role}-{rank}": config.pipeline.restarts for role, rank in restarted},
+        )
+        stall, deadline = config.pipeline.stall_seconds, config.delivery.deadline
+        self.engines = {
+            name: RemoteEngine(self.fleet.hub, name, load_deadline=deadline, token_deadline=stall)
             for name in (f"{role}-{rank}" for role, rank in engines)
-        },
-        trainer=RemoteTrainer(fleet.hub, TRAINER, deadline=max(stall, config.delivery.deadline), others=others),
-        events=events,
-        mps=mps,
-        no_mps=no_mps,
-    )
+        }
+        others = [f"{role}-{rank}" for role, rank in trainers[1:]]
+        self.trainer = RemoteTrainer(self.fleet.hub, TRAINER, deadline=max(stall, deadline), others=others)
 
 
 def assemble_with_workers(
@@ -208,12 +84,12 @@ def assemble_with_workers(
     progress: Progress,
     *,
     task: ReadyTask,
-    chat: ModelChatFormat,
+    chat: ChatFormat,
     waits: Waits,
     make_journal: Callable[..., Journal] = Journal,
 ) -> tuple[Controller, Gateway | None]:
     """Make the controller of a run whose workers are ready, and its gateway if the configuration asks for one."""
-    checkpoint, clock = workers.checkpoint, RunClock.now()
+    checkpoint, clock = Checkpoint.of(workers.fleet.facts(TRAINER)), RunClock.now()
     journal = make_journal(run_dir.journal, keep_rollouts=config.observe.keep_rollouts)
     before = journal.recover(
         step=checkpoint.step,
@@ -221,10 +97,13 @@ def assemble_with_workers(
         policy=config.policy_name,
         outcomes=config.rollouts.curriculum,
     )
+    trackers = None
+    if config.observe.trackers:
+        trackers = Trackers(config.observe.trackers, config.run.name, msgspec.to_builtins(config), progress.note)
     pool = EnginePool(list(workers.engines.values()))
     gateway = make_gateway(config, task.task, chat, pool, run_dir, progress)
     workers.events.clear()
-    controller = assemble(
+    parts = Parts(
         config,
         task=task.task,
         chat=chat,
@@ -232,7 +111,7 @@ def assemble_with_workers(
         trainer=workers.trainer,
         outputs=Outputs(
             journal,
-            MetricsLog(run_dir.metrics, trackers=make_trackers(config, progress.note)),
+            MetricsLog(run_dir.metrics, trackers=trackers),
             progress,
             clock,
             Timeline(run_dir.timeline, clock) if config.observe.timeline else None,
@@ -249,17 +128,17 @@ def assemble_with_workers(
     journal.meta("name", config.run.name)
     journal.meta("started", clock.wall)
     journal.meta("outcome", "running")
-    journal.meta("lag_bound", controller.window.lag_bound)
+    journal.meta("lag_bound", parts.window.lag_bound)
     journal.meta("no_mps", workers.no_mps or None)
-    return controller, gateway
+    return Controller(parts), gateway
 
 
 def make_gateway(
-    config: Config, task: Task, chat: ModelChatFormat, pool: EnginePool, run_dir: RunDir, progress: Progress
+    config: Config, task: Task, chat: ChatFormat, pool: EnginePool, run_dir: RunDir, progress: Progress
 ) -> Gateway | None:
     """Make the gateway if the configuration asks for one."""
-    agents = isinstance(task, AgentTask)
-    if not agents and not config.gateway.serve:
+    own = task if isinstance(task, AgentTask) else None
+    if own is None and not config.gateway.serve:
         return None
     # The gateway's HTTP library is loaded only when it is used.
     from headrace.gateway.gateway import KEY_VARIABLE, Gateway
@@ -276,8 +155,8 @@ def make_gateway(
         max_tokens=config.rollouts.max_tokens,
         max_turns=config.rollouts.max_turns,
         stop_token_ids=tuple(chat.token_id(token) for token in config.rollouts.stop),
-        agents=task.agents if isinstance(task, AgentTask) else None,
-        session_seconds=task.timeout if isinstance(task, AgentTask) else config.pipeline.stall_seconds,
+        agents=None if own is None else own.agents,
+        session_seconds=config.pipeline.stall_seconds if own is None else own.timeout,
         file=run_dir.path / "gateway.json",
         note=progress.note,
     )

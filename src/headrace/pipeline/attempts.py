@@ -6,6 +6,9 @@ with a reason in the ledger.
     next ─▶ started ─▶ (sweep: too old, surplus) ─▶ ended ─▶ the window (◀─ taken up from a previous process)
       ▲                                               │
       └──────────── salvaged tokens, rewards ◀────────┘
+
+Each token of a running rollout is journalled once, a fraction of a second after its sampling (`save`). A run that dies
+loses no more than the tokens of that time, and the resumed run continues from the saved tokens.
 """
 
 from __future__ import annotations
@@ -56,6 +59,10 @@ class Attempts:
         self._filtered_in_a_row = 0
         self._swept_version = -1
         self._tasks: asyncio.TaskGroup | None = None
+        self._saved: dict[str, int] = {}
+        """The number of tokens in the journal, by id of each running rollout."""
+        self._resumed: set[str] = set()
+        """The rollouts that continue from tokens of a previous process and have not discarded any of those tokens."""
 
     def run_in(self, tasks: asyncio.TaskGroup) -> None:
         """Set the task group in which groups are cancelled."""
@@ -66,14 +73,32 @@ class Attempts:
         return self._salvaged.popleft() if self._salvaged else Attempt(self._source.draw(group_id))
 
     def started(self, group: Group, episodes: list[AnyEpisode]) -> None:
-        """Record that an attempt is under way."""
+        """Record that an attempt is under way. Traces of a previous process are in the journal already."""
         self.running[group.id] = episodes
+        for episode in episodes:
+            if episode.plan.saved:
+                self._saved[episode.id] = sum(len(trace) for trace in episode.plan.saved)
+                self._resumed.add(episode.id)
+
+    def save(self) -> None:
+        """Journal the new tokens of all running rollouts."""
+        for episodes in self.running.values():
+            for episode in episodes:
+                self._note_discarded(episode)
+                known = self._saved.get(episode.id, 0)
+                if (tokens := episode.since(known)) is not None:
+                    self._recorder.sampled(episode.id, episode.index, tokens)
+                    self._saved[episode.id] = known + len(tokens)
+
+    def _note_discarded(self, episode: AnyEpisode) -> None:
+        """Record, once, that tokens of a previous process cannot be used: the rollout begins again."""
+        if episode.discarded and episode.id in self._resumed:
+            self._resumed.discard(episode.id)
+            self._saved[episode.id] = 0
+            self._recorder.discarded(episode.id, episode.discarded)
 
     def sweep(self) -> None:
-        """End the groups that can no longer be trained.
-
-        These are groups over `max_lag`, and surplus groups of oversampling.
-        """
+        """End the groups that can no longer be trained: those over `max_lag`, and surplus groups of oversampling."""
         for group in self._window.stale():
             self._drop(group, STALE)
         ready = {group.id: group for group in self._window.ready_groups()}
@@ -90,19 +115,15 @@ class Attempts:
 
     def ended(self, group: Group) -> None:
         """Record and judge an attempt whose rollouts have all ended and are scored."""
-        del self.running[group.id]
+        for episode in self.running.pop(group.id):
+            self._note_discarded(episode)
+            self._saved.pop(episode.id, None)
+            self._resumed.discard(episode.id)
         self._recorder.rollouts_ended(group)
-        self._settle(group)
-
-    def judge_recovered(self, group: Group) -> None:
-        """Judge an attempt of a previous process whose rollouts had all ended there and are in the journal."""
-        self._settle(group)
+        self.settle(group)
 
     def close(self, reason: str) -> None:
-        """Declare that no group is wanted from now on: groups under way end as dropped.
-
-        The first reason given counts.
-        """
+        """Declare that no group is wanted any more: groups under way end as dropped. The first reason counts."""
         self._closed = self._closed or reason
 
     async def cancel_running(self) -> None:
@@ -115,13 +136,15 @@ class Attempts:
         for group in self._window.ready_groups():
             self._drop(group, self._closed)
 
-    def _settle(self, group: Group) -> None:
+    def settle(self, group: Group) -> None:
+        """Judge an attempt whose rollouts have all ended and are in the journal."""
         why = self._doomed.pop(group.id, "") or self._closed
         # A stale group that ended by itself, before the cancellation reached it, is judged like any other group.
         # A group that no batch needs is dropped even then.
         if why and (why != STALE or any(rollout.ending == "aborted" for rollout in group.rollouts)):
             if why == STALE and self._window.on_stale == "salvage":
-                self._salvage(group)
+                prefixes = {r.index: prefix for r in group.rollouts if (prefix := prefix_of(r)) is not None}
+                self._salvaged.append(Attempt(group.prompt, prefixes))
             self._drop(group, why)
         else:
             self._judge(group)
@@ -169,7 +192,3 @@ class Attempts:
             self._doomed[group_id] = reason
             assert self._tasks is not None
             self._tasks.create_task(cancel_group(self.running[group_id], reason), name=f"cancel group {group_id}")
-
-    def _salvage(self, group: Group) -> None:
-        prefixes = {r.index: prefix for r in group.rollouts if (prefix := prefix_of(r)) is not None}
-        self._salvaged.append(Attempt(group.prompt, prefixes))

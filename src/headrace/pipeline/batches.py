@@ -18,17 +18,9 @@ from headrace.buffer.salvage import masked
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError
 from headrace.rollouts.base import ChatFormat
-from headrace.scoring.shuffle import shuffle_rewards
 from headrace.tasks.base import Task
 from headrace.tasks.source import PromptSource
 from headrace.types import Batch, Group, Int32Array, Prompt
-
-
-class Recorded(msgspec.Struct, frozen=True):
-    """A step of the journal: its batch and the groups that it trained."""
-
-    batch: Batch
-    groups: list[Group]
 
 
 def make_batch(
@@ -58,7 +50,26 @@ def make_batch(
     )
 
 
-def recorded_batches(config: Config, journal: Path, after: int, until: int) -> Iterator[Recorded]:
+def shuffle_rewards(groups: Sequence[Group], seed: int, step: int) -> list[Group]:
+    """Return the same groups, with the rewards of all rollouts permuted at random over the whole batch.
+
+    This is a control experiment: such rewards say nothing about the answers that get them.
+    """
+    rewards = np.array([rollout.reward for group in groups for rollout in group.usable], np.float64)
+    shuffled = iter(np.random.default_rng([seed, step]).permutation(rewards).tolist())
+    return [
+        msgspec.structs.replace(
+            group,
+            rollouts=[
+                rollout if rollout.ending == "failed" else msgspec.structs.replace(rollout, reward=next(shuffled))
+                for rollout in group.rollouts
+            ],
+        )
+        for group in groups
+    ]
+
+
+def recorded_batches(config: Config, journal: Path, after: int, until: int) -> Iterator[Batch]:
     """Yield the batches of the policy steps after < step <= until, as they were trained. They are read one by one."""
     policy = config.policy_name
     with open_readonly(journal) as reader:
@@ -69,8 +80,7 @@ def recorded_batches(config: Config, journal: Path, after: int, until: int) -> I
             found, groups = reader.step(step, policy), reader.trained_groups(step, policy)
         if found is None or len(groups) != found.groups:
             raise HeadraceError(f"{journal}: step {step} cannot be trained again, not all of its tokens were kept")
-        batch = make_batch(config, groups, step=step, version=found.version, republished=republished)
-        yield Recorded(batch, groups)
+        yield make_batch(config, groups, step=step, version=found.version, republished=republished)
 
 
 def warm_start_batches(config: Config, task: Task, chat: ChatFormat, version: int) -> Iterator[Batch]:

@@ -5,14 +5,14 @@
                  └── slots freed ── DELIVER ◀── published version ──┘
 
     loop      waits for                                   is woken by
-    SERVE     an event                                    workers, group tasks, supervision (see `events`)
+    SERVE     an event                                    workers, group tasks, supervision (see `_handle`)
     ADMIT     a free slot in the window                   DELIVER (a version is proved), a group that failed
     (group)   tokens and scores of its episodes           engines and scorers; there is one task per group
     TRAIN     a batch in the window, and room at the      a group that completes, a step that ends
               trainer, which holds at most two batches
     DELIVER   a published version; engines that prove it  `Published`, `VersionProved`; a loop per engine (`deliveries`)
-    SAVE      0.2 seconds                                 the clock; new tokens are journalled (`partials`)
-    EVALUATE  answers to held-out prompts                 DELIVER, every `[evaluate] every` versions (`evaluations`);
+    SAVE      0.2 seconds                                 the clock; new tokens are journalled (`attempts`)
+    EVALUATE  answers to held-out prompts                 DELIVER, every `[evaluate] every` versions (`episodes`);
                                                           a task, not a loop
 
 Every wait is registered in `waits`. If nothing makes progress for `[pipeline] stall_seconds`, the watch loop ends the
@@ -22,24 +22,25 @@ run with a line that says who waits for whom. `recovery` describes what happens 
 from __future__ import annotations
 
 import asyncio
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from headrace.channel.events import Died, Event, Heard, Returned
 from headrace.channel.heartbeats import Heartbeat
 from headrace.engines.messages import Deltas
 from headrace.pipeline.attempts import INTERRUPTED, SURPLUS, Attempts
-from headrace.pipeline.batches import make_batch
-from headrace.pipeline.deliveries import Deliveries
-from headrace.pipeline.engine_watch import EngineWatch
-from headrace.pipeline.episodes import Episodes
-from headrace.pipeline.evaluations import Evaluations
-from headrace.pipeline.events import Died, Event, GroupScored, Heard, Returned, VersionProved
-from headrace.pipeline.partials import Partials
+from headrace.pipeline.batches import make_batch, warm_start_batches
+from headrace.pipeline.deliveries import Deliveries, VersionProved
+from headrace.pipeline.episodes import Episodes, Evaluations
 from headrace.pipeline.parts import Parts
 from headrace.pipeline.recovery import Recovery
 from headrace.pipeline.steps import StepRequest, Steps
 from headrace.pipeline.versions import Versions
-from headrace.pipeline.warm_start import warm_start
+from headrace.pipeline.waits import EngineWatch, Status
 from headrace.rollouts.base import AnyEpisode
 from headrace.rollouts.groups import prepare_group, run_group
 from headrace.training.base import Checkpoint
@@ -48,6 +49,14 @@ from headrace.types import NO_VERSION, Group
 
 BATCHES_AT_TRAINER = 2
 """One batch in training and one queued, so that the trainer never waits for a message."""
+SAVE_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class GroupScored(Event):
+    """All rollouts of a group have ended, and those that can be scored are scored."""
+
+    group: Group
 
 
 class Controller:
@@ -65,34 +74,15 @@ class Controller:
         """The record of when each engine last sent something."""
         self.episodes = Episodes(parts)
         self.attempts = Attempts(parts.source, parts.window, parts.recorder, parts.config.buffer.filter)
-        self.partials = Partials(self.attempts, parts.recorder)
         self.evaluations = Evaluations(parts, self.episodes)
         self.synchronous = parts.window.depth == 0
-        self.deliveries = Deliveries(
-            parts.pool,
-            parts.trainer,
-            self.versions,
-            parts.events,
-            parts.waits,
-            parts.recorder,
-            parts.processes,
-            rolling=self.config.delivery.rolling,
-            patience=self.config.delivery.patience,
-            together=self.synchronous,
-        )
+        self.deliveries = Deliveries(parts, self.versions)
         trained = parts.checkpoint.step if parts.checkpoint.found else -self.config.warm_start.steps
-        self.steps = Steps(parts.trainer, parts.waits, trained)
+        self.steps = Steps(parts.trainer, parts.waits, parts.stopping, trained)
         self.recovery = Recovery(parts, self.versions, self.steps, self.watch)
-        self.first_version = parts.window.first_version
-        self.versions_done = parts.first_step // self.config.delivery.publish_every
-        self.total_batches = (self.config.run.versions - self.versions_done) * self.config.delivery.publish_every
+        self.total_batches = (self.config.run.versions - parts.versions_done) * self.config.delivery.publish_every
         self._at_trainer = 0
         self._trained_batches = 0
-
-    @property
-    def proved(self) -> int:
-        """The newest version that was declared proved. New groups begin under this version."""
-        return self.versions.proved
 
     @property
     def stopping(self) -> bool:
@@ -112,41 +102,51 @@ class Controller:
         A resumed run first trains again, from the journal, the steps that were trained after its checkpoint.
         """
         if not self.parts.checkpoint.found:
-            await warm_start(self.parts, self.steps)
+            await self._warm_start()
         await self.recovery.train_again()
         if self.stopping:
             return
         self.versions.asked = True
-        await self.steps.publish(self.first_version, self.parts.checkpoint.version)
-        while self.proved == NO_VERSION:
+        await self.steps.publish(self.window.first_version, self.parts.checkpoint.version)
+        while self.versions.proved == NO_VERSION:
             await self._deliver_next()
-        await self.evaluations.evaluate("before", self.proved)
+        await self.evaluations.evaluate("before", self.versions.proved)
+
+    async def _warm_start(self) -> None:
+        """Train on the task's demonstrations. The last of these steps has number 0; the journal marks all of them."""
+        if self.config.warm_start.steps:
+            self.recorder.shown.phase = "warm start"
+        for batch in warm_start_batches(self.config, self.parts.task, self.parts.chat, self.window.first_version):
+            report = await self.steps.train_known(batch)
+            if report is None:
+                return
+            self.recorder.step_ended(batch, [], report)
 
     async def train(self) -> None:
         """Run the loops until the last version is proved, or until `stop` is called."""
         if self.stopping:
             return
-        self.recorder.phase = "training"
+        self.recorder.shown.phase = "training"
         self.recorder.note(
             f"at most {self.window.capacity} groups under way; no token will be trained more than "
             f"{self.window.lag_bound} versions after it was sampled"
         )
-        self.recorder.training_started()
+        self.recorder.mark("train_started")
         async with asyncio.TaskGroup() as loops:
             self.attempts.run_in(loops)
-            saving = loops.create_task(self.partials.save_loop(), name="save")
+            saving = loops.create_task(self.save_loop(), name="save")
             loops.create_task(self.admit_loop(loops), name="admit")
             loops.create_task(self.train_loop(loops), name="train")
             delivering = loops.create_task(self.deliver_loop(loops), name="deliver")
             delivering.add_done_callback(lambda _: saving.cancel())
         await self.waits.until("train", lambda: "the last groups to be recorded", lambda: not self.attempts.running)
-        self.recorder.training_ended()
+        self.recorder.mark("train_ended")
 
     async def finish(self) -> None:
         """Evaluate the last version and save it."""
-        await self.evaluations.evaluate("after", self.proved)
-        if self.proved >= 0:
-            self.recorder.saved(self.proved, await self.steps.save(self.proved))
+        await self.evaluations.evaluate("after", self.versions.proved)
+        if self.versions.proved >= 0:
+            self.recorder.saved(self.versions.proved, await self.steps.save(self.versions.proved))
             self.waits.moved()
 
     def stop(self) -> None:
@@ -155,13 +155,23 @@ class Controller:
         self.attempts.close(INTERRUPTED)
         self.waits.ring()
 
+    def status(self, processes: Mapping[str, str]) -> Status:
+        """Return who waits for whom. `processes` maps a worker process to the phase that it reports."""
+        waits = self.waits.entries() + self.watch.waits(self.parts.pool.running)
+        return Status(
+            time=time.time(),
+            pid=os.getpid(),
+            phase=self.recorder.shown.phase,
+            still=self.waits.still,
+            limit=self.config.pipeline.stall_seconds,
+            waits=sorted(waits, key=lambda wait: -wait.seconds),
+            processes=dict(processes),
+        )
+
     # ---- SERVE
 
     async def serve(self) -> None:
-        """Handle events in their order and deliver versions to engines, until cancelled.
-
-        All other loops depend on this loop.
-        """
+        """Handle events in their order and deliver versions, until cancelled. All other loops depend on this one."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.deliveries.run(), name="deliver to engines")
             while True:
@@ -169,6 +179,7 @@ class Controller:
                     self._handle(event, tasks)
 
     def _handle(self, event: Event, tasks: asyncio.TaskGroup) -> None:
+        """Handle one event. `recovery` describes what follows the death and the return of a process."""
         match event:
             case Heard(engine, Deltas() as tokens):
                 self.parts.remote[engine].deliver(tokens.deltas)
@@ -182,8 +193,7 @@ class Controller:
                 self.waits.moved()
             case Heard(_, Saved(version=version, path=path)):
                 self.recorder.saved(version, Path(path))
-            case GroupScored(group, episodes):
-                self.partials.ended(episodes)
+            case GroupScored(group):
                 self.attempts.ended(group)
                 self.waits.moved()
             case VersionProved(proof):
@@ -207,9 +217,13 @@ class Controller:
 
     async def admit_loop(self, tasks: asyncio.TaskGroup) -> None:
         """Continue the groups of a previous process, then start new groups while the window has free slots."""
-        await self._start(self.recovery.resume_groups(self.attempts, self.episodes, self.partials), tasks)
+        await self._start(self.recovery.resume_groups(self.attempts, self.episodes), tasks)
         while not self._admitted_all():
-            await self.waits.until("admit", self._explain_admission, self._may_admit)
+            await self.waits.until(
+                "admit",
+                lambda: f"a slot ({self.window.explain_admission()})",
+                lambda: self.window.may_admit() or self._admitted_all(),
+            )
             await self._start([self._admit() for _ in range(0 if self.stopping else self.window.free)], tasks)
         if self.stopping:
             await self.attempts.cancel_running()
@@ -222,21 +236,15 @@ class Controller:
         for group, episodes in groups:
             tasks.create_task(self._run_group(group, episodes), name=f"group {group.id}")
 
-    def _may_admit(self) -> bool:
-        return self.window.may_admit() or self._admitted_all()
-
-    def _explain_admission(self) -> str:
-        return f"a slot ({self.window.explain_admission()})"
-
     def _admitted_all(self) -> bool:
         return self.stopping or self._trained_batches >= self.total_batches
 
     def _admit(self) -> tuple[Group, list[AnyEpisode]]:
-        group_id = self.recorder.next_group_id()
+        group_id = next(self.recorder.group_ids)
         attempt = self.attempts.next(group_id)
-        group = Group(id=group_id, prompt=attempt.prompt, version=self.proved, policy=self.window.policy)
+        group = Group(id=group_id, prompt=attempt.prompt, version=self.versions.proved, policy=self.window.policy)
         self.window.admit(group.id, group.version)
-        episodes = self.episodes.of_group(group, attempt.prefixes)
+        episodes = self.episodes.of_group(group, range(self.config.rollouts.group_size), prefixes=attempt.prefixes)
         self.recorder.admitted(group, [episode.id for episode in episodes], drawn=self.parts.source.position)
         self.attempts.started(group, episodes)
         return group, episodes
@@ -252,7 +260,7 @@ class Controller:
             min_group=rollouts.min_group,
             straggler_seconds=rollouts.straggler_seconds,
         )
-        self.events.put(GroupScored(group, episodes))
+        self.events.put(GroupScored(group))
 
     # ---- TRAIN
 
@@ -294,43 +302,46 @@ class Controller:
         """Make the request for a step. This happens when the step's turn comes: version ids are known only then."""
         step, version = self.parts.first_step + batches, self.window.version_of(batches - 1)
         batch = make_batch(self.config, groups, step=step, version=version, republished=tuple(self.window.republished))
-        made = version + 1 if batches % self.config.delivery.publish_every == 0 else None
-        return StepRequest(batch, publish=made, parent=version, save=made is not None and self._save_due(made))
+        if batches % self.config.delivery.publish_every:
+            return StepRequest(batch, parent=version)
+        made, every = version + 1, self.config.training.checkpoint_every
+        count = self.parts.versions_done + made - self.window.version_of(0)
+        save = bool(every) and count % every == 0 and made < self.last_version
+        return StepRequest(batch, publish=made, parent=version, save=save)
 
     # ---- DELIVER
 
     async def deliver_loop(self, tasks: asyncio.TaskGroup) -> None:
         """Deliver every published version to the engines, then free the slots of the groups that it was trained on."""
-        while self.proved < self.last_version and not self._delivered_all():
+        while self.versions.proved < self.last_version and not self._delivered_all():
             if not await self._deliver_next():
                 return
-            if self.proved < self.last_version:
-                await self.evaluations.proved(self.proved, tasks)
-            self.window.release(self.proved)
+            if self.versions.proved < self.last_version:
+                await self.evaluations.proved(self.versions.proved, tasks)
+            self.window.release(self.versions.proved)
             self.waits.moved()
 
     def _delivered_all(self) -> bool:
         idle = self._at_trainer == 0 and not self.versions.waiting
-        return self.stopping and idle and self.proved >= self.window.trained_version
+        return self.stopping and idle and self.versions.proved >= self.window.trained_version
 
     async def _deliver_next(self) -> bool:
         await self.waits.until(
             "deliver",
-            lambda: f"{self.parts.trainer.name} to publish version {self.proved + 1}",
+            lambda: f"{self.parts.trainer.name} to publish version {self.versions.proved + 1}",
             lambda: self.versions.waiting or self._delivered_all(),
         )
         if not self.versions.waiting:
             return False
         if await self.deliveries.deliver(self.versions.next()):
-            self.recorder.version_proved(self.proved)
+            self.recorder.shown.version = self.parts.versions_done + self.window.count(self.versions.proved)
             self.waits.moved()
         return True
 
-    # ---- checkpoints
+    # ---- SAVE
 
-    def _save_due(self, version: int) -> bool:
-        every = self.config.training.checkpoint_every
-        return bool(every) and (self.versions_done + self._count(version)) % every == 0 and version < self.last_version
-
-    def _count(self, version: int) -> int:
-        return version - self.window.version_of(0)
+    async def save_loop(self) -> None:
+        """Journal the new tokens of all running rollouts, again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(SAVE_SECONDS)
+            self.attempts.save()

@@ -18,60 +18,42 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
-from headrace.cluster.base import Processes
+from headrace.channel.events import Event
 from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Engine
-from headrace.engines.pool import EnginePool
 from headrace.errors import ChannelError, DeliveryError, PeerDied
-from headrace.pipeline.events import Events, VersionProved
+from headrace.pipeline.parts import Parts
 from headrace.pipeline.versions import Versions
-from headrace.pipeline.waits import Waits
-from headrace.training.base import TrainerHandle
 
 ATTEMPTS = 3
 """How often a version is sent to an engine that refuses it. After that the engine waits for the next version."""
 
 
-class Notes(Protocol):
-    """A place that shows lines to people."""
+@dataclass(frozen=True)
+class VersionProved(Event):
+    """An engine has answered a delivery: it has proved the version or refused it."""
 
-    def note(self, line: str) -> None:
-        """Show a line."""
-        ...
+    proof: Proof
 
 
 class Deliveries:
     """The deliveries to the engines of a pool. `run` must be running while versions are published."""
 
-    def __init__(
-        self,
-        pool: EnginePool,
-        trainer: TrainerHandle,
-        versions: Versions,
-        events: Events,
-        waits: Waits,
-        notes: Notes,
-        processes: Processes,
-        *,
-        rolling: bool = False,
-        patience: float = 0.0,
-        together: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """With `together`, a version is declared only when all present engines have proved it, without a time limit."""
-        self._pool = pool
-        self._trainer = trainer
+    def __init__(self, parts: Parts, versions: Versions, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pool = parts.pool
+        self._trainer = parts.trainer
+        self._events = parts.events
+        self._waits = parts.waits
+        self._recorder = parts.recorder
+        self._processes = parts.processes
+        self._patience = parts.config.delivery.patience
+        self._together = parts.window.depth == 0
+        """Whether a version is declared only when all present engines have proved it, without a time limit."""
+        self._turn = asyncio.Semaphore(1 if parts.config.delivery.rolling else len(parts.pool.engines))
         self._versions = versions
-        self._events = events
-        self._waits = waits
-        self._notes = notes
-        self._processes = processes
-        self._patience = patience
-        self._together = together
         self._clock = clock
-        self._turn = asyncio.Semaphore(1 if rolling else len(pool.engines))
         self._first_proof: dict[int, float] = {}
         """The time at which the first engine proved each version, by version."""
         self._answered: dict[str, Proof] = {}
@@ -84,10 +66,7 @@ class Deliveries:
                 loops.create_task(self._engine_loop(engine), name=f"deliver to {engine.name}")
 
     async def deliver(self, manifest: Manifest) -> bool:
-        """Wait until enough engines have proved this version, then declare it. The version must have been sent before.
-
-        Return False if the version became void first.
-        """
+        """Wait until enough engines have proved a sent version, then declare it. Return False if it became void."""
         self._waits.ring()
         await self._waits.until(
             "deliver",
@@ -103,10 +82,7 @@ class Deliveries:
         return True
 
     def proved(self, proof: Proof) -> None:
-        """Record an engine's answer to a delivery.
-
-        Only the handler of events, `Controller.serve`, calls this method.
-        """
+        """Record an engine's answer to a delivery. Only `Controller.serve` calls this method."""
         self._pool.loaded(proof)
         if proof.accepted:
             self._first_proof.setdefault(proof.version, self._clock())
@@ -171,18 +147,15 @@ class Deliveries:
             return
         self._pool.lose(engine.name, str(error))
         if not isinstance(error, PeerDied):
-            self._notes.note(f"{error}: {engine.name} is ended")
+            self._recorder.note(f"{error}: {engine.name} is ended")
             self._processes.kill(engine.name)
 
     def _give_up(self, engine: Engine, version: int, reason: str) -> None:
-        """Leave this engine to wait for the next version.
-
-        Raise `DeliveryError` if no present engine accepts this version.
-        """
+        """Leave this engine to wait for the next version. Raise `DeliveryError` if no engine accepts this one."""
         self._pool.refuse(engine.name, version)
         if all(self._pool.refused(other.name) == version for other in self._pool.present):
             raise DeliveryError(f"version {version} was refused {ATTEMPTS} times ({engine.name}: {reason})")
-        self._notes.note(f"{engine.name} refused version {version} and waits for the next: {reason}")
+        self._recorder.note(f"{engine.name} refused version {version} and waits for the next: {reason}")
 
     def _declarable(self, version: int) -> bool:
         if not any(self._pool.proved(engine.name) >= version for engine in self._pool.present):

@@ -1,4 +1,6 @@
-"""This module makes episodes from prompts. Training and held-out prompts share one task, one chat format and one pool.
+"""This module makes episodes from prompts, and evaluates versions on held-out prompts.
+
+Training and held-out prompts share one task, one chat format and one pool.
 
 The seed of a rollout depends only on (run seed, group, index), so the same attempt samples the same noise wherever and
 whenever it runs.
@@ -6,20 +8,25 @@ whenever it runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
 
 from headrace.engines.base import Sampling
 from headrace.pipeline.parts import Parts
+from headrace.pipeline.recording import Moment
 from headrace.rollouts.base import AnyEpisode, EpisodePlan, derive_seed
-from headrace.rollouts.turns import Episode, Equipment
+from headrace.rollouts.evaluation import evaluate
+from headrace.rollouts.turns import Episode
 from headrace.tasks.base import Budgeted
 from headrace.types import Group, Prompt, Trace
 
 HELDOUT_PRIORITY = 1
 """Held-out requests come after training requests: an evaluation fills gaps and never delays training."""
+EVALUATION_SHARE = 4
+"""An evaluation during training uses at most one in `EVALUATION_SHARE` slots of the engines."""
 
 
 class Episodes:
@@ -28,21 +35,38 @@ class Episodes:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._config = parts.config
-        self._equipment = Equipment(parts.pool, parts.chat, parts.scoring)
         self._stop_tokens = tuple(parts.chat.token_id(token) for token in parts.config.rollouts.stop)
 
-    def of_group(self, group: Group, prefixes: Mapping[int, Trace] | None = None) -> list[AnyEpisode]:
-        """Make the episodes of a group.
+    def of_group(
+        self,
+        group: Group,
+        members: Iterable[int],
+        *,
+        prefixes: Mapping[int, Trace] | None = None,
+        saved: Mapping[str, Sequence[Trace]] | None = None,
+    ) -> list[AnyEpisode]:
+        """Make the episodes of a group's members, by index.
 
-        An episode with a prefix, by index, continues from the tokens of an earlier attempt.
+        `prefixes` holds tokens of an earlier attempt, by index; `saved` holds traces of a previous process, by rollout.
         """
-        indices = range(self._config.rollouts.group_size)
-        return [self._make(self._plan(group, index, prefix=(prefixes or {}).get(index))) for index in indices]
-
-    def resumed(self, group: Group, members: Sequence[str], saved: Mapping[str, Sequence[Trace]]) -> list[AnyEpisode]:
-        """Make the episodes that continue a group of a previous process. `saved` maps a rollout to its saved traces."""
-        indices = {member: int(member.rpartition("/")[2]) for member in members}
-        return [self._make(self._plan(group, index, saved=saved.get(member, ()))) for member, index in indices.items()]
+        rollouts = self._config.rollouts
+        plans = [
+            EpisodePlan(
+                id=f"{group.id}/{index}",
+                index=index,
+                prompt=group.prompt,
+                sampling=msgspec.structs.replace(
+                    self._sampling(str(group.id), index, rollouts.temperature), record_kept=rollouts.truncates
+                ),
+                group=str(group.id),
+                max_turns=rollouts.max_turns,
+                keep_routing=rollouts.keep_routing,
+                prefix=(prefixes or {}).get(index),
+                saved=(saved or {}).get(f"{group.id}/{index}", ()),
+            )
+            for index in members
+        ]
+        return [self._make(plan) for plan in plans]
 
     def heldout(self, prompt: Prompt, sample: int, version: int) -> AnyEpisode:
         """Make the episode for one answer to a held-out prompt."""
@@ -57,23 +81,6 @@ class Episodes:
                 priority=HELDOUT_PRIORITY,
                 max_turns=self._config.rollouts.max_turns,
             )
-        )
-
-    def _plan(
-        self, group: Group, index: int, *, prefix: Trace | None = None, saved: Sequence[Trace] = ()
-    ) -> EpisodePlan:
-        rollouts = self._config.rollouts
-        sampling = self._sampling(str(group.id), index, rollouts.temperature)
-        return EpisodePlan(
-            id=f"{group.id}/{index}",
-            index=index,
-            prompt=group.prompt,
-            sampling=msgspec.structs.replace(sampling, record_kept=rollouts.truncates),
-            group=str(group.id),
-            max_turns=rollouts.max_turns,
-            keep_routing=rollouts.keep_routing,
-            prefix=prefix,
-            saved=saved,
         )
 
     def _sampling(self, group: str, index: int, temperature: float) -> Sampling:
@@ -95,4 +102,63 @@ class Episodes:
         if isinstance(environment, Budgeted):
             own = min(environment.max_tokens, plan.sampling.max_tokens)
             plan = replace(plan, sampling=msgspec.structs.replace(plan.sampling, max_tokens=own))
-        return Episode(plan, environment, self._equipment)
+        return Episode(plan, environment, self._parts.pool, self._parts.chat, self._parts.scoring)
+
+
+class Evaluations:
+    """The schedule of evaluations: when held-out prompts are answered, and how many at the same time.
+
+    An evaluation is of one version; one runs at a time. During training an evaluation uses a part of the engines'
+    slots. A synchronous run evaluates between two versions, so the evaluation uses all slots.
+    """
+
+    def __init__(self, parts: Parts, episodes: Episodes) -> None:
+        self._parts = parts
+        self._config = parts.config.evaluate
+        self._episodes = episodes
+        self._synchronous = parts.window.depth == 0
+        self._running: asyncio.Task[None] | None = None
+
+    async def proved(self, version: int, tasks: asyncio.TaskGroup) -> None:
+        """Evaluate this version in `tasks` if that is due. The engines hold the version, and it is not the last."""
+        due = self._config.every and self._parts.window.count(version) % self._config.every == 0
+        if due and not self._parts.stopping.is_set() and (self._running is None or self._running.done()):
+            self._running = tasks.create_task(self.evaluate("during", version), name="evaluate")
+        if self._synchronous and self._running is not None:
+            # Held-out requests must not mix with requests of the next version: they would change its schedule.
+            await self._running
+
+    async def evaluate(self, moment: Moment, version: int) -> None:
+        """Answer the held-out prompts and record the result, unless the run is stopped meanwhile."""
+        recorder, waits = self._parts.recorder, self._parts.waits
+        prompts: Sequence[Prompt] = self._parts.task.heldout
+        if not prompts or self._parts.stopping.is_set():
+            return
+        if moment == "during":
+            prompts = prompts[: self._config.during or None]
+        else:
+            recorder.shown.phase = "evaluating"
+        slots = self._parts.config.engine.slots * self._parts.config.engine.processes
+        if moment == "during" and not self._synchronous:
+            slots = max(1, slots // EVALUATION_SHARE)
+        started = recorder.now()
+        evaluation = asyncio.create_task(
+            evaluate(
+                prompts,
+                lambda prompt, sample: self._episodes.heldout(prompt, sample, version),
+                self._parts.scoring,
+                samples=self._config.samples,
+                concurrency=slots,
+            )
+        )
+        evaluation.add_done_callback(lambda _: waits.moved())
+        try:
+            await waits.until(
+                "evaluate",
+                lambda: f"{len(prompts)} held-out prompts",
+                lambda: evaluation.done() or self._parts.stopping.is_set(),
+            )
+            if evaluation.done():
+                recorder.evaluated(version, moment, evaluation.result(), started)
+        finally:
+            evaluation.cancel()

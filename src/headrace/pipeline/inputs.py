@@ -1,10 +1,14 @@
 """This module checks the user's input before any process starts.
 
-The input is the model's files, the dataset, and the functions that the configuration names.
+The input is the model's files, the dataset, and the functions that the configuration names. A mistake is one line.
+Functions that the controller uses (an advantage, a launcher, trackers) are imported here. The files of a loss, a
+transport or an engine, which only workers use and which may need torch, are found or read but not run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,17 +22,19 @@ from headrace.config import (
     GymTaskConfig,
     ScorerConfig,
 )
+from headrace.config.algorithm import check_references
+from headrace.config.declared import loss_facts, transport_facts
+from headrace.config.load import check_transport
 from headrace.config.model_dir import check_model_dir, check_teacher
+from headrace.config.names import is_reference
 from headrace.errors import ConfigError
 from headrace.gateway.agent_main import AgentSetup
 from headrace.gateway.agents import AgentPool
 from headrace.gateway.agents import AgentTask as Agents
-from headrace.pipeline.extensions import check_extensions, named
-from headrace.reference import call_factory, import_function
-from headrace.scoring.base import Scorer
+from headrace.reference import call_factory, find_source, import_function, split_reference
+from headrace.scoring.base import Scorer, Stage
 from headrace.scoring.functions import is_reward_function
-from headrace.scoring.stage import Stage
-from headrace.scoring.workers import WorkerScorer
+from headrace.scoring.rewards import WorkerScorer
 from headrace.tasks.base import Task
 from headrace.tasks.chat import ChatFormat
 from headrace.tasks.dataset import SingleTurnTask, check_disjoint, load_prompts, split_heldout
@@ -60,10 +66,7 @@ class ReadyTask:
 
 
 def check_inputs(config: Config, reward: Scorer | None = None) -> tuple[ReadyTask, ChatFormat]:
-    """Check all user input that can be checked without starting a process: model files, dataset, references.
-
-    `reward` replaces the configured reward function; the Python API passes one.
-    """
+    """Check all user input that needs no process. `reward` replaces the configured reward function."""
     chat = check_model(config)
     task = make_task(config)
     weights = {name: scorer.weight for name, scorer in config.scorers.items()}
@@ -72,10 +75,7 @@ def check_inputs(config: Config, reward: Scorer | None = None) -> tuple[ReadyTas
 
 
 def check_model(config: Config) -> ChatFormat:
-    """Return the model's chat format.
-
-    Raises if the model directory is incomplete or does not know a configured stop token.
-    """
+    """Return the model's chat format. Raises if the directory is incomplete or does not know a stop token."""
     check_extensions(config)
     model = check_model_dir(Path(config.model.path), config.model.weights, tokenizer=True)
     if config.algorithm.teacher is not None:
@@ -84,6 +84,36 @@ def check_model(config: Config) -> ChatFormat:
     for token in config.rollouts.stop:
         chat.token_id(token)
     return chat
+
+
+def check_extensions(config: Config) -> None:
+    """Raise `ConfigError` for a reference that leads nowhere, or to a part that does not fit the rest."""
+    checks: list[tuple[str, str, Callable[[str], object]]] = [
+        ("[algorithm] loss", config.algorithm.loss, loss_facts),
+        ("[algorithm] advantage", config.algorithm.advantage, import_function),
+        ("[delivery] transport", config.delivery.transport, transport_facts),
+        ("[engine] kind", config.engine.kind, lambda kind: find_source(split_reference(kind)[0])),
+        ("[pipeline] launcher", config.pipeline.launcher, import_function),
+    ]
+    for key, reference, check in checks:
+        if is_reference(reference):
+            with named(key):
+                check(reference)
+    for tracker in config.observe.trackers:
+        with named("[observe] trackers"):
+            import_function(tracker)
+    if is_reference(config.delivery.transport):
+        check_transport(config)
+    check_references(config.algorithm, config.rollouts)
+
+
+@contextmanager
+def named(key: str) -> Iterator[None]:
+    """Begin the line of every `ConfigError` that is raised inside with the key that is wrong."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def count_prompts(config: Config) -> tuple[int, int]:
@@ -109,22 +139,36 @@ def count_prompts(config: Config) -> tuple[int, int]:
 
 def make_task(config: Config) -> Task:
     """Make the configured task."""
+    held = config.evaluate.prompts or 0
     match config.task:
-        case DatasetTaskConfig() as dataset:
-            return SingleTurnTask(*_prompts(config, dataset), dataset.demonstration)
-        case GymTaskConfig() as gym:
-            return _gym(config, gym)
-        case EnvironmentTaskConfig() as environment:
-            return _environment(config, environment)
-        case AgentTaskConfig() as agent:
-            return _agents(config, agent)
+        case DatasetTaskConfig() as task:
+            return SingleTurnTask(*_prompts(config, task), task.demonstration)
+        case GymTaskConfig() as task:
+            return Gym(
+                task.name,
+                config=task.config,
+                seed=config.run.seed,
+                size=task.size,
+                heldout=held,
+                system=task.system,
+                suffix=task.suffix,
+                answer_pattern=task.answer_pattern,
+            )
+        case EnvironmentTaskConfig() as task:
+            given = {**task.config, "seed": config.run.seed, "heldout": held}
+            made: Task = call_factory(f"[task] factory: {task.factory}", import_function(task.factory), **given)
+            return made
+        case AgentTaskConfig() as task:
+            agents = None
+            if task.agent is not None or task.command:
+                setup = AgentSetup(function=task.agent, command=task.command or None)
+                agents = AgentPool(setup, workers=task.workers, concurrency=task.concurrency)
+            train, heldout = _prompts(config, task)
+            return Agents(train, heldout, agents, timeout=task.timeout, demonstration_field=task.demonstration)
 
 
 def make_scorers(config: Config, reward: Scorer | None = None) -> dict[str, Scorer]:
-    """Make the run's scorers, by name: the task's reward function, if it has one, and those of `[scorers.NAME]`.
-
-    `reward` replaces the task's reward function. Raises `ConfigError`.
-    """
+    """Make the scorers by name: the task's reward function (`reward` replaces it) and those of `[scorers.NAME]`."""
     scorers: dict[str, Scorer] = {}
     match config.task:
         case DatasetTaskConfig(reward=reference):
@@ -133,7 +177,7 @@ def make_scorers(config: Config, reward: Scorer | None = None) -> dict[str, Scor
             elif reference is not None:
                 scorers["reward"] = _in_workers(config, reference)
         case GymTaskConfig() as gym:
-            arguments = Gym.verifier_arguments(gym.name, gym.config, gym.answer_pattern)
+            arguments = {"name": gym.name, "config": gym.config, "answer_pattern": gym.answer_pattern}
             scorers["verifier"] = _in_workers(config, VERIFIER, arguments)
     for name, scorer in config.scorers.items():
         if name in scorers or name in OWN_REWARDS:
@@ -143,15 +187,10 @@ def make_scorers(config: Config, reward: Scorer | None = None) -> dict[str, Scor
 
 
 def _named_scorer(config: Config, name: str, scorer: ScorerConfig) -> Scorer:
-    """Make the scorer of `[scorers.NAME]`.
-
-    The reference names a reward function, or a factory that makes a scorer or a reward function.
-    """
+    """Make the scorer of `[scorers.NAME]` from a reward function, or from a factory of it or of a scorer."""
     place = f"[scorers.{name}] scorer"
-    try:
+    with named(place):
         found = import_function(scorer.scorer)
-    except ConfigError as error:
-        raise ConfigError(f"{place}: {error}") from error
     if not scorer.config and is_reward_function(found):
         return _in_workers(config, scorer.scorer, key=place)
     made = call_factory(f"{place}: {scorer.scorer}", found, **scorer.config)
@@ -178,31 +217,3 @@ def _prompts(config: Config, task: DatasetTaskConfig | AgentTaskConfig) -> tuple
     heldout = load_prompts(task.heldout_path, system=task.system)[:wanted]
     check_disjoint(train, heldout, task.path, task.heldout_path)
     return train, heldout
-
-
-def _agents(config: Config, task: AgentTaskConfig) -> Agents:
-    train, heldout = _prompts(config, task)
-    agents = None
-    if task.agent is not None or task.command:
-        setup = AgentSetup(function=task.agent, command=task.command or None)
-        agents = AgentPool(setup, workers=task.workers, concurrency=task.concurrency)
-    return Agents(train, heldout, agents, timeout=task.timeout, demonstration_field=task.demonstration)
-
-
-def _gym(config: Config, task: GymTaskConfig) -> Gym:
-    return Gym(
-        task.name,
-        config=task.config,
-        seed=config.run.seed,
-        size=task.size,
-        heldout=config.evaluate.prompts or 0,
-        system=task.system,
-        suffix=task.suffix,
-        answer_pattern=task.answer_pattern,
-    )
-
-
-def _environment(config: Config, task: EnvironmentTaskConfig) -> Task:
-    given = {**task.config, "seed": config.run.seed, "heldout": config.evaluate.prompts or 0}
-    made: Task = call_factory(f"[task] factory: {task.factory}", import_function(task.factory), **given)
-    return made

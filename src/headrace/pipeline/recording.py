@@ -9,9 +9,12 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from headrace.buffer.journal import Journal, Recovered
@@ -23,22 +26,29 @@ from headrace.observe.clock import RunClock
 from headrace.observe.drift import LengthDrift
 from headrace.observe.metrics import MetricsLog, describe_end
 from headrace.observe.progress import Progress
+from headrace.observe.snapshot import ProcessActivity, RunSnapshot
 from headrace.observe.spans import Activity
 from headrace.observe.timeline import Timeline
-from headrace.pipeline.run_view import RunView
 from headrace.rollouts.evaluation import EvaluationResult
 from headrace.training.base import StepReport
-from headrace.types import (
-    STEP_SECONDS,
-    Batch,
-    Group,
-    Rollout,
-    Trace,
-    Version,
-    held_back_seconds,
-)
+from headrace.types import STEP_SECONDS, Batch, Group, Rollout, Trace, Version, held_back_seconds
 
 Moment = Literal["before", "during", "after"]
+REWARD_MEMORY = 0.9
+"""The weight of the past in the moving mean of the reward that the display shows."""
+BUSY_MEMORY = 0.7
+"""The weight of the past in the moving mean of how busy a process is."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files that a run writes, and its display."""
+
+    journal: Journal
+    metrics: MetricsLog
+    progress: Progress
+    clock: RunClock
+    timeline: Timeline | None = None
 
 
 class Recorder:
@@ -46,29 +56,23 @@ class Recorder:
 
     def __init__(
         self,
-        journal: Journal,
-        metrics: MetricsLog,
-        timeline: Timeline | None,
-        progress: Progress,
+        outputs: Outputs,
         window: Window,
         *,
-        clock: RunClock,
         versions_total: int,
-        versions_done: int,
         before: Recovered,
         record: bool = False,
     ) -> None:
-        """`before` is what previous processes of the run left in the journal.
-
-        With `record`, the schedule is journalled too.
-        """
-        self._journal = journal
-        self._metrics = metrics
-        self._timeline = timeline
+        """`before` is what previous processes left in the journal. With `record`, the schedule is journalled too."""
+        self._journal = outputs.journal
+        self.journal_path = outputs.journal.path
+        self._metrics = outputs.metrics
+        self._timeline = outputs.timeline
+        self._progress = outputs.progress
+        self._clock = outputs.clock
         self._window = window
-        self._clock = clock
-        self._next_group = before.next_group
-        self._versions_done = versions_done
+        self.group_ids = count(before.next_group)
+        """The ids that no group attempt of this run has had."""
         self._running: dict[int, tuple[Group, float]] = {}
         """The groups under way, by id, each with the time when it was admitted or taken up from a previous process."""
         self._drift = LengthDrift()
@@ -76,35 +80,19 @@ class Recorder:
         self._activity = Activity()
         self._peak_memory: dict[str, int] = {}
         """The most bytes of GPU memory that each process has held, by process."""
-        self._view = RunView(progress, window, versions_total)
+        self._lags: Counter[int] = Counter()
+        self.shown = RunSnapshot(versions_total=versions_total, lag_bound=window.lag_bound, capacity=window.capacity)
+        """The state of the run that `show` hands to the display."""
         self.ledgers = Ledgers(before.groups, before.rollouts, policy=window.policy)
-        self.checkpoint: Path | None = None
-
-    @property
-    def phase(self) -> str:
-        """The present phase of the run as a whole."""
-        return self._view.phase
-
-    @phase.setter
-    def phase(self, phase: str) -> None:
-        self._view.phase = phase
 
     def now(self) -> float:
         """Return the wall time, as the journal stores it."""
         return self._clock.to_wall(time.monotonic())
 
-    def next_group_id(self) -> int:
-        """Return an id that no group attempt of this run has had."""
-        self._next_group += 1
-        return self._next_group - 1
-
     # ---- groups
 
     def admitted(self, group: Group, rollout_ids: Sequence[str], drawn: int) -> None:
-        """Record that a group has taken its slot; nothing of it has been generated yet.
-
-        `drawn` is the position of the prompt source.
-        """
+        """Record that a group has taken its slot. `drawn` is the position of the prompt source."""
         self._running[group.id] = (group, self.now())
         self.ledgers.admitted(group.id, rollout_ids)
         self._journal.admitted(group, rollout_ids)
@@ -158,7 +146,7 @@ class Recorder:
         described = describe_end(group, reason or state, version, self._window.republished)
         self._metrics.write("group", **described, seconds=self.now() - admitted)
         if state == "failed":
-            self._view.note(f"group {group.id} failed: {reason}")
+            self.note(f"group {group.id} failed: {reason}")
 
     def abandon(self, reason: str) -> None:
         """End all groups that are still under way: the run ends before they do."""
@@ -169,8 +157,8 @@ class Recorder:
 
     def step_ended(self, batch: Batch, groups: Sequence[Group], report: StepReport) -> None:
         """Record that the trainer has made an optimizer step."""
-        policy = batch.objective == "policy"
-        lags = Counter(batch.lags().tolist()) if policy else Counter()
+        ages = batch.lags() if batch.objective == "policy" else np.zeros(0)
+        lags = Counter(ages.tolist())
         rewards = [rollout.reward for group in groups for rollout in group.usable if rollout.reward is not None]
         reward = float(np.mean(rewards)) if rewards else None
         for group in groups:
@@ -204,7 +192,7 @@ class Recorder:
             grad_norm=report.grad_norm,
             learning_rate=report.learning_rate,
             trained_tokens=batch.trained_tokens,
-            lag_mean=_mean(lags),
+            lag_mean=float(ages.mean()) if len(ages) else None,
             lag_max=max(lags, default=None),
             seconds=report.seconds,
             skipped=report.skipped,
@@ -214,11 +202,26 @@ class Recorder:
             **report.metrics,
         )
         if warning := self._drift.warning():
-            self._view.note(warning)
+            self.note(warning)
         if report.skipped:
             why = "its batch has no token to train" if math.isfinite(report.grad_norm) else "its gradient is not finite"
-            self._view.note(f"step {batch.step} was skipped: {why}")
-        self._view.stepped(batch, lags, reward)
+            self.note(f"step {batch.step} was skipped: {why}")
+        self._show_step(batch, lags, reward)
+
+    def _show_step(self, batch: Batch, lags: Counter[int], reward: float | None) -> None:
+        """Show a step. Supervised steps are numbered up to 0, and change only the step and the message."""
+        shown = self.shown
+        shown.step = batch.step
+        if batch.objective == "imitation":
+            shown.message = f"{-batch.step} supervised steps left" if batch.step else ""
+            return
+        self._lags += lags
+        shown.lag_histogram = dict(self._lags)
+        shown.trained_tokens += batch.trained_tokens
+        if reward is not None:
+            before = shown.reward_mean
+            shown.reward = reward
+            shown.reward_mean = reward if before is None else REWARD_MEMORY * before + (1 - REWARD_MEMORY) * reward
 
     # ---- versions
 
@@ -237,27 +240,11 @@ class Recorder:
 
     def delivered(self, proof: Proof) -> None:
         """Record an engine's answer to a delivery."""
-        self._journal.delivery(
-            version=proof.version,
-            engine=proof.engine,
-            accepted=proof.accepted,
-            quarantined=proof.quarantined,
-            reason=proof.reason,
-            staged_digest=proof.staged_digest,
-            live_digest=proof.live_digest,
-            canary_error=proof.canary_error,
-            stage_seconds=proof.stage_seconds,
-            swap_seconds=proof.swap_seconds,
-            policy=self._window.policy,
-        )
+        self._journal.delivery(**msgspec.structs.asdict(proof), policy=self._window.policy)
         if proof.accepted:
             self._scheduled("swap", version=proof.version, engine=proof.engine)
         else:
-            self._view.note(f"{proof.engine} refused version {proof.version}: {proof.reason}")
-
-    def version_proved(self, version: int) -> None:
-        """Record that a version is declared proved."""
-        self._view.proved(self._versions_done + self._window.count(version))
+            self.note(f"{proof.engine} refused version {proof.version}: {proof.reason}")
 
     def evaluated(self, version: int, moment: Moment, result: EvaluationResult, started: float) -> None:
         """Record the answers to held-out prompts."""
@@ -285,27 +272,22 @@ class Recorder:
                 policy=self._window.policy,
             )
         self._metrics.write("evaluation", version=version, moment=moment, pass_1=result.pass_1, pass_k=result.pass_k)
-        self._view.evaluated(result.pass_1)
-        self._view.note(
+        self.shown.heldout = result.pass_1
+        self.note(
             f"held-out {moment} training, version {version}: {result.pass_1:.3f} right of {result.prompts} prompts"
-            + (f", {result.pass_k:.3f} within {result.k} tries" if result.samples > 1 else "")
+            + (f", {result.pass_k:.3f} within {result.samples} tries" if result.samples > 1 else "")
             + (f", {result.failed} failed" if result.failed else "")
         )
 
     def saved(self, version: int, path: Path) -> None:
         """Record that a checkpoint was written."""
-        self.checkpoint = path
         self._journal.meta("checkpoint", {"version": version, "path": str(path)})
 
     # ---- the run as a whole
 
-    def training_started(self) -> None:
-        """Record that the first group is about to be admitted."""
-        self._journal.meta("train_started", self.now())
-
-    def training_ended(self) -> None:
-        """Record that training has ended."""
-        self._journal.meta("train_ended", self.now())
+    def mark(self, moment: Literal["train_started", "train_ended"]) -> None:
+        """Record that the first group is about to be admitted, or that training has ended."""
+        self._journal.meta(moment, self.now())
 
     def beat(self, process: str, beat: Heartbeat) -> None:
         """Record what a process did since its last heartbeat."""
@@ -321,35 +303,23 @@ class Recorder:
         )
         if beat.peak_memory_bytes > self._peak_memory.get(process, 0):
             self._peak_memory[process] = beat.peak_memory_bytes
-        self._view.beat(process, beat.phase, interval)
+        self.shown.generated_tokens += interval.tokens
+        before = self.shown.processes.get(process, ProcessActivity())
+        busy = BUSY_MEMORY * before.busy_fraction + (1 - BUSY_MEMORY) * interval.busy_fraction
+        self.shown.processes[process] = ProcessActivity(phase=beat.phase, busy_fraction=busy)
 
-    def restarted(self, process: str, reason: str, steps: tuple[int, int] | None = None) -> None:
-        """Record that a process died and is restarted.
-
-        The tokens that it sampled after its last delta are sampled again.
-        """
-        seconds = held_back_seconds(self.ledgers.rollouts.counts().in_flight) + STEP_SECONDS
-        unseen = round(self._activity.died(process) * seconds)
-        self._journal.restarted(process, reason, steps=steps, regenerated_tokens=unseen)
-
-    def run_resumed(self, steps: tuple[int, int], regenerated_tokens: int) -> None:
-        """Record that the run is resumed.
-
-        The steps after `steps[0]`, up to `steps[1]`, are trained again from the journal.
-        """
-        self._journal.restarted("controller", "resumed", steps=steps, regenerated_tokens=regenerated_tokens)
+    def restarted(
+        self, process: str, reason: str, steps: tuple[int, int] | None = None, tokens: int | None = None
+    ) -> None:
+        """Record that a process is restarted. `tokens` (by default those after its last delta) are sampled again."""
+        if tokens is None:
+            seconds = held_back_seconds(self.ledgers.rollouts.counts().in_flight) + STEP_SECONDS
+            tokens = round(self._activity.died(process) * seconds)
+        self._journal.restarted(process, reason, steps=steps, regenerated_tokens=tokens)
 
     def flush(self) -> None:
-        """Wait until everything recorded so far is committed to the journal.
-
-        This blocks; it may be called from any thread.
-        """
+        """Block until everything recorded so far is committed to the journal. Any thread may call this."""
         self._journal.flush()
-
-    @property
-    def journal_path(self) -> Path:
-        """The path of the journal, for readers."""
-        return self._journal.path
 
     def _scheduled(self, event: Literal["admit", "complete", "consume", "swap"], **facts: Any) -> None:
         if self._record:
@@ -357,15 +327,16 @@ class Recorder:
 
     def show(self) -> None:
         """Refresh the display."""
-        self._view.show()
+        self.shown.in_flight, self.shown.ready = self._window.in_flight, self._window.ready
+        self._progress.update(self.shown)
 
     def note(self, line: str) -> None:
         """Show a line to the people who watch."""
-        self._view.note(line)
+        self._progress.note(line)
 
     def close(self, outcome: str) -> None:
         """Write everything to disk and check the ledgers."""
-        self._view.close()
+        self._progress.stop()
         if self._peak_memory:
             self._journal.meta("peak_memory_bytes", self._peak_memory)
         self._journal.meta("outcome", outcome)
@@ -375,8 +346,3 @@ class Recorder:
         if self._timeline is not None:
             self._timeline.close()
         self.ledgers.check()
-
-
-def _mean(lags: Counter[int]) -> float | None:
-    tokens = lags.total()
-    return sum(lag * count for lag, count in lags.items()) / tokens if tokens else None

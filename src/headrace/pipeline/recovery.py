@@ -13,7 +13,7 @@
     controller     judged from the journal; the others continue from their saved tokens. Steps after the checkpoint are
                    trained again from the journal, as above.
     a reward       Its pool starts another one, which judges the same answer once more. If that worker dies too, the
-    worker         rollout fails, with this as the reason (`scoring.workers`).
+    worker         rollout fails, with this as the reason (`scoring.rewards`).
     an agent       Its pool starts another one. Its rollout fails, with this as the reason (`gateway.agents`).
     a vLLM         Its engine worker ends, and is restarted with a new server. A server that was given by URL is
     server         waited for (`engines.vllm.server`).
@@ -26,22 +26,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from functools import partial
 
-from headrace.buffer.recovery import Recovered, UnfinishedGroup
-from headrace.buffer.window import Window
+from headrace.buffer.recovery import UnfinishedGroup
 from headrace.errors import HeadraceError, PeerDied
 from headrace.pipeline.attempts import Attempts
 from headrace.pipeline.batches import recorded_batches, warm_start_batches
-from headrace.pipeline.engine_watch import EngineWatch
 from headrace.pipeline.episodes import Episodes
-from headrace.pipeline.partials import Partials
 from headrace.pipeline.parts import Parts
-from headrace.pipeline.recording import Recorder
-from headrace.pipeline.steps import StepRequest, Steps
+from headrace.pipeline.steps import Steps
 from headrace.pipeline.versions import Versions
+from headrace.pipeline.waits import EngineWatch
 from headrace.rollouts.base import AnyEpisode
-from headrace.tasks.base import Task
 from headrace.training.base import Checkpoint
 from headrace.types import Batch, Group
 
@@ -54,14 +49,13 @@ class Recovery:
         self._versions = versions
         self._steps = steps
         self._watch = watch
+        self.unfinished = self._restore_groups()
+        """The groups that a previous process had in flight, oldest first. The window holds them already."""
 
     # ---- an engine
 
     def engine_died(self, death: PeerDied) -> None:
-        """Mark an engine as lost.
-
-        Its requests are resumed on other engines, and it gets no new ones before it is back.
-        """
+        """Mark an engine as lost: other engines resume its requests, and it gets no new ones before it is back."""
         name = death.peer
         # The pool must know first: it then treats the requests that fail now as lost, to be resumed elsewhere.
         self._parts.pool.lose(name, death.reason)
@@ -71,10 +65,7 @@ class Recovery:
         self._watch.forget(name)
 
     def engine_returned(self, name: str) -> None:
-        """Take a restarted engine back.
-
-        It gets requests again once its delivery loop has brought it the newest version.
-        """
+        """Take a restarted engine back. It gets requests again once it has proved the newest version."""
         if name in self._parts.remote:
             self._parts.remote[name].back()
         self._parts.pool.take_back(name)
@@ -140,79 +131,63 @@ class Recovery:
             if after < batch.step <= until:
                 yield batch
         if until > max(after, 0):
-            for recorded in recorded_batches(parts.config, parts.recorder.journal_path, max(after, 0), until):
-                yield recorded.batch
+            yield from recorded_batches(parts.config, parts.recorder.journal_path, max(after, 0), until)
 
     # ---- the controller: a run is resumed
 
     async def train_again(self) -> None:
-        """Train again, from the journal, the steps that came after the checkpoint.
-
-        They are not recorded a second time.
-        """
+        """Train again, from the journal, the steps after the checkpoint. They are not recorded a second time."""
         parts = self._parts
         if parts.first_step <= parts.checkpoint.step:
             return
         path, until = parts.recorder.journal_path, parts.first_step
-        for recorded in recorded_batches(parts.config, path, parts.checkpoint.step, until):
-            order = partial(parts.unless_stopping, StepRequest(recorded.batch))
-            if await self._steps.train(recorded.batch.step, order) is None:
+        for batch in recorded_batches(parts.config, path, parts.checkpoint.step, until):
+            if await self._steps.train_known(batch) is None:
                 return
-            parts.waits.moved()
 
-    def resume_groups(
-        self, attempts: Attempts, episodes: Episodes, partials: Partials
-    ) -> list[tuple[Group, list[AnyEpisode]]]:
-        """Judge the groups that were complete.
+    def _restore_groups(self) -> list[UnfinishedGroup]:
+        """Give the groups of a previous process their slots back, before anything new begins.
 
-        Return the others, with episodes that continue from their saved tokens.
+        Every such group either continues, and is returned, or ends here with a reason. Lost tokens are counted.
         """
+        before, recorder, checkpoint = self._parts.before, self._parts.recorder, self._parts.checkpoint
+        if before.last_version < 0:
+            return []
+        prompts = {prompt.id for prompt in self._parts.task.train} if before.unfinished else set()
+        known = [left for left in before.unfinished if left.prompt in prompts]
+        refused = set(self._parts.window.restore([(left.id, left.version) for left in known], before.overtakers))
+        lost, going_on = 0, []
+        for left in before.unfinished:
+            group = left.group()
+            recorder.resumed(group, left.members)
+            if left.prompt in prompts and left.id not in refused:
+                going_on.append(left)
+                continue
+            lost += sum(rollout.trained_tokens for rollout in left.rollouts)
+            lost += sum(trace.trained_tokens for traces in left.partial.values() for trace in traces)
+            reason = "no slot after a resume" if left.id in refused else "its prompt is gone"
+            recorder.group_ended(group, "dropped", reason)
+        unfinished = sum(not left.complete for left in going_on)
+        if going_on or before.resume_step > checkpoint.step:
+            recorder.note(
+                f"resumed: {before.resume_step - checkpoint.step} steps are trained again from the journal, "
+                f"{len(going_on) - unfinished} groups are ready, {unfinished} go on from their saved tokens"
+            )
+        unseen = before.unseen_tokens if unfinished else 0
+        recorder.restarted("controller", "resumed", (checkpoint.step, before.resume_step), lost + unseen)
+        return going_on
+
+    def resume_groups(self, attempts: Attempts, episodes: Episodes) -> list[tuple[Group, list[AnyEpisode]]]:
+        """Judge the groups that were complete. Return the others, with episodes that use their saved tokens."""
         unfinished = []
-        prompts = {prompt.id: prompt for prompt in self._parts.task.train} if self._parts.unfinished else {}
-        for left in self._parts.unfinished:
+        prompts = {prompt.id: prompt for prompt in self._parts.task.train} if self.unfinished else {}
+        for left in self.unfinished:
             group = left.group(prompts[left.prompt])
             if left.complete:
-                attempts.judge_recovered(group)
+                attempts.settle(group)
                 continue
-            partials.resumed(left.partial)
-            resumed = episodes.resumed(group, left.members, left.partial)
+            members = [int(member.rpartition("/")[2]) for member in left.members]
+            resumed = episodes.of_group(group, members, saved=left.partial)
             attempts.started(group, resumed)
             unfinished.append((group, resumed))
         return unfinished
-
-
-def restore_groups(
-    before: Recovered, window: Window, recorder: Recorder, task: Task, checkpoint: Checkpoint
-) -> list[UnfinishedGroup]:
-    """Give the groups of a previous process their slots back, before anything new begins.
-
-    Every such group either continues, and is returned, or ends here with a reason. Lost tokens are counted.
-    """
-    if before.last_version < 0:
-        return []
-    prompts = {prompt.id for prompt in task.train} if before.unfinished else set()
-    known = [left for left in before.unfinished if left.prompt in prompts]
-    refused = set(window.restore([(left.id, left.version) for left in known], before.overtakers))
-    lost, going_on = 0, []
-    for left in before.unfinished:
-        group = left.group()
-        recorder.resumed(group, left.members)
-        if left.prompt in prompts and left.id not in refused:
-            going_on.append(left)
-            continue
-        lost += _sampled(left)
-        recorder.group_ended(group, "dropped", "no slot after a resume" if left.id in refused else "its prompt is gone")
-    unfinished = sum(not left.complete for left in going_on)
-    if going_on or before.resume_step > checkpoint.step:
-        recorder.note(
-            f"resumed: {before.resume_step - checkpoint.step} steps are trained again from the journal, "
-            f"{len(going_on) - unfinished} groups are ready, {unfinished} go on from their saved tokens"
-        )
-    unseen = before.unseen_tokens if unfinished else 0
-    recorder.run_resumed((checkpoint.step, before.resume_step), lost + unseen)
-    return going_on
-
-
-def _sampled(left: UnfinishedGroup) -> int:
-    whole = sum(rollout.trained_tokens for rollout in left.rollouts)
-    return whole + sum(trace.trained_tokens for traces in left.partial.values() for trace in traces)

@@ -8,30 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from headrace.buffer.reader import JournalReader, open_readonly
+from headrace.buffer.reader import open_readonly
 from headrace.config import Config
 from headrace.errors import UserError
 from headrace.pipeline.batches import recorded_batches, warm_start_batches
 from headrace.pipeline.inputs import check_inputs
 from headrace.run_dir import RunDir
-from headrace.types import Batch
-
-if TYPE_CHECKING:
-    from headrace.training.trainer import Trainer
 
 
 def replay_run(path: str | Path, until: int | None = None) -> dict[str, Any]:
-    """Train the steps in the journal up to version `until` (all by default).
-
-    Return which versions came out identical.
-    """
+    """Train the steps up to version `until` (all by default). Return which versions came out identical."""
     run_dir, config = RunDir.open(path)
     with open_readonly(run_dir.journal) as reader:
         versions = reader.versions()
         last = reader.last_step()
-        schedule = check_schedule(reader, path)
+        if wrong := reader.misscheduled_groups():
+            raise UserError(f"{path}: group {wrong[0]} was consumed by another step than its ledger says")
+        schedule = reader.scheduled_events()
     if until is not None:
         versions = [version for version in versions if version.id <= until]
         last = min(last, max((version.step for version in versions), default=0))
@@ -52,44 +47,24 @@ def replay_run(path: str | Path, until: int | None = None) -> dict[str, Any]:
     }
 
 
-def check_schedule(reader: JournalReader, path: str | Path) -> int:
-    """Return the number of recorded events, which is 0 without `[pipeline] record`.
-
-    Raise `UserError` if a group was consumed by another step than its ledger says.
-    """
-    if wrong := reader.misscheduled_groups():
-        raise UserError(f"{path}: group {wrong[0]} was consumed by another step than its ledger says")
-    return reader.scheduled_events()
-
-
 def _digests(config: Config, run_dir: RunDir, last: int) -> Iterator[tuple[int, int]]:
     """Yield (optimizer steps, digest as published) at every step where a version may have been published."""
     from headrace.cluster.threads import fix_threads
 
     fix_threads(config.training.threads)
-    from headrace.training.building import build_trainer
+    from headrace.delivery.digest import digest_as
+    from headrace.training.building import build_trainer, published_dtype
 
-    trainer = build_trainer(config, run_dir.checkpoints).trainer
-    for batch in _supervised(config):
-        trainer.step(batch)
-    yield 0, _digest(config, trainer)
-    for recorded in recorded_batches(config, run_dir.journal, 0, last):
-        trainer.step(recorded.batch)
-        if recorded.batch.step % config.delivery.publish_every == 0:
-            yield recorded.batch.step, _digest(config, trainer)
-
-
-def _supervised(config: Config) -> Iterator[Batch]:
+    trainer, dtype = build_trainer(config, run_dir.checkpoints).trainer, published_dtype(config)
     if config.warm_start.steps:
         task, chat = check_inputs(config)
-        yield from warm_start_batches(config, task.task, chat, version=0)
-
-
-def _digest(config: Config, trainer: Trainer) -> int:
-    from headrace.delivery.digest import digest_as
-    from headrace.training.building import published_dtype
-
-    return digest_as(trainer.weights(), published_dtype(config))
+        for batch in warm_start_batches(config, task.task, chat, version=0):
+            trainer.step(batch)
+    yield 0, digest_as(trainer.weights(), dtype)
+    for batch in recorded_batches(config, run_dir.journal, 0, last):
+        trainer.step(batch)
+        if batch.step % config.delivery.publish_every == 0:
+            yield batch.step, digest_as(trainer.weights(), dtype)
 
 
 def describe(found: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ back; `recovery` brings the trainer back to the last step that it had reported.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -29,12 +30,13 @@ class StepRequest(NamedTuple):
 class Steps:
     """The order of steps at the trainer: a step may be sent once the step before it was sent."""
 
-    def __init__(self, trainer: TrainerHandle, waits: Waits, trained: int) -> None:
+    def __init__(self, trainer: TrainerHandle, waits: Waits, stopping: asyncio.Event, trained: int) -> None:
         """`trained` is the last step that the trainer has done."""
         self.trained = trained
         """The last step that the trainer has reported."""
         self._trainer = trainer
         self._waits = waits
+        self._stopping = stopping
         self._asked = trained
         self._present = True
 
@@ -45,7 +47,10 @@ class Steps:
         If it returns None, the step is given up.
         """
         while True:
-            await self._turn(step)
+            await self._waits.until(
+                f"step {step}", lambda: self._explain(step), lambda: self._present and self._asked == step - 1
+            )
+            self._asked = step
             asked = order()
             if asked is None:
                 return None
@@ -59,11 +64,14 @@ class Steps:
             self.trained = step
             return asked.batch, report
 
-    async def publish(self, version: int, parent: int) -> None:
-        """Ask for a version of the present weights.
+    async def train_known(self, batch: Batch) -> StepReport | None:
+        """Make the trainer do a step whose batch is known beforehand. Return None if the run is stopping."""
+        done = await self.train(batch.step, lambda: None if self._stopping.is_set() else StepRequest(batch))
+        self._waits.moved()
+        return done[1] if done is not None else None
 
-        If the trainer dies meanwhile, it publishes the version when it is back.
-        """
+    async def publish(self, version: int, parent: int) -> None:
+        """Ask for a version of the present weights. A trainer that dies meanwhile publishes it when it is back."""
         try:
             await self._trainer.publish(version, parent)
         except PeerDied as death:
@@ -79,10 +87,7 @@ class Steps:
                 self.unanswered(death)
 
     def unanswered(self, death: PeerDied) -> None:
-        """Handle a request that failed because a process died.
-
-        Raises `death` again unless the process is the trainer.
-        """
+        """Handle a request that failed because a process died. Raises `death` unless that was the trainer."""
         if death.peer != self._trainer.name:
             raise death
         self.away()
@@ -95,12 +100,6 @@ class Steps:
         """Record that the trainer is back at the last step that it had reported. The next step has its turn."""
         self._asked = self.trained
         self._present = True
-
-    async def _turn(self, step: int) -> None:
-        await self._waits.until(
-            f"step {step}", lambda: self._explain(step), lambda: self._present and self._asked == step - 1
-        )
-        self._asked = step
 
     def _explain(self, step: int) -> str:
         if not self._present:

@@ -20,10 +20,7 @@ from headrace.types import NO_VERSION
 
 
 class Versions:
-    """The states of all versions. This class does no I/O and never waits.
-
-    Callers report what happened and ask for states.
-    """
+    """The states of all versions, without I/O or waits: callers report what happened and ask for states."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -58,14 +55,10 @@ class Versions:
     # ---- sent
 
     def next(self) -> Manifest:
-        """Take the oldest published version that was not sent, and mark it as sent."""
-        return self.send(self._published.popleft())
-
-    def send(self, manifest: Manifest) -> Manifest:
-        """Mark this version as sent, so that every engine with an older version fetches it."""
-        self.newest = manifest
-        self._held.add(manifest.version)
-        return manifest
+        """Mark the oldest published version as sent, so that every engine with an older version fetches it."""
+        self.newest = self._published.popleft()
+        self._held.add(self.newest.version)
+        return self.newest
 
     def sent_again(self, manifest: Manifest) -> None:
         """Record that the trainer has made all bytes of a version available once more."""

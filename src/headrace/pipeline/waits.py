@@ -1,19 +1,38 @@
-"""The register of waits: who waits for what, and since when.
+"""The register of waits: who waits for what, and since when. `status.json` shows it in a live run.
 
 No loop of the pipeline waits without being registered here. A wait ends when its condition holds. The condition is
 checked again whenever `ring` is called, and at least once a second. If nothing has made progress for too long, the
-watch loop reports all waits in a `StallError`.
+watch loop reports all waits in a `StallError`. An engine that has requests and sends no token for too long is stuck and
+is treated as dead.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
-from headrace.errors import StallError
+import msgspec
+
+from headrace.errors import StallError, UserError
+from headrace.run_dir import RunDir
 
 LOOK_SECONDS = 1.0
+LATE_SECONDS = 5.0
+"""If the status is older than this, the controller hangs or was killed."""
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """One registered wait."""
+
+    owner: str
+    what: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.owner} waits for {self.what}, since {self.seconds:.0f} s"
 
 
 class Waits:
@@ -42,25 +61,18 @@ class Waits:
         self._book[owner] = (what, self._clock())
         try:
             while not condition():
-                bell = self._bell
-                try:
+                # Not `wait_for`: in Python 3.11 it loses a cancellation that comes together with the bell.
+                with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_SECONDS):
-                        await bell.wait()
-                except TimeoutError:
-                    continue
+                        await self._bell.wait()
         finally:
             del self._book[owner]
 
-    def report(self) -> str:
-        """Return all waits in one line, the longest first."""
-        lines = [f"{owner} waits for {what}, since {seconds:.0f} s" for owner, what, seconds in self.entries()]
-        return "; ".join(lines) or "nobody waits"
-
-    def entries(self) -> list[tuple[str, str, float]]:
-        """Return (owner, what it waits for, seconds) for every wait, the longest first."""
+    def entries(self) -> list[Wait]:
+        """Return every wait, the longest first."""
         now = self._clock()
         book = sorted(self._book.items(), key=lambda item: item[1][1])
-        return [(owner, what(), now - since) for owner, (what, since) in book]
+        return [Wait(owner, what(), now - since) for owner, (what, since) in book]
 
     @property
     def still(self) -> float:
@@ -69,6 +81,83 @@ class Waits:
 
     def check(self, limit: float) -> None:
         """Raise `StallError` if nothing has made progress for `limit` seconds."""
-        still = self._clock() - self._moved
-        if still > limit:
-            raise StallError(f"no progress for {still:.0f} s: {self.report()}")
+        if self.still > limit:
+            waits = "; ".join(map(str, self.entries())) or "nobody waits"
+            raise StallError(f"no progress for {self.still:.0f} s: {waits}")
+
+
+class EngineWatch:
+    """The record of when each engine last made progress."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[str, float] = {}
+
+    def progress(self, name: str) -> None:
+        """Record that this engine sent tokens, or the end of a request."""
+        self._seen[name] = self._clock()
+
+    def forget(self, name: str) -> None:
+        """Forget when this engine last made progress, because it is away or has no requests. Its time starts anew."""
+        self._seen.pop(name, None)
+
+    def waits(self, running: Mapping[str, int]) -> list[Wait]:
+        """Return the wait for the next token of every engine that has requests. `running` counts them by engine."""
+        now = self._clock()
+        return [
+            Wait(f"{n} request" + "s" * (n != 1), f"a token of {name}", now - self._seen.get(name, now))
+            for name, n in running.items()
+            if n
+        ]
+
+    def stuck(self, running: Mapping[str, int], limit: float) -> list[str]:
+        """Return the engines that have had requests for more than `limit` seconds without progress on any of them."""
+        now, found = self._clock(), []
+        for name, requests in running.items():
+            if not requests:
+                self.forget(name)
+            elif now - self._seen.setdefault(name, now) > limit:
+                found.append(name)
+        return found
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a run, as in `status.json`."""
+
+    time: float
+    pid: int
+    phase: str
+    still: float
+    """The seconds since anything made progress."""
+    limit: float
+    """The value of `[pipeline] stall_seconds`."""
+    waits: list[Wait]
+    processes: dict[str, str]
+    """The phase that each process reports, by process."""
+
+
+def write_status(run_dir: RunDir, status: Status) -> None:
+    """Replace the file as a whole."""
+    part = run_dir.status.with_suffix(".part")
+    part.write_bytes(msgspec.json.encode(status))
+    part.replace(run_dir.status)
+
+
+def read_status(path: str | Path) -> Status:
+    """Read the status of a live run. Raises `UserError` if no run is live in this directory."""
+    run_dir, _ = RunDir.open(path)
+    try:
+        return msgspec.json.decode(run_dir.status.read_bytes(), type=Status)
+    except (OSError, msgspec.DecodeError) as error:
+        raise UserError(f"{path}: no run lives there (it has no status.json)") from error
+
+
+def describe(status: Status) -> str:
+    """Describe a status for people: what makes progress, who waits for whom, what each process does."""
+    age = time.time() - status.time
+    lines = [f"{status.phase}; something moved {status.still:.0f} s ago (a stall after {status.limit:g} s)"]
+    if age > LATE_SECONDS:
+        lines = [f"the controller (process {status.pid}) has written nothing for {age:.0f} s: it hangs, or was killed"]
+    lines += [f"  {wait}" for wait in status.waits]
+    lines += [f"  {name}: {phase}" for name, phase in sorted(status.processes.items())]
+    return "\n".join(lines)

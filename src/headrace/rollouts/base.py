@@ -78,8 +78,6 @@ class EpisodePlan:
     unchanged and given to the environment again, as long as the environment answers as before. From the first different
     answer on, the episode samples new turns. With several traces, or with an agent, the episode begins again. Sampled
     tokens that are not used are counted as `discarded`."""
-    deadline: float | None = None
-    """The limit in seconds for `prepare`, and the same again for `run`. None leaves the deadline to the caller."""
 
 
 class AnyEpisode(ABC):
@@ -147,15 +145,10 @@ class AnyEpisode(ABC):
         """Abort the requests of this episode that an engine still works on. By default there are none."""
 
     async def interruptible(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await this call in its own task, which `cancel` can end.
-
-        Raises `Cancelled` if the episode was told to end.
-        """
-        try:
-            self.check_cancelled()
-        except Cancelled:
+        """Await a call in its own task, which `cancel` can end. Raises `Cancelled` if the episode was told to end."""
+        if self.cancelled is not None:
             call.close()
-            raise
+            raise Cancelled
         self._calling = asyncio.create_task(call)
         try:
             answer: T = await self._calling

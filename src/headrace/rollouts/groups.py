@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from headrace.rollouts.base import AnyEpisode, Cancelled
-from headrace.scoring.base import Ended, Scoring
+from headrace.scoring.base import Ended, Stage
 from headrace.types import Group, Rollout
 
 STRAGGLER = "straggler"
@@ -37,7 +37,7 @@ async def prepare_group(episodes: Sequence[AnyEpisode]) -> None:
 async def run_group(
     group: Group,
     episodes: Sequence[AnyEpisode],
-    scoring: Scoring,
+    scoring: Stage,
     *,
     min_group: int | None = None,
     straggler_seconds: float = math.inf,
@@ -47,7 +47,7 @@ async def run_group(
     When `straggler_seconds` have passed and `min_group` episodes have ended without failing, the others are cancelled.
 
     `cancel_group` ends the group early, with the tokens so far. Cancelling the task that runs this coroutine also
-    aborts the requests, but then, as for any task, there is no result; `Episode.partial` still holds the tokens. A task
+    aborts the requests, but then, as for any task, there is no result; `Episode.traces` still holds the tokens. A task
     that is cancelled before its first step never runs at all: call `discard_group` to close its episodes.
     """
     async with asyncio.TaskGroup() as tasks:
@@ -60,7 +60,7 @@ async def run_group(
     return msgspec.structs.replace(group, rollouts=[task.result() for task in running])
 
 
-async def run_episode(episode: AnyEpisode, scoring: Scoring) -> Rollout:
+async def run_episode(episode: AnyEpisode, scoring: Stage) -> Rollout:
     """Run a prepared episode to its end, and score its rollout.
 
     An episode that is told to end while its rollout is being scored ends as aborted, without a score.
@@ -85,17 +85,11 @@ async def _close_early(
 
     Every wait here ends, because every episode ends.
     """
-    deadline = asyncio.get_running_loop().time() + seconds
-    pending: set[asyncio.Task[Rollout]] = set(running)
-    while pending:
-        left = deadline - asyncio.get_running_loop().time()
-        enough = sum(_ended_well(task) for task in running) >= min_group
-        if enough and left <= 0:
-            stragglers = [e for e in episodes if any(task.get_name() == f"rollout {e.id}" for task in pending)]
-            await cancel_group(stragglers, STRAGGLER)
-            return
-        timeout = left if enough or left > 0 else None
-        _, pending = await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    _, pending = await asyncio.wait(running, timeout=seconds)
+    while pending and sum(_ended_well(task) for task in running) < min_group:
+        _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+    stragglers = [e for e in episodes if any(task.get_name() == f"rollout {e.id}" for task in pending)]
+    await cancel_group(stragglers, STRAGGLER)
 
 
 def _ended_well(task: asyncio.Task[Rollout]) -> bool:

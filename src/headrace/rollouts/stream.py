@@ -1,9 +1,12 @@
-"""The token stream of an episode. The stream only grows, and tokens in it never change.
+"""The token stream of an episode, and the saved turns that it continues from.
 
-Deltas arrive a few tokens at a time and episodes may be long, so parts are kept as they arrived and joined on demand.
+The stream only grows, and tokens in it never change. Deltas arrive a few tokens at a time and episodes may be long, so
+parts are kept as they arrived and joined on demand.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,7 +33,7 @@ class TokenStream:
 
     def append_recorded(self, trace: Trace) -> Trace:
         """Append tokens of an earlier attempt or process, with their records. Sampled tokens count as sampled."""
-        self.sampled += int((trace.versions != NO_VERSION).sum())
+        self.sampled += _sampled(trace)
         return self._append(trace)
 
     def append_sampled(
@@ -41,10 +44,7 @@ class TokenStream:
         kept: Kept | None = None,
         routing: Int16Array | None = None,
     ) -> Trace:
-        """Append tokens that the policy sampled, with the engine's records.
-
-        The arrays are copied, since they may be views of a message.
-        """
+        """Append tokens that the policy sampled, with copies of the engine's records (views of a message)."""
         n = len(token_ids)
         if not n == len(logprobs) == len(versions):
             raise ChannelError(f"{n} tokens came with {len(logprobs)} log-probabilities and {len(versions)} versions")
@@ -87,12 +87,63 @@ class TokenStream:
             known += len(part)
         return Trace.joined(late)
 
-    def token_ids(self) -> Int32Array:
-        """Return the token ids so far."""
-        return self.trace().token_ids
-
     def _append(self, part: Trace) -> Trace:
         if len(part):
             self._parts.append(part)
             self._length += len(part)
         return part
+
+
+class SavedTurns:
+    """The saved turns of an episode of a previous process, in order, with the context between them.
+
+    They are handed out one by one. A saved token is used only if everything before it is unchanged. Otherwise the token
+    is counted as discarded.
+    """
+
+    def __init__(self, traces: Sequence[Trace]) -> None:
+        """Only a single trace can be continued. If there are several, all tokens are discarded."""
+        only = traces[0] if len(traces) == 1 else None
+        self._left = only if only is not None and len(only) else None
+        """The tokens that are not handed out yet. A token with a version was sampled, whether it is trained or salvaged
+        context."""
+        self.discarded = sum(_sampled(trace) for trace in traces) if len(traces) > 1 else 0
+        """The number of sampled tokens that could not be used."""
+
+    def expect(self, context: Int32Array) -> None:
+        """Compare the next saved tokens with this context, which nobody sampled. If they differ, discard the rest."""
+        if self._left is None:
+            return
+        n = len(context)
+        sampled = self._left.versions != NO_VERSION
+        same = len(self._left) >= n and not sampled[:n].any()
+        # If the saved context is longer than this one, it is a different context.
+        same = same and (len(self._left) == n or bool(sampled[n]))
+        if same and np.array_equal(self._left.token_ids[:n], context):
+            self._drop(n)
+        else:
+            self.discard()
+
+    def next_turn(self) -> tuple[Trace | None, bool]:
+        """Return the next sampled tokens, or None if none are left, and whether their turn is known to have ended."""
+        if self._left is None:
+            return None, False
+        ends = np.flatnonzero(self._left.versions == NO_VERSION)
+        n = int(ends[0]) if len(ends) else len(self._left)
+        turn, whole = self._left.part(0, n), n < len(self._left)
+        self._drop(n)
+        return turn, whole
+
+    def discard(self) -> None:
+        """Discard the rest, which cannot be used."""
+        left, self._left = self._left, None
+        if left is not None:
+            self.discarded += _sampled(left)
+
+    def _drop(self, n: int) -> None:
+        assert self._left is not None
+        self._left = self._left.part(n, len(self._left)) if len(self._left) > n else None
+
+
+def _sampled(trace: Trace) -> int:
+    return int((trace.versions != NO_VERSION).sum())

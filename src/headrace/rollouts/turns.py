@@ -2,16 +2,17 @@
 
 The episode is one growing token stream. Sampled tokens are appended exactly as the engine reported them, the
 environment's answers are appended as untrained tokens, and nothing in the stream is ever tokenised again. An episode
-always becomes a `Rollout`: a failure of the engine or of the environment is a value with a reason.
+always becomes a `Rollout`: a failure of the engine or of the environment is a value with a reason. In this package,
+only `foreign` catches every exception.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -20,10 +21,8 @@ import numpy as np
 from headrace.engines.base import FinishReason, Request, Sampler, closing_deltas
 from headrace.errors import HeadraceError
 from headrace.rollouts.base import AnyEpisode, Cancelled, ChatFormat, EpisodePlan
-from headrace.rollouts.failures import EpisodeFailed, describe, first_line, foreign
-from headrace.rollouts.saved import SavedTurns
-from headrace.rollouts.stream import TokenStream
-from headrace.scoring.base import Scoring, Span, Turn
+from headrace.rollouts.stream import SavedTurns, TokenStream
+from headrace.scoring.base import Span, Stage, Turn
 from headrace.tasks.base import Environment, EnvironmentStep
 from headrace.types import Ending, Int32Array, Rollout, Score, Trace
 
@@ -34,14 +33,30 @@ FRUITLESS_RESUMES = 100
 """The number of aborts in a row without a new token after which an episode fails instead of asking its engine again."""
 
 
-@dataclass(frozen=True)
-class Equipment:
-    """The parts that all episodes of a run share."""
+class EpisodeFailed(Exception):
+    """An episode failed. The text is the reason, in one line."""
 
-    engine: Sampler
-    chat: ChatFormat
-    scoring: Scoring | None = None
-    """The stage that is told about tokens as they arrive; None if there is none."""
+
+@contextmanager
+def foreign(what: str) -> Iterator[None]:
+    """Run code of users: environments, reward functions, chat templates.
+
+    Such code may raise anything, and no exception of it may end a loop that serves other rollouts. The cancellation of
+    a task is not an error and passes.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise EpisodeFailed(f"{what}: {_describe(error)}") from error
+
+
+def _describe(error: Exception) -> str:
+    name, line = type(error).__name__, _first_line(str(error))
+    return f"{name}: {line}" if line else name
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 class Episode(AnyEpisode):
@@ -52,12 +67,20 @@ class Episode(AnyEpisode):
     in which episodes are run.
     """
 
-    def __init__(self, plan: EpisodePlan, environment: Environment, equipment: Equipment) -> None:
+    def __init__(
+        self,
+        plan: EpisodePlan,
+        environment: Environment,
+        engine: Sampler,
+        chat: ChatFormat,
+        scoring: Stage | None = None,
+    ) -> None:
+        """`scoring` is told about tokens as they arrive."""
         super().__init__(plan)
         self._environment = environment
-        self._chat = equipment.chat
-        self._engine = equipment.engine
-        self._scoring = equipment.scoring
+        self._engine = engine
+        self._chat = chat
+        self._scoring = scoring
         stops = dict.fromkeys((*self._chat.stop_token_ids, *plan.sampling.stop_token_ids))
         self._sampling = msgspec.structs.replace(plan.sampling, stop_token_ids=tuple(stops))
         self._saved = SavedTurns(plan.saved)
@@ -69,20 +92,14 @@ class Episode(AnyEpisode):
         self._requests = 0
         self._request: str | None = None
         """The id of the request that the engine is working on."""
-        self._doing = "waiting to be prepared"
         self._prepared = False
         self._closed = False
         self._failed: str | None = None
 
     @property
-    def partial(self) -> Trace:
-        """The tokens so far."""
-        return self._stream.trace()
-
-    @property
     def traces(self) -> Sequence[Trace]:
         """The tokens so far, in one trace."""
-        return [self.partial]
+        return [self._stream.trace()]
 
     @property
     def turns(self) -> Sequence[Turn]:
@@ -92,7 +109,7 @@ class Episode(AnyEpisode):
     @property
     def answer(self) -> str:
         """Everything after the opening, as text for people to read."""
-        return self._chat.decode(self._stream.token_ids()[self._opening_tokens :])
+        return self._chat.decode(self._stream.trace().token_ids[self._opening_tokens :])
 
     def since(self, start: int) -> Trace | None:
         """Return the tokens after the first `start`, or None if there are none."""
@@ -104,30 +121,35 @@ class Episode(AnyEpisode):
             return
         self._prepared = True
         try:
-            async with asyncio.timeout(self.plan.deadline):
-                messages = await self._ask("environment.reset", self._environment.reset)
-            self._begin(self._open(messages))
-        except TimeoutError:
-            self._failed = self._late()
+            messages = await self._ask("environment.reset", self._environment.reset)
+            text = self.prompt.text
+            with foreign("the opening"):
+                opening = self._chat.open(messages) if messages else None if text is None else self._chat.encode(text)
+            if opening is None:
+                raise EpisodeFailed("the environment opened without a message and the prompt has no text")
+            self._opening_tokens = len(opening)
+            self._expect(opening)
+            prefix = self.plan.prefix
+            if prefix is None:
+                self._tell(self._stream.append_context(opening))
+            elif np.array_equal(prefix.token_ids[: len(opening)], opening):
+                self._tell(self._stream.append_recorded(prefix))
+            else:
+                why = "the environment opens with other tokens than those that the episode is to go on from"
+                raise EpisodeFailed(why)
         except EpisodeFailed as failure:
             self._failed = str(failure)
         except Cancelled:
             pass
 
-    def _begin(self, opening: Int32Array) -> None:
-        self._opening_tokens = len(opening)
-        self._expect(opening)
-        if self.plan.prefix is None:
-            self._tell(self._stream.append_context(opening))
-            return
-        if not np.array_equal(self.plan.prefix.token_ids[: len(opening)], opening):
-            raise EpisodeFailed("the environment opens with other tokens than those that the episode is to go on from")
-        self._tell(self._stream.append_recorded(self.plan.prefix))
-
     async def run(self) -> Rollout:
         """Take turns until the episode ends. The environment is closed in any case."""
         try:
-            rollout = await self._run()
+            rollout = await self._take_turns()
+        except EpisodeFailed as failure:
+            rollout = self._rollout("failed", reason=str(failure))
+        except Cancelled:
+            rollout = self._rollout("aborted", reason=self.cancelled or "")
         finally:
             closing = await self._close()
         if closing and rollout.ending != "failed":
@@ -140,26 +162,19 @@ class Episode(AnyEpisode):
         if self._scoring is not None:
             self._scoring.forget(self.id)
 
-    async def _run(self) -> Rollout:
-        if not self._prepared:
-            self._failed = "the episode was run before it was prepared"
-        if self._failed is not None:
-            return self._rollout("failed", reason=self._failed)
-        try:
-            async with asyncio.timeout(self.plan.deadline):
-                return await self._take_turns()
-        except TimeoutError:
-            return self._rollout("failed", reason=self._late())
-        except EpisodeFailed as failure:
-            return self._rollout("failed", reason=str(failure))
-        except Cancelled:
-            return self._rollout("aborted", reason=self.cancelled or "")
-
     async def _take_turns(self) -> Rollout:
+        if not self._prepared:
+            raise EpisodeFailed("the episode was run before it was prepared")
+        if self._failed is not None:
+            raise EpisodeFailed(self._failed)
         while True:
             turn_ids, finish = await self._sample_turn()
             stopped = finish == "stop"
-            step = await self._step(self._say(turn_ids, stopped=stopped))
+            end = len(self._stream)
+            with foreign("chat.decode"):
+                text = self._chat.decode(turn_ids[:-1] if stopped else turn_ids)
+            self._turns.append(Turn(0, end - len(turn_ids), end, partial(str, text)))
+            step = await self._step(text)
             self._metrics |= step.metrics
             if step.done or not stopped or len(self._turns) >= self.plan.max_turns or self._budget == 0:
                 ending: Ending = "finished" if stopped and step.done else "truncated"
@@ -169,14 +184,6 @@ class Episode(AnyEpisode):
                 context = self._chat.continue_(step.messages, ended=ended)
             self._expect(context)
             self._tell(self._stream.append_context(context))
-
-    def _say(self, turn_ids: Int32Array, *, stopped: bool) -> str:
-        """Record the turn that has just ended as a turn of the rollout, and return its text."""
-        end = len(self._stream)
-        with foreign("chat.decode"):
-            text = self._chat.decode(turn_ids[:-1] if stopped else turn_ids)
-        self._turns.append(Turn(0, end - len(turn_ids), end, lambda: text))
-        return text
 
     def _expect(self, context: Int32Array) -> None:
         self._saved.expect(context)
@@ -189,16 +196,13 @@ class Episode(AnyEpisode):
             self._scoring.span(Span(self.id, 0, len(self._turns), start, tokens, self._chat.decode))
 
     async def _sample_turn(self) -> tuple[Int32Array, FinishReason]:
-        """Sample the policy's next turn, with as many requests as needed.
-
-        An aborted request is resumed from its prefix.
-        """
+        """Sample the policy's next turn. A request that is aborted is resumed from its prefix."""
         self.check_cancelled()
         start = len(self._stream) if self._turns else self._opening_tokens
         saved, whole = self._saved.next_turn()
         if saved is not None:
             self._tell(self._stream.append_recorded(saved))
-            ids = self._stream.token_ids()[start:]
+            ids = self._stream.trace().token_ids[start:]
             if whole or int(ids[-1]) in self._sampling.stop_token_ids:
                 return ids, "stop"
             if self._budget <= 0:
@@ -209,7 +213,7 @@ class Episode(AnyEpisode):
             finish = await self._sample()
             self.check_cancelled()
             if finish != "aborted":
-                return self._stream.token_ids()[start:], finish
+                return self._stream.trace().token_ids[start:], finish
             fruitless = fruitless + 1 if len(self._stream) == before else 0
             if fruitless > FRUITLESS_RESUMES:
                 raise EpisodeFailed(f"{self._engine.name} aborted {fruitless} times in a row without a token")
@@ -219,34 +223,29 @@ class Episode(AnyEpisode):
         self.check_cancelled()
         request = Request(
             id=f"{self.id}/{self._requests}",
-            token_ids=self._stream.token_ids(),
+            token_ids=self._stream.trace().token_ids,
             sampling=msgspec.structs.replace(self._sampling, max_tokens=self._budget),
             group=self.plan.group,
             priority=self.plan.priority,
         )
         self._requests += 1
         self._request = request.id
-        self._doing = f"waiting for tokens from {self._engine.name}"
         try:
             async with closing_deltas(self._engine.generate(request)) as deltas:
                 async for delta in deltas:
                     routing = delta.routing if self.plan.keep_routing else None
-                    self._tell(
-                        self._stream.append_sampled(
-                            delta.token_ids, delta.logprobs, delta.versions, delta.kept, routing
-                        )
-                    )
+                    records = delta.logprobs, delta.versions, delta.kept, routing
+                    self._tell(self._stream.append_sampled(delta.token_ids, *records))
                     if delta.finish == "failed":
-                        raise EpisodeFailed(
-                            f"{self._engine.name}: {first_line(delta.error) or 'failed without a reason'}"
-                        )
+                        reason = _first_line(delta.error) or "failed without a reason"
+                        raise EpisodeFailed(f"{self._engine.name}: {reason}")
                     if delta.finish is not None:
                         return delta.finish
                     if self.cancelled is not None:
                         # Abort again: the first abort may have reached the engine before the request did.
                         await self.abort_requests()
         except HeadraceError as error:
-            raise EpisodeFailed(f"{self._engine.name}: {describe(error)}") from error
+            raise EpisodeFailed(f"{self._engine.name}: {_describe(error)}") from error
         finally:
             self._request = None
         raise EpisodeFailed(f"{self._engine.name}: the stream ended without a finish")
@@ -269,14 +268,6 @@ class Episode(AnyEpisode):
                 metrics={name: float(value) for name, value in step.metrics.items()},
             )
 
-    def _open(self, messages: list[dict[str, str]]) -> Int32Array:
-        with foreign("the opening"):
-            if messages:
-                return self._chat.open(messages)
-            if self.prompt.text is not None:
-                return self._chat.encode(self.prompt.text)
-        raise EpisodeFailed("the environment opened without a message and the prompt has no text")
-
     async def _ask(self, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """Return the environment's answer to this call, unless the episode is told to end meanwhile."""
 
@@ -284,7 +275,6 @@ class Episode(AnyEpisode):
             with foreign(what):
                 return await call()
 
-        self._doing = f"waiting for {what}"
         try:
             return await self.interruptible(guarded())
         except asyncio.CancelledError:
@@ -310,7 +300,7 @@ class Episode(AnyEpisode):
         return Rollout(
             id=self.id,
             index=self.index,
-            traces=[self.partial],
+            traces=[self._stream.trace()],
             ending=ending,
             reward=reward,
             reason=reason,
@@ -321,9 +311,6 @@ class Episode(AnyEpisode):
     @property
     def _budget(self) -> int:
         return self._sampling.max_tokens - self._stream.sampled
-
-    def _late(self) -> str:
-        return f"{self.plan.deadline:g} s passed while {self._doing}"
 
 
 def _reward(step: EnvironmentStep) -> float | None:

@@ -1,4 +1,7 @@
-"""The protocol of a scorer: it sees the tokens of rollouts as they arrive, and gives scores when a rollout has ended.
+"""Scorers, and the stage that asks all scorers of a run, between rollouts and the buffer.
+
+A scorer sees the tokens of rollouts as they arrive, and gives scores as soon as a rollout has ended. A rollout never
+waits for its group.
 
 The smallest scorer implements one method:
 
@@ -12,22 +15,39 @@ serves all rollouts of a run at the same time, in the controller's event loop, s
 
 from __future__ import annotations
 
+import asyncio
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, get_args
 
 import msgspec
 
-from headrace.types import Int32Array, Prompt, Rollout, Score, Trace
+from headrace.reference import describe
+from headrace.types import Int32Array, Level, Prompt, Rollout, Score, Trace
+
+CLOSE_SECONDS = 10.0
+LEVELS = get_args(Level)
 
 
 class ScoreError(Exception):
-    """A rollout cannot be scored. The text is the reason, in one line.
+    """A rollout cannot be scored, and fails. The text is the reason, in one line."""
 
-    The error fails that rollout and nothing else.
-    """
+
+def number(value: Any, said: str) -> float:
+    """Return this value as a plain number. Raises `ScoreError`, which begins with `said`, if it is not a finite one."""
+    if not hasattr(value, "__float__"):
+        raise ScoreError(f"{said} a {type(value).__name__}, not a number")
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ScoreError(f"{said} a {type(value).__name__}, not a number") from error
+    if not math.isfinite(found):
+        raise ScoreError(f"{said} {found}, not a finite number")
+    return found
 
 
 class Judgement(msgspec.Struct, kw_only=True):
@@ -134,28 +154,161 @@ class Scorer(ABC):
         """Release everything that the scorer holds. Idempotent."""
 
 
-class Scoring(Protocol):
-    """The scoring stage as rollouts see it (see `stage.Stage`)."""
+class Stage:
+    """Named scorers and their weights. Without scorers, the environment or the agent gives the reward of a rollout.
 
-    @property
-    def listening(self) -> bool:
+    The reward is the weighted sum of all scores of the whole rollout; finer scores are recorded beside them. A scorer
+    that raises, takes too long or gives no number fails that rollout and nothing else.
+    """
+
+    def __init__(
+        self,
+        scorers: Mapping[str, Scorer] | None = None,
+        weights: Mapping[str, float] | None = None,
+        *,
+        timeout: float = 30.0,
+    ) -> None:
+        """A scorer has weight 1 unless a weight is given. The same holds for the reward of an environment or an agent.
+
+        `timeout` applies to scorers that keep no deadlines themselves.
+        """
+        self.scorers = dict(scorers or {})
+        self._weights = dict(weights or {})
+        self._timeout = timeout
+        self._listeners = {name: one for name, one in self.scorers.items() if type(one).span is not Scorer.span}
+        self.listening = bool(self._listeners)
         """Whether any scorer wants spans."""
-        ...
+        self._told: dict[str, str] = {}
+        """The rollouts whose spans were sent to scorers, by id. The value is the first error that a scorer raised about
+        a span; empty if there was none."""
+
+    async def start(self) -> None:
+        """Start every scorer. Raises `ConfigError`. After an error, no scorer is left open."""
+        async with AsyncExitStack() as unless_started:
+            unless_started.push_async_callback(self.close)
+            for scorer in self.scorers.values():
+                await scorer.start()
+            unless_started.pop_all()
+
+    async def close(self) -> None:
+        """Close every scorer. Idempotent."""
+        await asyncio.gather(*(scorer.close() for scorer in self.scorers.values()))
 
     def span(self, span: Span) -> None:
         """Tell the scorers about tokens that have arrived."""
-        ...
-
-    async def score(self, ended: Ended) -> Rollout:
-        """Return the rollout with its scores and reward.
-
-        A rollout that cannot be scored is returned as failed, with the reason.
-        """
-        ...
+        if not self._listeners:
+            return
+        self._told.setdefault(span.rollout, "")
+        for name, scorer in self._listeners.items():
+            try:
+                with _foreign(name):
+                    scorer.span(span)
+            except ScoreError as error:
+                self._told[span.rollout] = self._told[span.rollout] or str(error)
 
     def forget(self, rollout_id: str) -> None:
-        """Tell the scorers that a rollout will not be scored. Idempotent.
+        """Tell the scorers that a rollout whose spans they have seen will not be scored. Idempotent."""
+        if self._told.pop(rollout_id, None) is None:
+            return
+        for scorer in self._listeners.values():
+            # This is a user's code, and the rollout can no longer be marked as failed.
+            with suppress(Exception):
+                scorer.forget(rollout_id)
 
-        The call has no effect after `score` has returned.
-        """
-        ...
+    async def score(self, ended: Ended) -> Rollout:
+        """Return the rollout with its scores and reward, or as failed with the reason."""
+        rollout = ended.rollout
+        try:
+            scores = await self._scores(ended)
+            reward = self._reward([*rollout.scores, *scores])
+        except ScoreError as error:
+            return msgspec.structs.replace(rollout, ending="failed", reward=None, reason=str(error))
+        return msgspec.structs.replace(
+            rollout,
+            reward=reward,
+            scores=[*rollout.scores, *scores],
+            metrics=_merged(rollout.metrics, scores),
+        )
+
+    async def _scores(self, ended: Ended) -> list[Score]:
+        if problem := self._told.get(ended.rollout.id):
+            self.forget(ended.rollout.id)
+            raise ScoreError(problem)
+        self._told.pop(ended.rollout.id, None)
+        if len(self.scorers) <= 1:
+            return [score for name in self.scorers for score in await self._ask(name, ended)]
+        asked = [
+            asyncio.create_task(self._ask(name, ended), name=f"{name}: {ended.rollout.id}") for name in self.scorers
+        ]
+        try:
+            return [score for scores in await asyncio.gather(*asked) for score in scores]
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.wait(asked, timeout=CLOSE_SECONDS)
+
+    async def _ask(self, name: str, ended: Ended) -> list[Score]:
+        """Return one scorer's scores, in plain numbers and under its name. Raises `ScoreError`."""
+        scorer = self.scorers[name]
+        timeout = None if scorer.keeps_deadlines else self._timeout
+        try:
+            async with asyncio.timeout(timeout):
+                with _foreign(name):
+                    given = await scorer.score(ended)
+        except TimeoutError:
+            raise ScoreError(f"the scorer {name!r} took more than {timeout:g} s") from None
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            raise ScoreError(f"the scorer {name!r} cancelled itself") from None
+        if not isinstance(given, Sequence) or not all(isinstance(score, Score) for score in given):
+            raise ScoreError(f"the scorer {name!r} gave a {type(given).__name__}, not a list of scores")
+        return [_plain(name, scorer.version, score, ended.rollout) for score in given]
+
+    def _reward(self, scores: Sequence[Score]) -> float:
+        parts = [self._weights.get(one.scorer, 1.0) * one.value for one in scores if one.level == "rollout"]
+        if not parts:
+            if self.scorers:
+                raise ScoreError(f"no score of the whole rollout came from {', '.join(map(repr, self.scorers))}")
+            raise ScoreError("the environment ended the episode without a reward")
+        # The sum does not start at 0.0, so that a single score is the reward bit for bit.
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        if not math.isfinite(total):
+            raise ScoreError(f"the reward is {total}, not a finite number")
+        return total
+
+
+def _plain(name: str, version: str, score: Score, rollout: Rollout) -> Score:
+    value = number(score.value, f"the scorer {name!r} gave, as value,")
+    metrics = {str(key): number(value, f"the scorer {name!r} gave, as {key},") for key, value in score.metrics.items()}
+    if score.level not in LEVELS:
+        raise ScoreError(f"the scorer {name!r} gave a score of level {score.level!r}, not {', '.join(LEVELS)}")
+    if score.level != "rollout":
+        tokens = len(rollout.traces[score.trace]) if 0 <= score.trace < len(rollout.traces) else 0
+        if not 0 <= score.start < score.end <= tokens:
+            where = f"tokens {score.start} to {score.end} of trace {score.trace}"
+            raise ScoreError(f"the scorer {name!r} gave a score for {where}, which has {tokens} tokens")
+    return msgspec.structs.replace(score, value=value, metrics=metrics, scorer=name, version=score.version or version)
+
+
+def _merged(metrics: Mapping[str, float], scores: Sequence[Score]) -> dict[str, float]:
+    """Return all metrics of a rollout. A name that two scorers use is prefixed with the later scorer's name."""
+    merged = dict(metrics)
+    for score in scores:
+        if score.level == "rollout":
+            merged |= {key if key not in merged else f"{score.scorer}/{key}": n for key, n in score.metrics.items()}
+    return merged
+
+
+@contextmanager
+def _foreign(name: str) -> Iterator[None]:
+    """Run a scorer, which may be the user's code. Any exception of it becomes a `ScoreError`."""
+    try:
+        yield
+    except ScoreError:
+        raise
+    except Exception as error:
+        raise ScoreError(f"the scorer {name!r} raised {describe(error)}") from error

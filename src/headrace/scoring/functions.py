@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import math
-from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -26,31 +24,9 @@ import msgspec
 
 from headrace.errors import ConfigError
 from headrace.reference import describe
-from headrace.scoring.base import Ended, Judgement, ScoreError, Scorer
-from headrace.types import Prompt, Score
+from headrace.scoring.base import Judgement, ScoreError, number
 
 RewardFunction = Callable[..., Any]
-
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY,)
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-class RewardScorer(Scorer):
-    """A reward function as a scorer. It gives one score to a whole rollout, based on the text of its last turn."""
-
-    keeps_deadlines = True
-
-    @abstractmethod
-    async def judge(self, prompt: Prompt, completion: str) -> Judgement:
-        """Return the reward function's judgement.
-
-        Raises `ScoreError` if the function raised, gave no number, or took too long.
-        """
-
-    async def score(self, ended: Ended) -> list[Score]:
-        """Return the judgement as a score."""
-        judgement = await self.judge(ended.prompt, ended.completion)
-        return [Score(value=judgement.reward, metrics=judgement.metrics, version=judgement.version)]
 
 
 class Question(msgspec.Struct, kw_only=True):
@@ -71,6 +47,22 @@ class Question(msgspec.Struct, kw_only=True):
             prompt = spoken[0]["content"]
         shared = {"messages": self.messages, "data": self.data}
         return {**shared, **self.data, "completion": self.completion, "prompt": prompt}
+
+
+class RewardSetup(msgspec.Struct, kw_only=True):
+    """The first frame to a reward worker: the function that it serves."""
+
+    reference: str
+    arguments: dict[str, Any] | None = None
+    """The arguments of a factory. If they are given, the reference names a factory, which is called once with them and
+    returns the reward function."""
+
+
+class ScoreReply(msgspec.Struct, kw_only=True):
+    """A worker's answer to one `Question`: a judgement, or the reason why there is none."""
+
+    judgement: Judgement | None = None
+    error: str = ""
 
 
 def check_signature(function: RewardFunction, name: str) -> None:
@@ -113,13 +105,13 @@ def call(function: RewardFunction, question: Question) -> Any:
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             named = {**available, **named}
-        elif parameter.kind not in (*_POSITIONAL, *_NAMED):
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             continue
         elif name not in available:
             if parameter.default is inspect.Parameter.empty:
                 has = ", ".join(sorted(question.data)) or "no fields"
                 raise ScoreError(f"the reward function wants {name!r}, which this prompt does not have (it has {has})")
-        elif parameter.kind in _POSITIONAL:
+        elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             positional.append(available.pop(name))
         else:
             named[name] = available[name]
@@ -129,8 +121,15 @@ def call(function: RewardFunction, question: Question) -> Any:
         raise ScoreError(f"the reward function raised {describe(error)}") from error
 
 
-async def finish(result: Any) -> Any:
-    """Await the result of an async reward function. Raises `ScoreError`."""
+def judge(function: RewardFunction, question: Question, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> Judgement:
+    """Judge one answer. `run` runs what an async function returns to its end. Raises `ScoreError`."""
+    result = call(function, question)
+    if inspect.isawaitable(result):
+        result = run(_finish(result))
+    return judgement(result)
+
+
+async def _finish(result: Awaitable[Any]) -> Any:
     try:
         return await result
     except (Exception, SystemExit) as error:
@@ -140,20 +139,8 @@ async def finish(result: Any) -> Any:
 def judgement(result: Any) -> Judgement:
     """Turn the result of a reward function into a judgement. Raises `ScoreError`."""
     if not isinstance(result, dict):
-        return Judgement(reward=_number(result, "the reward function gave"))
+        return Judgement(reward=number(result, "the reward function gave"))
     if "reward" not in result:
         raise ScoreError(f'the reward function gave a dict without "reward" (it has {", ".join(map(str, result))})')
-    numbers = {str(key): _number(value, f"the reward function gave, as {key!r},") for key, value in result.items()}
+    numbers = {str(key): number(value, f"the reward function gave, as {key!r},") for key, value in result.items()}
     return Judgement(reward=numbers.pop("reward"), metrics=numbers)
-
-
-def _number(value: Any, said: str) -> float:
-    if not hasattr(value, "__float__"):
-        raise ScoreError(f"{said} a {type(value).__name__}, not a number")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ScoreError(f"{said} a {type(value).__name__}, not a number") from error
-    if not math.isfinite(number):
-        raise ScoreError(f"{said} {number}, not a finite number")
-    return number

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-from dataclasses import dataclass
 
 import msgspec
 
@@ -14,56 +12,43 @@ from headrace.scoring.base import ScoreError
 from headrace.scoring.functions import (
     Question,
     RewardFunction,
-    call,
+    RewardSetup,
+    ScoreReply,
     check_signature,
-    finish,
-    judgement,
+    judge,
     source_version,
 )
-from headrace.scoring.messages import RewardSetup, ScoreReply
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A reward function, and the version of it that this worker has loaded."""
-
-    function: RewardFunction
-    version: str
 
 
 def main() -> None:
     """Load the reward function, then answer questions until the owner closes the pipe."""
     die_with_owner()
     owner = Owner()
-    loaded = owner.greet(RewardSetup, load)
+    loaded = owner.greet(RewardSetup, _load)
     if loaded is None:
         return
+    function, version = loaded
+    # All async functions of a worker share one event loop.
     with asyncio.Runner() as runner:
         for id, question in owner.questions(Question):
-            if question is not None:
-                owner.answer(id, answer(loaded, question, runner))
+            if question is None:
+                continue
+            try:
+                judgement = judge(function, question, runner.run)
+                owner.answer(id, ScoreReply(judgement=msgspec.structs.replace(judgement, version=version)))
+            except ScoreError as error:
+                owner.answer(id, ScoreReply(error=str(error)))
     end_descendants()
 
 
-def load(setup: RewardSetup) -> Loaded:
-    """Load the reward function that the first frame names. Raises `ConfigError`."""
+def _load(setup: RewardSetup) -> tuple[RewardFunction, str]:
+    """Return the reward function that the first frame names, and the version of it. Raises `ConfigError`."""
     found = import_function(setup.reference)
     version = source_version(found)
     if setup.arguments is not None:
         found = call_factory(setup.reference, found, **setup.arguments)
     check_signature(found, setup.reference)
-    return Loaded(found, version)
-
-
-def answer(loaded: Loaded, question: Question, runner: asyncio.Runner) -> ScoreReply:
-    """Judge one answer. All async functions of a worker share one event loop."""
-    try:
-        result = call(loaded.function, question)
-        if inspect.isawaitable(result):
-            result = runner.run(finish(result))
-        return ScoreReply(judgement=msgspec.structs.replace(judgement(result), version=loaded.version))
-    except ScoreError as error:
-        return ScoreReply(error=str(error))
+    return found, version
 
 
 if __name__ == "__main__":

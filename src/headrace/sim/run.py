@@ -23,8 +23,10 @@ from headrace.engines.pool import EnginePool
 from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import NoProgress
-from headrace.pipeline.assembly import Outputs, assemble
-from headrace.pipeline.session import first_cause
+from headrace.pipeline.controller import Controller
+from headrace.pipeline.launch import first_cause
+from headrace.pipeline.parts import Parts
+from headrace.pipeline.recording import Outputs
 from headrace.pipeline.waits import Waits
 from headrace.tasks.base import EnvironmentStep
 from headrace.training.base import Checkpoint, StepReport
@@ -208,7 +210,7 @@ class SimRun:
         ]
         self.trainer = SimTrainer(policy, train_seconds, events, step=before.resume_step)
         known = before.last_version >= 0
-        self.controller = assemble(
+        parts = Parts(
             config,
             task=SimTask(prompts, judge),
             chat=SimChat(),
@@ -221,6 +223,7 @@ class SimRun:
             events=events,
             window=window,
         )
+        self.controller = Controller(parts)
         self.window = self.controller.window
         self.recorder = self.controller.recorder
         self.source = self.controller.parts.source

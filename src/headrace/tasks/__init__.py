@@ -1,4 +1,1 @@
-"""Tasks supply prompts and environments: datasets, reasoning-gym, environments with tools.
-
-The chat format is here too.
-"""
+"""Tasks supply prompts and environments. The chat format of a model is here too."""

@@ -37,8 +37,8 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Free everything that the episode holds. Called exactly once, also after an error."""
-        ...
+        """Free everything that the episode holds, if anything. Called exactly once, also after an error."""
+        return
 
 
 @runtime_checkable
@@ -62,11 +62,11 @@ class Task(Protocol):
 
     def demonstration(self, prompt: Prompt) -> str | None:
         """Return a right answer to this prompt, for a supervised warm start; None if the task has none."""
-        ...
+        return None
 
     async def close(self) -> None:
-        """Release everything that the task holds for all its episodes. Idempotent."""
-        ...
+        """Release everything that the task holds for all its episodes, if anything. Idempotent."""
+        return
 
 
 def written_answer(prompt: Prompt, field: str | None) -> str | None:

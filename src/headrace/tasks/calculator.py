@@ -13,13 +13,14 @@ The calculator is exact: + - * / and parentheses over numbers. What the policy w
 
 from __future__ import annotations
 
+import operator
 import random
 import re
 from collections.abc import Sequence
 from fractions import Fraction
 
 from headrace.errors import ConfigError
-from headrace.tasks.base import EnvironmentStep
+from headrace.tasks.base import Environment, EnvironmentStep, Task
 from headrace.types import Prompt
 
 INSTRUCTIONS = (
@@ -35,11 +36,12 @@ _CALLS_PER_TURN = 8
 LONGEST = 120
 """The most characters of an expression. This bounds the depth of the parser and the size of every number."""
 
-_TOKEN = re.compile(r"\s*(\d+\.\d+|\d+|[-+*/()])")
-_BINDING = {"+": 1, "-": 1, "*": 2, "/": 2}
+_TOKEN = re.compile(r"\d+\.\d+|\d+|\S")
+_OPERATORS = {"+": (1, operator.add), "-": (1, operator.sub), "*": (2, operator.mul), "/": (2, operator.truediv)}
+"""How tight each operator binds, and what it does."""
 
 
-class CalculatorTask:
+class CalculatorTask(Task):
     """A task of seeded arithmetic questions, which the policy answers with the help of a calculator."""
 
     def __init__(
@@ -64,7 +66,7 @@ class CalculatorTask:
         for name, value in (("size", size), ("digits", digits), ("operations", operations), ("max_turns", max_turns)):
             if value < 1:
                 raise ConfigError(f"[task] config: calculator {name} must be at least 1, not {value}")
-        if not operators or any(operator not in ("+", "-", "*") for operator in operators):
+        if not operators or any(one not in ("+", "-", "*") for one in operators):
             raise ConfigError(f"[task] config: calculator operators must be some of + - *, not {list(operators)}")
         if not 0 <= call_reward <= 1:
             raise ConfigError(f"[task] config: calculator call_reward must be between 0 and 1, not {call_reward}")
@@ -84,15 +86,9 @@ class CalculatorTask:
         """Return the answer alone, as the last turn of an episode would give it."""
         return f"<answer>{prompt.data['answer']}</answer>"
 
-    async def close(self) -> None:
-        """Do nothing: the task holds nothing."""
 
-
-class CalculatorEpisode:
-    """An environment for one question.
-
-    The policy's turns are calls of the calculator until one of them is an answer.
-    """
+class CalculatorEpisode(Environment):
+    """An environment for one question. Turns are calls of the calculator until one is an answer."""
 
     def __init__(self, prompt: Prompt, *, max_turns: int, call_reward: float, role: str) -> None:
         self._prompt = prompt
@@ -117,9 +113,6 @@ class CalculatorEpisode:
         if self._turns >= self._max_turns:
             return self._end(answered=False, correct=False)
         return EnvironmentStep(messages=[{"role": self._role, "content": reply}])
-
-    async def close(self) -> None:
-        """Do nothing: the environment holds nothing."""
 
     def _reply(self, calls: list[str]) -> str:
         if not calls:
@@ -155,18 +148,16 @@ def _expressions(rng: random.Random, count: int, digits: int, operations: int, o
     """Return different expressions, in the order in which the seed gives them."""
     found: dict[str, None] = {}
     for _ in range(20 * count + 1000):
-        if len(found) == count:
-            break
         parts = [str(rng.randrange(10**digits))]
         for _ in range(operations):
             parts += [rng.choice(list(operators)), str(rng.randrange(10**digits))]
         found["".join(parts)] = None
-    if len(found) < count:
-        raise ConfigError(
-            f"[task] config: calculator has too few expressions of {digits} digits and {operations} operations "
-            f"for {count} prompts"
-        )
-    return list(found)
+        if len(found) == count:
+            return list(found)
+    raise ConfigError(
+        f"[task] config: calculator has too few expressions of {digits} digits and {operations} operations "
+        f"for {count} prompts"
+    )
 
 
 def _equal(answer: str, right: str) -> bool:
@@ -186,10 +177,13 @@ def evaluate(expression: str) -> Fraction:
     """Return the exact value of an expression. Raises `ArithmeticProblem`."""
     if len(expression) > LONGEST:
         raise ArithmeticProblem(f"longer than {LONGEST} characters")
-    parser = _Parser(_tokens(expression))
-    value = parser.expression(1)
-    if parser.next is not None:
-        raise ArithmeticProblem(f"unexpected {parser.next!r}")
+    tokens = _TOKEN.findall(expression)[::-1]
+    try:
+        value = _value(tokens, 1)
+    except ZeroDivisionError:
+        raise ArithmeticProblem("division by zero") from None
+    if tokens:
+        raise ArithmeticProblem(f"unexpected {tokens[-1]!r}")
     return value
 
 
@@ -198,67 +192,34 @@ def render(value: Fraction) -> str:
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.6g}"
 
 
-def _tokens(expression: str) -> list[str]:
-    tokens: list[str] = []
-    text = expression.strip()
-    position = 0
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            raise ArithmeticProblem(f"unexpected {text[position:].strip()[:1]!r}")
-        tokens.append(match.group(1))
-        position = match.end()
-    return tokens
+def _value(tokens: list[str], binding: int) -> Fraction:
+    """Take an expression off the tokens, whose first one is at the end of the list.
+
+    An operator takes to its right everything that binds tighter than itself.
+    """
+    left = _operand(tokens)
+    while tokens and tokens[-1] in _OPERATORS and _OPERATORS[tokens[-1]][0] >= binding:
+        own, apply = _OPERATORS[tokens.pop()]
+        left = apply(left, _value(tokens, own + 1))
+    return left
 
 
-class _Parser:
-    """A precedence-climbing parser: an operator takes to its right everything that binds tighter than itself."""
-
-    def __init__(self, tokens: list[str]) -> None:
-        self._tokens = tokens
-        self._position = 0
-
-    @property
-    def next(self) -> str | None:
-        return self._tokens[self._position] if self._position < len(self._tokens) else None
-
-    def expression(self, binding: int) -> Fraction:
-        left = self._operand()
-        while self.next is not None and _BINDING.get(self.next, 0) >= binding:
-            operator = self._take()
-            right = self.expression(_BINDING[operator] + 1)
-            left = _apply(operator, left, right)
-        return left
-
-    def _operand(self) -> Fraction:
-        token = self._take()
-        if token in ("+", "-"):
-            value = self._operand()
-            return -value if token == "-" else value
-        if token == "(":
-            value = self.expression(1)
-            if self._take() != ")":
-                raise ArithmeticProblem("a parenthesis is not closed")
-            return value
-        if token in (")", "*", "/"):
-            raise ArithmeticProblem(f"unexpected {token!r}")
-        return Fraction(token)
-
-    def _take(self) -> str:
-        token = self.next
-        if token is None:
-            raise ArithmeticProblem("it ends too early")
-        self._position += 1
-        return token
+def _operand(tokens: list[str]) -> Fraction:
+    token = _take(tokens)
+    if token in ("+", "-"):
+        value = _operand(tokens)
+        return -value if token == "-" else value
+    if token == "(":
+        value = _value(tokens, 1)
+        if _take(tokens) != ")":
+            raise ArithmeticProblem("a parenthesis is not closed")
+        return value
+    if not token[0].isdecimal():
+        raise ArithmeticProblem(f"unexpected {token!r}")
+    return Fraction(token)
 
 
-def _apply(operator: str, left: Fraction, right: Fraction) -> Fraction:
-    if operator == "+":
-        return left + right
-    if operator == "-":
-        return left - right
-    if operator == "*":
-        return left * right
-    if right == 0:
-        raise ArithmeticProblem("division by zero")
-    return left / right
+def _take(tokens: list[str]) -> str:
+    if not tokens:
+        raise ArithmeticProblem("it ends too early")
+    return tokens.pop()

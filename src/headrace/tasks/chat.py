@@ -28,7 +28,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.types import Int32Array
 
 Tools = Sequence[Mapping[str, Any]] | None
-"""The descriptions of functions that the policy may call, for the chat template."""
+"""The descriptions of functions that the policy may call, as the template wants them (usually OpenAI's JSON)."""
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OPENING = {"role": "user", "content": "Hello"}
@@ -54,7 +54,8 @@ class ChatFormat:
         stops = set(stop_token_ids)
         if (end := self._end_of_turn()) is not None:
             stops.add(end)
-        self._stop_token_ids = tuple(sorted(stops))
+        self.stop_token_ids = tuple(sorted(stops))
+        """The tokens with which the model ends its turn, in ascending order."""
 
     @classmethod
     def load(cls, model_dir: str | Path) -> ChatFormat:
@@ -75,11 +76,6 @@ class ChatFormat:
             origin=str(path),
         )
 
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The tokens with which the model ends its turn, in ascending order."""
-        return self._stop_token_ids
-
     def open(self, messages: Sequence[Mapping[str, Any]], *, tools: Tools = None) -> Int32Array:
         """Return the tokens of the opening messages, up to where the policy's first turn begins."""
         return self.encode(self._chat_template().render(messages, add_generation_prompt=True, tools=tools))
@@ -91,17 +87,14 @@ class ChatFormat:
         end of the turn. Raises `ModelError` if the template renders a turn differently once messages follow it.
         """
         tokens = self.encode(self._following(messages, tools))
-        end = self._leading(tokens, self._stop_token_ids)
+        end = self._leading(tokens, self.stop_token_ids)
         if end is None:
             return tokens
         # White space before the end token is written by the template; a policy does not end its turn with it.
         return tokens[end + 1 :] if ended else tokens[end:]
 
     def encode(self, text: str) -> Int32Array:
-        """Return the tokens of a text, as it is.
-
-        Nothing is added; special tokens that are written in the text count as such.
-        """
+        """Return the tokens of a text, as it is. Special tokens that are written in the text count as such."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, token_ids: Sequence[int] | npt.NDArray[np.integer[Any]], *, skip_special: bool = True) -> str:
@@ -128,21 +121,19 @@ class ChatFormat:
 
     def _following(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> str:
         """Return the text between the policy's turn and its next one, including the end of the turn."""
-        found = {self._after_turn(dummy, messages, tools) for dummy in _DUMMIES}
+        template, found = self._chat_template(), set()
+        for dummy in _DUMMIES:
+            turns = [_OPENING, {"role": "assistant", "content": dummy}]
+            _, before, end = template.render(turns, add_generation_prompt=False, tools=tools).partition(dummy)
+            rendered = template.render([*turns, *messages], add_generation_prompt=True, tools=tools)
+            _, again, following = rendered.partition(dummy)
+            found.add(following if before and again and following.startswith(end) else None)
         if len(found) != 1 or None in found:
             raise ModelError(
                 f"{self._origin}: the chat template rewrites an assistant's turn when messages follow it; "
                 "episodes of several turns need one that only appends"
             )
         return str(found.pop())
-
-    def _after_turn(self, dummy: str, messages: Sequence[Mapping[str, Any]], tools: Tools) -> str | None:
-        template = self._chat_template()
-        turns = [_OPENING, {"role": "assistant", "content": dummy}]
-        _, found, end = template.render(turns, add_generation_prompt=False, tools=tools).partition(dummy)
-        rendered = template.render([*turns, *messages], add_generation_prompt=True, tools=tools)
-        _, again, following = rendered.partition(dummy)
-        return following if found and again and following.startswith(end) else None
 
     def _end_of_turn(self) -> int | None:
         """Return the special token that the template writes right after an assistant's turn; None if it writes none."""
@@ -250,8 +241,14 @@ class ChatTemplate:
         """`variables` are the special tokens `bos_token`, `eos_token`, ...; `origin` names the model in errors."""
         self._variables = dict(variables)
         self._origin = origin
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelError(f"{origin}: the chat template does not compile: {_first_line(error)}") from error
 
@@ -262,10 +259,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: Tools = None,
     ) -> str:
-        """Return the conversation as text. With the generation prompt, it ends where the assistant's next turn begins.
-
-        `tools` holds descriptions of functions, in the form that the template wants (usually OpenAI's JSON).
-        """
+        """Return the conversation as text. With the generation prompt, it ends where the assistant's turn begins."""
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
@@ -282,10 +276,7 @@ class ChatTemplate:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """The block `{% generation %}...{% endgeneration %}`, which marks the assistant's words.
-
-    Rendering ignores the marks.
-    """
+    """The block `{% generation %}`, which marks the assistant's words. Rendering ignores the marks."""
 
     tags = {"generation"}
 
@@ -293,16 +284,6 @@ class _GenerationBlock(jinja2.ext.Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.Scope(body).set_lineno(line)
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
 
 
 def _tojson(
@@ -318,7 +299,3 @@ def _tojson(
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

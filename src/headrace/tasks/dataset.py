@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 
 from headrace.errors import DataError
-from headrace.tasks.base import EnvironmentStep, written_answer
+from headrace.tasks.base import Environment, EnvironmentStep, Task, written_answer
 from headrace.types import Prompt
 
 
-class SingleTurnTask:
+class SingleTurnTask(Task):
     """A task whose prompts are each answered once. It gives no reward of its own; the run's scorers do."""
 
     def __init__(
@@ -42,11 +42,8 @@ class SingleTurnTask:
         """Return the right answer in the prompt's data; None if it has none as text or as a number."""
         return written_answer(prompt, self._demonstration_field)
 
-    async def close(self) -> None:
-        """Do nothing: the task holds nothing."""
 
-
-class SingleTurn:
+class SingleTurn(Environment):
     """An `Environment` of one turn, without a reward."""
 
     def __init__(self, prompt: Prompt) -> None:
@@ -59,9 +56,6 @@ class SingleTurn:
     async def step(self, completion: str) -> EnvironmentStep:
         """End the episode: the answer is its only turn."""
         return EnvironmentStep(done=True)
-
-    async def close(self) -> None:
-        """Do nothing: the environment holds nothing."""
 
 
 def load_prompts(path: str | Path, *, system: str | None = None) -> list[Prompt]:

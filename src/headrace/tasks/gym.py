@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, overload
 
 from headrace.errors import ConfigError
@@ -18,7 +19,7 @@ from headrace.tasks.dataset import SingleTurnTask
 from headrace.types import Prompt
 
 VERIFIER = "headrace.tasks.gym:verifier"
-"""The reference that reward workers are started with. Its arguments are `GymTask.verifier_arguments`."""
+"""The reference that reward workers are started with. It is called with the arguments of `verifier`."""
 
 _HELDOUT_SEED_OFFSET = 10**9
 """The distance to the held-out seed. It is large because these datasets derive item i from `seed + i`."""
@@ -42,28 +43,21 @@ class GymTask(SingleTurnTask):
         """`suffix` follows every question; `answer_pattern` finds the answer in a completion (see `extract_answer`)."""
         self._pattern = compile_pattern(answer_pattern)
         config = config or {}
-        phrase = _Phrasing(system, suffix)
+        make = partial(_prompt, system=system, suffix=suffix)
         chosen: list[dict[str, Any]] = []
         if heldout:
+            held_seed = (seed + _HELDOUT_SEED_OFFSET) % 2**32
             # Some questions come twice, so more are generated than are needed.
-            source = create_dataset(name, {**config, "seed": _heldout_seed(seed), "size": 4 * heldout + 16})
+            source = create_dataset(name, {**config, "seed": held_seed, "size": 4 * heldout + 16})
             chosen = _distinct(name, source, heldout)
         data = create_dataset(name, {**config, "seed": seed, "size": size})
         super().__init__(
-            GymPrompts(data, f"{name}/{seed}", phrase, avoid=frozenset(entry["question"] for entry in chosen)),
-            [phrase.prompt(f"{name}/{seed}/heldout/{i}", entry) for i, entry in enumerate(chosen)],
+            GymPrompts(data, f"{name}/{seed}", make, avoid=frozenset(entry["question"] for entry in chosen)),
+            [make(f"{name}/{seed}/heldout/{i}", entry) for i, entry in enumerate(chosen)],
         )
 
-    @staticmethod
-    def verifier_arguments(name: str, config: dict[str, Any], answer_pattern: str | None) -> dict[str, Any]:
-        """Return the arguments that `verifier` is called with in each reward worker."""
-        return {"name": name, "config": config, "answer_pattern": answer_pattern}
-
     def demonstration(self, prompt: Prompt) -> str | None:
-        """Return the dataset's own answer.
-
-        Return None if there is none, or if `answer_pattern` would not find it unchanged.
-        """
+        """Return the dataset's own answer; None if there is none that `answer_pattern` finds unchanged."""
         answer = prompt.data["entry"]["answer"]
         if not isinstance(answer, str) or extract_answer(self._pattern, answer) != answer:
             return None
@@ -73,10 +67,12 @@ class GymTask(SingleTurnTask):
 class GymPrompts(Sequence[Prompt]):
     """The training prompts of a dataset, which are generated when they are asked for."""
 
-    def __init__(self, dataset: Any, origin: str, phrase: _Phrasing, avoid: frozenset[str]) -> None:
+    def __init__(
+        self, dataset: Any, origin: str, make: Callable[[str, dict[str, Any]], Prompt], avoid: frozenset[str]
+    ) -> None:
         self._dataset = dataset
         self._origin = origin
-        self._phrase = phrase
+        self._make = make
         self._avoid = avoid
 
     def __len__(self) -> int:
@@ -96,21 +92,14 @@ class GymPrompts(Sequence[Prompt]):
         for step in range(size):
             entry = self._dataset[(index + step) % size]
             if entry["question"] not in self._avoid:
-                return self._phrase.prompt(f"{self._origin}/{index}", entry)
+                return self._make(f"{self._origin}/{index}", entry)
         raise ConfigError(f"[task] name: every question of {self._origin} is held out; there are too few of them")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Phrasing:
-    """The form in which a question is put to the policy."""
-
-    system: str | None
-    suffix: str
-
-    def prompt(self, id: str, entry: dict[str, Any]) -> Prompt:
-        opening = [] if self.system is None else [{"role": "system", "content": self.system}]
-        question = {"role": "user", "content": entry["question"] + self.suffix}
-        return Prompt(id=id, messages=[*opening, question], data={"entry": pack(entry)})
+def _prompt(id: str, entry: dict[str, Any], *, system: str | None, suffix: str) -> Prompt:
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    question = {"role": "user", "content": entry["question"] + suffix}
+    return Prompt(id=id, messages=[*opening, question], data={"entry": pack(entry)})
 
 
 def verifier(name: str, config: dict[str, Any], answer_pattern: str | None) -> Callable[..., dict[str, float]]:
@@ -212,20 +201,14 @@ def unpack(value: Any) -> Any:
     return makers[value["$"]](unpack(item) for item in value["items"])
 
 
-def _heldout_seed(seed: int) -> int:
-    return (seed + _HELDOUT_SEED_OFFSET) % 2**32
-
-
 def _distinct(name: str, dataset: Any, count: int) -> list[dict[str, Any]]:
     """Return `count` entries with different questions."""
     found: dict[str, dict[str, Any]] = {}
     for index in range(len(dataset)):
-        if len(found) == count:
-            break
         entry = dataset[index]
         found.setdefault(entry["question"], entry)
-    if len(found) < count:
-        raise ConfigError(
-            f"[evaluate] prompts: {name} gave only {len(found)} different questions in {len(dataset)}, not {count}"
-        )
-    return list(found.values())
+        if len(found) == count:
+            return list(found.values())
+    raise ConfigError(
+        f"[evaluate] prompts: {name} gave only {len(found)} different questions in {len(dataset)}, not {count}"
+    )

@@ -72,32 +72,25 @@ class Curriculum:
 
 
 class PromptSource:
-    """A source that draws prompts, each epoch in a new order.
-
-    With `curriculum`, earlier outcomes change what is drawn.
-    """
+    """A source that draws prompts, each epoch in a new order. A curriculum goes by earlier outcomes."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, *, curriculum: bool = False) -> None:
         if not len(prompts):
             raise DataError("the task has no training prompts")
         self._prompts = prompts
         self._seed = seed
-        self._position = 0
+        self.position = 0
+        """The position in the order, over all epochs. `seek` takes this number to continue from here."""
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._curriculum = Curriculum(len(prompts)) if curriculum else None
         self._by_id = {prompt.id: prompt for prompt in prompts} if curriculum else {}
 
-    @property
-    def position(self) -> int:
-        """The position in the order, over all epochs. `seek` takes this number to continue from here."""
-        return self._position
-
     def seek(self, position: int) -> None:
         """Set the position in the order."""
         if position < 0:
             raise ValueError(f"a position cannot be {position}")
-        self._position = position
+        self.position = position
 
     def draw(self, at: int = 0) -> Prompt:
         """Return the next prompt, for the group attempt `at`. Only a curriculum uses `at`."""
@@ -124,11 +117,11 @@ class PromptSource:
                 self._curriculum.note(prompt_id, right, answers, at)
 
     def _next_in_order(self) -> Prompt:
-        epoch, offset = divmod(self._position, len(self._prompts))
+        epoch, offset = divmod(self.position, len(self._prompts))
         if epoch != self._epoch:
             self._order = permutation(self._seed, epoch, len(self._prompts))
             self._epoch = epoch
-        self._position += 1
+        self.position += 1
         return self._prompts[int(self._order[offset])]
 
 

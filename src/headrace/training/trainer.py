@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.algorithms.losses.base import build_loss
-from headrace.algorithms.losses.imitation import imitation
+from headrace.algorithms.losses.base import build_loss, imitation
 from headrace.config.declared import needs
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.errors import HeadraceError, UserError

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from headrace.algorithms.losses.base import LOSSES, TokenInputs, build_loss
-from headrace.algorithms.losses.kl import divergence
+from headrace.algorithms.losses.base import LOSSES, TokenInputs, build_loss, divergence
 from headrace.algorithms.losses.policy.distillation import distillation
 from headrace.config.declared import Needs, needs
 from headrace.config.schema import AlgorithmConfig

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.algorithms.losses.base import CORRECTIONS, LOSSES, TokenInputs, build_loss
-from headrace.algorithms.losses.imitation import imitation
+from headrace.algorithms.losses.base import CORRECTIONS, LOSSES, TokenInputs, build_loss, imitation
 from headrace.algorithms.losses.policy.cispo import cispo
 from headrace.algorithms.losses.policy.decoupled_ppo import decoupled_ppo, recomputed_decoupled_ppo
 from headrace.algorithms.losses.policy.distillation import distillation

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.algorithms.shaping import overlong, shaped
+from headrace.algorithms.assemble import overlong, shaped
 
 
 def test_overlong_by_hand():

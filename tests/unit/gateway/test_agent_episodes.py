@@ -22,8 +22,7 @@ from headrace.gateway.agents import AgentPool
 from headrace.gateway.gateway import AgentEpisode, Gateway
 from headrace.rollouts.base import EpisodePlan
 from headrace.rollouts.groups import run_episode
-from headrace.scoring.base import Ended, Scorer, Scoring, Span
-from headrace.scoring.stage import Stage
+from headrace.scoring.base import Ended, Scorer, Span, Stage
 from headrace.types import Prompt, Rollout, Score, Trace
 from waiting import alive
 
@@ -49,7 +48,7 @@ def episode(
     index: int = 0,
     mark: str = "",
     max_tokens: int = 40,
-    scoring: Scoring | None = None,
+    scoring: Stage | None = None,
 ) -> AgentEpisode:
     prompt = Prompt(id="p", messages=[{"role": "user", "content": "hi"}], data={"way": way, "data_": 1, "mark": mark})
     sampling = Sampling(max_tokens=max_tokens, seed=index)

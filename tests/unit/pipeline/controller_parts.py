@@ -20,8 +20,10 @@ from headrace.errors import PeerDied
 from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import NoProgress
-from headrace.pipeline.assembly import Outputs, assemble
-from headrace.pipeline.session import first_cause
+from headrace.pipeline.controller import Controller
+from headrace.pipeline.launch import first_cause
+from headrace.pipeline.parts import Parts
+from headrace.pipeline.recording import Outputs
 from headrace.pipeline.waits import Waits
 from headrace.tasks.base import EnvironmentStep
 from headrace.training.base import Checkpoint, StepReport
@@ -176,7 +178,7 @@ class FakeRun:
         journal = Journal(path / "journal.db")
         before = journal.recover(step=checkpoint_step or 0, publish_every=config.delivery.publish_every)
         self.waits = Waits()
-        self.controller = assemble(
+        parts = Parts(
             config,
             task=PlainTask(judge, heldout),
             chat=PlainChat(),
@@ -188,8 +190,9 @@ class FakeRun:
             waits=self.waits,
             events=self.events,
         )
+        self.controller = Controller(parts)
         self.window, self.recorder = self.controller.window, self.controller.recorder
-        self.unfinished = self.controller.parts.unfinished
+        self.unfinished = self.controller.recovery.unfinished
         self.generated: dict[str, int] = {}
 
     async def run(self) -> None:

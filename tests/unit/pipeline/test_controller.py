@@ -75,7 +75,7 @@ async def test_a_refused_version_ends_the_run_and_is_never_served(tmp_path: Path
     run = FakeRun(tmp_path, engine={"loads": {3: "reject"}})
     with pytest.raises(DeliveryError, match="version 3 was refused 3 times"):
         await run.run()
-    assert run.controller.proved == 2
+    assert run.controller.versions.proved == 2
     refused = run.journal("SELECT version FROM deliveries WHERE NOT accepted")
     assert [row["version"] for row in refused] == [3, 3, 3]
     assert max(int(batch.versions.max()) for batch in run.trainer.batches) <= 2
@@ -107,7 +107,7 @@ async def test_stop_finishes_what_is_in_training_and_drops_the_rest(tmp_path: Pa
     await run.run()
     trained = len(run.trainer.batches)
     assert 4 <= trained <= 7
-    assert run.controller.proved == trained, "what was trained is delivered"
+    assert run.controller.versions.proved == trained, "what was trained is delivered"
     assert run.trainer.saved == [trained]
     ledger = run.recorder.ledgers.as_dict()["groups"]
     assert ledger["trained"] == 2 * trained

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 from controller_parts import FakeRun, FakeTrainer
 
+from headrace.channel.events import Events
 from headrace.cluster.base import NoProcesses
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.publisher import Publisher
@@ -24,8 +26,7 @@ from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.pool import EnginePool
 from headrace.errors import ChannelError, DeadlineError, DeliveryError, HeadraceError, PeerDied
-from headrace.pipeline.deliveries import Deliveries
-from headrace.pipeline.events import Events, VersionProved
+from headrace.pipeline.deliveries import Deliveries, VersionProved
 from headrace.pipeline.versions import Versions
 from headrace.pipeline.waits import Waits
 
@@ -82,6 +83,18 @@ class Ended(NoProcesses):
         self.names.append(name)
 
 
+def parts_of(
+    pool: EnginePool, trainer: Any, events: Events, waits: Waits, book: Book, processes: Any,
+    *, patience: float = 10.0, rolling: bool = False, together: bool = False,
+) -> Any:  # fmt: skip
+    """What deliveries need of the parts of a run; a synchronous run delivers to all engines together."""
+    return SimpleNamespace(
+        config=SimpleNamespace(delivery=SimpleNamespace(patience=patience, rolling=rolling)),
+        pool=pool, trainer=trainer, events=events, waits=waits, recorder=book, processes=processes,
+        window=SimpleNamespace(depth=0 if together else 1),
+    )  # fmt: skip
+
+
 class Rig:
     """Real deliveries over fake engines, with a clock that the test moves; it owns the events."""
 
@@ -96,16 +109,8 @@ class Rig:
         self.versions = Versions()
         self.proofs: list[Proof] = []
         self.now = 0.0
-        self.deliveries = Deliveries(
-            self.pool,
-            self.trainer,
-            self.versions,
-            self.events,
-            self.waits,
-            self.book,
-            self.ended,
-            **{"patience": 10.0, "clock": lambda: self.now, **options},
-        )
+        parts = parts_of(self.pool, self.trainer, self.events, self.waits, self.book, self.ended, **options)
+        self.deliveries = Deliveries(parts, self.versions, lambda: self.now)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -194,7 +199,7 @@ async def test_a_slow_engine_holds_nobody_up_and_gets_no_new_group_meanwhile() -
         assert fleet.pool.proved("engine-0") == 2
         await fleet.pass_time(9.9)
         assert not offered.done() and fleet.pool.floor == 1, "it has time until patience ends"
-        assert "engine-1 to prove version 2" in fleet.waits.report()
+        assert any("engine-1 to prove version 2" in wait.what for wait in fleet.waits.entries())
         await fleet.pass_time(0.2)
         assert offered.done() and fleet.pool.floor == 2
         assert {await fleet.request(f"during-{n}") for n in range(4)} == {"engine-0"}
@@ -272,7 +277,7 @@ async def test_a_version_that_only_a_lost_engine_could_take_is_kept_for_it() -> 
         await settle()
         assert fleet.pool.away("engine-0") and not offered.done()
         assert fleet.trainer.acknowledged == [1]
-        assert "engine-0 to come back" in fleet.waits.report()
+        assert any("engine-0 to come back" in wait.what for wait in fleet.waits.entries())
         await fleet.come_back("engine-0")
         await asyncio.wait_for(offered, 5)
         assert fleet.trainer.acknowledged == [1, 2] and fleet.engines[0].asked == [1, 2, 2]
@@ -523,14 +528,15 @@ async def test_an_engine_that_is_stuck_in_a_fetch_does_not_stop_the_trainer() ->
     engines = [Real("engine-0"), Real("engine-1")]
     pool, trainer, book, waits = EnginePool(engines), RealTrainer(), Book(), Waits()  # type: ignore[arg-type]
     versions, events = Versions(), Events()
-    deliveries = Deliveries(pool, trainer, versions, events, waits, book, Ended(), patience=0.05)  # type: ignore[arg-type]
+    deliveries = Deliveries(parts_of(pool, trainer, events, waits, book, Ended(), patience=0.05), versions)
     running = asyncio.gather(deliveries.run(), serve(events, deliveries, []))
     ring = asyncio.create_task(every(0.02, waits.ring))
     try:
         engines[1].gate.clear()
         for version in range(1, 7):
             manifest = await trainer.publish(version)  # raises where no place comes free
-            await asyncio.wait_for(deliveries.deliver(versions.send(manifest)), 5)
+            versions.published(manifest)
+            await asyncio.wait_for(deliveries.deliver(versions.next()), 5)
             assert engines[0].live["w"].eq(version).all()
         assert engines[1].live["w"].eq(0).all()
         engines[1].gate.set()

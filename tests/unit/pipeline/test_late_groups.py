@@ -20,6 +20,7 @@ class Running:
         nothing = Trace.of_context(np.zeros(1, np.int32))
         self.traces = [nothing.extended([7], [-1.0], [version], trained=True) for version in versions]
         self.id = "0/0"
+        self.plan = SimpleNamespace(saved=())
         self.ended: list[str] = []
 
     async def cancel(self, reason: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from headrace.pipeline.partials import Partials
-from headrace.types import Trace
+from headrace.pipeline.attempts import Attempts
+from headrace.types import Group, Prompt, Trace
 
 
 class Recorder:
@@ -27,10 +27,13 @@ def test_saved_tokens_are_given_up_when_the_episode_says_so(
     traces: int, discarded: int, given_up: list[tuple[str, int]]
 ) -> None:
     recorder = Recorder()
-    partials = Partials(cast(Any, SimpleNamespace(running={})), cast(Any, recorder))
-    partials.resumed({"0/1": [Trace.of_context(np.arange(4, dtype=np.int32))] * traces})
+    attempts = Attempts(cast(Any, None), cast(Any, None), cast(Any, recorder), [])
+    plan = SimpleNamespace(saved=[Trace.of_context(np.arange(4, dtype=np.int32))] * traces)
+    episode = cast(Any, SimpleNamespace(id="0/1", plan=plan, discarded=0, since=lambda start: None))
+    attempts.started(Group(id=0, prompt=Prompt(id="p"), version=2), [episode])
+    attempts.save()
     assert recorder.given_up == [], "what its episode makes of it is not known yet"
-    episode = cast(Any, SimpleNamespace(id="0/1", discarded=discarded))
+    episode.discarded = discarded
     for _ in range(2):
-        partials.ended([episode])
+        attempts.save()
     assert recorder.given_up == given_up

@@ -14,7 +14,7 @@ from headrace.buffer.window import Window
 from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog, read_metrics
 from headrace.observe.progress import NoProgress
-from headrace.pipeline.recording import Recorder
+from headrace.pipeline.recording import Outputs, Recorder
 from headrace.training.base import StepReport
 
 
@@ -37,8 +37,8 @@ def notes() -> Notes:
 def recorder(tmp_path: Path, notes: Notes) -> Iterator[Recorder]:
     journal = Journal(tmp_path / "journal.db")
     recorder = Recorder(
-        journal, MetricsLog(tmp_path / "metrics.jsonl"), None, notes, Window(1, 0, 1, None), clock=RunClock.now(),
-        versions_total=1, versions_done=0, before=journal.recover(step=0, publish_every=1),
+        Outputs(journal, MetricsLog(tmp_path / "metrics.jsonl"), notes, RunClock.now()), Window(1, 0, 1, None),
+        versions_total=1, before=journal.recover(step=0, publish_every=1),
     )  # fmt: skip
     yield recorder
     recorder.close("finished")

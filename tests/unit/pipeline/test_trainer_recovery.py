@@ -77,7 +77,7 @@ async def test_a_trainer_that_dies_is_brought_back_from_the_journal(
     assert len(rows) == 11 + 2, "each return published under an id of its own"
     published = [row["step"] for row in rows]
     assert all(later in (earlier, earlier + publish_every) for earlier, later in pairwise(published))
-    assert run.controller.proved == run.controller.last_version == 12
+    assert run.controller.versions.proved == run.controller.last_version == 12
     ledger = run.recorder.ledgers.as_dict()["groups"]
     assert (ledger["admitted"], ledger["trained"]) == (2 * total, 2 * total), "nothing is generated again"
     restarts = run.journal("SELECT process, from_step, to_step FROM restarts WHERE process = 'trainer-0'")
@@ -122,7 +122,7 @@ async def test_an_engine_that_comes_back_before_the_trainers_weights_waits_for_t
     await run.run()
     await run.tasks[0]  # type: ignore[attr-defined]
     assert run.trainer.resent == []
-    assert run.controller.proved == run.controller.last_version
+    assert run.controller.versions.proved == run.controller.last_version
     assert pool.proved("engine-0") == run.controller.last_version
 
 

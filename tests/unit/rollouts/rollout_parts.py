@@ -10,8 +10,8 @@ import numpy as np
 from headrace.engines.base import Engine, Sampling
 from headrace.engines.fake import FakeEngine
 from headrace.rollouts.base import EpisodePlan
-from headrace.rollouts.turns import Episode, Equipment
-from headrace.scoring.base import Scoring
+from headrace.rollouts.turns import Episode
+from headrace.scoring.base import Stage
 from headrace.tasks.base import EnvironmentStep
 from headrace.types import Int32Array, Prompt
 
@@ -97,8 +97,7 @@ def episode(
     max_turns: int = 4,
     seed: int = 5,
     stop: tuple[int, ...] = (),
-    deadline: float | None = None,
-    scoring: Scoring | None = None,
+    scoring: Stage | None = None,
 ) -> Episode:
     plan = EpisodePlan(
         id=id or f"9/{index}",
@@ -106,10 +105,9 @@ def episode(
         prompt=prompt or Prompt(id="p", messages=[{"role": "user", "content": "hi"}]),
         sampling=Sampling(max_tokens=max_tokens, seed=seed, stop_token_ids=stop),
         max_turns=max_turns,
-        deadline=deadline,
     )
     engine = engine or FakeEngine(version=1, lengths=[6, 4, 8])
-    return Episode(plan, environment, Equipment(engine, chat or TinyChat(), scoring))
+    return Episode(plan, environment, engine, chat or TinyChat(), scoring)
 
 
 async def until(holds: Callable[[], bool]) -> None:

@@ -7,9 +7,10 @@ import pytest
 from rollout_parts import Script, done, episode, until
 
 from headrace.engines.fake import FakeEngine, lognormal_lengths
-from headrace.rollouts import cancel_group, derive_seed, discard_group, prepare_group, run_group
+from headrace.rollouts.base import derive_seed
+from headrace.rollouts.groups import cancel_group, discard_group, prepare_group, run_group
 from headrace.rollouts.turns import Episode
-from headrace.scoring.stage import Stage
+from headrace.scoring.base import Stage
 from headrace.types import Group, Prompt
 
 
@@ -38,7 +39,7 @@ async def test_cancelling_a_group_yields_what_there_is() -> None:
     episodes = [episode(e, engine, index=i, max_tokens=20_000) for i, e in enumerate(environments)]
     await prepare_group(episodes)
     running = asyncio.create_task(run_group(group(), episodes, Stage()))
-    await until(lambda: len(episodes[2].partial) >= 30)
+    await until(lambda: len(episodes[2].traces[0]) >= 30)
     await cancel_group(episodes, "its lag is over the limit")
     complete = await asyncio.wait_for(running, 20)
     assert [r.ending for r in complete.rollouts] == ["finished", "aborted", "aborted"]
@@ -55,13 +56,13 @@ async def test_cancelling_the_task_frees_the_requests_and_closes_the_environment
     episodes = [episode(e, engine, index=i, max_tokens=20_000) for i, e in enumerate(environments)]
     await prepare_group(episodes)
     running = asyncio.create_task(run_group(group(), episodes, Stage()))
-    await until(lambda: len(episodes[0].partial) >= 30)
+    await until(lambda: len(episodes[0].traces[0]) >= 30)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(running, 20)
     stats = engine.counters()
     assert stats.running == stats.waiting == 0
-    assert all(len(one.partial) >= 30 for one in episodes)
+    assert all(len(one.traces[0]) >= 30 for one in episodes)
     assert [e.closed for e in environments] == [1, 1, 1]
 
 

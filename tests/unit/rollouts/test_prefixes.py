@@ -9,7 +9,7 @@ from rollout_parts import Script, TinyChat, done
 from headrace.engines.base import Sampling
 from headrace.engines.fake import FakeEngine
 from headrace.rollouts.base import EpisodePlan
-from headrace.rollouts.turns import Episode, Equipment
+from headrace.rollouts.turns import Episode
 from headrace.types import Prompt, Trace
 
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "hi"}])
@@ -19,7 +19,7 @@ def episode(engine: FakeEngine, environment: Script, chat: TinyChat, max_tokens:
     plan = EpisodePlan(
         id="9/0", index=0, prompt=PROMPT, sampling=Sampling(max_tokens=max_tokens, seed=5), prefix=prefix
     )
-    return Episode(plan, environment, Equipment(engine, chat))
+    return Episode(plan, environment, engine, chat)
 
 
 async def run(one: Episode) -> tuple[str, Trace]:
@@ -76,7 +76,7 @@ async def test_a_prefix_is_part_of_what_a_later_life_goes_on_from() -> None:
     for cut in range(len(prefix) - 4, len(whole) + 1):
         sampling = Sampling(max_tokens=10, seed=5)
         plan = EpisodePlan(id="9/0", index=0, prompt=PROMPT, sampling=sampling, saved=[whole.part(0, cut)])
-        resumed = Episode(plan, Script(done()), Equipment(engine, TinyChat()))
+        resumed = Episode(plan, Script(done()), engine, TinyChat())
         ending, trace = await run(resumed)
         if cut >= len(prefix):
             for name in ("token_ids", "trained", "logprobs", "versions"):

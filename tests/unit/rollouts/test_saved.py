@@ -12,7 +12,7 @@ from headrace.engines.base import Sampling
 from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
 from headrace.rollouts.base import EpisodePlan
-from headrace.rollouts.turns import Episode, Equipment
+from headrace.rollouts.turns import Episode
 from headrace.tasks.base import EnvironmentStep
 from headrace.types import Prompt, Rollout, Trace
 
@@ -32,7 +32,7 @@ async def play(saved: Sequence[Trace], environment: Script) -> tuple[Rollout, in
     await engine.load(policy.manifest(0))
     sampling = Sampling(max_tokens=400, seed=3)
     plan = EpisodePlan(id="0/0", index=0, prompt=Prompt(id="p", text="x"), sampling=sampling, max_turns=8, saved=saved)
-    episode = Episode(plan, environment, Equipment(engine, TinyChat()))
+    episode = Episode(plan, environment, engine, TinyChat())
     await episode.prepare()
     rollout = await episode.run()
     sampled = engine.counters().generated_tokens

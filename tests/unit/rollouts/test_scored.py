@@ -11,12 +11,11 @@ from rollout_parts import END, Script, TinyChat, done, episode, says, until
 
 from headrace.engines.base import Sampling
 from headrace.engines.fake import FakeEngine
-from headrace.rollouts import cancel_group, evaluate, prepare_group, run_group
 from headrace.rollouts.base import EpisodePlan
-from headrace.rollouts.groups import run_episode
-from headrace.rollouts.turns import Episode, Equipment
-from headrace.scoring.base import Ended, Scorer, Span
-from headrace.scoring.stage import Stage
+from headrace.rollouts.evaluation import evaluate
+from headrace.rollouts.groups import cancel_group, prepare_group, run_episode, run_group
+from headrace.rollouts.turns import Episode
+from headrace.scoring.base import Ended, Scorer, Span, Stage
 from headrace.types import NO_VERSION, Group, Prompt, Score
 
 
@@ -86,7 +85,7 @@ async def test_an_episode_that_goes_on_from_a_previous_process_tells_all_its_tok
         id="9/0", index=0, prompt=plain.prompt, sampling=Sampling(max_tokens=200, seed=5),
         saved=[whole.part(0, len(whole) - 4)],
     )  # fmt: skip
-    resumed = Episode(plan, Script(done()), Equipment(FakeEngine(version=1, lengths=[4]), TinyChat(), stage))
+    resumed = Episode(plan, Script(done()), FakeEngine(version=1, lengths=[4]), TinyChat(), stage)
     await resumed.prepare()
     rollout = await run_episode(resumed, stage)
     told = np.concatenate([span.token_ids for span in watching.spans["9/0"]])
@@ -143,7 +142,7 @@ async def test_cancelling_the_task_ends_the_scoring_too(when: str) -> None:
     episodes = [episode(Script(done()), engine, max_tokens=20_000, scoring=stage)]
     await prepare_group(episodes)
     running = asyncio.create_task(run_group(group(), episodes, stage))
-    await until(lambda: len(watching.ended) == 1 if when == "scored" else len(episodes[0].partial) > 30)
+    await until(lambda: len(watching.ended) == 1 if when == "scored" else len(episodes[0].traces[0]) > 30)
     running.cancel()
     await asyncio.wait([running], timeout=20)
     assert running.cancelled()

@@ -20,7 +20,7 @@ OPENING = [OPEN, USER, ord("h") % 59, ord("i") % 59, END, ASSISTANT]
 
 
 def _longer(one: Episode, length: int) -> bool:
-    return len(one.partial) >= length
+    return len(one.traces[0]) >= length
 
 
 async def run(one: Episode) -> Rollout:
@@ -110,7 +110,7 @@ async def test_weights_that_interrupt_are_bridged_by_the_prefix() -> None:
     await one.prepare()
     running = asyncio.create_task(one.run())
     for version in (2, 3):
-        before = len(one.partial)
+        before = len(one.traces[0])
         await until(functools.partial(_longer, one, before + 20))
         assert (await engine.load(policy.manifest(version))).accepted
     rollout = await asyncio.wait_for(running, 20)
@@ -209,26 +209,12 @@ async def test_an_engine_that_raises_fails_the_rollout() -> None:
     assert (rollout.ending, rollout.reason) == ("failed", "fake: PeerDied: engine0 died: killed by signal 9")
 
 
-async def test_a_deadline_names_what_was_waited_for() -> None:
-    engine, environment = FakeEngine(version=1, lengths=[10_000]), Script(done())
-    engine.gate.clear()
-    rollout = await run(episode(environment, engine, deadline=0.05))
-    assert (rollout.ending, rollout.reason) == ("failed", "0.05 s passed while waiting for tokens from fake")
-    stats = engine.counters()
-    assert stats.running == stats.waiting == 0 and environment.closed == 1
-
-    rollout = await run(episode(Script(60.0), deadline=0.05))
-    assert rollout.reason == "0.05 s passed while waiting for environment.step"
-    rollout = await run(episode(Script(opening=60.0), deadline=0.05))
-    assert rollout.reason == "0.05 s passed while waiting for environment.reset"
-
-
 async def test_cancel_aborts_the_request_and_returns_the_partial() -> None:
     engine, environment = FakeEngine(version=1, lengths=[10_000]), Script(done())
     one = episode(environment, engine, max_tokens=20_000)
     await one.prepare()
     running = asyncio.create_task(one.run())
-    await until(lambda: len(one.partial) >= 20)
+    await until(lambda: len(one.traces[0]) >= 20)
     await one.cancel("doomed")
     rollout = await asyncio.wait_for(running, 20)
     assert (rollout.ending, rollout.reason, rollout.reward) == ("aborted", "doomed", None)

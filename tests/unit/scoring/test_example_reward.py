@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headrace.scoring.workers import WorkerScorer
+from headrace.scoring.rewards import WorkerScorer
 from headrace.tasks.dataset import SingleTurnTask, load_prompts, split_heldout
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "rewards"

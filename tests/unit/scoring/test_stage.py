@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.scoring.base import Ended, ScoreError, Scorer, Span, Turn
-from headrace.scoring.stage import Stage
-from headrace.scoring.threads import ThreadScorer
+from headrace.scoring.base import Ended, ScoreError, Scorer, Span, Stage, Turn
+from headrace.scoring.rewards import ThreadScorer
 from headrace.types import Prompt, Rollout, Score, Trace
 
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "Q"}], data={"answer": "yes"})

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.scoring.base import ScoreError
-from headrace.scoring.threads import ThreadScorer
+from headrace.scoring.rewards import ThreadScorer
 from headrace.types import Prompt
 
 PROMPT = Prompt(id="p", messages=[{"role": "user", "content": "Q"}], data={"answer": "4"})

@@ -17,8 +17,7 @@ import pytest
 
 from headrace.errors import ConfigError
 from headrace.scoring.base import Ended, ScoreError, Turn
-from headrace.scoring.functions import RewardScorer
-from headrace.scoring.workers import WorkerScorer
+from headrace.scoring.rewards import RewardScorer, WorkerScorer
 from headrace.tasks.gym import VERIFIER, GymTask
 from headrace.types import Prompt, Rollout
 from waiting import alive, until
@@ -224,7 +223,7 @@ async def test_workers_die_with_their_parent(rewards: Path, tmp_path: Path, comp
     """Even by SIGKILL, and even in a function that never gives the interpreter's lock back."""
     program = f"""
 import asyncio
-from headrace.scoring.workers import WorkerScorer
+from headrace.scoring.rewards import WorkerScorer
 from headrace.types import Prompt
 async def main():
     judge = WorkerScorer({str(rewards) + ":wild"!r}, timeout=60)
@@ -291,7 +290,7 @@ async def test_files_in_the_working_directory_do_not_hide_modules(
 
 async def test_a_gym_dataset_is_verified_in_a_worker() -> None:
     pattern = "<answer>(.*?)</answer>"
-    arguments = GymTask.verifier_arguments("chain_sum", {"max_terms": 3}, pattern)
+    arguments = {"name": "chain_sum", "config": {"max_terms": 3}, "answer_pattern": pattern}
     judge = WorkerScorer(VERIFIER, arguments=arguments)
     task = GymTask("chain_sum", config={"max_terms": 3}, size=3, heldout=2, answer_pattern=pattern, suffix=" Now.")
     await judge.start()

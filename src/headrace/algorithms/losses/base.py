@@ -4,24 +4,16 @@ A loss knows no batches or weights, and it never normalises: the step multiplies
 adds them up. Metrics are sums over tokens, so the metrics of micro-batches add up too. All tokens of a sequence come in
 one call, so a loss may look at whole sequences.
 
-A minimal loss is a file with a `build` function, selected in the configuration by `loss = "my_loss.py:build"`:
-
-    from headrace.algorithms.losses.base import TokenLoss
-
-    def policy_gradient(inputs):
-        return TokenLoss(-inputs.advantages * inputs.logprobs, {})
-
-    def build(config):
-        return policy_gradient
-
-A loss that needs more declares it beside `build`, see `headrace.config.declared.LossFacts`: `NEEDS = ("reference",)`
-asks for a field of `TokenInputs`, and `READS = ("clip_high",)` names keys of [algorithm].
+A loss of your own is a file with a `build` function, selected in the configuration by `loss = "my_loss.py:build"`
+(docs/extending.md shows one). A loss that needs more declares it beside `build`, see
+`headrace.config.declared.LossFacts`: `NEEDS = ("reference",)` asks for a field of `TokenInputs`, and
+`READS = ("clip_high",)` names keys of [algorithm].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -69,12 +61,8 @@ class TokenLoss(NamedTuple):
     """Metrics as detached sums over the N tokens. Divide by the number of tokens of the step to get means."""
 
 
-class Loss(Protocol):
-    """A loss function."""
-
-    def __call__(self, inputs: TokenInputs, /) -> TokenLoss:
-        """Return the loss of each token."""
-        ...
+Loss = Callable[[TokenInputs], TokenLoss]
+"""A loss function, which returns the loss of each token."""
 
 
 class Corrected(NamedTuple):
@@ -86,24 +74,14 @@ class Corrected(NamedTuple):
     """[N], bool: whether a token is kept. The loss of the other tokens is zero."""
 
 
-class Correction(Protocol):
-    """A rule for tokens on which policy and sampler disagree, applied before the loss sees them."""
-
-    def __call__(self, inputs: TokenInputs, /) -> Corrected:
-        """Decide from the recorded ratios. Nothing here is differentiable."""
-        ...
-
+Correction = Callable[[TokenInputs], Corrected]
+"""A rule for tokens on which policy and sampler disagree. It goes by recorded ratios and is not differentiable."""
 
 LOSSES: dict[str, Callable[[AlgorithmConfig], Loss]] = {}
 """Every policy loss by its name in `[algorithm] loss`. The losses are the modules of `policy`."""
 
 CORRECTIONS: dict[str, Callable[[AlgorithmConfig], Correction]] = {}
 """Every correction by its name in `[algorithm] corrections`."""
-
-
-ADDITIONS: list[Callable[[AlgorithmConfig, Loss], Loss]] = []
-"""The terms that can be added to any loss, after its corrections. A term that is switched off returns the loss as it
-is."""
 
 
 def given(field: torch.Tensor | None) -> torch.Tensor:
@@ -113,24 +91,19 @@ def given(field: torch.Tensor | None) -> torch.Tensor:
 
 
 def build_loss(config: AlgorithmConfig, correct_above: int | None = None) -> Loss:
-    """Build the configured policy loss, with its corrections and additional terms.
-
-    With `correct_above`, corrections change only tokens with a larger lag.
-    """
-    loss = LOSSES[config.loss](config) if config.loss in LOSSES else _loss_of_user(config)
-    corrections: dict[str, Correction] = {name: CORRECTIONS[name](config) for name in config.corrections}
-    if corrections:
-        loss = corrected(loss, corrections, above=correct_above)
-    for extend in ADDITIONS:
-        loss = extend(config, loss)
-    return loss
-
-
-def _loss_of_user(config: AlgorithmConfig) -> Loss:
-    """Build the loss with the user's `build` function, which `[algorithm] loss` refers to."""
-    loss: Loss = call_factory(f"[algorithm] loss: {config.loss}", import_function(config.loss), config)
-    if not callable(loss):
-        raise ConfigError(f"[algorithm] loss: {config.loss} returned a {type(loss).__name__}, not a loss function")
+    """Build the configured loss. With `correct_above`, corrections change only tokens with a larger lag."""
+    if config.loss in LOSSES:
+        loss = LOSSES[config.loss](config)
+    else:
+        loss = call_factory(f"[algorithm] loss: {config.loss}", import_function(config.loss), config)
+        if not callable(loss):
+            raise ConfigError(f"[algorithm] loss: {config.loss} returned a {type(loss).__name__}, not a loss function")
+    if config.corrections:
+        loss = corrected(loss, {name: CORRECTIONS[name](config) for name in config.corrections}, above=correct_above)
+    if config.entropy_weight is not None:
+        loss = with_entropy(loss, config.entropy_weight)
+    if config.kl != "none":
+        loss = held_to_reference(loss, config.kl, config.kl_weight)
     return loss
 
 
@@ -162,6 +135,58 @@ def corrected(loss: Loss, corrections: Mapping[str, Correction], above: int | No
         return TokenLoss(values, result.sums | ratio_sums(log_ratio(inputs.logprobs, inputs.behaviour)) | fractions)
 
     return whole
+
+
+def with_entropy(loss: Loss, weight: float) -> Loss:
+    """Return the loss minus weight x entropy at every trained token. With weight 0 the entropy is only measured."""
+
+    def whole(inputs: TokenInputs) -> TokenLoss:
+        result, entropy = loss(inputs), given(inputs.entropy)
+        values = result.values - weight * entropy if weight else result.values
+        return TokenLoss(values, result.sums | {"entropy": entropy.detach().sum()})
+
+    return whole
+
+
+def held_to_reference(loss: Loss, estimator: Literal["k1", "k2", "k3"], weight: float) -> Loss:
+    """Return the loss plus weight x divergence at every trained token, also at tokens that corrections leave out."""
+
+    def whole(inputs: TokenInputs) -> TokenLoss:
+        result = loss(inputs)
+        kl = divergence(inputs.logprobs, given(inputs.reference), estimator)
+        return TokenLoss(result.values + weight * kl, result.sums | {"reference_kl": kl.detach().sum()})
+
+    return whole
+
+
+def divergence(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Literal["k1", "k2", "k3"]) -> torch.Tensor:
+    """Return the estimate for each token, with d = log(pi / reference): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+
+    On-policy, the expected gradient of k1 and k2 is that of KL(pi || reference), and that of k3 is the gradient of
+    KL(reference || pi). The plain derivative of k1 is the derivative of log pi. Its mean over sampled tokens is zero,
+    so it would not pull the policy towards the reference. For this reason the value of k1 is d, but its gradient is d
+    times the gradient of log pi, which is also the gradient of k2.
+    """
+    gap = logprobs - reference
+    if estimator == "k1":
+        still = gap.detach()
+        return still + still * (gap - still)
+    if estimator == "k2":
+        return gap.square() / 2
+    # The clamped gap, because exp(-gap) overflows where the reference is far more likely than the policy.
+    gap = log_ratio(logprobs, reference)
+    return torch.expm1(-gap) + gap
+
+
+def imitation(inputs: TokenInputs) -> TokenLoss:
+    """Return -log pi: the loss of supervised steps, which uses neither behaviour nor advantages."""
+    values = -inputs.logprobs
+    return TokenLoss(values, {"nll": values.detach().sum()})
+
+
+def clip_range(config: AlgorithmConfig, low: float, high: float) -> tuple[float, float]:
+    """Return the configuration's `clip_low` and `clip_high`, with these defaults."""
+    return low if config.clip_low is None else config.clip_low, high if config.clip_high is None else config.clip_high
 
 
 def log_ratio(logprobs: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:

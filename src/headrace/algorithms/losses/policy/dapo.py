@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from headrace.algorithms.losses.base import Loss
+from headrace.algorithms.losses.base import Loss, clip_range
 from headrace.algorithms.losses.policy.grpo import clipped_grpo
 from headrace.config.schema import AlgorithmConfig
 
@@ -17,8 +17,5 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 def build(config: AlgorithmConfig) -> Loss:
     """Build clipped GRPO with DAPO's clipping, unless the configuration sets its own."""
-    return partial(
-        clipped_grpo,
-        clip_low=CLIP_LOW if config.clip_low is None else config.clip_low,
-        clip_high=CLIP_HIGH if config.clip_high is None else config.clip_high,
-    )
+    low, high = clip_range(config, CLIP_LOW, CLIP_HIGH)
+    return partial(clipped_grpo, clip_low=low, clip_high=high)

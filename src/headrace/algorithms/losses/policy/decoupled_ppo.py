@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, given, log_ratio, policy_sums
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, clip_range, given, log_ratio, policy_sums
 from headrace.algorithms.losses.policy.grpo import clipped_surrogate
 from headrace.config.schema import AlgorithmConfig
 
@@ -52,8 +52,7 @@ def recomputed_decoupled_ppo(
 
 def build(config: AlgorithmConfig) -> Loss:
     """Build decoupled PPO with the configuration's clipping and proximal policy."""
-    low = CLIP_LOW if config.clip_low is None else config.clip_low
-    high = CLIP_HIGH if config.clip_high is None else config.clip_high
+    low, high = clip_range(config, CLIP_LOW, CLIP_HIGH)
     if config.proximal == "recomputed":
         return partial(recomputed_decoupled_ppo, clip_low=low, clip_high=high)
     return partial(decoupled_ppo, clip_low=low, clip_high=high, proximal_mix=config.proximal_mix)

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, clip_range, log_ratio, policy_sums
 from headrace.config.schema import AlgorithmConfig
 
 READS = ("clip_low", "clip_high")
@@ -34,8 +34,5 @@ def clipped_surrogate(
 
 def build(config: AlgorithmConfig) -> Loss:
     """Build clipped GRPO with the configuration's `clip_low` and `clip_high`."""
-    return partial(
-        clipped_grpo,
-        clip_low=CLIP_LOW if config.clip_low is None else config.clip_low,
-        clip_high=CLIP_HIGH if config.clip_high is None else config.clip_high,
-    )
+    low, high = clip_range(config, CLIP_LOW, CLIP_HIGH)
+    return partial(clipped_grpo, clip_low=low, clip_high=high)

@@ -11,6 +11,7 @@ from headrace.algorithms.losses.base import (
     Loss,
     TokenInputs,
     TokenLoss,
+    clip_range,
     log_ratio,
     policy_sums,
     sequence_means,
@@ -38,8 +39,5 @@ def gspo(inputs: TokenInputs, *, clip_low: float = CLIP_LOW, clip_high: float = 
 
 def build(config: AlgorithmConfig) -> Loss:
     """Build GSPO with the configuration's `clip_low` and `clip_high`."""
-    return partial(
-        gspo,
-        clip_low=CLIP_LOW if config.clip_low is None else config.clip_low,
-        clip_high=CLIP_HIGH if config.clip_high is None else config.clip_high,
-    )
+    low, high = clip_range(config, CLIP_LOW, CLIP_HIGH)
+    return partial(gspo, clip_low=low, clip_high=high)

@@ -1,0 +1,182 @@
+"""Reward functions as scorers, in worker processes or in threads, so that they never block the event loop.
+
+A function that hangs, raises or dies costs one judgement, never the run. Each worker or thread judges one answer at a
+time. A worker that took too long, died, or was abandoned during a judgement is killed with all its child processes. A
+fresh worker takes its place when the next judgement needs it. A thread cannot be killed: a thread that takes too long
+is left behind. Threads are for functions that exist only in this process, such as a notebook's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import abstractmethod
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from headrace.channel.frames import encode
+from headrace.channel.worker_pool import PoolClosed, WorkerDied, WorkerPool
+from headrace.errors import ConfigError
+from headrace.scoring.base import Ended, Judgement, ScoreError, Scorer
+from headrace.scoring.functions import (
+    Question,
+    RewardFunction,
+    RewardSetup,
+    ScoreReply,
+    check_signature,
+    judge,
+    source_version,
+)
+from headrace.types import Prompt, Score
+
+
+class RewardScorer(Scorer):
+    """A reward function as a scorer. It gives one score to a whole rollout, based on the text of its last turn."""
+
+    keeps_deadlines = True
+
+    def __init__(self, places: asyncio.Semaphore, count: int, longest_turn: float, busy: str) -> None:
+        """Each of the `count` places is held for at most two times `longest_turn`. `busy` says that none was free."""
+        self._places = places
+        self._count = count
+        self._longest_turn = longest_turn
+        self._busy = busy
+        self._waiting = 0
+
+    async def score(self, ended: Ended) -> list[Score]:
+        """Return the judgement as a score."""
+        judgement = await self.judge(ended.prompt, ended.completion)
+        return [Score(value=judgement.reward, metrics=judgement.metrics, version=judgement.version)]
+
+    async def judge(self, prompt: Prompt, completion: str) -> Judgement:
+        """Judge an answer. Answers are judged in the order in which they are asked for.
+
+        Raises `ScoreError` if the function raised, gave no number, took too long, or died. The function's time limit
+        counts from when a worker or a thread starts on the answer.
+        """
+        question = Question(completion=completion, messages=prompt.messages or [], text=prompt.text, data=prompt.data)
+        # Each earlier judgement takes a limited time, so this deadline is not reached while judgements go on.
+        longest = (self._waiting // self._count + 2) * self._longest_turn
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(longest):
+                await self._places.acquire()
+        except TimeoutError:
+            raise ScoreError(f"{self._busy} within {longest:g} s") from None
+        finally:
+            self._waiting -= 1
+        try:
+            return await self._ask(question)
+        finally:
+            self._places.release()
+
+    @abstractmethod
+    async def _ask(self, question: Question) -> Judgement: ...
+
+
+class WorkerScorer(RewardScorer):
+    """A reward function in `workers` processes."""
+
+    def __init__(
+        self,
+        reference: str,
+        *,
+        workers: int = 1,
+        timeout: float = 30.0,
+        arguments: dict[str, Any] | None = None,
+        start_timeout: float = 60.0,
+        log: Path | None = None,
+        key: str = "",
+    ) -> None:
+        """`reference` names the reward function or, with `arguments`, a factory of it (see `RewardSetup`).
+
+        Output of the functions goes to `log`, or to this process's standard error. `key` is the key of the
+        configuration that names the function, if it is not in `[task]`.
+        """
+        key = key or ("[task] reward" if arguments is None else "")
+        self._name = f"{key} {reference!r}" if key else "[task]"
+        self._timeout = timeout
+        self._pool = WorkerPool(
+            "headrace.scoring.worker_main",
+            RewardSetup(reference=reference, arguments=arguments),
+            workers=workers,
+            start_timeout=start_timeout,
+            name="reward worker",
+            log=log,
+        )
+        super().__init__(self._pool.places, workers, timeout + start_timeout, "no reward worker was free")
+
+    async def start(self) -> None:
+        """Start every worker. Raises `ConfigError` if the reward function cannot be used."""
+        try:
+            await self._pool.start()
+        except ConfigError as error:
+            raise ConfigError(self._refusal(error)) from error
+
+    async def close(self) -> None:
+        """End all workers; running judgements fail. Idempotent."""
+        await self._pool.close()
+
+    async def _ask(self, question: Question) -> Judgement:
+        try:
+            body = encode(question)
+        except (TypeError, ValueError) as error:
+            raise ScoreError(f"the prompt's data cannot be sent to a reward worker: {error}") from error
+        try:
+            try:
+                answer = await self._pool.ask(body, ScoreReply, self._timeout)
+            except WorkerDied:
+                # The death need not be the fault of this answer, so another worker judges the answer, once.
+                answer = await self._pool.ask(body, ScoreReply, self._timeout)
+        except WorkerDied as error:
+            raise ScoreError(f"the reward worker {error} during a judgement") from error
+        except TimeoutError:
+            raise ScoreError(f"the reward function took more than {self._timeout:g} s") from None
+        except PoolClosed:
+            raise ScoreError("the reward workers are closed") from None
+        except ConfigError as error:
+            raise ScoreError(f"a reward worker could not be started again: {self._refusal(error)}") from error
+        if answer.judgement is None:
+            raise ScoreError(answer.error)
+        return answer.judgement
+
+    def _refusal(self, error: ConfigError) -> str:
+        """Return why the reward function cannot be used, in one line."""
+        text = str(error)
+        return text if text.startswith("[") else f"{self._name}: {text}"
+
+
+class ThreadScorer(RewardScorer):
+    """A callable as a scorer, in `threads` threads."""
+
+    def __init__(self, function: RewardFunction, timeout: float = 30.0, *, threads: int = 1) -> None:
+        check_signature(function, f"the reward function {getattr(function, '__name__', function)!r}")
+        super().__init__(asyncio.Semaphore(threads), threads, timeout, "no thread was free to judge")
+        self.version = source_version(function)
+        self._function = function
+        self._timeout = timeout
+        self._closed = False
+
+    async def close(self) -> None:
+        """Refuse further judgements. Idempotent."""
+        self._closed = True
+
+    async def _ask(self, question: Question) -> Judgement:
+        if self._closed:
+            raise ScoreError("the reward function is closed")
+        answer: Future[Judgement] = Future()
+        answer.set_running_or_notify_cancel()
+
+        def work() -> None:
+            try:
+                answer.set_result(judge(self._function, question, asyncio.run))
+            except ScoreError as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=work, name="headrace-reward", daemon=True).start()
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await asyncio.wrap_future(answer)
+        except TimeoutError:
+            raise ScoreError(f"the reward function took more than {self._timeout:g} s") from None
