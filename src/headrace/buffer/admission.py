@@ -50,11 +50,6 @@ def capacity(depth: Depth, groups: int, publish_every: int, max_lag: int | None 
     return (effective_depth(depth, max_lag) + 1) * version_size(groups, publish_every)
 
 
-def version_of_batch(batch: int, first_version: int, publish_every: int) -> int:
-    """Return the version that this batch (counted from 0) trains. The groups of the batch make the next version."""
-    return first_version + batch // publish_every
-
-
 def lag_bound(depth: Depth, groups: int, publish_every: int, max_lag: int | None = None) -> int:
     """Return the largest lag that any token can have when it is consumed. The bound is tight: this lag can occur.
 
@@ -107,25 +102,6 @@ def admissible(
         if admitted >= room:
             return admitted
         admitted += 1
-
-
-def spare_slots(oversample: float, capacity: int) -> int:
-    """Return how many groups may be under way beyond the slots."""
-    return int((oversample - 1.0) * capacity)
-
-
-def seated(older: int, version: int, capacity: int, size: int) -> bool:
-    """Return whether a group has a seat that was admitted at `version` and has `older` live groups before it.
-
-    `version` is counted from the first version. Older groups only ever leave, so a group keeps its seat. Without spares
-    every group has a seat from its admission on; that is (slots).
-    """
-    return older < capacity + size * version
-
-
-def late(version: int, trained_version: int, max_lag: int | None) -> bool:
-    """Return whether a token of `version` may no longer be trained if the next batch trains `trained_version`."""
-    return max_lag is not None and trained_version - version > max_lag
 
 
 def oldest_on_time(trained_version: int, max_lag: int, republished: Sequence[int] = ()) -> int:
