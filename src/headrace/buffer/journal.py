@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from headrace.buffer.balance import count_ledgers
-from headrace.buffer.ledger import EndState
+from headrace.buffer.ledger import EndState, count_ledgers
 from headrace.buffer.reader import open_readonly
 from headrace.buffer.recovery import Recovered, recover
 from headrace.buffer.store import Store

@@ -1,7 +1,7 @@
 """The only reader of a journal, of a live or an ended run. It has one method for each question that is asked.
 
 A reader sees the journal at one moment: all its answers show what was committed at its first query. It changes nothing.
-All SQL that reads a journal from outside is here and in `balance`. Queries name their columns, so that a schema may add
+All SQL that reads a journal from outside is here and in `ledger`. Queries name their columns, so that a schema may add
 columns.
 """
 
@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.buffer.balance import Table, count_ledger, count_ledgers, imbalances
 from headrace.buffer.database import LOOK_SECONDS, as_current, connect
-from headrace.buffer.ledger import Counts
+from headrace.buffer.ledger import count_ledgers, imbalances
 from headrace.buffer.segments import read
 from headrace.errors import DataError, UserError
 from headrace.observe.records import (
@@ -76,10 +75,6 @@ class JournalReader:
     def counts(self, policy: str | None = None) -> dict[str, dict[str, Any]]:
         """Return both ledgers, of one policy or of all, in the form of `Ledgers.as_dict`."""
         return count_ledgers(self._db, policy)
-
-    def ledger(self, table: Table, policy: str | None = None) -> Counts:
-        """Return one ledger, of one policy or of all."""
-        return count_ledger(self._db, table, policy)
 
     def imbalances(self) -> list[str]:
         """Return every contradiction in the ledgers, one line each."""

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.buffer.balance import count_ledger
-from headrace.buffer.ledger import Counts
+from headrace.buffer.ledger import Counts, count_ledger
 from headrace.buffer.segments import RecordLocation
 from headrace.buffer.store import Store
 from headrace.buffer.writer import COMMIT_SECONDS

@@ -77,7 +77,7 @@ class Recorder:
         self._peak_memory: dict[str, int] = {}
         """The most bytes of GPU memory that each process has held, by process."""
         self._view = RunView(progress, window, versions_total)
-        self.ledgers = Ledgers(before.groups, before.rollouts, policy=window.policy)
+        self.ledgers = Ledgers(before.groups, before.rollouts)
         self.checkpoint: Path | None = None
 
     @property
@@ -131,7 +131,7 @@ class Recorder:
         """Record that all rollouts of a group have ended and are scored."""
         for rollout in group.rollouts:
             if rollout.ending == "failed":
-                self.ledgers.rollout_failed(rollout.id, rollout.reason)
+                self.ledgers.rollouts.end(rollout.id, "failed", rollout.reason)
             self._journal.rollout_ended(rollout)
         self._drift.generated(rollout.sampled_tokens for rollout in group.usable)
         self._scheduled("complete", group_id=group.id)
@@ -139,7 +139,7 @@ class Recorder:
     def rollouts_left(self, left: Mapping[str, str]) -> None:
         """Record the rollouts that are not trained, by id, with the reasons. Their group continues without them."""
         for rollout_id, reason in left.items():
-            self.ledgers.rollout_dropped(rollout_id, reason)
+            self.ledgers.rollouts.end(rollout_id, "dropped", reason)
             self._journal.rollout_dropped(rollout_id, reason)
 
     def group_ended(

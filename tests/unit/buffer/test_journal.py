@@ -109,7 +109,7 @@ def test_the_journal_counts_what_the_ledgers_count(tmp_path: Path) -> None:
                     rollout(ending, index, "failed" if failed else "finished", "timeout" if failed else "")
                 )
                 if failed:
-                    ledgers.rollout_failed(f"{ending}/{index}", "timeout")
+                    ledgers.rollouts.end(f"{ending}/{index}", "failed", "timeout")
             state, reason, step = chance.choice(
                 [("trained", "", 4), ("dropped", "stale", None), ("dropped", "equal", None), ("failed", "engine", None)]
             )

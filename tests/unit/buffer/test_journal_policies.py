@@ -65,7 +65,7 @@ def test_ledgers_are_counted_for_one_policy_and_for_all(tmp_path: Path) -> None:
         assert critic[table]["reasons"] == {"dropped": {"surplus": 1}, "failed": {}}
         assert writer[table]["reasons"] == {"dropped": {}, "failed": {}}
         assert both[table]["admitted"] == 5
-    ledgers = Ledgers(policy="critic")
+    ledgers = Ledgers()
     for group_id in (3, 4):
         ledgers.admitted(group_id, [f"{group_id}/0"])
     ledgers.group_ended(3, "trained")
