@@ -25,7 +25,8 @@ OLD_SCHEMA = 2
 WITH_POLICY = ("versions", "deliveries", "groups", "steps", "evaluations", "samples", "schedule")
 NEW_KEYS = ("versions", "steps", "partials")
 """The tables that have another primary key in the old schema. The migration creates them anew."""
-LOOK_SECONDS = 10.0
+LOCK_SECONDS = 10.0
+"""How long another SQL client may lock the file before that is an error."""
 
 
 def lock_run(path: Path) -> BinaryIO:
@@ -54,7 +55,7 @@ def check_resumable(path: Path) -> None:
     This is checked before anything of the run is changed.
     """
     lock_run(path).close()
-    db = connect(f"{path.absolute().as_uri()}?mode=ro", path, LOOK_SECONDS)
+    db = connect(f"{path.absolute().as_uri()}?mode=ro", path)
     try:
         (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
     except sqlite3.OperationalError as error:
@@ -69,10 +70,10 @@ def check_resumable(path: Path) -> None:
         raise UserError(f"{path} is damaged ({problem}): nothing can go on from it{weights}")
 
 
-def open_database(path: Path, lock_seconds: float) -> sqlite3.Connection:
-    """Open or create the file for writing. `lock_seconds` is how long another SQL client may lock the file."""
+def open_database(path: Path) -> sqlite3.Connection:
+    """Open or create the file for writing."""
     fresh = not path.exists() or path.stat().st_size == 0
-    db = connect(str(path), path, lock_seconds, fresh=fresh)
+    db = connect(str(path), path, fresh=fresh)
     try:
         db.execute("PRAGMA journal_mode = WAL")
         # In WAL mode, NORMAL survives every crash of the process. A power failure may lose the last commits only.
@@ -112,14 +113,14 @@ def _migrate(db: sqlite3.Connection) -> None:
     db.executescript(f"BEGIN IMMEDIATE; {renamed} {added} {_ddl()}; {moved} {stamped} COMMIT;")
 
 
-def connect(name: str, path: Path, lock_seconds: float, *, fresh: bool = False) -> sqlite3.Connection:
+def connect(name: str, path: Path, *, fresh: bool = False) -> sqlite3.Connection:
     """Connect to a file path or `file:` URI. `path` is the name in errors.
 
     The schema is checked unless the file is `fresh`.
     """
     try:
         db = sqlite3.connect(
-            name, timeout=lock_seconds, isolation_level=None, check_same_thread=False, uri=name.startswith("file:")
+            name, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False, uri=name.startswith("file:")
         )
     except sqlite3.DatabaseError as error:
         raise UserError(f"{path} cannot be opened as a journal: {error}") from error

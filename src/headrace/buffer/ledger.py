@@ -167,7 +167,7 @@ def _within(db: sqlite3.Connection, table: Table) -> list[str]:
 
 
 def _between(db: sqlite3.Connection) -> list[str]:
-    # A group ends with all its rollouts. Single rollouts may have been left out of a group that continued or was trained.
+    # A group ends with all its rollouts. Some may have been left out before, of a group that continued or was trained.
     joined = "rollouts LEFT JOIN groups ON groups.id = rollouts.group_id"
     left_out = "rollouts.state = 'failed' OR rollouts.reason IN ('straggler', 'overlong')"
     differ = f"NOT ({left_out}) AND (rollouts.state <> groups.state OR rollouts.step IS NOT groups.step)"

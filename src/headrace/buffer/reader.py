@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.buffer.database import LOOK_SECONDS, as_current, connect
+from headrace.buffer.database import as_current, connect
 from headrace.buffer.ledger import count_ledgers, imbalances
 from headrace.buffer.segments import read
 from headrace.errors import DataError, UserError
@@ -51,7 +51,7 @@ class JournalReader:
         file = path.resolve()
         # Without a write-ahead log nothing is writing. Then the file can be read even in a read-only directory.
         live = file.with_name(file.name + "-wal").exists()
-        self._db = connect(f"{file.as_uri()}?{'mode=ro' if live else 'immutable=1'}", path, LOOK_SECONDS)
+        self._db = connect(f"{file.as_uri()}?{'mode=ro' if live else 'immutable=1'}", path)
         as_current(self._db)
         self._db.row_factory = sqlite3.Row
         self._db.execute("BEGIN")

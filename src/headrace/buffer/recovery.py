@@ -14,8 +14,7 @@ import numpy as np
 
 from headrace.buffer.ledger import Counts, count_ledger
 from headrace.buffer.segments import RecordLocation
-from headrace.buffer.store import Store
-from headrace.buffer.writer import COMMIT_SECONDS
+from headrace.buffer.store import COMMIT_SECONDS, Store
 from headrace.errors import HeadraceError
 from headrace.types import POLICY, STEP_SECONDS, Group, Prompt, Rollout, Trace, held_back_seconds, republished_among
 

@@ -16,6 +16,9 @@ from headrace.buffer.segments import RecordLocation, Segments
 from headrace.errors import HeadraceError, UserError
 from headrace.types import Group, Rollout
 
+COMMIT_SECONDS = 0.1
+"""The time between two transactions, and so the most that a crash of the process loses."""
+
 
 class Store:
     """The tables and the segments.
@@ -23,12 +26,12 @@ class Store:
     A store may be created in one thread and used in another, but never in two threads at the same time.
     """
 
-    def __init__(self, path: Path, *, keep_rollouts: bool, lock_seconds: float) -> None:
+    def __init__(self, path: Path, *, keep_rollouts: bool) -> None:
         self.path = path
         self._lock = lock_run(path)
         try:
             self._segments = Segments(path.parent / "segments") if keep_rollouts else None
-            self.db = open_database(path, lock_seconds)
+            self.db = open_database(path)
         except OSError as error:
             self._lock.close()
             raise UserError(f"{path.parent} cannot be written: {error}") from error
@@ -129,10 +132,6 @@ class Store:
             raise HeadraceError(f"group {group_id} cannot become {state}, it is not in flight")
         self.write(f"UPDATE rollouts {ending} WHERE group_id = ? AND state = 'in_flight'", *row)
         self.write("DELETE FROM partials WHERE rollout IN (SELECT id FROM rollouts WHERE group_id = ?)", group_id)
-
-    def forget_partial(self, rollout_id: str) -> None:
-        """Delete the saved tokens of a rollout, because they cannot be used."""
-        self.write("DELETE FROM partials WHERE rollout = ?", rollout_id)
 
     def close(self) -> None:
         """Close the files, and release the lock last."""

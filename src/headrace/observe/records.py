@@ -19,12 +19,12 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: int
     tokens: int
     trained_tokens: int
-    reward_mean: float | None
-    loss: float | None
-    grad_norm: float | None
-    learning_rate: float | None
-    seconds: float | None
-    ended: float | None
+    reward_mean: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    seconds: float | None = None
+    ended: float | None = None
 
 
 class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):

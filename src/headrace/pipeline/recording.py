@@ -23,6 +23,7 @@ from headrace.observe.clock import RunClock
 from headrace.observe.drift import LengthDrift
 from headrace.observe.metrics import MetricsLog, describe_end
 from headrace.observe.progress import Progress
+from headrace.observe.records import EvaluationRecord, SampleRecord, StepRecord
 from headrace.observe.spans import Activity
 from headrace.observe.timeline import Timeline
 from headrace.pipeline.run_view import RunView
@@ -177,7 +178,7 @@ class Recorder:
             self._scheduled("consume", group_id=group.id, step=batch.step, version=batch.version)
             self.group_ended(group, "trained", step=batch.step, version=batch.version)
             self._drift.trained(rollout.sampled_tokens for rollout in group.usable)
-        self._journal.step(
+        step = StepRecord(
             step=batch.step,
             version=batch.version,
             objective=batch.objective,
@@ -185,15 +186,13 @@ class Recorder:
             rollouts=sum(len(group.usable) for group in groups),
             tokens=len(batch.token_ids),
             trained_tokens=batch.trained_tokens,
-            lag_histogram=lags,
             reward_mean=reward,
             loss=report.loss,
             grad_norm=report.grad_norm,
             learning_rate=report.learning_rate,
             seconds=report.seconds,
-            metrics=report.metrics,
-            policy=batch.policy,
         )
+        self._journal.step(step, lags, report.metrics, batch.policy)
         self._metrics.write(
             "step",
             step=batch.step,
@@ -261,7 +260,7 @@ class Recorder:
 
     def evaluated(self, version: int, moment: Moment, result: EvaluationResult, started: float) -> None:
         """Record the answers to held-out prompts."""
-        self._journal.evaluation(
+        evaluation = EvaluationRecord(
             version=version,
             moment=moment,
             prompts=result.prompts,
@@ -272,18 +271,18 @@ class Recorder:
             tokens_mean=result.tokens_mean,
             started=started,
             ended=self.now(),
-            policy=self._window.policy,
         )
+        self._journal.evaluation(evaluation, self._window.policy)
         for answer in result.answers:
-            self._journal.sample(
+            sample = SampleRecord(
                 version=version,
                 moment=moment,
                 prompt=answer.prompt,
                 question=answer.question,
                 answer=answer.answer,
                 reward=answer.reward,
-                policy=self._window.policy,
             )
+            self._journal.sample(sample, self._window.policy)
         self._metrics.write("evaluation", version=version, moment=moment, pass_1=result.pass_1, pass_k=result.pass_k)
         self._view.evaluated(result.pass_1)
         self._view.note(

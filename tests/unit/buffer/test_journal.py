@@ -16,9 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.buffer import database
 from headrace.buffer.journal import Journal, open_readonly
 from headrace.buffer.ledger import Ledgers
 from headrace.errors import HeadraceError, UserError
+from headrace.observe.records import EvaluationRecord, SampleRecord, StepRecord
 from headrace.types import Ending, Group, Prompt, Rollout, Trace, Version
 
 
@@ -40,26 +42,47 @@ def test_every_event_is_a_row(tmp_path: Path) -> None:
         journal.meta("name", "first")
         journal.meta("name", "run")
         journal.meta("lag_bound", 3)
-        journal.version(Version(id=2, parent=1, step=4, digest=2**64 - 1), 999.0)
+        journal.version(Version(id=2, parent=1, step=4, digest=2**64 - 1))
         journal.delivery(
             version=2, engine="engine-0", accepted=False, quarantined=True, reason="canary", live_digest=255,
             canary_error=math.nan, swap_seconds=0.5,
         )  # fmt: skip
         journal.step(
-            step=5, version=2, objective="policy", groups=1, rollouts=2, tokens=10, trained_tokens=4,
-            lag_histogram={1: 3, 0: 1}, reward_mean=np.float32(0.5), loss=0.25, metrics={"kl": 0.125},
-        )  # fmt: skip
+            StepRecord(
+                step=5,
+                version=2,
+                objective="policy",
+                groups=1,
+                rollouts=2,
+                tokens=10,
+                trained_tokens=4,
+                reward_mean=0.5,
+                loss=0.25,
+            ),
+            {1: 3, 0: 1},
+            metrics={"kl": 0.125},
+        )
         journal.evaluation(
-            version=2, moment="during", prompts=8, samples=2, pass_1=0.5, pass_k=0.75, reward_mean=0.5,
-            tokens_mean=9.0, started=1.0, ended=2.0,
-        )  # fmt: skip
-        journal.sample(version=2, moment="during", prompt="p", question="2 + 2", answer="4", reward=1)
+            EvaluationRecord(
+                version=2,
+                moment="during",
+                prompts=8,
+                samples=2,
+                pass_1=0.5,
+                pass_k=0.75,
+                reward_mean=0.5,
+                tokens_mean=9.0,
+                started=1.0,
+                ended=2.0,
+            )
+        )
+        journal.sample(SampleRecord(version=2, moment="during", prompt="p", question="2 + 2", answer="4", reward=1))
         journal.activity(process="trainer", started=1.0, ended=2.0, busy_seconds=0.75, generated_tokens=0)
     with open_readonly(tmp_path / "journal.db") as reader:
         assert reader.meta() == {"schema": 3, "name": "run", "lag_bound": 3}
         digest = "f" * 16
         assert reader.rows("SELECT * FROM versions") == [
-            {"id": 2, "parent": 1, "step": 4, "digest": digest, "published": 999.0, "policy": "policy"}
+            {"id": 2, "parent": 1, "step": 4, "digest": digest, "published": 1000.0, "policy": "policy"}
         ]
         (delivery,) = reader.rows("SELECT * FROM deliveries")
         assert delivery["canary_error"] == math.inf and delivery["live_digest"] == f"{255:016x}"
@@ -73,11 +96,11 @@ def test_every_event_is_a_row(tmp_path: Path) -> None:
 
 
 def test_a_rollout_keeps_its_numbers_and_its_tokens(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.db")
-    journal.admitted(group(3, version=4), ["3/0", "3/1"], time=1.0)
-    journal.rollout_ended(rollout(3, 0), time=2.0)
-    journal.rollout_ended(rollout(3, 1, "failed", "timeout"), time=3.0)
-    journal.group_ended(3, "trained", step=9, time=4.0)
+    journal = Journal(tmp_path / "journal.db", clock=iter([1.0, 2.0, 3.0, 4.0]).__next__)
+    journal.admitted(group(3, version=4), ["3/0", "3/1"])
+    journal.rollout_ended(rollout(3, 0))
+    journal.rollout_ended(rollout(3, 1, "failed", "timeout"))
+    journal.group_ended(3, "trained", step=9)
     journal.flush()
     with open_readonly(tmp_path / "journal.db") as reader:
         columns = "id, state, reason, ending, reward, tokens, sampled_tokens, oldest_version, newest_version, step"
@@ -137,9 +160,11 @@ def test_recover_closes_the_books(tmp_path: Path) -> None:
         journal.group_ended(4, "trained", step=2)
         for step in (1, 2):
             journal.step(
-                step=step, version=step, objective="policy", groups=1, rollouts=1, tokens=1, trained_tokens=1,
-                lag_histogram={},
-            )  # fmt: skip
+                StepRecord(
+                    step=step, version=step, objective="policy", groups=1, rollouts=1, tokens=1, trained_tokens=1
+                ),
+                {},
+            )
         journal.version(Version(id=8, parent=7, step=2, digest=0))
     with Journal(path) as journal:
         found = journal.recover()
@@ -215,8 +240,9 @@ def test_nothing_is_taken_after_close(tmp_path: Path) -> None:
         journal.meta("key", 1)
 
 
-def test_a_client_that_holds_the_lock_too_long_is_an_error(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.db", lock_seconds=0.1)
+def test_a_client_that_holds_the_lock_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "LOCK_SECONDS", 0.1)
+    journal = Journal(tmp_path / "journal.db")
     other = sqlite3.connect(tmp_path / "journal.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     journal.meta("key", 1)

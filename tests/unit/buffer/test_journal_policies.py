@@ -13,6 +13,7 @@ from headrace.buffer.journal import Journal, open_readonly
 from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
 from headrace.errors import HeadraceError
+from headrace.observe.records import EvaluationRecord, SampleRecord, StepRecord
 from headrace.types import POLICY, Group, Prompt, Rollout, Trace, Version
 
 TABLES = ("versions", "deliveries", "groups", "steps", "evaluations", "samples", "schedule")
@@ -29,14 +30,38 @@ def two_policies(path: Path) -> None:
             journal.version(Version(id=0, parent=-1, step=0, digest=0, policy=policy))
             journal.delivery(version=0, engine=f"{policy}-0", accepted=True, policy=policy)
             journal.step(
-                step=1, version=0, objective="policy", groups=1, rollouts=1, tokens=3, trained_tokens=1,
-                lag_histogram={}, loss=1.0 if policy == "writer" else 2.0, policy=policy,
-            )  # fmt: skip
+                StepRecord(
+                    step=1,
+                    version=0,
+                    objective="policy",
+                    groups=1,
+                    rollouts=1,
+                    tokens=3,
+                    trained_tokens=1,
+                    loss=1.0 if policy == "writer" else 2.0,
+                ),
+                {},
+                policy=policy,
+            )
             journal.evaluation(
-                version=0, moment="before", prompts=1, samples=1, pass_1=0.0, pass_k=0.0, reward_mean=0.0,
-                tokens_mean=1.0, started=0.0, ended=1.0, policy=policy,
-            )  # fmt: skip
-            journal.sample(version=0, moment="before", prompt="p", question="q", answer="a", reward=None, policy=policy)
+                EvaluationRecord(
+                    version=0,
+                    moment="before",
+                    prompts=1,
+                    samples=1,
+                    pass_1=0.0,
+                    pass_k=0.0,
+                    reward_mean=0.0,
+                    tokens_mean=1.0,
+                    started=0.0,
+                    ended=1.0,
+                ),
+                policy=policy,
+            )
+            journal.sample(
+                SampleRecord(version=0, moment="before", prompt="p", question="q", answer="a", reward=None),
+                policy=policy,
+            )
             journal.scheduled("swap", version=0, engine=f"{policy}-0", policy=policy)
         for group_id in range(5):
             journal.admitted(group(group_id, "writer" if group_id < 3 else "critic"), [f"{group_id}/0"])
@@ -102,9 +127,12 @@ def test_a_policy_is_recovered_by_itself(tmp_path: Path, keep_rollouts: bool) ->
             journal.rollout_ended(ended(group_id))
             journal.group_ended(group_id, "trained", step=step)
             journal.step(
-                step=step, version=step - 1, objective="policy", groups=1, rollouts=1, tokens=2, trained_tokens=0,
-                lag_histogram={}, policy=policy,
-            )  # fmt: skip
+                StepRecord(
+                    step=step, version=step - 1, objective="policy", groups=1, rollouts=1, tokens=2, trained_tokens=0
+                ),
+                {},
+                policy=policy,
+            )
     critic = "SELECT * FROM groups JOIN rollouts ON group_id = groups.id WHERE policy = 'critic'"
     with open_readonly(path) as reader:
         before = [reader.rows(critic), reader.rows("SELECT * FROM steps WHERE policy = 'critic'")]

@@ -17,6 +17,7 @@ from headrace.buffer.journal import Journal, open_readonly
 from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
 from headrace.channel.codec import encode
+from headrace.observe.records import StepRecord
 from headrace.types import Group, Prompt, Rollout, Trace, Version, without_republished
 
 
@@ -47,9 +48,9 @@ def complete(journal: Journal, group_id: int) -> None:
 def train(journal: Journal, step: int, group_id: int) -> None:
     journal.group_ended(group_id, "trained", step=step)
     journal.step(
-        step=step, version=step - 1, objective="policy", groups=1, rollouts=2, tokens=6, trained_tokens=4,
-        lag_histogram={},
-    )  # fmt: skip
+        StepRecord(step=step, version=step - 1, objective="policy", groups=1, rollouts=2, tokens=6, trained_tokens=4),
+        {},
+    )
     journal.version(Version(id=step, parent=step - 1, step=step, digest=step))
 
 

@@ -18,7 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.buffer import writer
+from headrace.buffer import journal
 from headrace.buffer.journal import Journal, Recovered
 from headrace.buffer.window import Window
 from headrace.types import Group, Prompt, Rollout, Trace, Version
@@ -28,7 +28,7 @@ from headrace.types import Group, Prompt, Rollout, Trace, Version
 def quick_commits() -> Iterator[None]:
     """A journal that is closed waits for no more events: the time of a commit is the time of a crash here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "COMMIT_SECONDS", 0.002)
+        patch.setattr(journal, "COMMIT_SECONDS", 0.002)
         yield
 
 
