@@ -24,7 +24,7 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
     """Validate CONFIG. Print it resolved, with the lag bound, the memory, and which side will be the bottleneck."""
     from headrace.buffer.admission import capacity, lag_bound
     from headrace.config import dump_config, load_config
-    from headrace.config.estimate import estimate
+    from headrace.config.memory import estimate
     from headrace.config.model_dir import model_facts
     from headrace.pipeline.inputs import count_prompts
 

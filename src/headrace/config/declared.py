@@ -16,8 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from headrace.config.names import is_reference
-from headrace.config.schema import POLICY_LOSSES, AlgorithmConfig
+from headrace.config.schema import LOSSES, AlgorithmConfig, is_reference
 from headrace.errors import ConfigError
 from headrace.reference import find_source, split_reference
 
@@ -108,11 +107,6 @@ def needs(algorithm: AlgorithmConfig) -> Needs:
     )
 
 
-def loss_names() -> list[str]:
-    """Return the names of the built-in losses, which are the files of their folder."""
-    return sorted(path.stem for path in POLICY_LOSSES.glob("[!_]*.py"))
-
-
 def loss_facts(name: str) -> LossFacts:
     """Return the facts that the loss of this name or reference declares."""
     if is_reference(name):
@@ -126,7 +120,7 @@ def losses_that_read(key: str) -> list[str]:
 
     The list is empty if the key is not a loss's key.
     """
-    return [name for name in loss_names() if key in (loss_facts(name).reads or ())]
+    return [name for name in LOSSES if key in (loss_facts(name).reads or ())]
 
 
 def compares_answers(advantage: str) -> bool:

@@ -1,13 +1,18 @@
-"""How one GPU's memory is divided between a trainer and engines: the trainer's need is estimated, engines get the rest.
+"""Estimates from the configuration and the model's figures alone: memory, and which side of a run is slower.
 
+Where a trainer and engines share one GPU, the trainer's need is estimated, and the engines get the rest.
 `TrainerMemory` lists the need of one trainer process by purpose. With several `[training] ranks` this is the need on
 one GPU. The estimate is meant as an upper bound. A margin covers what is not counted.
+
+The formulas for time are the usual ones. Training takes six floating-point operations per parameter and token.
+Generation takes two, but each step must also read all weights once. The estimate says which side will wait, not how
+long it will take.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.config.declared import needs, transport_facts
 from headrace.config.model_dir import ModelFacts, model_facts
@@ -29,6 +34,18 @@ MARGIN_BYTES = 4 << 30
 """The memory for the two processes' CUDA contexts, fragmentation and library workspaces."""
 LONGEST_DEFAULT = 4096
 """The longest sequence in tokens, if neither the engine nor the model gives a limit."""
+BYTES = {"float32": 4, "bfloat16": 2}
+GPU_DRIVER = Path("/dev/nvidiactl")
+"""This path exists where a GPU can be used. Checking the path needs no torch."""
+CORE_FLOPS = 25e9
+"""Floating-point operations per second of one CPU core in float32 matrix products."""
+CORE_BANDWIDTH = 8e9
+STEP_OVERHEAD = 60e-6
+"""Seconds for each layer of a forward pass, whatever its size."""
+PROMPT_TOKENS = 64
+"""The assumed prompt length, since nothing is known about prompts here."""
+FRACTION_OF_MAX = 0.5
+"""The assumed mean answer length, as a fraction of `max_tokens`."""
 
 
 class TrainerMemory(NamedTuple):
@@ -224,3 +241,49 @@ def _head(config: Config, facts: ModelFacts, copy: int, *, on_gpu: bool) -> int:
     a_logit = 4 + copy if on_gpu and training.compile else PLAIN_LOGIT_BYTES
     is_trained = config.lora is None or any(name.endswith("lm_head") for name in config.lora.modules)
     return logits * a_logit + is_trained * (8 + copy) * facts.vocabulary * facts.hidden
+
+
+def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
+    """Estimate the memory of each process in bytes, the seconds per version on each side, and the slower side.
+
+    Each trainer rank is a process. What a rank offloads is counted as host memory.
+    """
+    rollouts, engine = config.rollouts, config.engine
+    answers = config.buffer.groups * rollouts.group_size * config.delivery.publish_every
+    tokens = max(1.0, rollouts.max_tokens * FRACTION_OF_MAX)
+    generation = _generation(config, facts, answers, tokens) / engine.processes
+    prompts = PROMPT_TOKENS / (rollouts.group_size if config.training.share_prefixes else 1)
+    training = _training(config, facts, answers * (tokens + prompts))
+    on_gpu = config.training.device == "cuda" or (config.training.device == "auto" and GPU_DRIVER.exists())
+    served = facts.parameters * BYTES[config.model.dtype]
+    longest = min(engine.max_length or LONGEST_DEFAULT, facts.max_positions or LONGEST_DEFAULT)
+    cache = engine.cache_tokens or engine.slots * min(longest, PROMPT_TOKENS + rollouts.max_tokens)
+    return {
+        "architecture": facts.architecture,
+        "parameters": facts.parameters,
+        "memory_bytes": {
+            "trainer": trainer_memory(config, facts, teacher_facts(config), on_gpu=on_gpu).total,
+            "offloaded": state_bytes(config, facts, on_gpu=on_gpu) if config.training.offload else 0,
+            "engine": 2 * served + cache * facts.kv_bytes_per_token * BYTES[config.model.dtype] // 4,
+            "shared": 2 * served,
+        },
+        "trainer_ranks": config.training.ranks,
+        "generation_seconds": generation,
+        "training_seconds": training,
+        "bottleneck": "generation" if generation > training else "training",
+    }
+
+
+def _generation(config: Config, facts: ModelFacts, answers: int, tokens: float) -> float:
+    threads = config.engine.threads
+    rows = min(config.engine.slots, answers)
+    compute = 2 * facts.parameters * rows / (CORE_FLOPS * threads)
+    reading = facts.parameters * 4 / (CORE_BANDWIDTH * threads)
+    return max(compute, reading, facts.layers * STEP_OVERHEAD) * tokens * answers / rows
+
+
+def _training(config: Config, facts: ModelFacts, tokens: float) -> float:
+    passes = max(1.0, tokens / config.training.micro_batch_tokens)
+    compute = 6 * facts.parameters * tokens / (CORE_FLOPS * config.training.threads)
+    optimizer = facts.parameters * 40 / CORE_BANDWIDTH
+    return compute + optimizer + 3 * passes * facts.layers * STEP_OVERHEAD

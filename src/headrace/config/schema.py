@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import pkgutil
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from msgspec import Meta, Struct, field
 
-from headrace.config.names import Names
 from headrace.types import POLICY, TASK
+
+
+class Names(tuple[str, ...]):
+    """The names that a key takes: `kind: Annotated[str, Names(("embedded", "vllm"))]`.
+
+    A reference to the user's code, `module:attribute` or `path/to/file.py:attribute`, is allowed too. Only its form is
+    checked here; the stage that the key belongs to imports it.
+    """
+
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -27,7 +35,8 @@ POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
 """The folder of the built-in losses. Its modules are listed, not imported, because they need torch."""
 
 AdvantageName = Annotated[str, Names(("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"))]
-LossName = Annotated[str, Names(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))]
+LOSSES = Names(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))
+LossName = Annotated[str, LOSSES]
 EngineName = Annotated[str, Names(("embedded", "vllm"))]
 TransportName = Annotated[str, Names(("auto", "shm", "file", "tcp", "cuda_ipc", "nccl"))]
 LauncherName = Annotated[str, Names(("auto", "local", "forked"))]
@@ -593,3 +602,15 @@ class Config(Section, frozen=True):
         """The policies of the run by name. The name is the policy's id in all records. A run has one policy so far."""
         sections = {key: getattr(self, key) for key in PolicyConfig.__struct_fields__}
         return {self.policy_name: PolicyConfig(**sections)}
+
+
+def names_of(section: type[Struct], key: str) -> Names | None:
+    """Return the names that this key of a section takes beside a reference; None for a key of another type."""
+    hint = get_type_hints(section, include_extras=True)[key]
+    return next((each for each in get_args(hint) if isinstance(each, Names)), None)
+
+
+def is_reference(value: str) -> bool:
+    """Return whether a value has the form of a reference to the user's code."""
+    where, _, attribute = value.rpartition(":")
+    return bool(where.strip() and attribute.strip())

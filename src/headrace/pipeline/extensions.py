@@ -12,10 +12,9 @@ from contextlib import contextmanager
 import msgspec
 
 from headrace.config import Config
-from headrace.config.algorithm import check_references
+from headrace.config.checks import check_references, check_transport
 from headrace.config.declared import loss_facts, transport_facts
-from headrace.config.load import check_transport
-from headrace.config.names import is_reference
+from headrace.config.schema import is_reference
 from headrace.errors import ConfigError
 from headrace.observe.trackers import Trackers
 from headrace.reference import find_source, import_function, split_reference
