@@ -23,13 +23,14 @@ import msgspec
 import tomli_w
 
 from headrace.config.checks import REFERENCES, check_together
-from headrace.config.schema import Config, PolicyConfig, ScorerConfig, Section, is_reference, names_of
+from headrace.config.schema import Config, ScorerConfig, Section, is_reference, names_of
 from headrace.errors import ConfigError
 from headrace.types import POLICY, TASK
 
 NAMES = ("task_name", "policy_name")
 """The fields of `Config` that are not sections."""
-POLICY_SECTIONS = PolicyConfig.__struct_fields__
+POLICY_SECTIONS = ("model", "engine", "buffer", "algorithm", "training", "lora", "warm_start", "delivery")
+"""The sections of a policy, for `[policies.NAME]`."""
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _SECTION = re.compile(r"\[(\w+)\]")
 _WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)

@@ -553,19 +553,6 @@ class ObserveConfig(Section, frozen=True):
     tracker gets every record of `metrics.jsonl`."""
 
 
-class PolicyConfig(Section, frozen=True):
-    """[policies.NAME]: a model that is sampled from, with its engines, its trainer and its deliveries."""
-
-    model: ModelConfig
-    engine: EngineConfig = EngineConfig()
-    buffer: BufferConfig = BufferConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    training: TrainingConfig = TrainingConfig()
-    lora: LoraConfig | None = None
-    warm_start: WarmStartConfig = WarmStartConfig()
-    delivery: DeliveryConfig = DeliveryConfig()
-
-
 class Config(Section, frozen=True):
     """The configuration of a whole run, in the short form.
 
@@ -591,17 +578,6 @@ class Config(Section, frozen=True):
     gateway: GatewayConfig = GatewayConfig()
     pipeline: PipelineConfig = PipelineConfig()
     observe: ObserveConfig = ObserveConfig()
-
-    @property
-    def tasks(self) -> dict[str, TaskConfig]:
-        """The tasks of the run by name. A run has one task so far."""
-        return {self.task_name: self.task}
-
-    @property
-    def policies(self) -> dict[str, PolicyConfig]:
-        """The policies of the run by name. The name is the policy's id in all records. A run has one policy so far."""
-        sections = {key: getattr(self, key) for key in PolicyConfig.__struct_fields__}
-        return {self.policy_name: PolicyConfig(**sections)}
 
 
 def names_of(section: type[Struct], key: str) -> Names | None:
