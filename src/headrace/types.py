@@ -178,15 +178,13 @@ class Trace(msgspec.Struct, kw_only=True):
 
     def extended(self, token_ids: Int32Array, logprobs: Float32Array, versions: Int32Array, *, trained: bool) -> Trace:
         """Return a new trace with these tokens appended."""
-        n = len(token_ids)
-        return Trace(
-            token_ids=np.concatenate([self.token_ids, np.asarray(token_ids, np.int32)]),
-            trained=np.concatenate([self.trained, np.full(n, trained, np.bool_)]),
-            logprobs=np.concatenate([self.logprobs, np.asarray(logprobs, np.float32)]),
-            versions=np.concatenate([self.versions, np.asarray(versions, np.int32)]),
-            kept=Kept.joined([(len(self), self.kept), (n, None)]),
-            routing=join_routing([(len(self), self.routing), (n, None)]),
+        more = Trace(
+            token_ids=np.asarray(token_ids, np.int32),
+            trained=np.full(len(token_ids), trained, np.bool_),
+            logprobs=np.asarray(logprobs, np.float32),
+            versions=np.asarray(versions, np.int32),
         )
+        return Trace.joined([self, more])
 
     @property
     def trained_tokens(self) -> int:

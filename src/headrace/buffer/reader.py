@@ -51,8 +51,7 @@ class JournalReader:
         file = path.resolve()
         # Without a write-ahead log nothing is writing. Then the file can be read even in a read-only directory.
         live = file.with_name(file.name + "-wal").exists()
-        self._db = connect(f"{file.as_uri()}?{'mode=ro' if live else 'immutable=1'}", path)
-        as_current(self._db)
+        self._db = connect(f"{file.as_uri()}?{'mode=ro' if live else 'immutable=1'}", path, as_current)
         self._db.row_factory = sqlite3.Row
         self._db.execute("BEGIN")
 

@@ -114,7 +114,6 @@ def recover(
 
 
 def _overtakers(store: Store, policy: str, oldest: int) -> list[int]:
-    """Return the trained groups that are younger than this group."""
     sql = "SELECT id FROM groups WHERE state = 'trained' AND id > ? AND policy = ?"
     return [group_id for (group_id,) in store.db.execute(sql, (oldest, policy))]
 

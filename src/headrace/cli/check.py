@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from headrace.cli.options import AsJson, ConfigPath, Settings
+from headrace.cli import AsJson, ConfigPath, Settings
 
 PACKAGES = ("torch", "transformers", "tokenizers", "peft", "safetensors", "msgspec", "pyzmq", "numpy", "reasoning-gym")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import struct
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from safetensors import safe_open
 
 from headrace.errors import ModelError
 
@@ -103,10 +103,8 @@ def _experts(config: dict[str, Any]) -> int:
 
 
 def _count(file: Path) -> int:
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    with safe_open(file, "numpy") as weights:
+        return sum(prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
 
 
 def _derive(
