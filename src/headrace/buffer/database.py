@@ -130,8 +130,8 @@ def connect(name: str, path: Path, prepare: Callable[[sqlite3.Connection], None]
                     raise UserError(f"{path} is not a journal of Headrace (no schema version in it)")
                 if found not in (OLD_SCHEMA, SCHEMA):
                     raise UserError(
-                        f"{path} has schema {found}, but this version of Headrace reads schema {SCHEMA} and, of earlier "
-                        f"runs, {OLD_SCHEMA}"
+                        f"{path} has schema {found}, but this version of Headrace reads schema {SCHEMA} and, of "
+                        f"earlier runs, {OLD_SCHEMA}"
                     )
             if prepare is not None:
                 prepare(db)
