@@ -223,17 +223,15 @@ class Journal:
         """Return both ledgers from the journal, of all policies, in the form of `Ledgers.as_dict`."""
         return self._call(lambda store: count_ledgers(store.db))
 
-    def recover(
-        self, step: int | None = None, *, publish_every: int = 1, policy: str = POLICY, outcomes: bool = True
-    ) -> Recovered:
+    def recover(self, step: int, *, publish_every: int = 1, policy: str = POLICY, outcomes: bool = True) -> Recovered:
         """Recover the journal of a dead run, for one policy.
 
         Groups, versions and steps of other policies stay as they are.
 
-        With `step`, the run continues from the weights of that optimizer step. Steps after it can be trained again, up
-        to `Recovered.resume_step`, and groups in flight are in `Recovered.unfinished`. If tokens were not kept, the
-        groups of these steps are dropped instead, as "rolled back", and the groups in flight as "interrupted". Without
-        `step`, the groups in flight are dropped as "interrupted". A curriculum needs `outcomes`.
+        The run continues from the weights of the optimizer step `step`. Steps after it can be trained again, up to
+        `Recovered.resume_step`, and groups in flight are in `Recovered.unfinished`. If tokens were not kept, the groups
+        of these steps are dropped instead, as "rolled back", and the groups in flight as "interrupted". A curriculum
+        needs `outcomes`.
         """
         return self._call(
             lambda store: recover(store, step, self._clock(), publish_every, policy=policy, outcomes=outcomes),

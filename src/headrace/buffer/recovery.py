@@ -55,8 +55,7 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     """The next free group id. Ids are unique in the run, whatever policy a group trains."""
     last_version: int
     """The highest version id ever published, or -1 if none. The next version takes a higher id."""
-    last_step: int
-    resume_step: int = 0
+    resume_step: int
     """The last optimizer step that can be trained again from the journal and that ends a version."""
     republished: list[int] = []
     """The version ids whose weights had another id before. The next free id is among them if the weights that the
@@ -67,8 +66,6 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     """The groups trained up to `resume_step` that are younger than the oldest group in `unfinished`."""
     unseen_tokens: int = 0
     """The approximate number of tokens that were sampled but not written before the run died."""
-    lost_prompts: list[str]
-    """The prompts of the groups that were interrupted or rolled back, oldest first."""
     groups: Counts
     """The counts of the ledger, without the groups in `left`."""
     rollouts: Counts
@@ -83,27 +80,25 @@ OF_POLICY = "group_id IN (SELECT id FROM groups WHERE policy = ?)"
 """The SQL condition for the rollouts of groups that train a policy."""
 
 
-def recover(
-    store: Store, step: int | None, now: float, publish_every: int = 1, *, policy: str, outcomes: bool = True
-) -> Recovered:
+def recover(store: Store, step: int, now: float, publish_every: int, *, policy: str, outcomes: bool) -> Recovered:
     """See `Journal.recover`. Must be called inside a transaction."""
     _forget_lost_segments(store)
-    resume_step = _resume_step(store, policy, step, publish_every) if step is not None else None
-    prompts = _reopen(store, policy, resume_step, now) if resume_step is not None else []
-    if resume_step is None or not store.keeps_rollouts:
-        prompts = sorted(prompts + _close(store, policy, now))
-    left = _left(store, policy) if resume_step is not None else []
-    last_version = _scalar(store, "SELECT COALESCE(MAX(id), -1) FROM versions WHERE policy = ?", policy)
+    resume_step = _resume_step(store, policy, step, publish_every)
+    _reopen(store, policy, resume_step, now)
+    if not store.keeps_rollouts:
+        _close(store, policy, now)
+    in_flight = "SELECT id, prompt, version, policy FROM groups WHERE state = 'in_flight' AND policy = ? ORDER BY id"
+    left = [_left_group(store, *row) for row in store.db.execute(in_flight, (policy,)).fetchall()]
+    versions = store.db.execute("SELECT id, step FROM versions WHERE policy = ? ORDER BY id", (policy,)).fetchall()
+    last_version = versions[-1][0] if versions else -1
     return Recovered(
         next_group=_scalar(store, "SELECT COALESCE(MAX(id) + 1, 0) FROM groups"),
         last_version=last_version,
-        last_step=_scalar(store, "SELECT COALESCE(MAX(step), 0) FROM steps WHERE policy = ?", policy),
-        resume_step=resume_step or 0,
-        republished=[] if resume_step is None else _republished(store, policy, resume_step, last_version + 1),
+        resume_step=resume_step,
+        republished=republished_among([*versions, (last_version + 1, resume_step)]),
         unfinished=left,
         overtakers=_overtakers(store, policy, left[0].id) if left else [],
         unseen_tokens=_unseen_tokens(store),
-        lost_prompts=[prompt for _, prompt in prompts],
         groups=_without_flight(count_ledger(store.db, "groups", policy)),
         rollouts=_without_flight(count_ledger(store.db, "rollouts", policy)),
         drawn=_scalar(
@@ -150,14 +145,10 @@ def _resume_step(store: Store, policy: str, step: int, publish_every: int) -> in
     return max(step, resume_step - resume_step % publish_every)
 
 
-def _reopen(store: Store, policy: str, resume_step: int, now: float) -> list[tuple[int, str]]:
-    """Put the groups that later steps trained back in flight.
-
-    A group whose tokens are gone is dropped instead. Return (id, prompt) of the dropped groups.
-    """
+def _reopen(store: Store, policy: str, resume_step: int, now: float) -> None:
+    """Put the groups that later steps trained back in flight. A group whose tokens are gone is dropped instead."""
     after = (resume_step, policy)
     gone = f"SELECT group_id FROM rollouts WHERE step > ? AND {OF_POLICY} AND state = 'trained' AND segment IS NULL"
-    dropped = store.db.execute(f"SELECT id, prompt FROM groups WHERE id IN ({gone}) ORDER BY id", after).fetchall()
     lost = f"state = 'dropped', reason = 'rolled back', step = NULL, ended = COALESCE(ended, {float(now)!r})"
     for table, group in (("groups", "id"), ("rollouts", "group_id")):
         store.write(f"UPDATE {table} SET {lost} WHERE step > ? AND {group} IN ({gone})", resume_step, *after)
@@ -165,23 +156,14 @@ def _reopen(store: Store, policy: str, resume_step: int, now: float) -> list[tup
     store.write(f"UPDATE groups SET {again}, ended = NULL WHERE step > ? AND policy = ?", *after)
     store.write(f"UPDATE rollouts SET {again} WHERE step > ? AND {OF_POLICY}", *after)
     store.write("DELETE FROM steps WHERE step > ? AND policy = ?", *after)
-    return dropped
 
 
-def _close(store: Store, policy: str, now: float) -> list[tuple[int, str]]:
-    """Drop everything that is in flight. Return (id, prompt) of the dropped groups."""
-    sql = "SELECT id, prompt FROM groups WHERE state = 'in_flight' AND policy = ?"
-    prompts = store.db.execute(sql, (policy,)).fetchall()
+def _close(store: Store, policy: str, now: float) -> None:
+    """Drop everything that is in flight."""
     for table, of_policy in (("groups", "policy = ?"), ("rollouts", OF_POLICY)):
         sql = f"UPDATE {table} SET state = 'dropped', reason = 'interrupted', ended = COALESCE(ended, ?)"
         store.write(f"{sql} WHERE state = 'in_flight' AND {of_policy}", now, policy)
     store.write(f"DELETE FROM partials WHERE rollout IN (SELECT id FROM rollouts WHERE {OF_POLICY})", policy)
-    return prompts
-
-
-def _left(store: Store, policy: str) -> list[UnfinishedGroup]:
-    sql = "SELECT id, prompt, version, policy FROM groups WHERE state = 'in_flight' AND policy = ? ORDER BY id"
-    return [_left_group(store, *row) for row in store.db.execute(sql, (policy,)).fetchall()]
 
 
 def _left_group(store: Store, group_id: int, prompt: str, version: int, policy: str) -> UnfinishedGroup:
@@ -235,13 +217,6 @@ def _partial(store: Store, rollout_id: str) -> list[Trace]:
         parts.setdefault(number, []).append(found.traces[number])
     nothing = Trace.of_context(np.zeros(0, np.int32))
     return [Trace.joined(parts.get(number) or [nothing]) for number in range(max(parts, default=-1) + 1)]
-
-
-def _republished(store: Store, policy: str, resume_step: int, next_version: int) -> list[int]:
-    """Return every version that has no more steps behind it than an earlier version."""
-    sql = "SELECT id, step FROM versions WHERE policy = ? ORDER BY id"
-    versions = store.db.execute(sql, (policy,)).fetchall()
-    return republished_among([*versions, (next_version, resume_step)])
 
 
 def _forget_lost_segments(store: Store) -> None:

@@ -147,11 +147,18 @@ def test_the_journal_counts_what_the_ledgers_count(tmp_path: Path) -> None:
     assert not (tmp_path / "segments").exists()
 
 
+def prompts(path: Path, reason: str) -> list[str]:
+    """The prompts of the groups that were dropped for this reason."""
+    with open_readonly(path) as reader:
+        found = reader.rows("SELECT prompt FROM groups WHERE state = 'dropped' AND reason = ? ORDER BY id", reason)
+    return [row["prompt"] for row in found]
+
+
 def test_recover_closes_the_books(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
     with Journal(path) as journal:
-        empty = journal.recover()
-        assert (empty.next_group, empty.last_version, empty.last_step, empty.lost_prompts) == (0, -1, 0, [])
+        empty = journal.recover(step=0)
+        assert (empty.next_group, empty.last_version, empty.resume_step, empty.unfinished) == (0, -1, 0, [])
         for group_id in range(5):
             journal.admitted(group(group_id), [f"{group_id}/0", f"{group_id}/1"])
             journal.rollout_ended(rollout(group_id, 0, "failed", "timeout"))
@@ -166,22 +173,19 @@ def test_recover_closes_the_books(tmp_path: Path) -> None:
                 {},
             )
         journal.version(Version(id=8, parent=7, step=2, digest=0))
-    with Journal(path) as journal:
-        found = journal.recover()
-        assert (found.next_group, found.last_version, found.last_step) == (5, 8, 2)
-        assert found.lost_prompts == ["prompt-2", "prompt-3"]
+    with Journal(path, keep_rollouts=False) as journal:
+        found = journal.recover(step=2)
+        assert (found.next_group, found.last_version, found.resume_step) == (5, 8, 2)
+        assert prompts(path, "interrupted") == ["prompt-2", "prompt-3"]
         assert found.groups.in_flight == found.rollouts.in_flight == 0
         assert found.groups.reasons["dropped"] == {"stale": 1, "interrupted": 2}
         assert found.rollouts.failed == 5 and found.rollouts.trained == 2 and found.rollouts.dropped == 3
         found.groups.check("groups")
         found.rollouts.check("rollouts")
         assert Ledgers(found.groups, found.rollouts).as_dict() == journal.counts()
-        assert journal.recover() == type(found)(
-            next_group=5, last_version=8, last_step=2, lost_prompts=[], groups=found.groups, rollouts=found.rollouts,
-            drawn=5,
-        )  # fmt: skip
+        assert journal.recover(step=2) == found, "nothing is left to close"
         back = journal.recover(step=1)
-        assert (back.last_step, back.last_version, back.lost_prompts) == (1, 8, ["prompt-4"])
+        assert (back.resume_step, back.last_version, prompts(path, "rolled back")) == (1, 8, ["prompt-4"])
         assert back.groups.reasons["dropped"] == {"stale": 1, "interrupted": 2, "rolled back": 1}
         assert back.groups.trained == back.rollouts.trained == 1
         back.groups.check("groups")
@@ -195,8 +199,8 @@ def test_recover_forgets_locations_whose_bytes_are_gone(tmp_path: Path) -> None:
         journal.rollout_ended(rollout(0, 1))
     segment = tmp_path / "segments" / "000001.seg"
     segment.write_bytes(segment.read_bytes()[:-3])
-    with Journal(path) as journal:
-        journal.recover()
+    with Journal(path, keep_rollouts=False) as journal:
+        journal.recover(step=0)
     with open_readonly(path) as reader:
         assert [kept.id for kept in reader.rollouts()] == ["0/0"]
         assert reader.counts()["rollouts"]["dropped"] == 2
@@ -323,7 +327,7 @@ WRITER = """
 
     chance, flying = random.Random(int(sys.argv[3])), []
     journal = Journal(Path(sys.argv[1]))
-    recovered = journal.recover()
+    recovered = journal.recover(step=1)
     print("ready", flush=True)
     for group_id in itertools.count(recovered.next_group):
         journal.admitted(group(group_id), [f"{group_id}/{i}" for i in range(3)])
@@ -355,8 +359,8 @@ def test_the_ledgers_balance_after_kill_9(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.wait(10)
         process.stdout.close()
-        with Journal(path) as journal:
-            found = journal.recover()
+        with Journal(path, keep_rollouts=False) as journal:
+            found = journal.recover(step=1)
             found.groups.check("groups")
             found.rollouts.check("rollouts")
             assert found.groups.in_flight == found.rollouts.in_flight == 0

@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_everything_that_it_had(tmp_path: Path) -> None:
     dead_run(tmp_path / "journal.db")
     with Journal(tmp_path / "journal.db") as journal:
         found = journal.recover(step=2)
-        assert (found.resume_step, found.next_group, found.last_version, found.lost_prompts) == (5, 8, 5, [])
+        assert (found.resume_step, found.next_group, found.last_version, found.groups.dropped) == (5, 8, 5, 0)
         assert found.republished == [6], "step 5 was published as 5, and will be again as 6"
         assert [(left.id, left.complete, left.version) for left in found.unfinished] == [
             (4, True, 1), (6, False, 3), (7, False, 4),
@@ -120,7 +120,9 @@ def test_without_tokens_the_books_are_closed(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.db", keep_rollouts=False) as journal:
         found = journal.recover(step=2)
         assert (found.resume_step, found.unfinished) == (2, [])
-        assert found.lost_prompts == ["p2", "p3", "p4", "p5", "p6", "p7"]
+        with open_readonly(tmp_path / "journal.db") as reader:
+            dropped = reader.rows("SELECT prompt FROM groups WHERE state = 'dropped' ORDER BY id")
+        assert [row["prompt"] for row in dropped] == ["p2", "p3", "p4", "p5", "p6", "p7"]
         assert found.groups.reasons["dropped"] == {"rolled back": 3, "interrupted": 3}
         assert found.groups.trained == 2
         assert journal.counts() == Ledgers(found.groups, found.rollouts).as_dict()
