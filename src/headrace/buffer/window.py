@@ -3,7 +3,7 @@
 The window keeps two invariants: the groups in it never exceed the slots (plus the spare slots of oversampling), and no
 batch leaves with a token over the lag bound. It does no I/O, has no clock and never waits. Every admitted group is in
 exactly one place: in flight, ready, in training (consumed, with its slot not yet free) or gone. `admission` has the
-arithmetic and its proofs.
+arithmetic, and `docs/staleness.md` the proofs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Window:
         self.max_lag = max_lag
         self.first_version = first_version
         self.depth = admission.effective_depth(depth, max_lag)
-        self.size = admission.version_size(groups, publish_every)
+        self.size = groups * publish_every
         self.capacity = admission.capacity(depth, groups, publish_every, max_lag)
         self.lag_bound = admission.lag_bound(depth, groups, publish_every, max_lag)
         self.on_stale = on_stale
@@ -142,12 +142,7 @@ class Window:
 
     @property
     def free(self) -> int:
-        """The number of groups that may be admitted now.
-
-        At most W - 1 groups overtake the oldest unconsumed group. Proof: a batch that leaves the oldest group behind
-        finds more than `groups` unconsumed groups. So the last admission before that batch did not use the exception
-        for a full window (see `admission.admissible`), and at most W groups stood in the window then.
-        """
+        """The number of groups that may be admitted now."""
         unconsumed = len(self._unconsumed)
         return admission.admissible(
             self.occupied,

@@ -71,7 +71,7 @@ def _checked(given: _ShortForm) -> Config:
             _check_finite(section, values)
     for name, scorer in data.get("scorers", {}).items():
         _check_scorer(name, scorer)
-    names = {"task_name": given.task_name, "policy_name": given.policy_name}
+    names = {"task_name": given.task or TASK, "policy_name": given.policy or POLICY}
     try:
         config = msgspec.convert({**data, **names}, Config, strict=True)
     except msgspec.ValidationError as error:
@@ -164,25 +164,16 @@ class _ShortForm:
         self.data = data
         self._places: dict[str, str] = {}
         """Section -> its place in the long form, such as `policies.writer.model`, if it was given there."""
-        self._task = TASK if "task" in data else None
-        self._policy = None
+        self.task = TASK if "task" in data else None
+        self.policy = None
+        """The names of the one task and of the one policy, as far as they were given."""
         if (tasks := data.pop("tasks", None)) is not None:
             self._take_task(tasks)
         if (policies := data.pop("policies", None)) is not None:
             self._take_policy(policies)
         elif "model" in data:
-            self._policy = POLICY
+            self.policy = POLICY
         _table("scorers", data.get("scorers", {}))
-
-    @property
-    def task_name(self) -> str:
-        """The name of the one task."""
-        return self._task or TASK
-
-    @property
-    def policy_name(self) -> str:
-        """The name of the one policy."""
-        return self._policy or POLICY
 
     def path(self, parts: list[str]) -> list[str]:
         """Translate the path of a `--set` to the short form, and record the name of the task or policy in it.
@@ -196,10 +187,10 @@ class _ShortForm:
             raise ConfigError(f"--set {table}.{name}: expected {table}.NAME.key=value")
         _check_name(table, name)
         if table == "tasks":
-            self._task = _only(table, name, self._task)
+            self.task = _only(table, name, self.task)
             self._places.setdefault("task", f"tasks.{name}")
             return ["task", *rest]
-        self._policy = _only(table, name, self._policy)
+        self.policy = _only(table, name, self.policy)
         _check_policy_key(name, rest[0])
         self._places.setdefault(rest[0], f"policies.{name}.{rest[0]}")
         return rest
@@ -211,17 +202,17 @@ class _ShortForm:
     def _take_task(self, tasks: Any) -> None:
         if "task" in self.data:
             raise ConfigError("[tasks]: [task] is given too, which is short for one of them; give one of the two")
-        self._task, task = _one("tasks", tasks)
-        self._places["task"] = f"tasks.{self._task}"
+        self.task, task = _one("tasks", tasks)
+        self._places["task"] = f"tasks.{self.task}"
         self.data["task"] = task
 
     def _take_policy(self, policies: Any) -> None:
-        self._policy, policy = _one("policies", policies)
+        self.policy, policy = _one("policies", policies)
         if "model" not in self.data:
-            self._places["model"] = f"policies.{self._policy}.model"
+            self._places["model"] = f"policies.{self.policy}.model"
         for section, values in policy.items():
-            _check_policy_key(self._policy, section)
-            place = f"policies.{self._policy}.{section}"
+            _check_policy_key(self.policy, section)
+            place = f"policies.{self.policy}.{section}"
             if section in self.data:
                 raise ConfigError(f"[{place}]: [{section}] is given too; give one of the two")
             self._places[section] = place
