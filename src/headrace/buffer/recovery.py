@@ -16,20 +16,16 @@ from headrace.buffer.ledger import Counts, count_ledger
 from headrace.buffer.segments import RecordLocation
 from headrace.buffer.store import COMMIT_SECONDS, Store
 from headrace.errors import HeadraceError
-from headrace.types import POLICY, STEP_SECONDS, Group, Prompt, Rollout, Trace, held_back_seconds, republished_among
+from headrace.types import STEP_SECONDS, Group, Prompt, Trace, held_back_seconds, republished_among
 
 
 class UnfinishedGroup(msgspec.Struct, kw_only=True):
     """A group that was in flight when the run died, with everything that the journal knows about it."""
 
-    id: int
-    prompt: str
-    version: int
-    policy: str = POLICY
+    group: Group
+    """The group as it was admitted, with its rollouts if it was complete. Its prompt has only its id."""
     members: list[str]
     """The ids of the rollouts that have not failed."""
-    rollouts: list[Rollout] = []
-    """All rollouts, if the group was complete; otherwise empty."""
     partial: dict[str, list[Trace]] = {}
     """The traces so far of each rollout, by rollout id, if the group was not complete. A rollout without saved tokens
     is missing here."""
@@ -37,15 +33,7 @@ class UnfinishedGroup(msgspec.Struct, kw_only=True):
     @property
     def complete(self) -> bool:
         """Whether all rollouts had ended, so that nothing is left to sample."""
-        return bool(self.rollouts)
-
-    def group(self, prompt: Prompt | None = None) -> Group:
-        """Return the group as it was admitted, with its rollouts if it was complete.
-
-        Without `prompt`, the prompt of the group has only its id.
-        """
-        prompt = Prompt(id=self.prompt) if prompt is None else prompt
-        return Group(id=self.id, prompt=prompt, version=self.version, policy=self.policy, rollouts=self.rollouts)
+        return bool(self.group.rollouts)
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +55,7 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     unseen_tokens: int = 0
     """The approximate number of tokens that were sampled but not written before the run died."""
     groups: Counts
-    """The counts of the ledger, without the groups in `left`."""
+    """The counts of the ledger, without the groups in `unfinished`."""
     rollouts: Counts
     drawn: int = 0
     """The position in the order of prompts."""
@@ -85,7 +73,7 @@ def recover(store: Store, step: int, now: float, publish_every: int, *, policy: 
     _forget_lost_segments(store)
     resume_step = _resume_step(store, policy, step, publish_every)
     _reopen(store, policy, resume_step, now)
-    if not store.keeps_rollouts:
+    if store.segments is None:
         _close(store, policy, now)
     in_flight = "SELECT id, prompt, version, policy FROM groups WHERE state = 'in_flight' AND policy = ? ORDER BY id"
     left = [_left_group(store, *row) for row in store.db.execute(in_flight, (policy,)).fetchall()]
@@ -97,7 +85,7 @@ def recover(store: Store, step: int, now: float, publish_every: int, *, policy: 
         resume_step=resume_step,
         republished=republished_among([*versions, (last_version + 1, resume_step)]),
         unfinished=left,
-        overtakers=_overtakers(store, policy, left[0].id) if left else [],
+        overtakers=_overtakers(store, policy, left[0].group.id) if left else [],
         unseen_tokens=_unseen_tokens(store),
         groups=_without_flight(count_ledger(store.db, "groups", policy)),
         rollouts=_without_flight(count_ledger(store.db, "rollouts", policy)),
@@ -169,31 +157,30 @@ def _close(store: Store, policy: str, now: float) -> None:
 def _left_group(store: Store, group_id: int, prompt: str, version: int, policy: str) -> UnfinishedGroup:
     columns = "id, state, ended IS NOT NULL AND segment IS NOT NULL, segment, offset, length"
     rows = store.db.execute(f"SELECT {columns} FROM rollouts WHERE group_id = ?", (group_id,)).fetchall()
-    group = UnfinishedGroup(id=group_id, prompt=prompt, version=version, policy=policy, members=[])
+    group = Group(id=group_id, prompt=Prompt(id=prompt), version=version, policy=policy)
     if rows and all(ended for _, _, ended, *_ in rows):
-        group.members = [rollout_id for rollout_id, state, *_ in rows if state != "failed"]
         # The group will be judged again, and the filters then drop the same rollouts again.
         sql = "UPDATE rollouts SET state = 'in_flight', reason = '' WHERE group_id = ? AND state = 'dropped'"
         store.write(sql, group_id)
         group.rollouts = sorted((store.read(*where) for *_, where in _located(rows)), key=lambda one: one.index)
-        return group
-    group.members = [rollout_id for rollout_id, *_ in rows]
+        return UnfinishedGroup(group=group, members=[member for member, state, *_ in rows if state != "failed"])
+    left = UnfinishedGroup(group=group, members=[rollout_id for rollout_id, *_ in rows])
     # Some rollouts may be recorded as ended already. They are judged again, together with the others.
     for rollout_id, where in _located(rows):
         ended = store.read(*where)
         store.add_partial(ended, where)
         if ended.traces:
-            group.partial[rollout_id] = ended.traces
+            left.partial[rollout_id] = ended.traces
     store.write(
         "UPDATE rollouts SET state = 'in_flight', reason = '', ending = NULL, reward = NULL, tokens = 0,"
         " sampled_tokens = 0, oldest_version = NULL, newest_version = NULL, ended = NULL, segment = NULL,"
         " offset = NULL, length = NULL WHERE group_id = ?",
         group_id,
     )
-    for rollout_id in group.members:
-        if rollout_id not in group.partial and (traces := _partial(store, rollout_id)):
-            group.partial[rollout_id] = traces
-    return group
+    for rollout_id in left.members:
+        if rollout_id not in left.partial and (traces := _partial(store, rollout_id)):
+            left.partial[rollout_id] = traces
+    return left
 
 
 def _located(rows: list[tuple[str, str, int, str, int, int]]) -> list[tuple[str, RecordLocation]]:

@@ -30,7 +30,8 @@ class Store:
         self.path = path
         self._lock = lock_run(path)
         try:
-            self._segments = Segments(path.parent / "segments") if keep_rollouts else None
+            self.segments = Segments(path.parent / "segments") if keep_rollouts else None
+            """The files with tokens; None if tokens are not kept."""
             self.db = open_database(path)
         except OSError as error:
             self._lock.close()
@@ -39,15 +40,10 @@ class Store:
             self._lock.close()
             raise
 
-    @property
-    def keeps_rollouts(self) -> bool:
-        """Whether tokens are written, so that they can be read again."""
-        return self._segments is not None
-
     def read(self, segment: str, offset: int, length: int) -> Rollout:
         """Read a rollout, or part of one, that was written before."""
-        assert self._segments is not None
-        return self._segments.read(segment, offset, length)
+        assert self.segments is not None
+        return self.segments.read(segment, offset, length)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -57,8 +53,8 @@ class Store:
         """
         self.db.execute("BEGIN IMMEDIATE")
         yield
-        if self._segments is not None:
-            self._segments.flush()
+        if self.segments is not None:
+            self.segments.flush()
         self.db.execute("COMMIT")
 
     def write(self, sql: str, *row: Any) -> int:
@@ -85,7 +81,7 @@ class Store:
         """
         failed = rollout.ending == "failed"
         sampled = [trace.versions[trace.trained] for trace in rollout.traces if trace.trained.any()]
-        location = (None, None, None) if self._segments is None else self._segments.append(rollout)
+        location = (None, None, None) if self.segments is None else self.segments.append(rollout)
         rows = self.write(
             "UPDATE rollouts SET state = ?, reason = ?, ending = ?, reward = ?, tokens = ?, sampled_tokens = ?,"
             " oldest_version = ?, newest_version = ?, ended = ?, segment = ?, offset = ?, length = ?"
@@ -105,8 +101,8 @@ class Store:
 
         A trace may have no new tokens.
         """
-        if self._segments is not None and any(len(trace) for trace in rollout.traces):
-            self.add_partial(rollout, self._segments.append(rollout))
+        if self.segments is not None and any(len(trace) for trace in rollout.traces):
+            self.add_partial(rollout, self.segments.append(rollout))
 
     def add_partial(self, rollout: Rollout, location: RecordLocation) -> None:
         """Add rows for a record that holds the next part of each of a rollout's traces."""
@@ -137,7 +133,7 @@ class Store:
         """Close the files, and release the lock last."""
         try:
             self.db.close()
-            if self._segments is not None:
-                self._segments.close()
+            if self.segments is not None:
+                self.segments.close()
         finally:
             self._lock.close()

@@ -28,6 +28,8 @@ import asyncio
 from collections.abc import Iterator
 from functools import partial
 
+import msgspec
+
 from headrace.buffer.recovery import Recovered, UnfinishedGroup
 from headrace.buffer.window import Window
 from headrace.errors import HeadraceError, PeerDied
@@ -170,7 +172,7 @@ class Recovery:
         unfinished = []
         prompts = {prompt.id: prompt for prompt in self._parts.task.train} if self._parts.unfinished else {}
         for left in self._parts.unfinished:
-            group = left.group(prompts[left.prompt])
+            group = msgspec.structs.replace(left.group, prompt=prompts[left.group.prompt.id])
             if left.complete:
                 attempts.judge_recovered(group)
                 continue
@@ -191,17 +193,19 @@ def restore_groups(
     if before.last_version < 0:
         return []
     prompts = {prompt.id for prompt in task.train} if before.unfinished else set()
-    known = [left for left in before.unfinished if left.prompt in prompts]
-    refused = set(window.restore([(left.id, left.version) for left in known], before.overtakers))
+    known = [left for left in before.unfinished if left.group.prompt.id in prompts]
+    refused = set(window.restore([(left.group.id, left.group.version) for left in known], before.overtakers))
     lost, going_on = 0, []
     for left in before.unfinished:
-        group = left.group()
+        group = left.group
         recorder.resumed(group, left.members)
-        if left.prompt in prompts and left.id not in refused:
+        if group.prompt.id in prompts and group.id not in refused:
             going_on.append(left)
             continue
         lost += _sampled(left)
-        recorder.group_ended(group, "dropped", "no slot after a resume" if left.id in refused else "its prompt is gone")
+        recorder.group_ended(
+            group, "dropped", "no slot after a resume" if group.id in refused else "its prompt is gone"
+        )
     unfinished = sum(not left.complete for left in going_on)
     if going_on or before.resume_step > checkpoint.step:
         recorder.note(
@@ -214,5 +218,5 @@ def restore_groups(
 
 
 def _sampled(left: UnfinishedGroup) -> int:
-    whole = sum(rollout.trained_tokens for rollout in left.rollouts)
+    whole = sum(rollout.trained_tokens for rollout in left.group.rollouts)
     return whole + sum(trace.trained_tokens for traces in left.partial.values() for trace in traces)

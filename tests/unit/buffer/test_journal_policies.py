@@ -104,7 +104,7 @@ def test_a_group_that_was_in_flight_keeps_its_policy(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.db") as journal:
         (left,) = journal.recover(step=0, policy="writer").unfinished
         assert left.policy == "writer"
-        assert left.group() == Group(id=0, prompt=Prompt(id="p0"), version=0, policy="writer")
+        assert left.group == Group(id=0, prompt=Prompt(id="p0"), version=0, policy="writer")
 
 
 def ended(group_id: int) -> Rollout:
@@ -143,7 +143,7 @@ def test_a_policy_is_recovered_by_itself(tmp_path: Path, keep_rollouts: bool) ->
         assert found.groups.admitted == (1 if keep_rollouts else 3), "what is left of the writer is not counted yet"
         if keep_rollouts:
             assert (found.resume_step, found.republished, found.overtakers) == (1, [2], [])
-            assert [left.id for left in found.unfinished] == [2, 4]
+            assert [left.group.id for left in found.unfinished] == [2, 4]
             assert found.outcomes == [(0, "p0", 1, 1)]
         else:
             assert (found.resume_step, found.unfinished, found.groups.dropped) == (0, [], 3)

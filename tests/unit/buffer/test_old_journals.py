@@ -86,7 +86,7 @@ def test_a_run_goes_on_from_the_tokens_that_are_in_it(old: Path) -> None:
     assert rows
     with Journal(old) as journal:
         found = journal.recover(step=8)
-    assert [left.id for left in found.unfinished] == [row["id"] for row in flying]
+    assert [left.group.id for left in found.unfinished] == [row["id"] for row in flying]
     assert {left.policy for left in found.unfinished} == {"policy"}
     saved = {
         rollout: [len(trace) for trace in traces]

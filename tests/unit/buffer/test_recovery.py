@@ -76,12 +76,12 @@ def test_a_run_goes_on_with_everything_that_it_had(tmp_path: Path) -> None:
         found = journal.recover(step=2)
         assert (found.resume_step, found.next_group, found.last_version, found.groups.dropped) == (5, 8, 5, 0)
         assert found.republished == [6], "step 5 was published as 5, and will be again as 6"
-        assert [(left.id, left.complete, left.version) for left in found.unfinished] == [
+        assert [(left.group.id, left.complete, left.group.version) for left in found.unfinished] == [
             (4, True, 1), (6, False, 3), (7, False, 4),
         ]  # fmt: skip
         assert found.overtakers == [5]
         ready, running, begun = found.unfinished
-        assert [rollout.reward for rollout in ready.rollouts] == [0.0, 1.0]
+        assert [rollout.reward for rollout in ready.group.rollouts] == [0.0, 1.0]
         [first], [second] = running.partial["6/0"], running.partial["6/1"]
         assert first.token_ids.tolist() == [6, 7, 8]
         assert first.versions.tolist() == [-1, 4, 4]
@@ -89,7 +89,7 @@ def test_a_run_goes_on_with_everything_that_it_had(tmp_path: Path) -> None:
         assert begun.partial == {}
         ledgers = Ledgers(found.groups, found.rollouts)
         for left in found.unfinished:
-            ledgers.admitted(left.id, left.members)
+            ledgers.admitted(left.group.id, left.members)
         assert ledgers.as_dict() == journal.counts()
         ledgers.check()
         twice = journal.recover(step=2)
@@ -107,8 +107,8 @@ def test_whole_versions_are_trained_again_and_the_rest_is_ready(
     with Journal(tmp_path / "journal.db") as journal:
         found = journal.recover(step=0, publish_every=publish_every)
         assert found.resume_step == reach
-        assert [left.id for left in found.unfinished] == again
-        assert all(left.complete == (left.id < 6) for left in found.unfinished)
+        assert [left.group.id for left in found.unfinished] == again
+        assert all(left.complete == (left.group.id < 6) for left in found.unfinished)
         # What is ready again can be trained again, once.
         if 5 in again:
             journal.group_ended(5, "trained", step=5)
@@ -138,7 +138,7 @@ def test_lost_bytes_end_the_reach_there(tmp_path: Path) -> None:
         found = journal.recover(step=1)
         assert found.resume_step == 3
         assert found.groups.reasons["dropped"] == {"rolled back": 2}, "3, whose tokens are gone, and 5 after it"
-        assert [(left.id, left.complete, left.partial) for left in found.unfinished] == [
+        assert [(left.group.id, left.complete, left.partial) for left in found.unfinished] == [
             (4, False, {}), (6, False, {}), (7, False, {}),
         ]  # fmt: skip
 
@@ -232,7 +232,7 @@ def test_a_complete_group_is_judged_again_with_what_filters_had_left_out(tmp_pat
         with Journal(tmp_path / "journal.db") as journal:
             found = journal.recover(step=0)
             (left,) = found.unfinished
-            assert left.complete and left.members == ["1/0", "1/1"] and len(left.rollouts) == 2
+            assert left.complete and left.members == ["1/0", "1/1"] and len(left.group.rollouts) == 2
             assert found.outcomes == [(0, "p0", 1, 2)], "what is left counts when it is judged"
             assert journal.recover(step=0, outcomes=False).outcomes == []
             assert found.drawn == 9

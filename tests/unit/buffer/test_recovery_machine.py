@@ -244,18 +244,20 @@ class RecoveryMachine(RuleBasedStateMachine):
             if place.isdecimal() and int(place) > found.resume_step:
                 state.place[group_id] = "ready"
         state.steps = found.resume_step
-        assert [left.id for left in found.unfinished] == sorted(state.at("in flight", "ready"))
+        assert [left.group.id for left in found.unfinished] == sorted(state.at("in flight", "ready"))
         assert found.next_group == max(state.place, default=-1) + 1
         assert found.last_version == state.versions[-1][0], "ids are never given twice"
         state.next_id = found.next_group
         self.open_window(found)
-        oldest = min((left.id for left in found.unfinished), default=state.next_id)
+        oldest = min((left.group.id for left in found.unfinished), default=state.next_id)
         trained = [group_id for group_id, place in state.place.items() if place.isdecimal()]
         assert sorted(found.overtakers) == [i for i in sorted(trained) if i > oldest]
-        refused = self.window.restore([(left.id, left.version) for left in found.unfinished], found.overtakers)
+        refused = self.window.restore(
+            [(left.group.id, left.group.version) for left in found.unfinished], found.overtakers
+        )
         assert refused == [], "the same configuration has a place for all"
         for left in found.unfinished:
-            self.take_up(left.id, left.complete, left.rollouts, left.partial)
+            self.take_up(left.group.id, left.complete, left.group.rollouts, left.partial)
         self.commit()
 
     def take_up(self, group_id: int, complete: bool, rollouts: list[Rollout], partial: dict[str, list[Trace]]) -> None:
