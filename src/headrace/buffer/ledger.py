@@ -150,40 +150,26 @@ def count_ledgers(db: sqlite3.Connection, policy: str | None = None) -> dict[str
 
 def imbalances(db: sqlite3.Connection) -> list[str]:
     """Return every contradiction within the ledgers, between them, or between them and the steps, one line each."""
-    return [*_within(db, "groups"), *_within(db, "rollouts"), *_between(db), *_with_steps(db)]
-
-
-def _within(db: sqlite3.Connection, table: Table) -> list[str]:
-    counts = msgspec.structs.asdict(count_ledger(db, table))
-    found = []
-    if counts["admitted"] != sum(counts[state] for state in STATES):
-        found.append(f"{table}: {ledger_line(counts)}")
-    silent = "state IN ('dropped', 'failed') AND reason = ''"
-    found += _line(db, f"{table} ended without a reason", f"SELECT id FROM {table} WHERE {silent}")
-    trained = "(state = 'trained') <> (step IS NOT NULL)"
-    return found + _line(
-        db, f"{table} with a step but not trained, or the reverse", f"SELECT id FROM {table} WHERE {trained}"
-    )
-
-
-def _between(db: sqlite3.Connection) -> list[str]:
-    # A group ends with all its rollouts. Some may have been left out before, of a group that continued or was trained.
-    joined = "rollouts LEFT JOIN groups ON groups.id = rollouts.group_id"
-    left_out = "rollouts.state = 'failed' OR rollouts.reason IN ('straggler', 'overlong')"
-    differ = f"NOT ({left_out}) AND (rollouts.state <> groups.state OR rollouts.step IS NOT groups.step)"
-    return [
-        *_line(db, "rollouts without a group", f"SELECT rollouts.id FROM {joined} WHERE groups.id IS NULL"),
-        *_line(db, "rollouts that disagree with their group", f"SELECT rollouts.id FROM {joined} WHERE {differ}"),
-    ]
-
-
-def _with_steps(db: sqlite3.Connection) -> list[str]:
-    # A step is written after its groups, so the groups that it counts must be there.
     found = []
     for table in TABLES:
-        counted = f"SELECT step, COUNT(*) AS n FROM {table} WHERE state = 'trained' GROUP BY step"
+        counts = msgspec.structs.asdict(count_ledger(db, table))
+        if counts["admitted"] != sum(counts[state] for state in STATES):
+            found.append(f"{table}: {ledger_line(counts)}")
+        silent = f"SELECT id FROM {table} WHERE state IN ('dropped', 'failed') AND reason = ''"
+        found += _line(db, f"{table} ended without a reason", silent)
+        unlike = f"SELECT id FROM {table} WHERE (state = 'trained') <> (step IS NOT NULL)"
+        found += _line(db, f"{table} with a step but not trained, or the reverse", unlike)
+    joined = "SELECT rollouts.id FROM rollouts LEFT JOIN groups ON groups.id = rollouts.group_id"
+    found += _line(db, "rollouts without a group", f"{joined} WHERE groups.id IS NULL")
+    # A group ends with all its rollouts. Some may have been left out before, of a group that continued or was trained.
+    left_out = "rollouts.state = 'failed' OR rollouts.reason IN ('straggler', 'overlong')"
+    differ = f"NOT ({left_out}) AND (rollouts.state <> groups.state OR rollouts.step IS NOT groups.step)"
+    found += _line(db, "rollouts that disagree with their group", f"{joined} WHERE {differ}")
+    for table in TABLES:
+        # A step is written after its groups, so the groups that it counts must be there.
+        trained = f"SELECT step, COUNT(*) AS n FROM {table} WHERE state = 'trained' GROUP BY step"
         query = f"""
-            SELECT steps.step AS id FROM steps LEFT JOIN ({counted}) AS ledger ON ledger.step = steps.step
+            SELECT steps.step AS id FROM steps LEFT JOIN ({trained}) AS ledger ON ledger.step = steps.step
             WHERE steps.objective = 'policy' AND steps.{table} <> COALESCE(ledger.n, 0) ORDER BY id
         """
         found += _line(db, f"steps that trained other {table} than the ledger says", query)

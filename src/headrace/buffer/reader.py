@@ -157,13 +157,6 @@ class JournalReader:
 
     def ended_groups(self) -> list[EndedGroup]:
         """Return every ended group that has at least one rollout with a recorded ending, oldest first."""
-        again = self.republished()
-
-        def age(version: int, trained_as: int | None) -> int | None:
-            if trained_as is None:
-                return None
-            return int(without_republished(trained_as, again) - without_republished(version, again))
-
         sql = """
             SELECT groups.id, groups.state, groups.reason, groups.ended - groups.admitted AS seconds,
                 AVG(rollouts.sampled_tokens) AS tokens, AVG(rollouts.reward) AS reward,
@@ -172,10 +165,13 @@ class JournalReader:
             WHERE groups.state <> 'in_flight' AND rollouts.ending IS NOT NULL
             GROUP BY groups.id ORDER BY groups.id
         """
-        found = []
-        for *columns, version, trained_as in self._db.execute(sql):
-            names = ("id", "state", "reason", "seconds", "tokens", "reward")
-            found.append(EndedGroup(**dict(zip(names, columns, strict=True)), age=age(version, trained_as)))
+        again, found = self.republished(), []
+        for facts in self.rows(sql):
+            admitted, trained = (facts.pop(key) for key in ("version", "trained_as"))
+            age = (
+                None if trained is None else without_republished(trained, again) - without_republished(admitted, again)
+            )
+            found.append(EndedGroup(**facts, age=age if age is None else int(age)))
         return found
 
     def trained_groups(self, step: int, policy: str | None = None) -> list[Group]:
@@ -191,9 +187,7 @@ class JournalReader:
                 prompt=Prompt(id=prompt),
                 version=version,
                 policy=policy,
-                rollouts=sorted(
-                    self.rollouts("group_id = ? AND state <> 'dropped'", group_id), key=lambda rollout: rollout.index
-                ),
+                rollouts=list(self.rollouts("group_id = ? AND state <> 'dropped'", group_id)),
             )
             for group_id, prompt, version, policy in self._db.execute(sql, (step, policy)).fetchall()
         ]
@@ -283,12 +277,10 @@ class JournalReader:
 
         With `versions`, return only the rollouts in which one of these versions may have sampled tokens.
         """
-        sql = "SELECT id FROM rollouts WHERE segment IS NOT NULL"
-        if versions is None:
-            return [found for (found,) in self._db.execute(f"{sql} {IN_ORDER}")]
-        sql += " AND EXISTS (SELECT 1 FROM json_each(?) WHERE value BETWEEN oldest_version AND newest_version)"
-        given = msgspec.json.encode(sorted(versions)).decode()
-        return [found for (found,) in self._db.execute(f"{sql} {IN_ORDER}", (given,))]
+        sampled = "EXISTS (SELECT 1 FROM json_each(?) WHERE value BETWEEN oldest_version AND newest_version)"
+        given = () if versions is None else (msgspec.json.encode(sorted(versions)).decode(),)
+        sql = f"SELECT id FROM rollouts WHERE segment IS NOT NULL AND {sampled if given else 'TRUE'} {IN_ORDER}"
+        return [found for (found,) in self._db.execute(sql, given)]
 
     # ---- the file
 

@@ -34,12 +34,7 @@ BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
 """The folder of the built-in losses. Its modules are listed, not imported, because they need torch."""
 
-AdvantageName = Annotated[str, Names(("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"))]
 LOSSES = Names(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))
-LossName = Annotated[str, LOSSES]
-EngineName = Annotated[str, Names(("embedded", "vllm"))]
-TransportName = Annotated[str, Names(("auto", "shm", "file", "tcp", "cuda_ipc", "nccl"))]
-LauncherName = Annotated[str, Names(("auto", "local", "forked"))]
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -154,13 +149,13 @@ TaskConfig = DatasetTaskConfig | GymTaskConfig | EnvironmentTaskConfig | AgentTa
 class EngineConfig(Section, frozen=True):
     """[engine]: the engines, which generate tokens."""
 
-    kind: EngineName = "embedded"
+    kind: Annotated[str, Names(("embedded", "vllm"))] = "embedded"
     """The kind of engine: Headrace's own (`embedded`), vLLM servers, or `module:factory` of an engine of yours."""
     count: Positive = 1
     """The number of engine processes (vLLM: of servers to start)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device on which the model runs. `auto` takes a GPU if there is one."""
-    memory_fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
+    memory_fraction: Share | None = None
     """GPU: the share of the GPU's memory that an engine may take. By default nearly all free memory; beside a trainer
     on the same GPU, what is left after an estimate of the trainer's need."""
     graphs: bool = True
@@ -295,11 +290,11 @@ class BufferConfig(Section, frozen=True):
 class AlgorithmConfig(Section, frozen=True):
     """[algorithm]: how rewards become a loss."""
 
-    advantage: AdvantageName = "grpo"
+    advantage: Annotated[str, Names(("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"))] = "grpo"
     """How the advantage follows from the reward R. `grpo`: `(R - mean) / std` of the group. `dr_grpo`: `R - mean`.
     `rloo`: `R - mean of the others`. `maxrl`: `(R - mean) / mean`. `reinforce_plus_plus`: `(R - mean) / std` of the
     whole step."""
-    loss: LossName = "cispo"
+    loss: Annotated[str, LOSSES] = "cispo"
     """The policy loss, computed from importance ratios and advantages. `docs/losses.md` has the formulas."""
     clip_low: NonNegativeFloat | None = None
     """The ratio is clipped below at 1 - clip_low. The default depends on the loss: 0.2, and 0.0003 for gspo."""
@@ -455,7 +450,7 @@ class WarmStartConfig(Section, frozen=True):
 class DeliveryConfig(Section, frozen=True):
     """[delivery]: how new weights reach the engines."""
 
-    transport: TransportName = "auto"
+    transport: Annotated[str, Names(("auto", "shm", "file", "tcp", "cuda_ipc", "nccl"))] = "auto"
     """How weights travel. `shm`: shared memory of one host. `file`: files in a directory. `tcp`: sockets. `cuda_ipc`:
     memory that the GPUs of one host share. `nccl`: a broadcast. `auto`: the best of them, which the run prints."""
     directory: str | None = None
@@ -519,7 +514,7 @@ class GatewayConfig(Section, frozen=True):
 class PipelineConfig(Section, frozen=True):
     """[pipeline]: worker processes and deadlines."""
 
-    launcher: LauncherName = "auto"
+    launcher: Annotated[str, Names(("auto", "local", "forked"))] = "auto"
     """How worker processes start on this host. `local`: each by itself. `forked`: forked from a process that has loaded
     their libraries, which is faster. `auto` forks on Linux where no GPU is used."""
     stall_seconds: PositiveFloat = 120.0
