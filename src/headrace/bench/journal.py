@@ -29,7 +29,7 @@ from headrace.bench.workload import tiny_config, write_model
 from headrace.buffer.journal import Call, Event, Journal, open_readonly
 from headrace.config import Config, make_config
 from headrace.observe.progress import NoProgress
-from headrace.observe.records import StepRecord
+from headrace.observe.records import DeliveryRecord, StepRecord
 from headrace.pipeline.batches import recorded_batches
 from headrace.pipeline.inputs import check_inputs
 from headrace.pipeline.session import RunSession
@@ -314,7 +314,7 @@ def _train(journal: Journal, step: int, groups: range) -> None:
         {1: trained * ANSWER_TOKENS},
     )
     journal.version(Version(id=step, parent=step - 1, step=step, digest=step))
-    journal.delivery(version=step, engine="engine-0", accepted=True)
+    journal.delivery(DeliveryRecord(version=step, engine="engine-0", accepted=True, time=step / 2))
     for process in ("engine-0", "trainer-0"):
         journal.activity(process=process, started=step / 2, ended=step / 2 + 0.5, busy_seconds=0.4)
 

@@ -25,7 +25,7 @@ from headrace.buffer.reader import open_readonly
 from headrace.buffer.recovery import Recovered, recover
 from headrace.buffer.store import COMMIT_SECONDS, Store
 from headrace.errors import HeadraceError
-from headrace.observe.records import EvaluationRecord, SampleRecord, StepRecord
+from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
 from headrace.types import POLICY, Group, Rollout, Version
 
 __all__ = ["Call", "Event", "Journal", "Recovered", "open_readonly"]
@@ -79,41 +79,15 @@ class Journal:
 
     def version(self, version: Version) -> None:
         """Record that weights were published."""
-        row = {**msgspec.structs.asdict(version), "digest": _hex(version.digest)}
+        row = {**msgspec.structs.asdict(version), "digest": f"{version.digest:016x}"}
         self._insert("versions", **row, published=self._clock())
 
-    def delivery(
-        self,
-        *,
-        version: int,
-        engine: str,
-        accepted: bool,
-        quarantined: bool = False,
-        reason: str = "",
-        staged_digest: int = 0,
-        live_digest: int = 0,
-        canary_error: float = 0.0,
-        stage_seconds: float = 0.0,
-        swap_seconds: float = 0.0,
-        policy: str = POLICY,
-    ) -> None:
+    def delivery(self, delivery: DeliveryRecord, policy: str = POLICY) -> None:
         """Record an engine's proof of a version."""
-        self._insert(
-            "deliveries",
-            version=version,
-            engine=engine,
-            accepted=accepted,
-            quarantined=quarantined,
-            reason=reason,
-            staged_digest=_hex(staged_digest),
-            live_digest=_hex(live_digest),
-            # SQLite stores NaN as NULL, so a canary error that is not a number is stored as infinity.
-            canary_error=math.inf if math.isnan(canary_error) else canary_error,
-            stage_seconds=stage_seconds,
-            swap_seconds=swap_seconds,
-            time=self._clock(),
-            policy=policy,
-        )
+        row = msgspec.structs.asdict(delivery)
+        # SQLite stores NaN as NULL, so a canary error that is not a number is stored as infinity.
+        row["canary_error"] = math.inf if math.isnan(delivery.canary_error) else delivery.canary_error
+        self._insert("deliveries", **row, policy=policy)
 
     def admitted(self, group: Group, rollout_ids: Iterable[str]) -> None:
         """Record that a group took its slot and its rollouts start."""
@@ -334,7 +308,3 @@ class Journal:
 
 def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def _hex(digest: int) -> str:
-    return f"{digest & (2**64 - 1):016x}"

@@ -79,12 +79,20 @@ def trainer_memory(
     """
     training, trained = config.training, trained_parameters(config.lora, facts)
     copy = _copy_bytes(training, on_gpu)
-    sharded = _is_sharded(training)
+    sharded = training.ranks > 1 or training.offload
     held = 0 if training.offload else 1
+    merged = config.lora is not None and config.lora.serve == "merged"
+    sent = 4 if merged or (config.delivery.dtype or config.model.dtype) == "float32" else 2
+    transport = config.delivery.transport
+    # Other transports keep published weights in host memory.
+    published = on_gpu and (transport == "auto" or transport_facts(transport).on_device)
+    asked = needs(config.algorithm)
+    # With an adapter the reference needs no copy: it is the model with the adapter switched off.
+    copies = (asked.reference and config.lora is None) + asked.proximal
     return TrainerMemory(
         state=held * state_bytes(config, facts, on_gpu=on_gpu),
-        publishing=_part(2 * _published_bytes(config) * trained, training) if _publishes_on(config, on_gpu) else 0,
-        policies=held * _part(_copies(config) * trained * (4 if sharded else copy), training),
+        publishing=_part(2 * sent * trained, training) if published else 0,
+        policies=held * _part(copies * trained * (4 if sharded else copy), training),
         teacher=held * (teacher.parameters if teacher is not None else 0) * (2 if on_gpu else 4),
         gathered=_gathered(config, facts, copy) if sharded else 0,
         computing=max(
@@ -125,7 +133,7 @@ def state_bytes(config: Config, facts: ModelFacts, *, on_gpu: bool = True) -> in
     """Return the bytes of one process's weights and optimizer state, on the device or in host memory."""
     training, trained = config.training, trained_parameters(config.lora, facts)
     copy = _copy_bytes(training, on_gpu)
-    if _is_sharded(training):
+    if training.ranks > 1 or training.offload:
         frozen = 4 * facts.parameters if config.lora else 0
         return _part(trained * STATE_BYTES[training.optimizer] + frozen, training)
     own = trained * (STATE_BYTES[training.optimizer] + (copy if copy < 4 else 0))
@@ -145,10 +153,6 @@ def trained_parameters(lora: LoraConfig | None, facts: ModelFacts) -> int:
     return adapted + full * facts.vocabulary * facts.hidden
 
 
-def _is_sharded(training: TrainingConfig) -> bool:
-    return training.ranks > 1 or training.offload
-
-
 def _part(size: int, training: TrainingConfig) -> int:
     """Return one rank's part of a size."""
     return -(-size // training.ranks)
@@ -157,27 +161,6 @@ def _part(size: int, training: TrainingConfig) -> int:
 def _copy_bytes(training: TrainingConfig, on_gpu: bool) -> int:
     """Return the bytes of a number in the forward and backward passes."""
     return 4 if (training.compute_dtype or ("bfloat16" if on_gpu else "float32")) == "float32" else 2
-
-
-def _published_bytes(config: Config) -> int:
-    if config.lora is not None and config.lora.serve == "merged":
-        return 4
-    return 4 if (config.delivery.dtype or config.model.dtype) == "float32" else 2
-
-
-def _publishes_on(config: Config, on_gpu: bool) -> bool:
-    """Return whether published weights lie in the trainer's device memory. Other transports use host memory."""
-    transport = config.delivery.transport
-    return on_gpu and (transport == "auto" or transport_facts(transport).on_device)
-
-
-def _copies(config: Config) -> int:
-    """Return how many whole copies of the trained weights are needed.
-
-    With an adapter the reference needs no copy: it is the model with the adapter switched off.
-    """
-    asked = needs(config.algorithm)
-    return (asked.reference and config.lora is None) + asked.proximal
 
 
 def _outer(facts: ModelFacts) -> int:
@@ -204,18 +187,13 @@ def _gathered(config: Config, facts: ModelFacts, copy: int) -> int:
     """
     outer, layers = _outer(facts), max(1, facts.layers)
     layer = (facts.parameters - outer) // layers
-    trained = trained_parameters(config.lora, facts)
-    gradients = trained if _takes_several_passes(config, facts) else min(trained, outer + layer)
-    return copy * (outer + min(2, layers) * layer) + 4 * gradients
-
-
-def _takes_several_passes(config: Config, facts: ModelFacts) -> bool:
-    """Return whether a batch of the longest sequences takes more than one pass on each rank."""
-    training = config.training
+    trained, training = trained_parameters(config.lora, facts), config.training
     longest = min(config.engine.max_length or LONGEST_DEFAULT, facts.max_positions or LONGEST_DEFAULT)
     warm = config.warm_start.batch if config.warm_start.steps else 0
     sequences = max(config.buffer.groups * config.rollouts.group_size, warm)
-    return sequences * longest > training.micro_batch_tokens * (training.ranks // training.tensor_parallel)
+    row_tokens = training.micro_batch_tokens * (training.ranks // training.tensor_parallel)
+    gradients = trained if sequences * longest > row_tokens else min(trained, outer + layer)
+    return copy * (outer + min(2, layers) * layer) + 4 * gradients
 
 
 def _kept(training: TrainingConfig, facts: ModelFacts, copy: int) -> int:

@@ -23,7 +23,7 @@ from headrace.observe.clock import RunClock
 from headrace.observe.drift import LengthDrift
 from headrace.observe.metrics import MetricsLog, describe_end
 from headrace.observe.progress import Progress
-from headrace.observe.records import EvaluationRecord, SampleRecord, StepRecord
+from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
 from headrace.observe.spans import Activity
 from headrace.observe.timeline import Timeline
 from headrace.pipeline.run_view import RunView
@@ -236,19 +236,20 @@ class Recorder:
 
     def delivered(self, proof: Proof) -> None:
         """Record an engine's answer to a delivery."""
-        self._journal.delivery(
+        delivery = DeliveryRecord(
             version=proof.version,
             engine=proof.engine,
             accepted=proof.accepted,
             quarantined=proof.quarantined,
             reason=proof.reason,
-            staged_digest=proof.staged_digest,
-            live_digest=proof.live_digest,
+            staged_digest=f"{proof.staged_digest:016x}",
+            live_digest=f"{proof.live_digest:016x}",
             canary_error=proof.canary_error,
             stage_seconds=proof.stage_seconds,
             swap_seconds=proof.swap_seconds,
-            policy=self._window.policy,
+            time=self.now(),
         )
+        self._journal.delivery(delivery, self._window.policy)
         if proof.accepted:
             self._scheduled("swap", version=proof.version, engine=proof.engine)
         else:

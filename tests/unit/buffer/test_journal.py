@@ -20,7 +20,7 @@ from headrace.buffer import database
 from headrace.buffer.journal import Journal, open_readonly
 from headrace.buffer.ledger import Ledgers
 from headrace.errors import HeadraceError, UserError
-from headrace.observe.records import EvaluationRecord, SampleRecord, StepRecord
+from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
 from headrace.types import Ending, Group, Prompt, Rollout, Trace, Version
 
 
@@ -44,8 +44,10 @@ def test_every_event_is_a_row(tmp_path: Path) -> None:
         journal.meta("lag_bound", 3)
         journal.version(Version(id=2, parent=1, step=4, digest=2**64 - 1))
         journal.delivery(
-            version=2, engine="engine-0", accepted=False, quarantined=True, reason="canary", live_digest=255,
-            canary_error=math.nan, swap_seconds=0.5,
+            DeliveryRecord(
+                version=2, engine="engine-0", accepted=False, quarantined=True, reason="canary",
+                live_digest=f"{255:016x}", canary_error=math.nan, swap_seconds=0.5, time=1000.0,
+            )
         )  # fmt: skip
         journal.step(
             StepRecord(

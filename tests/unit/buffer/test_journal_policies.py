@@ -13,7 +13,7 @@ from headrace.buffer.journal import Journal, open_readonly
 from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
 from headrace.errors import HeadraceError
-from headrace.observe.records import EvaluationRecord, SampleRecord, StepRecord
+from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
 from headrace.types import POLICY, Group, Prompt, Rollout, Trace, Version
 
 TABLES = ("versions", "deliveries", "groups", "steps", "evaluations", "samples", "schedule")
@@ -28,7 +28,7 @@ def two_policies(path: Path) -> None:
     with Journal(path) as journal:
         for policy in ("writer", "critic"):
             journal.version(Version(id=0, parent=-1, step=0, digest=0, policy=policy))
-            journal.delivery(version=0, engine=f"{policy}-0", accepted=True, policy=policy)
+            journal.delivery(DeliveryRecord(version=0, engine=f"{policy}-0", accepted=True, time=0.0), policy)
             journal.step(
                 StepRecord(
                     step=1,

@@ -13,7 +13,7 @@ import pytest
 import headrace
 from headrace.buffer.journal import Journal, open_readonly
 from headrace.errors import DataError
-from headrace.observe.records import EvaluationRecord, SampleRecord, StepRecord
+from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
 from headrace.types import Group, Prompt, Rollout, Trace, Version
 
 SOURCE = Path(headrace.__file__).parent
@@ -31,11 +31,16 @@ def rollout(rollout_id: str, index: int) -> Rollout:
 
 def write(path: Path) -> None:
     """One trained group of two rollouts, its step, its version and all else that a reader is asked for."""
-    times = iter([1.0, 2.0, 3.0, 4.0, 4.0, 5.0, 6.0, 5.0])
+    times = iter([1.0, 3.0, 4.0, 4.0, 5.0, 6.0, 5.0])
     with Journal(path, clock=times.__next__) as journal:
         journal.meta("train_started", 0.0)
         journal.version(Version(id=0, parent=-1, step=0, digest=1))
-        journal.delivery(version=0, engine="engine-0", accepted=True, staged_digest=1, live_digest=1)
+        digest = f"{1:016x}"
+        journal.delivery(
+            DeliveryRecord(
+                version=0, engine="engine-0", accepted=True, staged_digest=digest, live_digest=digest, time=2.0
+            )
+        )
         journal.admitted(Group(id=7, prompt=Prompt(id="p"), version=0), ["7/0", "7/1"])
         for index in (1, 0):
             journal.rollout_ended(rollout(f"7/{index}", index))
