@@ -55,10 +55,7 @@ class RunDir:
 
     @contextmanager
     def with_trial_config(self, config: Config) -> Iterator[None]:
-        """Let workers that start inside this context read `config`.
-
-        The run keeps `config` only if `keep_config` is called.
-        """
+        """Let workers that start inside this context read `config`. Only `keep_config` makes the run keep it."""
         try:
             _write_whole(self.next_config, config)
             yield

@@ -106,10 +106,7 @@ class Kept(msgspec.Struct, kw_only=True):
 
     @staticmethod
     def joined(parts: Sequence[tuple[int, Kept | None]]) -> Kept | None:
-        """Join the kept sets of consecutive parts of a trace, each given as (number of tokens, kept sets).
-
-        Return None if no part has kept sets.
-        """
+        """Join the kept sets of consecutive parts, each (number of tokens, kept sets). None if no part has any."""
         if all(kept is None for _, kept in parts):
             return None
         counts = [np.zeros(n, np.int32) if kept is None else kept.counts for n, kept in parts]
@@ -198,10 +195,7 @@ class Trace(msgspec.Struct, kw_only=True):
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """The score that one scorer gave to a rollout or to some of its tokens.
-
-    A score about tokens names their positions.
-    """
+    """The score that one scorer gave to a rollout, or to some of its tokens, which are named by their positions."""
 
     value: float
     scorer: str = ""

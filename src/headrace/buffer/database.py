@@ -113,10 +113,7 @@ def _migrate(db: sqlite3.Connection) -> None:
 
 
 def connect(name: str, path: Path, prepare: Callable[[sqlite3.Connection], None] | None = None) -> sqlite3.Connection:
-    """Connect to a file path or `file:` URI, check the schema, and `prepare` the connection.
-
-    `path` is the name in errors, which are `UserError`.
-    """
+    """Connect to a file path or `file:` URI, and check the schema. An error is a `UserError` that names `path`."""
     with ExitStack() as failed:
         try:
             db = sqlite3.connect(

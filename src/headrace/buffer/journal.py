@@ -53,10 +53,7 @@ class Call(Generic[T]):
 
 
 class Journal:
-    """The writing side of the journal. A run directory has one live journal.
-
-    The recording methods only queue an event. All methods may be called from any thread.
-    """
+    """The writing side of the journal, one in a run directory. Its methods may be called from any thread."""
 
     def __init__(self, path: Path, *, keep_rollouts: bool = True, clock: Callable[[], float] = time.time) -> None:
         """Open or create the journal."""
@@ -128,17 +125,11 @@ class Journal:
     def scheduled(
         self, event: Literal["admit", "complete", "consume", "swap"], *, policy: str = POLICY, **facts: Any
     ) -> None:
-        """Record an event that the order of training depends on.
-
-        `facts` are those of the columns `group_id`, `step`, `version` and `engine` that the event has.
-        """
+        """Record an event that the order of training depends on. `facts` are columns of the table `schedule`."""
         self._insert("schedule", event=event, **facts, time=self._clock(), policy=policy)
 
     def rollout_ended(self, rollout: Rollout) -> None:
-        """Record that a rollout ended and was judged; its tokens go to a segment.
-
-        Do not change the rollout afterwards.
-        """
+        """Record that a rollout ended and was judged. Its tokens go to a segment: do not change it afterwards."""
         when = self._clock()
         self.put(lambda store: store.end_rollout(rollout, when))
 

@@ -123,10 +123,7 @@ class Ledgers:
 
 
 def count_ledger(db: sqlite3.Connection, table: Table, policy: str | None = None) -> Counts:
-    """Count the ledger of one table. The most frequent reasons come first.
-
-    With `policy`, only groups that train this policy, and their rollouts, are counted.
-    """
+    """Count the ledger of one table, of one policy or of all. The most frequent reasons come first."""
     of_policy, given = "TRUE", () if policy is None else (policy,)
     if policy is not None:
         of_policy = "policy = ?" if table == "groups" else "group_id IN (SELECT id FROM groups WHERE policy = ?)"

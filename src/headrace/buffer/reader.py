@@ -175,10 +175,7 @@ class JournalReader:
         return found
 
     def trained_groups(self, step: int, policy: str | None = None) -> list[Group]:
-        """Return the groups that a step trained, with their tokens, oldest first.
-
-        Rollouts that filters removed are left out. With `policy`, return only the groups that train this policy.
-        """
+        """Return the groups that a step trained, oldest first, without the rollouts that filters removed."""
         trained = f"step = ? AND state = 'trained' AND {ASKED}"
         sql = f"SELECT id, prompt, version, policy FROM groups WHERE {trained} ORDER BY id"
         return [
@@ -212,10 +209,7 @@ class JournalReader:
         return self._records(VersionRecord, "versions ORDER BY id")
 
     def republished(self, policy: str | None = None) -> list[int]:
-        """Return the versions whose weights had another id before.
-
-        Such a version has no more steps behind it than an earlier version.
-        """
+        """Return the versions whose weights had another id before."""
         found = self._db.execute(f"SELECT id, step FROM versions WHERE {ASKED} ORDER BY id", (policy,)).fetchall()
         return republished_among((int(version), int(step)) for version, step in found)
 
@@ -234,10 +228,7 @@ class JournalReader:
     # ---- rollouts
 
     def count_rollouts(self, where: str = "TRUE") -> int:
-        """Return how many rollouts meet an SQL condition on the table `rollouts`.
-
-        The condition may also use `prompt`, the id of the prompt.
-        """
+        """Return how many rollouts meet an SQL condition, which may also use `prompt`, the id of the prompt."""
         with self._condition(where):
             # The line break after the condition also ends an SQL comment in it.
             return self._count(f"SELECT COUNT(*) FROM (SELECT id, {PROMPT} AS prompt FROM rollouts WHERE ({where}\n))")
@@ -245,10 +236,7 @@ class JournalReader:
     def rollout_records(
         self, where: str = "TRUE", *parameters: Any, limit: int | None = None, kept: bool = False
     ) -> Iterator[RolloutRecord]:
-        """Yield the rollouts that meet an SQL condition, in the order of groups.
-
-        With `kept`, only those with kept tokens.
-        """
+        """Yield the rollouts that meet an SQL condition, by group. With `kept`, only those with kept tokens."""
         given = {"prompt": f"{PROMPT} AS prompt", "trained_as": f"{TRAINED_AS} AS trained_as"}
         columns = ", ".join(given.get(name, f"rollouts.{name}") for name in RolloutRecord.__struct_fields__)
         sql = f"SELECT {columns} FROM rollouts WHERE ({where}\n)"

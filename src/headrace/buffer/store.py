@@ -21,10 +21,7 @@ COMMIT_SECONDS = 0.1
 
 
 class Store:
-    """The tables and the segments.
-
-    A store may be created in one thread and used in another, but never in two threads at the same time.
-    """
+    """The tables and the segments. A store may pass from one thread to another, but only one may use it at a time."""
 
     def __init__(self, path: Path, *, keep_rollouts: bool) -> None:
         self.path = path
@@ -47,10 +44,7 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Write all changes of this context, or none.
-
-        After an error the store can only be closed, which rolls everything back.
-        """
+        """Write all changes of this context, or none: after an error the store can only be closed."""
         self.db.execute("BEGIN IMMEDIATE")
         yield
         if self.segments is not None:
@@ -75,10 +69,7 @@ class Store:
         self.db.executemany(sql, members)
 
     def end_rollout(self, rollout: Rollout, when: float) -> None:
-        """Write the tokens and the reward of a rollout.
-
-        The rollout stays in flight until its group ends, unless it failed.
-        """
+        """Write the tokens and the reward of a rollout. Unless it failed, it stays in flight until its group ends."""
         failed = rollout.ending == "failed"
         sampled = [trace.versions[trace.trained] for trace in rollout.traces if trace.trained.any()]
         location = (None, None, None) if self.segments is None else self.segments.append(rollout)
@@ -97,10 +88,7 @@ class Store:
         self.write("DELETE FROM partials WHERE rollout = ?", rollout.id)
 
     def save_partial(self, rollout: Rollout) -> None:
-        """Write the next tokens of a rollout that is being sampled, for each of its traces.
-
-        A trace may have no new tokens.
-        """
+        """Write the next tokens of each trace of a rollout that is being sampled."""
         if self.segments is not None and any(len(trace) for trace in rollout.traces):
             self.add_partial(rollout, self.segments.append(rollout))
 

@@ -25,10 +25,7 @@ RATE_MEMORY = 4
 
 
 class Window:
-    """The state between admission and training.
-
-    Groups must be admitted in the order of their ids, each once; any other order is free.
-    """
+    """The state between admission and training. Groups must be admitted in the order of their ids, each once."""
 
     def __init__(
         self,
@@ -166,10 +163,7 @@ class Window:
         return self.free > 0
 
     def admit(self, group_id: int, version: int) -> None:
-        """Charge a slot for a group.
-
-        Tokens sampled for it will be of `version`, which its engine has proved, or newer.
-        """
+        """Charge a slot for a group. Its tokens will be of `version`, which its engine has proved, or newer."""
         if not self.may_admit():
             raise HeadraceError(f"group {group_id} was admitted without a free slot: {self.explain()}")
         if not self.proved <= version <= self.trained_version:
@@ -247,10 +241,7 @@ class Window:
         return [group for _, group in sorted(self._ready.items())]
 
     def take(self) -> list[Group] | None:
-        """Take the next batch, oldest ready groups first. Return None if the batch has to wait.
-
-        The lag of every token is checked here.
-        """
+        """Take the oldest ready groups as the next batch, and check the lag of each token. None if it has to wait."""
         ids = self._next_batch()
         if ids is None:
             return None
@@ -316,10 +307,7 @@ class Window:
         return [group_id for group_id in sorted(self._ready) if end is None or group_id < end]
 
     def _seats(self) -> Iterator[tuple[int, bool]]:
-        """Yield the unconsumed groups, oldest first, and whether each has a seat.
-
-        Older groups without a seat do not count: they will be gone.
-        """
+        """Yield the unconsumed groups, oldest first, and whether each has a seat. Groups without one do not count."""
         if not self.spares:
             yield from ((group_id, True) for group_id in self._unconsumed)
             return

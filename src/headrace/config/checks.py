@@ -122,10 +122,7 @@ def _check_ranks(config: Config) -> None:
 
 
 def check_transport(config: Config) -> None:
-    """Check the transport's declarations against the trainer's ranks and the engines.
-
-    If the transport is the user's own, its file is read.
-    """
+    """Check what the transport, built in or the user's own, declares against the trainer's ranks and the engines."""
     what, facts = f'[delivery] transport = "{config.delivery.transport}"', transport_facts(config.delivery.transport)
     if (config.training.ranks > 1 or config.training.offload) and not facts.for_ranks:
         raise ConfigError(f"[training] ranks: {what} needs one rank without offload")
@@ -205,10 +202,7 @@ def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> No
 
 
 def check_references(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
-    """Raise `ConfigError` if values contradict what the user's own loss or advantage declares. This reads their files.
-
-    Nothing is checked here if both are built in.
-    """
+    """Raise `ConfigError` if values contradict what the user's own loss or advantage declares in its file."""
     if is_reference(algorithm.loss):
         _check_loss(algorithm, loss_facts(algorithm.loss))
     if is_reference(algorithm.loss) or is_reference(algorithm.advantage):

@@ -116,10 +116,7 @@ def loss_facts(name: str) -> LossFacts:
 
 
 def losses_that_read(key: str) -> list[str]:
-    """Return the built-in losses that read this key of [algorithm].
-
-    The list is empty if the key is not a loss's key.
-    """
+    """Return the built-in losses that read this key of [algorithm]. A key that is not a loss's key has none."""
     return [name for name in LOSSES if key in (loss_facts(name).reads or ())]
 
 
@@ -130,10 +127,7 @@ def compares_answers(advantage: str) -> bool:
 
 
 def transport_facts(name: str) -> TransportFacts:
-    """Return the facts that the transport of this name or reference declares.
-
-    "auto" declares nothing itself, because it chooses a transport that fits.
-    """
+    """Return the facts that this transport declares. "auto" declares none: it chooses a transport that fits."""
     if name == "auto":
         return TransportFacts()
     return read_facts(name if is_reference(name) else f"headrace.delivery.transports.{name}:Transport", TransportFacts)

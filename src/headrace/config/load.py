@@ -264,10 +264,7 @@ def _check_policy_key(policy: str, key: str) -> None:
 
 
 def _explain(message: str, *inside: str) -> str:
-    """Turn msgspec's message about a value into a line that names `[section] key`.
-
-    The value is `inside` this section.
-    """
+    """Turn msgspec's message about a value `inside` a section into a line that names `[section] key`."""
     match = _WHERE.match(message)
     assert match is not None
     what, inner = match["what"], [part for part in re.split(r"\.|\[", (match["path"] or "")) if part]

@@ -73,10 +73,7 @@ class TrainerMemory(NamedTuple):
 def trainer_memory(
     config: Config, facts: ModelFacts, teacher: ModelFacts | None = None, *, on_gpu: bool = True
 ) -> TrainerMemory:
-    """Estimate the most memory that a trainer process needs.
-
-    `facts` are the model's; `teacher` comes from `teacher_facts`.
-    """
+    """Estimate the most memory that a trainer process needs. `facts` are the model's, `teacher` the teacher's."""
     training, trained = config.training, trained_parameters(config.lora, facts)
     copy = _copy_bytes(training, on_gpu)
     sharded = training.ranks > 1 or training.offload
@@ -110,10 +107,7 @@ def teacher_facts(config: Config) -> ModelFacts | None:
 
 
 def engine_share(config: Config, facts: ModelFacts, total: int, teacher: ModelFacts | None = None) -> float:
-    """Return the share of a GPU of `total` bytes that is left to each engine beside the trainer.
-
-    The share is 0 or negative if nothing is left.
-    """
+    """Return the share of a GPU of `total` bytes that is left to each engine beside the trainer, 0 or less if none."""
     needed = trainer_memory(config, facts, teacher).total
     return (total - needed - MARGIN_BYTES) / total / config.engine.count
 
@@ -169,10 +163,7 @@ def _outer(facts: ModelFacts) -> int:
 
 
 def _frozen_bytes(lora: LoraConfig, facts: ModelFacts, copy: int) -> int:
-    """Return the bytes of the frozen base model.
-
-    In 4 bits, embeddings and vocabulary projection stay in full, and so does a whole model with experts.
-    """
+    """Return the bytes of the frozen base. In 4 bits, embeddings, projection and a model with experts stay in full."""
     if lora.base != "nf4" or facts.experts:
         return facts.parameters * copy
     outer = _outer(facts)
@@ -197,10 +188,7 @@ def _gathered(config: Config, facts: ModelFacts, copy: int) -> int:
 
 
 def _kept(training: TrainingConfig, facts: ModelFacts, copy: int) -> int:
-    """Return the bytes that the layers keep during a pass.
-
-    With activation checkpointing, only one layer at a time holds all its activations.
-    """
+    """Return the bytes that the layers keep in a pass. If checkpointed, only one layer holds all its activations."""
     values = KEPT_VALUES * facts.layers
     if training.activation_checkpointing:
         values = min(values, CHECKPOINTED_VALUES * facts.layers + KEPT_VALUES)

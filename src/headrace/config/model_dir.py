@@ -32,10 +32,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
 
 def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False, key: str = "[model] path") -> dict[str, Any]:
-    """Return the directory's config. Raises `ModelError` with one line that says what is missing.
-
-    `key` is the configuration key that named the directory, for the message.
-    """
+    """Return the directory's config. Raises `ModelError`, which names `key` and says what is missing."""
     if not path.is_dir():
         raise ModelError(f"{key}: {path} is not a directory")
     file = path / "config.json"
@@ -73,10 +70,7 @@ def check_teacher(path: Path, model: dict[str, Any]) -> None:
 
 
 def model_facts(path: Path, weights: str) -> ModelFacts:
-    """Return figures for estimates.
-
-    Parameters are counted from the weights' headers, or else derived from the config.
-    """
+    """Return figures for estimates. Parameters are counted in the weights' headers, or else derived from the config."""
     config = check_model_dir(path, weights)
     config = config.get("text_config", config)
     hidden = int(config.get("hidden_size", 0))
