@@ -259,21 +259,20 @@ class Journal:
     # ---- the thread
 
     def _run(self) -> None:
-        finished = False
+        failure: str | None = f"{self._name} cannot be written: its writer died (see the traceback)"
         try:
             while not (self._closed and self._queue.empty()):
                 if events := self._collect():
                     self._commit(events)
-            finished = True
+            failure = None
         except (sqlite3.Error, OSError, HeadraceError) as error:
-            self._failure = f"{self._name} cannot be written: {error}"
+            failure = f"{self._name} cannot be written: {error}"
         finally:
-            if not finished and self._failure is None:
-                self._failure = f"{self._name} cannot be written: its writer died (see the traceback)"
             try:
                 self._store.close()
             except (sqlite3.Error, OSError) as error:
-                self._failure = self._failure or f"{self._name} cannot be closed: {error}"
+                failure = failure or f"{self._name} cannot be closed: {error}"
+            self._failure = failure
 
     def _collect(self) -> list[Event]:
         """Collect the events of the next commit: those of `COMMIT_SECONDS`, or up to the first `Call`."""

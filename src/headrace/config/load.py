@@ -269,7 +269,6 @@ def _explain(message: str, *inside: str) -> str:
     assert match is not None
     what, inner = match["what"], [part for part in re.split(r"\.|\[", (match["path"] or "")) if part]
     parts = [*inside, *inner]
-    section = _section_type(parts)
     where = f"[{parts[0]}]" if parts else ""
     if unknown := _UNKNOWN.search(what):
         noun = "key" if parts else "section"
@@ -278,7 +277,7 @@ def _explain(message: str, *inside: str) -> str:
         return f"{where} {missing['key']} is required" if parts else f"section [{missing['key']}] is required"
     key = ".".join(part.removesuffix("]") for part in parts[1:] if part.strip(".]"))
     detail = what[0].lower() + what[1:]
-    if allowed := _allowed_values(section, parts):
+    if allowed := _allowed_values(parts):
         detail += f" (one of: {', '.join(allowed)})"
     return f"{where} {key}".strip() + f": {detail}"
 
@@ -294,13 +293,6 @@ def _known_keys(parts: list[str]) -> list[str]:
     return sorted({key for kind in _kinds(parts[0]) for key in typing.get_type_hints(kind)})
 
 
-def _section_type(parts: list[str]) -> type[Section] | None:
-    if not parts:
-        return Config
-    kinds = _kinds(parts[0])
-    return kinds[0] if len(kinds) == 1 else None
-
-
 def _kinds(section: str) -> list[type[Section]]:
     """Return the structs of a section: several for a task, otherwise one, even for an optional section or a table."""
     hint = typing.get_type_hints(Config).get(section)
@@ -308,12 +300,14 @@ def _kinds(section: str) -> list[type[Section]]:
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
 
 
-def _allowed_values(section: type[Section] | None, parts: list[str]) -> list[str]:
+def _allowed_values(parts: list[str]) -> list[str]:
     if parts == ["task", "kind"]:
         union = typing.get_args(typing.get_type_hints(Config)["task"])
         return [str(task.__struct_config__.tag) for task in union]
-    if section is None or len(parts) < 2:
+    kinds = _kinds(parts[0]) if len(parts) > 1 else []
+    if len(kinds) != 1:
         return []
+    [section] = kinds
     hint = typing.get_type_hints(section).get(parts[1])
     if hint is str and (names := names_of(section, parts[1])):
         return [*names, REFERENCES]
