@@ -87,7 +87,7 @@ def test_a_run_goes_on_from_the_tokens_that_are_in_it(old: Path) -> None:
     with Journal(old) as journal:
         found = journal.recover(step=8)
     assert [left.group.id for left in found.unfinished] == [row["id"] for row in flying]
-    assert {left.policy for left in found.unfinished} == {"policy"}
+    assert {left.group.policy for left in found.unfinished} == {"policy"}
     saved = {
         rollout: [len(trace) for trace in traces]
         for left in found.unfinished

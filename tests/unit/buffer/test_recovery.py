@@ -282,7 +282,7 @@ def test_a_disk_that_is_full_is_one_line_and_the_last_commit_stands(tmp_path: Pa
     assert f"the journal {path} cannot be written: " in line
     with Journal(path) as journal:
         found = journal.recover(step=0)
-        assert found.unfinished[0].id == 0 and found.unfinished[0].complete
+        assert found.unfinished[0].group.id == 0 and found.unfinished[0].complete
         assert len(found.unfinished) == found.next_group, "every group that was committed is there"
         admit(journal, found.next_group)
         journal.flush()

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from headrace.buffer import journal
 from headrace.buffer.journal import Journal, Recovered
 from headrace.buffer.window import Window
+from headrace.observe.records import StepRecord
 from headrace.types import Group, Prompt, Rollout, Trace, Version
 
 
@@ -189,10 +190,11 @@ class RecoveryMachine(RuleBasedStateMachine):
                 self.check_lag(version, kept)
                 self.state.place[member.id] = str(step)
                 self.write("group_ended", member.id, "trained", step=step)
-            self.write(
-                "step", step=step, version=version, objective="policy", groups=len(batch), rollouts=len(batch),
-                tokens=1, trained_tokens=1, lag_histogram={},
+            done = StepRecord(
+                step=step, version=version, objective="policy", groups=len(batch), rollouts=len(batch),
+                tokens=1, trained_tokens=1,
             )  # fmt: skip
+            self.write("step", done, {})
             if step % self.given["publish_every"] == 0:
                 self.publish(version + 1, step)
 
