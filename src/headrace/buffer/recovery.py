@@ -77,6 +77,8 @@ def recover(store: Store, step: int, now: float, publish_every: int, *, policy: 
         _close(store, policy, now)
     in_flight = "SELECT id, prompt, version, policy FROM groups WHERE state = 'in_flight' AND policy = ? ORDER BY id"
     left = [_left_group(store, *row) for row in store.db.execute(in_flight, (policy,)).fetchall()]
+    younger = "SELECT id FROM groups WHERE state = 'trained' AND policy = ? AND id > ?"
+    overtakers = [found for (found,) in store.db.execute(younger, (policy, left[0].group.id))] if left else []
     versions = store.db.execute("SELECT id, step FROM versions WHERE policy = ? ORDER BY id", (policy,)).fetchall()
     last_version = versions[-1][0] if versions else -1
     return Recovered(
@@ -85,7 +87,7 @@ def recover(store: Store, step: int, now: float, publish_every: int, *, policy: 
         resume_step=resume_step,
         republished=republished_among([*versions, (last_version + 1, resume_step)]),
         unfinished=left,
-        overtakers=_overtakers(store, policy, left[0].group.id) if left else [],
+        overtakers=overtakers,
         unseen_tokens=_unseen_tokens(store),
         groups=_without_flight(count_ledger(store.db, "groups", policy)),
         rollouts=_without_flight(count_ledger(store.db, "rollouts", policy)),
@@ -94,11 +96,6 @@ def recover(store: Store, step: int, now: float, publish_every: int, *, policy: 
         ),
         outcomes=_outcomes(store, policy) if outcomes else [],
     )
-
-
-def _overtakers(store: Store, policy: str, oldest: int) -> list[int]:
-    sql = "SELECT id FROM groups WHERE state = 'trained' AND id > ? AND policy = ?"
-    return [group_id for (group_id,) in store.db.execute(sql, (oldest, policy))]
 
 
 def _outcomes(store: Store, policy: str) -> list[tuple[int, str, int, int]]:

@@ -314,7 +314,7 @@ class Window:
         older = self.batches * self.groups - len(self._overtakers)
         for group_id, version in self._unconsumed.items():
             before = older + sum(overtaker < group_id for overtaker in self._overtakers)
-            # Older groups only ever leave, so a group keeps its seat (see `admission`).
+            # Older groups only ever leave, so a group keeps its seat (`docs/staleness.md`, rule 5).
             has_seat = before < self.capacity + self.size * self.count(version)
             older += has_seat
             yield group_id, has_seat

@@ -50,27 +50,21 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
         typer.echo(line)
 
 
-def _slow(on_stale: str | None) -> str:
-    """Return what happens to slow groups, if they could come too late."""
-    happens = {"wait": "batches wait for slow groups", "drop": "slow groups are dropped"}
-    return "" if on_stale is None else f"; {happens.get(on_stale, 'slow groups begin again from their tokens')}"
-
-
-def _trainer(found: dict[str, Any]) -> str:
-    memory, ranks = found["memory_bytes"], found["trainer_ranks"]
-    text = f"{'trainer' if ranks == 1 else f'each of {ranks} trainer ranks'} {memory['trainer'] / 1e9:.2f} GB"
-    return text + (f" and {memory['offloaded'] / 1e9:.2f} GB offloaded" if memory["offloaded"] else "")
-
-
 def _lines(found: dict[str, Any]) -> list[str]:
-    memory = found["memory_bytes"]
+    size = {name: f"{number / 1e9:.2f} GB" for name, number in found["memory_bytes"].items()}
+    trainer = "trainer" if found["trainer_ranks"] == 1 else f"each of {found['trainer_ranks']} trainer ranks"
+    offloaded = f" and {size['offloaded']} offloaded" if found["memory_bytes"]["offloaded"] else ""
+    slow = {
+        None: "",
+        "wait": "; batches wait for slow groups",
+        "drop": "; slow groups are dropped",
+        "salvage": "; slow groups begin again from their tokens",
+    }[found["on_stale"]]
     return [
         f"model       {found['architecture']}, {found['parameters'] / 1e6:.1f}M parameters",
         f"prompts     {found['train_prompts']} to train on, {found['heldout_prompts']} held out",
-        f"lag         at most {found['lag_bound']} versions; {found['slots']} groups under way"
-        f"{_slow(found['on_stale'])}",
-        f"memory      {_trainer(found)}, each engine {memory['engine'] / 1e9:.2f} GB, "
-        f"shared {memory['shared'] / 1e9:.2f} GB",
+        f"lag         at most {found['lag_bound']} versions; {found['slots']} groups under way{slow}",
+        f"memory      {trainer} {size['trainer']}{offloaded}, each engine {size['engine']}, shared {size['shared']}",
         f"bottleneck  {found['bottleneck']} (an estimate: generation {found['generation_seconds']:.2g} s, "
         f"training {found['training_seconds']:.2g} s a version)",
     ]

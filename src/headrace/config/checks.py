@@ -21,10 +21,8 @@ from headrace.config.schema import (
     LOSSES,
     AgentTaskConfig,
     AlgorithmConfig,
-    BufferConfig,
     Config,
     DatasetTaskConfig,
-    EngineConfig,
     LoraConfig,
     RolloutsConfig,
     is_reference,
@@ -48,17 +46,8 @@ def check_together(config: Config) -> None:
                 allowed = ", ".join([*names, REFERENCES])
                 raise ConfigError(f"[{name}] {key}: invalid enum value {value!r} (one of: {allowed})")
     _check_algorithm(config.algorithm, config.rollouts)
-    _check_engine(config.engine)
-    if config.engine.kind == "vllm":
-        _check_for_vllm(config)
-    _check_buffer(config.buffer, config.rollouts, config.algorithm)
-    rollouts = config.rollouts
-    longest = rollouts.max_tokens
-    if config.engine.cache_tokens and config.engine.cache_tokens < longest + config.engine.block_size:
-        raise ConfigError(
-            f"[engine] cache_tokens: {config.engine.cache_tokens} cannot hold one answer of "
-            f"[rollouts] max_tokens = {longest} with its prompt"
-        )
+    _check_engine(config)
+    _check_buffer(config)
     if config.lora is not None:
         _check_lora(config.lora)
     _check_bind("delivery", config.delivery.bind)
@@ -69,13 +58,7 @@ def check_together(config: Config) -> None:
         raise ConfigError("[task] command: give an agent or a command, not both")
     if isinstance(config.task, AgentTaskConfig) and config.rollouts.truncates:
         raise ConfigError("[rollouts] top_k, top_p, min_p: agents' answers are drawn without truncation")
-    training = config.training
-    if training.ranks % training.tensor_parallel:
-        raise ConfigError(
-            f"[training] tensor_parallel: {training.tensor_parallel} does not divide ranks = {training.ranks}"
-        )
-    if training.ranks > 1 or training.offload:
-        _check_ranks(config)
+    _check_ranks(config)
     if not is_reference(config.delivery.transport):
         check_transport(config)
     whole_file = config.evaluate.prompts is None and getattr(config.task, "heldout_path", None) is not None
@@ -83,7 +66,8 @@ def check_together(config: Config) -> None:
         raise ConfigError("[evaluate] every: needs prompts > 0")
 
 
-def _check_buffer(buffer: BufferConfig, rollouts: RolloutsConfig, algorithm: AlgorithmConfig) -> None:
+def _check_buffer(config: Config) -> None:
+    buffer, rollouts = config.buffer, config.rollouts
     depth, max_lag = buffer.depth, buffer.max_lag
     if depth == "unbounded" and max_lag is None:
         raise ConfigError("[buffer] max_lag: required with depth = 'unbounded', which nothing else holds back")
@@ -94,7 +78,7 @@ def _check_buffer(buffer: BufferConfig, rollouts: RolloutsConfig, algorithm: Alg
         )
     if buffer.on_stale != "wait" and max_lag is None:
         raise ConfigError(f"[buffer] on_stale: {buffer.on_stale!r} needs max_lag; without it nothing is too old")
-    if buffer.correct_above is not None and not algorithm.corrections:
+    if buffer.correct_above is not None and not config.algorithm.corrections:
         raise ConfigError("[buffer] correct_above: says where [algorithm] corrections apply, and there are none")
     if "zero_variance" in buffer.filter and rollouts.group_size < 2:
         raise ConfigError("[buffer] filter: 'zero_variance' compares answers and needs [rollouts] group_size >= 2")
@@ -108,16 +92,20 @@ def _check_buffer(buffer: BufferConfig, rollouts: RolloutsConfig, algorithm: Alg
 
 
 def _check_ranks(config: Config) -> None:
-    """Refuse, in one line each, features that work with only one rank so far."""
-    wanted = {
+    ranks, tensor = config.training.ranks, config.training.tensor_parallel
+    if ranks % tensor:
+        raise ConfigError(f"[training] tensor_parallel: {tensor} does not divide ranks = {ranks}")
+    if ranks == 1 and not config.training.offload:
+        return
+    unsupported = {
         '[lora] base = "nf4"': config.lora is not None and config.lora.base == "nf4",
         '[training] optimizer = "adamw_8bit"': config.training.optimizer == "adamw_8bit",
         '[delivery] send = "delta"': config.delivery.send == "delta",
     }
-    for what, used in wanted.items():
+    for what, used in unsupported.items():
         if used:
             raise ConfigError(f"[training] ranks: {what} needs one rank without offload")
-    if config.lora is not None and config.training.tensor_parallel > 1:
+    if config.lora is not None and tensor > 1:
         raise ConfigError("[training] tensor_parallel: an adapter is not cut over tensor ranks (set it to 1)")
 
 
@@ -140,7 +128,13 @@ def _check_lora(lora: LoraConfig) -> None:
         raise ConfigError("[lora] dropout: stacked experts take none; set dropout = 0 or leave them out of targets")
 
 
-def _check_engine(engine: EngineConfig) -> None:
+def _check_engine(config: Config) -> None:
+    engine, lora, longest = config.engine, config.lora, config.rollouts.max_tokens
+    if engine.cache_tokens and engine.cache_tokens < longest + engine.block_size:
+        raise ConfigError(
+            f"[engine] cache_tokens: {engine.cache_tokens} cannot hold one answer of "
+            f"[rollouts] max_tokens = {longest} with its prompt"
+        )
     if engine.kind == "embedded":
         for key in ("python", "urls", "port", "arguments"):
             if getattr(engine, key):
@@ -157,19 +151,15 @@ def _check_engine(engine: EngineConfig) -> None:
             '[engine] python: engine kind "vllm" needs the interpreter of an environment with vLLM '
             "(`make vllm` creates .venv-vllm/bin/python), or [engine] urls"
         )
-
-
-def _check_for_vllm(config: Config) -> None:
-    """Refuse, in one line each, features that vLLM servers do not support so far."""
-    wanted = {
-        '[lora] serve = "unmerged"': config.lora is not None and config.lora.serve == "unmerged",
-        '[lora] on [model] weights = "random"': config.lora is not None and config.model.weights == "random",
-        '[lora] base = "nf4"': config.lora is not None and config.lora.base == "nf4",
+    unsupported = {
+        '[lora] serve = "unmerged"': lora is not None and lora.serve == "unmerged",
+        '[lora] on [model] weights = "random"': lora is not None and config.model.weights == "random",
+        '[lora] base = "nf4"': lora is not None and lora.base == "nf4",
         '[delivery] send = "delta"': config.delivery.send == "delta",
         "[training] ranks above 1": config.training.ranks > 1,
         "[rollouts] top_k, top_p or min_p": config.rollouts.truncates,
     }
-    for what, used in wanted.items():
+    for what, used in unsupported.items():
         if used:
             raise ConfigError(f'[engine] kind = "vllm" does not go together with {what}')
 

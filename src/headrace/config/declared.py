@@ -20,8 +20,6 @@ from headrace.config.schema import LOSSES, AlgorithmConfig, is_reference
 from headrace.errors import ConfigError
 from headrace.reference import find_source, split_reference
 
-CORRECTIONS = "headrace.algorithms.losses.corrections:READS"
-
 Facts = TypeVar("Facts", bound=msgspec.Struct)
 Field = Literal["proximal", "reference", "teacher", "entropy"]
 """The optional fields of `TokenInputs`."""
@@ -135,7 +133,7 @@ def transport_facts(name: str) -> TransportFacts:
 
 def correction_facts() -> CorrectionFacts:
     """Return the facts that the corrections declare."""
-    return read_facts(CORRECTIONS, CorrectionFacts)
+    return read_facts("headrace.algorithms.losses.corrections:READS", CorrectionFacts)
 
 
 def read_facts(reference: str, kind: type[Facts]) -> Facts:

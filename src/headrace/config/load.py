@@ -168,9 +168,20 @@ class _ShortForm:
         self.policy = None
         """The names of the one task and of the one policy, as far as they were given."""
         if (tasks := data.pop("tasks", None)) is not None:
-            self._take_task(tasks)
+            if "task" in data:
+                raise ConfigError("[tasks]: [task] is given too, which is short for one of them; give one of the two")
+            self.task, data["task"] = _one("tasks", tasks)
+            self._places["task"] = f"tasks.{self.task}"
         if (policies := data.pop("policies", None)) is not None:
-            self._take_policy(policies)
+            self.policy, policy = _one("policies", policies)
+            if "model" not in data:
+                self._places["model"] = f"policies.{self.policy}.model"
+            for section, values in policy.items():
+                _check_policy_key(self.policy, section)
+                place = self._places[section] = f"policies.{self.policy}.{section}"
+                if section in data:
+                    raise ConfigError(f"[{place}]: [{section}] is given too; give one of the two")
+                data[section] = values
         elif "model" in data:
             self.policy = POLICY
         _table("scorers", data.get("scorers", {}))
@@ -198,25 +209,6 @@ class _ShortForm:
     def as_given(self, message: str) -> str:
         """Rewrite a message about the short form, so that it names sections as the user wrote them."""
         return _SECTION.sub(lambda found: f"[{self._places.get(found[1], found[1])}]", message)
-
-    def _take_task(self, tasks: Any) -> None:
-        if "task" in self.data:
-            raise ConfigError("[tasks]: [task] is given too, which is short for one of them; give one of the two")
-        self.task, task = _one("tasks", tasks)
-        self._places["task"] = f"tasks.{self.task}"
-        self.data["task"] = task
-
-    def _take_policy(self, policies: Any) -> None:
-        self.policy, policy = _one("policies", policies)
-        if "model" not in self.data:
-            self._places["model"] = f"policies.{self.policy}.model"
-        for section, values in policy.items():
-            _check_policy_key(self.policy, section)
-            place = f"policies.{self.policy}.{section}"
-            if section in self.data:
-                raise ConfigError(f"[{place}]: [{section}] is given too; give one of the two")
-            self._places[section] = place
-            self.data[section] = values
 
 
 def _copied(value: Any) -> Any:
