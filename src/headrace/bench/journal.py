@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from headrace.bench.options import JournalBench
 from headrace.bench.report import Say
 from headrace.bench.timing import Timed
 from headrace.bench.workload import tiny_config, write_model
-from headrace.buffer.journal import Call, Event, Journal, open_readonly
+from headrace.buffer.journal import Event, Journal, open_readonly
 from headrace.config import Config, make_config
 from headrace.observe.progress import NoProgress
 from headrace.observe.records import DeliveryRecord, StepRecord
@@ -83,7 +84,7 @@ def plan_blocks(pairs: int, versions: int) -> list[Block]:
 class BlockJournal(Journal):
     """A journal that is off in some blocks, and records when each step ended.
 
-    While the journal is off, events are kept in memory. A `Call`, whose result somebody waits for, is never kept.
+    While the journal is off, events are kept in memory. An event whose result somebody waits for is never kept.
     """
 
     def __init__(self, path: Path, blocks: Sequence[Block], *, keep_rollouts: bool = True) -> None:
@@ -92,10 +93,10 @@ class BlockJournal(Journal):
         self._ended: dict[int, tuple[float, int]] = {}
         super().__init__(path, keep_rollouts=keep_rollouts)
 
-    def put(self, event: Event) -> None:
+    def put(self, event: Event, done: Future[Any] | None = None) -> None:
         """Queue an event, or keep it in memory."""
-        if self._held is None or isinstance(event, Call):
-            super().put(event)
+        if self._held is None or done is not None:
+            super().put(event, done)
         else:
             self._held.append(event)
 

@@ -52,10 +52,7 @@ def lock_run(path: Path) -> BinaryIO:
 
 
 def check_resumable(path: Path) -> None:
-    """Raise `UserError` if a live run uses this journal, or if the journal is damaged.
-
-    This is checked before anything of the run is changed.
-    """
+    """Raise `UserError` if a live run uses this journal or it is damaged, before anything of the run is changed."""
     lock_run(path).close()
     db = connect(f"{path.absolute().as_uri()}?mode=ro", path)
     try:

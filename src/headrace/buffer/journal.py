@@ -15,8 +15,9 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -28,7 +29,7 @@ from headrace.errors import HeadraceError
 from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
 from headrace.types import POLICY, Group, Rollout, Version
 
-__all__ = ["Call", "Event", "Journal", "Recovered", "open_readonly"]
+__all__ = ["Event", "Journal", "Recovered", "open_readonly"]
 
 QUEUE_EVENTS = 10_000
 DEADLINE_SECONDS = 30.0
@@ -37,19 +38,6 @@ RECOVER_SECONDS = 300.0
 T = TypeVar("T")
 Event = Callable[[Store], object]
 """A function that the writer thread calls inside the next transaction."""
-
-
-class Call(Generic[T]):
-    """A function to run on the writer thread. The caller waits until the function's transaction is committed."""
-
-    def __init__(self, body: Callable[[Store], T]) -> None:
-        self.body = body
-        self.done = threading.Event()
-        self.result: T
-
-    def __call__(self, store: Store) -> None:
-        """Run the function, on the writer thread."""
-        self.result = self.body(store)
 
 
 class Journal:
@@ -61,7 +49,7 @@ class Journal:
         self._clock = clock
         self._store = Store(path, keep_rollouts=keep_rollouts)
         self._name = f"the journal {path}"
-        self._queue: queue.Queue[Event] = queue.Queue(QUEUE_EVENTS)
+        self._queue: queue.Queue[tuple[Event, Future[Any] | None]] = queue.Queue(QUEUE_EVENTS)
         self._failure: str | None = None
         self._reported = False
         self._closed = False
@@ -223,8 +211,11 @@ class Journal:
 
     # ---- the queue
 
-    def put(self, event: Event) -> None:
-        """Queue an event. Raises if the writer has failed, is closed, or stays too far behind for too long."""
+    def put(self, event: Event, done: Future[Any] | None = None) -> None:
+        """Queue an event. `done` gets the result of the event when its transaction is committed.
+
+        Raises if the writer has failed, is closed, or stays too far behind for too long.
+        """
         deadline = time.monotonic() + DEADLINE_SECONDS
         with self._gate:
             if self._closed:
@@ -232,7 +223,7 @@ class Journal:
             while True:
                 self._raise_failure()
                 try:
-                    return self._queue.put(event, timeout=0.05)
+                    return self._queue.put((event, done), timeout=0.05)
                 except queue.Full:
                     if time.monotonic() > deadline:
                         raise HeadraceError(f"{self._name} is {QUEUE_EVENTS} events behind and takes no more") from None
@@ -242,14 +233,16 @@ class Journal:
 
     def _call(self, body: Callable[[Store], T], timeout: float = DEADLINE_SECONDS) -> T:
         """Run `body` on the writer thread. Return its result when it, and everything queued before it, is committed."""
-        call = Call(body)
+        done: Future[T] = Future()
         deadline = time.monotonic() + timeout
-        self.put(call)
-        while not call.done.wait(0.05):
-            self._raise_failure()
-            if time.monotonic() > deadline:
-                raise HeadraceError(f"{self._name} was not written within {timeout:g} s")
-        return call.result
+        self.put(body, done)
+        while True:
+            try:
+                return done.result(0.05)
+            except TimeoutError:
+                self._raise_failure()
+                if time.monotonic() > deadline:
+                    raise HeadraceError(f"{self._name} was not written within {timeout:g} s") from None
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -274,26 +267,25 @@ class Journal:
                 failure = failure or f"{self._name} cannot be closed: {error}"
             self._failure = failure
 
-    def _collect(self) -> list[Event]:
-        """Collect the events of the next commit: those of `COMMIT_SECONDS`, or up to the first `Call`."""
-        events: list[Event] = []
+    def _collect(self) -> list[tuple[Event, Future[Any] | None]]:
+        """Collect the events of `COMMIT_SECONDS`, or up to the first one whose result somebody waits for."""
+        events: list[tuple[Event, Future[Any] | None]] = []
         deadline = time.monotonic() + COMMIT_SECONDS
         while (left := deadline - time.monotonic()) > 0 and len(events) < QUEUE_EVENTS:
             try:
                 events.append(self._queue.get(timeout=left))
             except queue.Empty:
                 break
-            if isinstance(events[-1], Call):
+            if events[-1][1] is not None:
                 break
         return events
 
-    def _commit(self, events: list[Event]) -> None:
+    def _commit(self, events: list[tuple[Event, Future[Any] | None]]) -> None:
         with self._store.transaction():
-            for event in events:
-                event(self._store)
-        for event in events:
-            if isinstance(event, Call):
-                event.done.set()
+            results = [event(self._store) for event, _ in events]
+        for result, (_, done) in zip(results, events, strict=True):
+            if done is not None:
+                done.set_result(result)
 
 
 def _json(value: Any) -> str:

@@ -125,10 +125,7 @@ class JournalReader:
         return {int(lag): tokens for lag, tokens in self._db.execute(sql)}
 
     def training_window(self) -> tuple[float, float] | None:
-        """Return when training began and ended; None if it never began.
-
-        For a run that was cut off, the end is the last moment in the journal.
-        """
+        """Return when training began, and when it ended or was cut off; None if it never began."""
         meta = self.meta()
         begin, end = meta.get("train_started"), meta.get("train_ended")
         if begin is None:
@@ -261,10 +258,7 @@ class JournalReader:
         return read(self.path.parent / "segments", record.segment, record.offset, record.length)
 
     def kept_ids(self, versions: Iterable[int] | None = None) -> list[str]:
-        """Return the ids of the rollouts with kept tokens.
-
-        With `versions`, return only the rollouts in which one of these versions may have sampled tokens.
-        """
+        """Return the ids of the rollouts with kept tokens, or of those that these versions may have sampled in part."""
         sampled = "EXISTS (SELECT 1 FROM json_each(?) WHERE value BETWEEN oldest_version AND newest_version)"
         given = () if versions is None else (msgspec.json.encode(sorted(versions)).decode(),)
         sql = f"SELECT id FROM rollouts WHERE segment IS NOT NULL AND {sampled if given else 'TRUE'} {IN_ORDER}"

@@ -110,10 +110,7 @@ def _outcomes(store: Store, policy: str) -> list[tuple[int, str, int, int]]:
 
 
 def _resume_step(store: Store, policy: str, step: int, publish_every: int) -> int:
-    """Return the last step up to which all steps after `step` can be trained again.
-
-    Only whole versions count, and all tokens of their steps must be in the journal.
-    """
+    """Return the last step that ends a version and up to which all tokens after `step` are in the journal."""
     resume_step = step
     sql = """
         SELECT steps.step, steps.rollouts = COUNT(rollouts.id) AND COUNT(rollouts.id) = COUNT(rollouts.segment)
@@ -215,11 +212,7 @@ def _forget_lost_segments(store: Store) -> None:
 
 
 def _unseen_tokens(store: Store) -> int:
-    """Estimate the tokens that were sampled but not written before the run died.
-
-    The estimate is the last token rate of all engines, of any policy, times the time that it takes to send and commit
-    tokens.
-    """
+    """Estimate the tokens sampled but not written: the engines' last rate times the time to send and commit."""
     sql = """
         SELECT COALESCE(SUM(generated_tokens) / (MAX(ended) - MIN(started)), 0) FROM activity
         WHERE generated_tokens > 0 AND ended > (SELECT MAX(ended) FROM activity) - 5

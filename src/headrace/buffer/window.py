@@ -113,10 +113,7 @@ class Window:
         return self._own(version) - self._own(self.first_version)
 
     def republish(self, batches: int) -> int:
-        """Return the next free id for the version that the first `batches` batches made.
-
-        The weights of that version are published again. Nothing newer may have been published.
-        """
+        """Return the next free id, under which the newest version, made by `batches` batches, is published again."""
         self._shift += 1
         self.republished.append(self.version_of(batches))
         return self.republished[-1]

@@ -56,10 +56,7 @@ def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False, key: s
 
 
 def check_teacher(path: Path, model: dict[str, Any]) -> None:
-    """Check that the teacher's directory is complete and its vocabulary as large as the model's.
-
-    The teacher must be able to score the model's own tokens. Raises `ModelError`.
-    """
+    """Raise `ModelError` unless the teacher's directory is complete and its vocabulary as large as the model's."""
     key = "[algorithm] teacher"
     theirs, ours = (
         config.get("text_config", config).get("vocab_size")
