@@ -141,7 +141,6 @@ def _reopen(store: Store, policy: str, resume_step: int, now: float) -> None:
 
 
 def _close(store: Store, policy: str, now: float) -> None:
-    """Drop everything that is in flight."""
     for table, of_policy in (("groups", "policy = ?"), ("rollouts", OF_POLICY)):
         sql = f"UPDATE {table} SET state = 'dropped', reason = 'interrupted', ended = COALESCE(ended, ?)"
         store.write(f"{sql} WHERE state = 'in_flight' AND {of_policy}", now, policy)

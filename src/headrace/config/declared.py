@@ -178,7 +178,6 @@ def _defined(node: ast.stmt) -> Iterable[str]:
 
 
 def _literals(body: Iterable[ast.stmt]) -> dict[str, Any]:
-    """Return the plain assignments of literals among these statements."""
     found: dict[str, Any] = {}
     for node in body:
         match node:

@@ -148,7 +148,6 @@ def trained_parameters(lora: LoraConfig | None, facts: ModelFacts) -> int:
 
 
 def _part(size: int, training: TrainingConfig) -> int:
-    """Return one rank's part of a size."""
     return -(-size // training.ranks)
 
 
