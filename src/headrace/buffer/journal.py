@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from headrace.buffer.ledger import EndState, count_ledgers
+from headrace.buffer.ledger import EndState
 from headrace.buffer.reader import open_readonly
 from headrace.buffer.recovery import Recovered, recover
 from headrace.buffer.store import COMMIT_SECONDS, Store
@@ -171,10 +171,6 @@ class Journal:
     def flush(self) -> None:
         """Wait until everything that was recorded before is committed."""
         self._call(lambda _: None)
-
-    def counts(self) -> dict[str, dict[str, Any]]:
-        """Return both ledgers from the journal, of all policies, in the form of `Ledgers.as_dict`."""
-        return self._call(lambda store: count_ledgers(store.db))
 
     def recover(self, step: int, *, publish_every: int = 1, policy: str = POLICY, outcomes: bool = True) -> Recovered:
         """Recover the journal of a dead run, for one policy.

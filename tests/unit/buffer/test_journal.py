@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from committed_ledgers import committed
 
 from headrace.buffer import database
 from headrace.buffer.journal import Journal, open_readonly
@@ -141,11 +142,11 @@ def test_the_journal_counts_what_the_ledgers_count(tmp_path: Path) -> None:
             ledgers.group_ended(ending, state, reason)
             journal.group_ended(ending, state, reason, step)
             if group_id % 100 == 0:
-                assert journal.counts() == ledgers.as_dict()
+                assert committed(journal) == ledgers.as_dict()
         ledgers.check()
         journal.flush()
         with open_readonly(tmp_path / "journal.db") as reader:
-            assert reader.counts() == ledgers.as_dict() == journal.counts()
+            assert reader.counts() == ledgers.as_dict() == committed(journal)
     assert not (tmp_path / "segments").exists()
 
 
@@ -184,7 +185,7 @@ def test_recover_closes_the_books(tmp_path: Path) -> None:
         assert found.rollouts.failed == 5 and found.rollouts.trained == 2 and found.rollouts.dropped == 3
         found.groups.check("groups")
         found.rollouts.check("rollouts")
-        assert Ledgers(found.groups, found.rollouts).as_dict() == journal.counts()
+        assert Ledgers(found.groups, found.rollouts).as_dict() == committed(journal)
         assert journal.recover(step=2) == found, "nothing is left to close"
         back = journal.recover(step=1)
         assert (back.resume_step, back.last_version, prompts(path, "rolled back")) == (1, 8, ["prompt-4"])
@@ -388,7 +389,7 @@ def test_twenty_thousand_rollouts(tmp_path: Path) -> None:
             for i in range(8):
                 journal.rollout_ended(rollout(group_id, i))
             journal.group_ended(group_id, "trained", step=group_id // 16 + 1)
-        counts = journal.counts()
+        counts = committed(journal)
     assert counts["groups"]["trained"] == 2500 and counts["rollouts"]["trained"] == 20_000
     with open_readonly(tmp_path / "journal.db") as reader:
         assert {item.id for item in reader.rollouts("group_id = 2499")} == {f"2499/{i}" for i in range(8)}

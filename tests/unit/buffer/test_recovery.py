@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from committed_ledgers import committed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,7 +91,7 @@ def test_a_run_goes_on_with_everything_that_it_had(tmp_path: Path) -> None:
         ledgers = Ledgers(found.groups, found.rollouts)
         for left in found.unfinished:
             ledgers.admitted(left.group.id, left.members)
-        assert ledgers.as_dict() == journal.counts()
+        assert ledgers.as_dict() == committed(journal)
         ledgers.check()
         twice = journal.recover(step=2)
         assert [encode(left) for left in twice.unfinished] == [encode(left) for left in found.unfinished]
@@ -125,7 +126,7 @@ def test_without_tokens_the_books_are_closed(tmp_path: Path) -> None:
         assert [row["prompt"] for row in dropped] == ["p2", "p3", "p4", "p5", "p6", "p7"]
         assert found.groups.reasons["dropped"] == {"rolled back": 3, "interrupted": 3}
         assert found.groups.trained == 2
-        assert journal.counts() == Ledgers(found.groups, found.rollouts).as_dict()
+        assert committed(journal) == Ledgers(found.groups, found.rollouts).as_dict()
 
 
 def test_lost_bytes_end_the_reach_there(tmp_path: Path) -> None:
@@ -241,7 +242,7 @@ def test_a_complete_group_is_judged_again_with_what_filters_had_left_out(tmp_pat
         journal.rollout_dropped("1/0", "overlong")
         journal.group_ended(1, "trained", step=1)
         journal.flush()
-        counts = journal.counts()["rollouts"]
+        counts = committed(journal)["rollouts"]
         assert (counts["trained"], counts["dropped"], counts["in_flight"]) == (1, 3, 0)
 
 

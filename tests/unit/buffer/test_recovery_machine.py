@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from committed_ledgers import committed
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -281,7 +282,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         assert self.window.ready == len(self.state.at("ready"))
         assert self.window.occupied <= self.window.capacity + self.window.spares
         if not self.pending:
-            counts = self.journal.counts()["groups"]
+            counts = committed(self.journal)["groups"]
             trained = sum(place.isdecimal() for place in self.state.place.values())
             assert (counts["admitted"], counts["trained"]) == (self.state.next_id, trained)
             assert counts["in_flight"] == len(self.state.at("in flight", "ready"))
