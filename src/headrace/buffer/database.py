@@ -69,12 +69,8 @@ def check_resumable(path: Path) -> None:
         raise UserError(f"{path} is damaged ({problem}): nothing can go on from it{weights}")
 
 
-def open_database(path: Path) -> sqlite3.Connection:
-    """Open or create the file for writing."""
-    return connect(str(path), path, _prepare)
-
-
-def _prepare(db: sqlite3.Connection) -> None:
+def prepare_for_writing(db: sqlite3.Connection) -> None:
+    """Create the tables of a new file, or migrate a file of the old schema."""
     db.execute("PRAGMA journal_mode = WAL")
     # In WAL mode, NORMAL survives every crash of the process. A power failure may lose the last commits only.
     db.execute("PRAGMA synchronous = NORMAL")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headrace.buffer.database import lock_run, open_database
+from headrace.buffer.database import connect, lock_run, prepare_for_writing
 from headrace.buffer.segments import RecordLocation, Segments
 from headrace.errors import HeadraceError, UserError
 from headrace.types import Group, Rollout
@@ -29,7 +29,7 @@ class Store:
         try:
             self.segments = Segments(path.parent / "segments") if keep_rollouts else None
             """The files with tokens; None if tokens are not kept."""
-            self.db = open_database(path)
+            self.db = connect(str(path), path, prepare_for_writing)
         except OSError as error:
             self._lock.close()
             raise UserError(f"{path.parent} cannot be written: {error}") from error

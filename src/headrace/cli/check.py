@@ -72,18 +72,6 @@ def _lines(found: dict[str, Any]) -> list[str]:
 
 def doctor(as_json: AsJson = False) -> None:
     """Report what this machine has and which paths a run will use."""
-    found = examine()
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-        return
-    for section, facts in found.items():
-        typer.echo(section)
-        for name, value in facts.items():
-            typer.echo(f"  {name:<16} {value}")
-
-
-def examine() -> dict[str, dict[str, Any]]:
-    """Return facts about the machine, the installed packages, and the choices that follow."""
     import torch
 
     from headrace.config.schema import DeliveryConfig
@@ -94,7 +82,7 @@ def examine() -> dict[str, dict[str, Any]]:
     device = "cuda" if cuda else "cpu"
     choice = choose(DeliveryConfig(), shm, trainer=device, engines=device)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
+    found: dict[str, dict[str, Any]] = {
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "python": sys.version.split()[0],
@@ -114,6 +102,13 @@ def examine() -> dict[str, dict[str, Any]]:
             "threads": f"{torch.get_num_threads()} by default; [engine] threads and [training] threads decide",
         },
     }
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for section, facts in found.items():
+        typer.echo(section)
+        for name, value in facts.items():
+            typer.echo(f"  {name:<16} {value}")
 
 
 def _version(package: str) -> str:
