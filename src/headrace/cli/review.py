@@ -87,9 +87,9 @@ def audit(
 
     logging.disable_progress_bar()
     found = check(Path(run_dir), PlainModel, samples=samples, seed=seed, tolerance=tolerance)
-    # An error that is not finite becomes null in msgspec's JSON, because JSON has no infinity.
-    as_text = msgspec.json.format(msgspec.json.encode(found.as_dict()), indent=2).decode() if as_json else None
-    typer.echo(as_text or describe_audit(found))
+    # msgspec writes an error that is not finite as null, because JSON has no infinity.
+    encoded = msgspec.json.format(msgspec.json.encode(found.as_dict()), indent=2).decode()
+    typer.echo(encoded if as_json else describe_audit(found))
     if found.problems:
         raise typer.Exit(1)
     if not found.compared:
