@@ -21,9 +21,8 @@ import msgspec
 from msgspec import inspect as kinds
 
 from headrace.config import schema
-from headrace.config.explain import NAMES
-from headrace.config.names import Names
-from headrace.config.tables import POLICY_SECTIONS
+from headrace.config.load import NAMES, POLICY_SECTIONS
+from headrace.config.schema import Names
 
 PAGE = Path(__file__).parent / "configuration.md"
 

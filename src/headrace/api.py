@@ -109,8 +109,8 @@ def _config(
     reward: Callable[..., Any] | str,
     settings: Mapping[str, Any],
 ) -> tuple[Config, str | None]:
-    raw: dict[str, Any] = {"model": {"path": str(model)}, "task": {"kind": "dataset", "path": "", "reward": ""}}
-    raw["task"]["reward"] = reward if isinstance(reward, str) else "given in Python"
+    task = {"kind": "dataset", "path": "", "reward": reward if isinstance(reward, str) else "given in Python"}
+    raw: dict[str, Any] = {"model": {"path": str(model)}, "task": task}
     for key, value in settings.items():
         section, dot, name = key.partition(".")
         if not dot:

@@ -44,21 +44,14 @@ class RunDir:
             )
         try:
             run_dir.path.mkdir(parents=True)
-            run_dir.write_config(config)
+            _write_whole(run_dir.config, config)
         except OSError as error:
             raise UserError(f"[run] directory: {run_dir.path} cannot be made: {error.strerror}") from error
         return run_dir
 
-    def write_config(self, config: Config) -> None:
-        """Write the resolved configuration. The file is replaced as a whole: a crash leaves the old one intact."""
-        _write_whole(self.config, config)
-
     @contextmanager
     def with_trial_config(self, config: Config) -> Iterator[None]:
-        """Let workers that start inside this context read `config`.
-
-        The run keeps `config` only if `keep_config` is called.
-        """
+        """Let workers that start inside this context read `config`. Only `keep_config` makes the run keep it."""
         try:
             _write_whole(self.next_config, config)
             yield
@@ -99,6 +92,7 @@ class RunDir:
 
 
 def _write_whole(path: Path, config: Config) -> None:
+    # A crash leaves the old file intact.
     part = path.with_suffix(".part")
     part.write_text(dump_config(config))
     part.replace(path)

@@ -106,10 +106,7 @@ class Kept(msgspec.Struct, kw_only=True):
 
     @staticmethod
     def joined(parts: Sequence[tuple[int, Kept | None]]) -> Kept | None:
-        """Join the kept sets of consecutive parts of a trace, each given as (number of tokens, kept sets).
-
-        Return None if no part has kept sets.
-        """
+        """Join the kept sets of consecutive parts, each (number of tokens, kept sets). None if no part has any."""
         if all(kept is None for _, kept in parts):
             return None
         counts = [np.zeros(n, np.int32) if kept is None else kept.counts for n, kept in parts]
@@ -178,15 +175,13 @@ class Trace(msgspec.Struct, kw_only=True):
 
     def extended(self, token_ids: Int32Array, logprobs: Float32Array, versions: Int32Array, *, trained: bool) -> Trace:
         """Return a new trace with these tokens appended."""
-        n = len(token_ids)
-        return Trace(
-            token_ids=np.concatenate([self.token_ids, np.asarray(token_ids, np.int32)]),
-            trained=np.concatenate([self.trained, np.full(n, trained, np.bool_)]),
-            logprobs=np.concatenate([self.logprobs, np.asarray(logprobs, np.float32)]),
-            versions=np.concatenate([self.versions, np.asarray(versions, np.int32)]),
-            kept=Kept.joined([(len(self), self.kept), (n, None)]),
-            routing=join_routing([(len(self), self.routing), (n, None)]),
+        more = Trace(
+            token_ids=np.asarray(token_ids, np.int32),
+            trained=np.full(len(token_ids), trained, np.bool_),
+            logprobs=np.asarray(logprobs, np.float32),
+            versions=np.asarray(versions, np.int32),
         )
+        return Trace.joined([self, more])
 
     @property
     def trained_tokens(self) -> int:
@@ -200,10 +195,7 @@ class Trace(msgspec.Struct, kw_only=True):
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """The score that one scorer gave to a rollout or to some of its tokens.
-
-    A score about tokens names their positions.
-    """
+    """The score that one scorer gave to a rollout, or to some of its tokens, which are named by their positions."""
 
     value: float
     scorer: str = ""

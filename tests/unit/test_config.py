@@ -7,12 +7,10 @@ import pytest
 
 from headrace.config import (
     AgentTaskConfig,
-    AlgorithmConfig,
     Config,
     DatasetTaskConfig,
     EnvironmentTaskConfig,
     GymTaskConfig,
-    PolicyConfig,
     ScorerConfig,
     dump_config,
     load_config,
@@ -20,6 +18,8 @@ from headrace.config import (
     with_settings,
 )
 from headrace.config.declared import correction_facts, losses_that_read
+from headrace.config.load import POLICY_SECTIONS
+from headrace.config.schema import AlgorithmConfig
 from headrace.errors import ConfigError
 
 MINIMAL = {"model": {"path": "m"}, "task": {"kind": "gym", "name": "spell_backward"}}
@@ -87,9 +87,10 @@ def test_keys_are_pinned() -> None:
     pinned = {
         AgentTaskConfig: AGENT_KEYS, DatasetTaskConfig: DATASET_KEYS,
         EnvironmentTaskConfig: ENVIRONMENT_KEYS, GymTaskConfig: GYM_KEYS,
-        PolicyConfig: POLICY_KEYS, ScorerConfig: SCORER_KEYS,
+        ScorerConfig: SCORER_KEYS,
     }  # fmt: skip
     assert {kind: set(kind.__struct_fields__) for kind in pinned} == pinned
+    assert set(POLICY_SECTIONS) == POLICY_KEYS
     sections = set(Config.__struct_fields__) - NOT_SECTIONS
     assert {name: set(getattr(config, name).__struct_fields__) for name in sections} == KEYS
 

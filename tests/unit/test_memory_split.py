@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.config import Config, make_config
-from headrace.config.estimate import estimate
 from headrace.config.memory import (
     CHUNK_LOGITS,
     MARGIN_BYTES,
     TrainerMemory,
     engine_share,
+    estimate,
     excess_bytes,
     teacher_facts,
     trainer_memory,

@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +27,10 @@ from headrace.bench.options import JournalBench
 from headrace.bench.report import Say
 from headrace.bench.timing import Timed
 from headrace.bench.workload import tiny_config, write_model
-from headrace.buffer.journal import Journal, open_readonly
-from headrace.buffer.store import Store
-from headrace.buffer.writer import Call, Event, Writer
+from headrace.buffer.journal import Event, Journal, open_readonly
 from headrace.config import Config, make_config
 from headrace.observe.progress import NoProgress
+from headrace.observe.records import DeliveryRecord, StepRecord
 from headrace.pipeline.batches import recorded_batches
 from headrace.pipeline.inputs import check_inputs
 from headrace.pipeline.launch import RunSession
@@ -81,19 +81,24 @@ def plan_blocks(pairs: int, versions: int) -> list[Block]:
     return blocks
 
 
-class HoldingWriter(Writer):
-    """A writer that keeps events in memory between `hold` and `let_go`.
+class BlockJournal(Journal):
+    """A journal that is off in some blocks, and records when each step ended.
 
-    A `Call`, whose result somebody waits for, is never kept.
+    While the journal is off, events are kept in memory. An event whose result somebody waits for is never kept.
     """
 
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
+    def __init__(self, path: Path, blocks: Sequence[Block], *, keep_rollouts: bool = True) -> None:
         self._held: list[Event] | None = None
+        self._blocks = blocks
+        self._ended: dict[int, tuple[float, int]] = {}
+        super().__init__(path, keep_rollouts=keep_rollouts)
 
-    def hold(self) -> None:
-        """Keep all later events in memory."""
-        self._held = [] if self._held is None else self._held
+    def put(self, event: Event, done: Future[Any] | None = None) -> None:
+        """Queue an event, or keep it in memory."""
+        if self._held is None or done is not None:
+            super().put(event, done)
+        else:
+            self._held.append(event)
 
     def let_go(self) -> None:
         """Write the kept events in order, and keep no new ones. Call this in the thread that calls `put`."""
@@ -101,38 +106,20 @@ class HoldingWriter(Writer):
         for event in held:
             super().put(event)
 
-    def put(self, event: Event) -> None:
-        """Queue an event, or keep it in memory."""
-        if self._held is None or isinstance(event, Call):
-            super().put(event)
-        else:
-            self._held.append(event)
-
-    def close(self, timeout: float) -> None:
-        """Write all events, and close the writer."""
+    def close(self) -> None:
+        """Write all events, and close the journal."""
         self.let_go()
-        super().close(timeout)
+        super().close()
 
-
-class BlockJournal(Journal):
-    """A journal that is off in some blocks, and records when each step ended."""
-
-    def __init__(self, path: Path, blocks: Sequence[Block], *, keep_rollouts: bool = True) -> None:
-        self.path = path
-        self._clock = time.time
-        self._writer: HoldingWriter = HoldingWriter(Store(path, keep_rollouts=keep_rollouts, lock_seconds=10.0))
-        self._blocks = blocks
-        self._ended: dict[int, tuple[float, int]] = {}
-
-    def step(self, *, step: int, trained_tokens: int, **facts: Any) -> None:
+    def step(self, step: StepRecord, *facts: Any, **named: Any) -> None:
         """Record an optimizer step. If a block begins or ends with this step, switch the journal."""
-        super().step(step=step, trained_tokens=trained_tokens, **facts)
-        self._ended[step] = (time.monotonic(), trained_tokens)
+        super().step(step, *facts, **named)
+        self._ended[step.step] = (time.monotonic(), step.trained_tokens)
         for block in self._blocks:
-            if step == block.first and not block.on:
-                self._writer.hold()
-            if step == block.last:
-                self._writer.let_go()
+            if step.step == block.first and not block.on and self._held is None:
+                self._held = []
+            if step.step == block.last:
+                self.let_go()
 
     def rates(self) -> dict[str, list[float]]:
         """Return the consumed tokens per second of each block, in order, by `off` and `on`."""
@@ -316,17 +303,19 @@ def _train(journal: Journal, step: int, groups: range) -> None:
         journal.group_ended(group_id, "trained", step=step)
     trained = len(groups) * GROUP_SIZE
     journal.step(
-        step=step,
-        version=step - 1,
-        objective="policy",
-        groups=len(groups),
-        rollouts=trained,
-        tokens=trained * (PROMPT_TOKENS + ANSWER_TOKENS),
-        trained_tokens=trained * ANSWER_TOKENS,
-        lag_histogram={1: trained * ANSWER_TOKENS},
+        StepRecord(
+            step=step,
+            version=step - 1,
+            objective="policy",
+            groups=len(groups),
+            rollouts=trained,
+            tokens=trained * (PROMPT_TOKENS + ANSWER_TOKENS),
+            trained_tokens=trained * ANSWER_TOKENS,
+        ),
+        {1: trained * ANSWER_TOKENS},
     )
     journal.version(Version(id=step, parent=step - 1, step=step, digest=step))
-    journal.delivery(version=step, engine="engine-0", accepted=True)
+    journal.delivery(DeliveryRecord(version=step, engine="engine-0", accepted=True, time=step / 2))
     for process in ("engine-0", "trainer-0"):
         journal.activity(process=process, started=step / 2, ended=step / 2 + 0.5, busy_seconds=0.4)
 

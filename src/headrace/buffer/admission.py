@@ -1,16 +1,10 @@
 """The arithmetic of how far generation may run ahead of training. It is pure and has no state.
 
-`docs/staleness.md` has the drawings. A batch has `groups` groups and `publish_every` batches make one version, so N =
-groups x publish_every groups make one version. There are W = (depth + 1) x N slots. A group takes a slot before its
-generation starts. It frees the slot when the engines have proved the weights that it trained, or when it is dropped or
-fails. A group that is neither dropped nor failed is *live*. Counted from the first version, version R is proved only
-after N x R live groups were consumed and released. This gives the one inequality that everything here rests on:
-
-    (slots)   right after an admission, live groups ever admitted <= W + N x R,   R = the version proved at that moment.
-
-With oversampling, more groups are started than there are slots, because some groups will be filtered. Then (slots)
-holds for the groups that have a *seat*: at most W - 1 + N x R live groups are older than such a group. Only groups with
-a seat are trained.
+`docs/staleness.md` states the rules exactly ("The rules behind the bound") and proves what is claimed here. A batch has
+`groups` groups and `publish_every` batches make one version, so N = groups x publish_every groups make one version.
+There are W = (depth + 1) x N slots. A group takes a slot before its generation starts. It frees the slot when the
+engines have proved the weights that it trained, or when it is dropped or fails. A group is *live* unless it was dropped
+or failed.
 """
 
 from __future__ import annotations
@@ -25,18 +19,11 @@ Depth = int | Literal["unbounded"]
 """With `unbounded`, `max_lag` alone decides how far generation may run ahead."""
 
 
-def version_size(groups: int, publish_every: int) -> int:
-    """Return N, the number of groups that make one version."""
-    return groups * publish_every
-
-
 def effective_depth(depth: Depth, max_lag: int | None) -> int:
     """Return the depth that is of use, which is never more than `max_lag`.
 
-    Work that is `depth` versions ahead is `depth` versions old when it is trained. In strict age order the group with
-    rank r (0-based, among live groups) is trained at version r // N. By (slots) r <= W - 1 + N x R, so its lag is at
-    most depth, and a full buffer attains this lag. Slots beyond `max_lag` would therefore hold only groups that come
-    too late.
+    Work that is `depth` versions ahead is `depth` versions old when it is trained in strict age order. So slots beyond
+    `max_lag` would hold only groups that come too late.
     """
     if depth == "unbounded":
         if max_lag is None:
@@ -47,32 +34,21 @@ def effective_depth(depth: Depth, max_lag: int | None) -> int:
 
 def capacity(depth: Depth, groups: int, publish_every: int, max_lag: int | None = None) -> int:
     """Return W, the number of slots. W is also the width of the window that starts at the oldest unconsumed group."""
-    return (effective_depth(depth, max_lag) + 1) * version_size(groups, publish_every)
-
-
-def version_of_batch(batch: int, first_version: int, publish_every: int) -> int:
-    """Return the version that this batch (counted from 0) trains. The groups of the batch make the next version."""
-    return first_version + batch // publish_every
+    return (effective_depth(depth, max_lag) + 1) * groups * publish_every
 
 
 def lag_bound(depth: Depth, groups: int, publish_every: int, max_lag: int | None = None) -> int:
     """Return the largest lag that any token can have when it is consumed. The bound is tight: this lag can occur.
 
-    Depth 0: the N slots of a version are free again only after all N groups in them were trained. No group is left
-    behind, so the bound is 0.
-
-    Otherwise let o be the oldest unconsumed group before a batch, admitted when R was proved. By (slots) at most W - 1
-    + N x R groups are older than o, and by the window at most W - 1 younger groups overtook o (`Window.free` has the
-    proof). So at most 2W - 2 + N x R groups were consumed before, and the batch trains at most version R + (2W - 2) //
-    N. No group of the batch was admitted before o, so none of its tokens is older than R.
-
-    An unbounded depth has no window: only `max_lag` limits how far groups overtake each other.
+    At depth 0 the N slots of a version are free again only after all N groups in them were trained. Otherwise at most
+    2W - 2 groups are trained between a group's admission and its own batch. An unbounded depth has no window: only
+    `max_lag` limits how far groups overtake each other.
     """
     usable = effective_depth(depth, max_lag)
     if usable == 0 or depth == "unbounded":
         return usable
     window = capacity(depth, groups, publish_every, max_lag)
-    overtaken = (2 * window - 2) // version_size(groups, publish_every)
+    overtaken = (2 * window - 2) // (groups * publish_every)
     return overtaken if max_lag is None else min(overtaken, max_lag)
 
 
@@ -92,8 +68,7 @@ def admissible(
 
     `span` counts the live groups from the oldest unconsumed one on, including that group and those that overtook it. A
     full window still admits groups until one batch is unconsumed. Otherwise overtaking groups could leave too few
-    groups for a batch, and nothing would ever move again. This exception never lets a group overtake: the batch that
-    these groups complete needs every unconsumed group, including the oldest.
+    groups for a batch, and nothing would ever move again.
 
     With `spares`, groups that are expected to be filtered take no slot. They are the share `filtered` of the groups in
     flight, and at most `spares`.
@@ -107,25 +82,6 @@ def admissible(
         if admitted >= room:
             return admitted
         admitted += 1
-
-
-def spare_slots(oversample: float, capacity: int) -> int:
-    """Return how many groups may be under way beyond the slots."""
-    return int((oversample - 1.0) * capacity)
-
-
-def seated(older: int, version: int, capacity: int, size: int) -> bool:
-    """Return whether a group has a seat that was admitted at `version` and has `older` live groups before it.
-
-    `version` is counted from the first version. Older groups only ever leave, so a group keeps its seat. Without spares
-    every group has a seat from its admission on; that is (slots).
-    """
-    return older < capacity + size * version
-
-
-def late(version: int, trained_version: int, max_lag: int | None) -> bool:
-    """Return whether a token of `version` may no longer be trained if the next batch trains `trained_version`."""
-    return max_lag is not None and trained_version - version > max_lag
 
 
 def oldest_on_time(trained_version: int, max_lag: int, republished: Sequence[int] = ()) -> int:
@@ -143,11 +99,6 @@ def on_time(consumed: int, left: Sequence[int | None], size: int, max_lag: int) 
     first one; None stands for a group without a seat. The best order that can follow is strict age order: the i-th
     group is then trained at version (consumed + i) // size. It is not enough that each group alone is still in time,
     because many groups may fall due together.
-
-    A true answer stays true after a batch in strict age order. It stays true after an admission: by (slots) the newest
-    group has consumed + i <= W - 1 + N x R, and the depth is at most `max_lag`. It stays true when a group gets its
-    seat: no younger group was consumed before it, so the same inequality holds. Hence waiting for the oldest groups is
-    always a way forward and never a deadlock, as long as every group ends.
     """
     return all(version is None or (consumed + i) // size - version <= max_lag for i, version in enumerate(left))
 

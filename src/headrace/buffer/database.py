@@ -10,6 +10,8 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
+from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
 from typing import BinaryIO
@@ -25,7 +27,8 @@ OLD_SCHEMA = 2
 WITH_POLICY = ("versions", "deliveries", "groups", "steps", "evaluations", "samples", "schedule")
 NEW_KEYS = ("versions", "steps", "partials")
 """The tables that have another primary key in the old schema. The migration creates them anew."""
-LOOK_SECONDS = 10.0
+LOCK_SECONDS = 10.0
+"""How long another SQL client may lock the file before that is an error."""
 
 
 def lock_run(path: Path) -> BinaryIO:
@@ -49,12 +52,9 @@ def lock_run(path: Path) -> BinaryIO:
 
 
 def check_resumable(path: Path) -> None:
-    """Raise `UserError` if a live run uses this journal, or if the journal is damaged.
-
-    This is checked before anything of the run is changed.
-    """
+    """Raise `UserError` if a live run uses this journal or it is damaged, before anything of the run is changed."""
     lock_run(path).close()
-    db = connect(f"{path.absolute().as_uri()}?mode=ro", path, LOOK_SECONDS)
+    db = connect(f"{path.absolute().as_uri()}?mode=ro", path)
     try:
         (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
     except sqlite3.OperationalError as error:
@@ -69,22 +69,15 @@ def check_resumable(path: Path) -> None:
         raise UserError(f"{path} is damaged ({problem}): nothing can go on from it{weights}")
 
 
-def open_database(path: Path, lock_seconds: float) -> sqlite3.Connection:
-    """Open or create the file for writing. `lock_seconds` is how long another SQL client may lock the file."""
-    fresh = not path.exists() or path.stat().st_size == 0
-    db = connect(str(path), path, lock_seconds, fresh=fresh)
-    try:
-        db.execute("PRAGMA journal_mode = WAL")
-        # In WAL mode, NORMAL survives every crash of the process. A power failure may lose the last commits only.
-        db.execute("PRAGMA synchronous = NORMAL")
-        if not _tables(db):
-            db.executescript(f"BEGIN; {_ddl()}; INSERT INTO meta (key, value) VALUES ('schema', '{SCHEMA}'); COMMIT;")
-        elif _schema(db) == OLD_SCHEMA:
-            _migrate(db)
-    except sqlite3.DatabaseError as error:
-        db.close()
-        raise UserError(f"{path} cannot be opened as a journal: {error}") from error
-    return db
+def prepare_for_writing(db: sqlite3.Connection) -> None:
+    """Create the tables of a new file, or migrate a file of the old schema."""
+    db.execute("PRAGMA journal_mode = WAL")
+    # In WAL mode, NORMAL survives every crash of the process. A power failure may lose the last commits only.
+    db.execute("PRAGMA synchronous = NORMAL")
+    if not _tables(db):
+        db.executescript(f"BEGIN; {_ddl()}; INSERT INTO meta (key, value) VALUES ('schema', '{SCHEMA}'); COMMIT;")
+    elif _schema(db) == OLD_SCHEMA:
+        _migrate(db)
 
 
 def as_current(db: sqlite3.Connection) -> None:
@@ -112,39 +105,30 @@ def _migrate(db: sqlite3.Connection) -> None:
     db.executescript(f"BEGIN IMMEDIATE; {renamed} {added} {_ddl()}; {moved} {stamped} COMMIT;")
 
 
-def connect(name: str, path: Path, lock_seconds: float, *, fresh: bool = False) -> sqlite3.Connection:
-    """Connect to a file path or `file:` URI. `path` is the name in errors.
-
-    The schema is checked unless the file is `fresh`.
-    """
-    try:
-        db = sqlite3.connect(
-            name, timeout=lock_seconds, isolation_level=None, check_same_thread=False, uri=name.startswith("file:")
-        )
-    except sqlite3.DatabaseError as error:
-        raise UserError(f"{path} cannot be opened as a journal: {error}") from error
-    try:
-        # A crash after the file was created, but before its tables were, leaves a database without tables.
-        if not fresh and (tables := _tables(db)):
-            _check_schema(db, path, tables)
-    except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
-        db.close()
-        raise UserError(f"{path} cannot be opened as a journal: {error}") from error
-    except UserError:
-        db.close()
-        raise
+def connect(name: str, path: Path, prepare: Callable[[sqlite3.Connection], None] | None = None) -> sqlite3.Connection:
+    """Connect to a file path or `file:` URI, and check the schema. An error is a `UserError` that names `path`."""
+    with ExitStack() as failed:
+        try:
+            db = sqlite3.connect(
+                name, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False, uri=name.startswith("file:")
+            )
+            failed.callback(db.close)
+            # A new file has no tables, and neither has one that a crash left before its tables were created.
+            if tables := _tables(db):
+                found = _schema(db) if "meta" in tables else None
+                if found is None:
+                    raise UserError(f"{path} is not a journal of Headrace (no schema version in it)")
+                if found not in (OLD_SCHEMA, SCHEMA):
+                    raise UserError(
+                        f"{path} has schema {found}, but this version of Headrace reads schema {SCHEMA} and, of "
+                        f"earlier runs, {OLD_SCHEMA}"
+                    )
+            if prepare is not None:
+                prepare(db)
+        except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
+            raise UserError(f"{path} cannot be opened as a journal: {error}") from error
+        failed.pop_all()
     return db
-
-
-def _check_schema(db: sqlite3.Connection, path: Path, tables: set[str]) -> None:
-    found = _schema(db) if "meta" in tables else None
-    if found is None:
-        raise UserError(f"{path} is not a journal of Headrace (no schema version in it)")
-    if found not in (OLD_SCHEMA, SCHEMA):
-        raise UserError(
-            f"{path} has schema {found}, but this version of Headrace reads schema {SCHEMA} and, of earlier runs, "
-            f"{OLD_SCHEMA}"
-        )
 
 
 def _schema(db: sqlite3.Connection) -> int | None:

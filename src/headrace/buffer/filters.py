@@ -1,7 +1,10 @@
-"""Filters decide which rollouts and groups are worth training. They are pure functions of a scored group.
+"""Filters decide which rollouts, groups and tokens are worth training. They are pure functions of a scored group.
 
 Single rollouts leave a group: stragglers that were cut off, and answers that were cut at their length limit. A group
 with too few rollouts left, or with nothing to compare, leaves as a whole, and another group is generated in its place.
+
+Salvage keeps tokens that have become too old as untrained context. It changes no token, log-probability or version,
+only the mark whether a token is trained.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from headrace.types import Group, Rollout
+from headrace.types import Group, Rollout, Trace
 
 Filter = Literal["zero_variance", "overlong"]
 COMPARED = 2
@@ -46,3 +49,29 @@ def _unwanted(rollout: Rollout, filters: Collection[Filter]) -> str:
     if rollout.ending == "aborted":
         return rollout.reason
     return "overlong" if rollout.ending == "truncated" and "overlong" in filters else ""
+
+
+def masked(group: Group, oldest: int) -> Group:
+    """Return the group with every token of a version below `oldest` marked as untrained."""
+
+    def mask(trace: Trace) -> Trace:
+        return msgspec.structs.replace(trace, trained=trace.trained & (trace.versions >= oldest))
+
+    rollouts = [
+        msgspec.structs.replace(rollout, traces=[mask(trace) for trace in rollout.traces]) for rollout in group.rollouts
+    ]
+    return msgspec.structs.replace(group, rollouts=rollouts)
+
+
+def prefix_of(rollout: Rollout) -> Trace | None:
+    """Return the tokens, untrained, that a new attempt can begin with; None if there are none.
+
+    Only a first turn that was cut off gives such tokens. A rollout that ended has nothing to continue, and after a turn
+    the state of its environment cannot be given to another environment.
+    """
+    if rollout.ending != "aborted" or rollout.metrics.get("turns", 1.0) > 0 or len(rollout.traces) != 1:
+        return None
+    [trace] = rollout.traces
+    if not (trace.versions >= 0).any():
+        return None
+    return msgspec.structs.replace(trace, trained=trace.trained & False)

@@ -1,115 +1,84 @@
 """The journal of a run: the state and the ledgers in `journal.db` (SQLite, WAL; `schema.sql`), tokens in `segments/`.
 
-    Journal: a method per event ──▶ writer: a queue and a thread ──▶ store: the tables and the segments
+    a method per event ──bounded queue──▶ writer thread ──every COMMIT_SECONDS──▶ one transaction of the store
 
-If the process is killed, at most the last fraction of a second is lost, and the ledgers still balance. `reader` reads
-what is committed.
+Events are written in the order of the calls, and only the writer thread touches the store. If the thread cannot write,
+the next call raises an error. An accepted event is either written or reported, never lost silently. If the process is
+killed, at most the last fraction of a second is lost, and the ledgers still balance. `reader` reads what is committed.
 """
 
 from __future__ import annotations
 
 import math
+import queue
+import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from headrace.buffer.balance import count_ledgers
 from headrace.buffer.ledger import EndState
 from headrace.buffer.reader import open_readonly
 from headrace.buffer.recovery import Recovered, recover
-from headrace.buffer.store import Store
-from headrace.buffer.writer import DEADLINE_SECONDS, Writer
+from headrace.buffer.store import COMMIT_SECONDS, Store
 from headrace.errors import HeadraceError
+from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
 from headrace.types import POLICY, Group, Rollout, Version
 
-__all__ = ["Journal", "Recovered", "open_readonly"]
+__all__ = ["Event", "Journal", "Recovered", "open_readonly"]
 
+QUEUE_EVENTS = 10_000
+DEADLINE_SECONDS = 30.0
 RECOVER_SECONDS = 300.0
 """The deadline of `recover`. A million rollouts take three seconds on a free core, but the core may be busy."""
+T = TypeVar("T")
+Event = Callable[[Store], object]
+"""A function that the writer thread calls inside the next transaction."""
 
 
 class Journal:
-    """The writing side of the journal. A run directory has one live journal.
+    """The writing side of the journal, one in a run directory. Its methods may be called from any thread."""
 
-    The recording methods only queue an event, and may be called from any thread.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        *,
-        keep_rollouts: bool = True,
-        clock: Callable[[], float] = time.time,
-        lock_seconds: float = 10.0,
-    ) -> None:
-        """Open or create the journal.
-
-        `lock_seconds` is how long another SQL client may lock the file before that is an error.
-        """
+    def __init__(self, path: Path, *, keep_rollouts: bool = True, clock: Callable[[], float] = time.time) -> None:
+        """Open or create the journal."""
         self.path = path
         self._clock = clock
-        self._writer = Writer(Store(path, keep_rollouts=keep_rollouts, lock_seconds=lock_seconds))
+        self._store = Store(path, keep_rollouts=keep_rollouts)
+        self._name = f"the journal {path}"
+        self._queue: queue.Queue[tuple[Event, Future[Any] | None]] = queue.Queue(QUEUE_EVENTS)
+        self._failure: str | None = None
+        self._reported = False
+        self._closed = False
+        self._gate = threading.Lock()
+        """The lock that orders `put` and `close`, so that every event accepted before `close` is written."""
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
 
     def meta(self, key: str, value: Any) -> None:
         """Record a fact about the run, as a JSON value. The last value given for a key counts."""
-        row = {"key": key, "value": _json(value)}
-        self._writer.put(lambda store: store.insert("meta", row, replace=True))
+        self._insert("meta", replace=True, key=key, value=_json(value))
 
-    def version(self, version: Version, time: float | None = None) -> None:
+    def version(self, version: Version) -> None:
         """Record that weights were published."""
-        self._insert(
-            "versions",
-            id=version.id,
-            parent=version.parent,
-            step=version.step,
-            digest=_hex(version.digest),
-            published=self._time(time),
-            policy=version.policy,
-        )
+        row = {**msgspec.structs.asdict(version), "digest": f"{version.digest:016x}"}
+        self._insert("versions", **row, published=self._clock())
 
-    def delivery(
-        self,
-        *,
-        version: int,
-        engine: str,
-        accepted: bool,
-        quarantined: bool = False,
-        reason: str = "",
-        staged_digest: int = 0,
-        live_digest: int = 0,
-        canary_error: float = 0.0,
-        stage_seconds: float = 0.0,
-        swap_seconds: float = 0.0,
-        policy: str = POLICY,
-        time: float | None = None,
-    ) -> None:
+    def delivery(self, delivery: DeliveryRecord, policy: str = POLICY) -> None:
         """Record an engine's proof of a version."""
+        row = msgspec.structs.asdict(delivery)
         # SQLite stores NaN as NULL, so a canary error that is not a number is stored as infinity.
-        error = math.inf if math.isnan(canary_error) else float(canary_error)
-        self._insert(
-            "deliveries",
-            version=version,
-            engine=engine,
-            accepted=int(accepted),
-            quarantined=int(quarantined),
-            reason=reason,
-            staged_digest=_hex(staged_digest),
-            live_digest=_hex(live_digest),
-            canary_error=error,
-            stage_seconds=float(stage_seconds),
-            swap_seconds=float(swap_seconds),
-            time=self._time(time),
-            policy=policy,
-        )
+        row["canary_error"] = math.inf if math.isnan(delivery.canary_error) else delivery.canary_error
+        self._insert("deliveries", **row, policy=policy)
 
-    def admitted(self, group: Group, rollout_ids: Iterable[str], time: float | None = None) -> None:
+    def admitted(self, group: Group, rollout_ids: Iterable[str]) -> None:
         """Record that a group took its slot and its rollouts start."""
-        when = self._time(time)
+        when = self._clock()
         members = [(rollout_id, group.id, when) for rollout_id in rollout_ids]
-        self._writer.put(lambda store: store.admit(group, when, members))
+        self.put(lambda store: store.admit(group, when, members))
 
     def partial(self, rollout: Rollout) -> None:
         """Record the next tokens of a running rollout, from which a resumed run continues.
@@ -117,20 +86,14 @@ class Journal:
         `rollout` holds all its traces so far, in their order, but each trace has only its tokens since the last call. A
         trace without new tokens is empty.
         """
-        self._writer.put(lambda store: store.save_partial(rollout))
+        self.put(lambda store: store.save_partial(rollout))
 
     def partial_discarded(self, rollout_id: str) -> None:
         """Record that the saved tokens of a rollout are no longer part of it."""
-        self._writer.put(lambda store: store.forget_partial(rollout_id))
+        self.put(lambda store: store.write("DELETE FROM partials WHERE rollout = ?", rollout_id))
 
     def restarted(
-        self,
-        process: str,
-        reason: str,
-        *,
-        steps: tuple[int, int] | None = None,
-        regenerated_tokens: int = 0,
-        time: float | None = None,
+        self, process: str, reason: str, *, steps: tuple[int, int] | None = None, regenerated_tokens: int = 0
     ) -> None:
         """Record that a process died, or that a run is resumed.
 
@@ -143,155 +106,54 @@ class Journal:
             reason=reason,
             from_step=first,
             to_step=last,
-            regenerated_tokens=int(regenerated_tokens),
-            time=self._time(time),
+            regenerated_tokens=regenerated_tokens,
+            time=self._clock(),
         )
 
     def scheduled(
-        self,
-        event: Literal["admit", "complete", "consume", "swap"],
-        *,
-        group_id: int | None = None,
-        step: int | None = None,
-        version: int | None = None,
-        engine: str | None = None,
-        policy: str = POLICY,
-        time: float | None = None,
+        self, event: Literal["admit", "complete", "consume", "swap"], *, policy: str = POLICY, **facts: Any
     ) -> None:
-        """Record an event that the order of training depends on."""
-        self._insert(
-            "schedule",
-            event=event,
-            group_id=group_id,
-            step=step,
-            version=version,
-            engine=engine,
-            time=self._time(time),
-            policy=policy,
-        )
+        """Record an event that the order of training depends on. `facts` are columns of the table `schedule`."""
+        self._insert("schedule", event=event, **facts, time=self._clock(), policy=policy)
 
-    def rollout_ended(self, rollout: Rollout, time: float | None = None) -> None:
-        """Record that a rollout ended and was judged; its tokens go to a segment.
-
-        Do not change the rollout afterwards.
-        """
-        when = self._time(time)
-        self._writer.put(lambda store: store.end_rollout(rollout, when))
+    def rollout_ended(self, rollout: Rollout) -> None:
+        """Record that a rollout ended and was judged. Its tokens go to a segment: do not change it afterwards."""
+        when = self._clock()
+        self.put(lambda store: store.end_rollout(rollout, when))
 
     def rollout_dropped(self, rollout_id: str, reason: str) -> None:
         """Record that a rollout that has ended leaves its group. The group continues without it."""
-        self._writer.put(lambda store: store.drop_rollout(rollout_id, reason))
+        self.put(lambda store: store.drop_rollout(rollout_id, reason))
 
-    def group_ended(
-        self, group_id: int, state: EndState, reason: str = "", step: int | None = None, time: float | None = None
-    ) -> None:
+    def group_ended(self, group_id: int, state: EndState, reason: str = "", step: int | None = None) -> None:
         """Record that a group ended, and with it all its rollouts that have not ended before."""
         if (state == "trained") != (step is not None) or (state == "trained") == bool(reason):
             raise HeadraceError(
                 f"group {group_id}: {state} needs {'a step' if state == 'trained' else 'a reason'} only"
             )
-        when = self._time(time)
-        self._writer.put(lambda store: store.end_group(group_id, state, reason, step, when))
+        when = self._clock()
+        self.put(lambda store: store.end_group(group_id, state, reason, step, when))
 
     def step(
         self,
-        *,
-        step: int,
-        version: int,
-        objective: str,
-        groups: int,
-        rollouts: int,
-        tokens: int,
-        trained_tokens: int,
+        step: StepRecord,
         lag_histogram: Mapping[int, int],
-        reward_mean: float | None = None,
-        loss: float | None = None,
-        grad_norm: float | None = None,
-        learning_rate: float | None = None,
-        seconds: float | None = None,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] = {},
         policy: str = POLICY,
-        time: float | None = None,
     ) -> None:
-        """Record that an optimizer step is done."""
-        lags = _json({str(lag): int(count) for lag, count in sorted(lag_histogram.items())})
-        reals = {
-            "reward_mean": reward_mean,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
-            "seconds": seconds,
-        }
-        self._insert(
-            "steps",
-            replace=True,  # An interrupted warm start begins again at its first step.
-            step=step,
-            version=version,
-            objective=objective,
-            groups=groups,
-            rollouts=rollouts,
-            tokens=tokens,
-            trained_tokens=trained_tokens,
-            lag_histogram=lags,
-            **{key: None if value is None else float(value) for key, value in reals.items()},
-            ended=self._time(time),
-            metrics=_json(dict(metrics or {})),
-            policy=policy,
-        )
+        """Record that an optimizer step is done now."""
+        lags = _json({str(lag): count for lag, count in sorted(lag_histogram.items())})
+        row = {**msgspec.structs.asdict(step), "ended": self._clock()}
+        # The row may replace another: an interrupted warm start begins again at its first step.
+        self._insert("steps", replace=True, **row, lag_histogram=lags, metrics=_json(metrics), policy=policy)
 
-    def evaluation(
-        self,
-        *,
-        version: int,
-        moment: Literal["before", "during", "after"],
-        prompts: int,
-        samples: int,
-        pass_1: float,
-        pass_k: float,
-        reward_mean: float,
-        tokens_mean: float,
-        started: float,
-        ended: float,
-        policy: str = POLICY,
-    ) -> None:
+    def evaluation(self, evaluation: EvaluationRecord, policy: str = POLICY) -> None:
         """Record that held-out prompts were answered and judged."""
-        self._insert(
-            "evaluations",
-            version=version,
-            moment=moment,
-            prompts=prompts,
-            samples=samples,
-            pass_1=float(pass_1),
-            pass_k=float(pass_k),
-            reward_mean=float(reward_mean),
-            tokens_mean=float(tokens_mean),
-            started=started,
-            ended=ended,
-            policy=policy,
-        )
+        self._insert("evaluations", **msgspec.structs.asdict(evaluation), policy=policy)
 
-    def sample(
-        self,
-        *,
-        version: int,
-        moment: str,
-        prompt: str,
-        question: str,
-        answer: str,
-        reward: float | None,
-        policy: str = POLICY,
-    ) -> None:
+    def sample(self, sample: SampleRecord, policy: str = POLICY) -> None:
         """Record a held-out answer for people to read."""
-        self._insert(
-            "samples",
-            version=version,
-            moment=moment,
-            prompt=prompt,
-            question=question,
-            answer=answer,
-            reward=None if reward is None else float(reward),
-            policy=policy,
-        )
+        self._insert("samples", **msgspec.structs.asdict(sample), policy=policy)
 
     def activity(
         self, *, process: str, started: float, ended: float, busy_seconds: float, generated_tokens: int = 0
@@ -302,43 +164,40 @@ class Journal:
             process=process,
             started=started,
             ended=ended,
-            busy_seconds=float(busy_seconds),
-            generated_tokens=int(generated_tokens),
+            busy_seconds=busy_seconds,
+            generated_tokens=generated_tokens,
         )
 
-    def flush(self, timeout: float = DEADLINE_SECONDS) -> None:
+    def flush(self) -> None:
         """Wait until everything that was recorded before is committed."""
-        self._writer.call(lambda _: None, timeout)
+        self._call(lambda _: None)
 
-    def counts(self, timeout: float = DEADLINE_SECONDS, *, policy: str | None = None) -> dict[str, dict[str, Any]]:
-        """Return both ledgers from the journal, of one policy or of all, in the form of `Ledgers.as_dict`."""
-        return self._writer.call(lambda store: count_ledgers(store.db, policy), timeout)
-
-    def recover(
-        self,
-        step: int | None = None,
-        *,
-        publish_every: int = 1,
-        policy: str = POLICY,
-        outcomes: bool = True,
-        timeout: float = RECOVER_SECONDS,
-    ) -> Recovered:
+    def recover(self, step: int, *, publish_every: int = 1, policy: str = POLICY, outcomes: bool = True) -> Recovered:
         """Recover the journal of a dead run, for one policy.
 
         Groups, versions and steps of other policies stay as they are.
 
-        With `step`, the run continues from the weights of that optimizer step. Steps after it can be trained again, up
-        to `Recovered.resume_step`, and groups in flight are in `Recovered.unfinished`. If tokens were not kept, the
-        groups of these steps are dropped instead, as "rolled back", and the groups in flight as "interrupted". Without
-        `step`, the groups in flight are dropped as "interrupted". A curriculum needs `outcomes`.
+        The run continues from the weights of the optimizer step `step`. Steps after it can be trained again, up to
+        `Recovered.resume_step`, and groups in flight are in `Recovered.unfinished`. If tokens were not kept, the groups
+        of these steps are dropped instead, as "rolled back", and the groups in flight as "interrupted". A curriculum
+        needs `outcomes`.
         """
-        return self._writer.call(
-            lambda store: recover(store, step, self._clock(), publish_every, policy=policy, outcomes=outcomes), timeout
+        return self._call(
+            lambda store: recover(store, step, self._clock(), publish_every, policy=policy, outcomes=outcomes),
+            RECOVER_SECONDS,
         )
 
-    def close(self, timeout: float = DEADLINE_SECONDS) -> None:
-        """Commit everything and close the file. Idempotent. Raises a failure that was not reported yet."""
-        self._writer.close(timeout)
+    def close(self) -> None:
+        """Commit everything and end the thread. Idempotent. Raises a failure that was not reported yet."""
+        with self._gate:
+            if self._closed:
+                return
+            self._closed = True
+        self._thread.join(DEADLINE_SECONDS)
+        if self._thread.is_alive():
+            raise HeadraceError(f"{self._name} could not be closed within {DEADLINE_SECONDS:g} s")
+        if not self._reported:
+            self._raise_failure()
 
     def __enter__(self) -> Journal:
         return self
@@ -346,16 +205,84 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _time(self, given: float | None) -> float:
-        return self._clock() if given is None else float(given)
+    # ---- the queue
+
+    def put(self, event: Event, done: Future[Any] | None = None) -> None:
+        """Queue an event. `done` gets the result of the event when its transaction is committed.
+
+        Raises if the writer has failed, is closed, or stays too far behind for too long.
+        """
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        with self._gate:
+            if self._closed:
+                raise HeadraceError(f"{self._name} is closed")
+            while True:
+                self._raise_failure()
+                try:
+                    return self._queue.put((event, done), timeout=0.05)
+                except queue.Full:
+                    if time.monotonic() > deadline:
+                        raise HeadraceError(f"{self._name} is {QUEUE_EVENTS} events behind and takes no more") from None
 
     def _insert(self, table: str, *, replace: bool = False, **row: Any) -> None:
-        self._writer.put(lambda store: store.insert(table, row, replace=replace))
+        self.put(lambda store: store.insert(table, row, replace=replace))
+
+    def _call(self, body: Callable[[Store], T], timeout: float = DEADLINE_SECONDS) -> T:
+        """Run `body` on the writer thread. Return its result when it, and everything queued before it, is committed."""
+        done: Future[T] = Future()
+        deadline = time.monotonic() + timeout
+        self.put(body, done)
+        while True:
+            try:
+                return done.result(0.05)
+            except TimeoutError:
+                self._raise_failure()
+                if time.monotonic() > deadline:
+                    raise HeadraceError(f"{self._name} was not written within {timeout:g} s") from None
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            self._reported = True
+            raise HeadraceError(self._failure)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        failure: str | None = f"{self._name} cannot be written: its writer died (see the traceback)"
+        try:
+            while not (self._closed and self._queue.empty()):
+                if events := self._collect():
+                    self._commit(events)
+            failure = None
+        except (sqlite3.Error, OSError, HeadraceError) as error:
+            failure = f"{self._name} cannot be written: {error}"
+        finally:
+            try:
+                self._store.close()
+            except (sqlite3.Error, OSError) as error:
+                failure = failure or f"{self._name} cannot be closed: {error}"
+            self._failure = failure
+
+    def _collect(self) -> list[tuple[Event, Future[Any] | None]]:
+        """Collect the events of `COMMIT_SECONDS`, or up to the first one whose result somebody waits for."""
+        events: list[tuple[Event, Future[Any] | None]] = []
+        deadline = time.monotonic() + COMMIT_SECONDS
+        while (left := deadline - time.monotonic()) > 0 and len(events) < QUEUE_EVENTS:
+            try:
+                events.append(self._queue.get(timeout=left))
+            except queue.Empty:
+                break
+            if events[-1][1] is not None:
+                break
+        return events
+
+    def _commit(self, events: list[tuple[Event, Future[Any] | None]]) -> None:
+        with self._store.transaction():
+            results = [event(self._store) for event, _ in events]
+        for result, (_, done) in zip(results, events, strict=True):
+            if done is not None:
+                done.set_result(result)
 
 
 def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def _hex(digest: int) -> str:
-    return f"{digest & (2**64 - 1):016x}"

@@ -1,21 +1,26 @@
-"""The two ledgers in memory: every admitted group attempt, and every rollout, ends exactly once.
+"""The two ledgers, of group attempts and of rollouts: every admitted item ends exactly once.
 
-At every moment admitted = trained + dropped + failed + in flight. `Journal.counts` computes the same counts from the
-journal.
+At every moment admitted = trained + dropped + failed + in flight. The ledgers are kept in memory, and counted from the
+tables of the journal. There, balance is more than a sum: every ended item has a reason, rollouts agree with their
+group, and every optimizer step trained as many groups and rollouts as the ledgers say. The balance holds at every
+commit, so also for a live run.
 """
 
 from __future__ import annotations
 
+import copy
+import sqlite3
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
 from headrace.errors import HeadraceError
-from headrace.types import POLICY
+from headrace.observe.summary import STATES, ledger_line
 
 EndState = Literal["trained", "dropped", "failed"]
-END_STATES: tuple[EndState, ...] = get_args(EndState)
+Table = Literal["groups", "rollouts"]
+TABLES: tuple[Table, Table] = ("groups", "rollouts")
 
 
 class Counts(msgspec.Struct, kw_only=True):
@@ -41,23 +46,16 @@ class Counts(msgspec.Struct, kw_only=True):
             if sum(self.reasons[state].values()) != getattr(self, state):
                 raise HeadraceError(f"the ledger of {what} has {state} items without a reason")
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the sums as a dict, for summaries."""
-        return msgspec.structs.asdict(self)
-
 
 class Ledger:
     """One ledger. An item that ends twice, or was never admitted, raises `HeadraceError`."""
 
     def __init__(self, what: str, before: Counts | None = None) -> None:
         """`before` holds the counts of previous processes of the same run, with nothing in flight."""
-        before = before or Counts()
-        if before.in_flight:
-            raise HeadraceError(f"the ledger of {what} cannot go on from {before.in_flight} items in flight")
         self.what = what
-        self._admitted = before.admitted
-        self._ended: dict[EndState, int] = {state: getattr(before, state) for state in END_STATES}
-        self._reasons = {state: dict(reasons) for state, reasons in before.reasons.items()}
+        self._counts = copy.deepcopy(before or Counts())
+        if self._counts.in_flight:
+            raise HeadraceError(f"the ledger of {what} cannot go on from {self._counts.in_flight} items in flight")
         self._in_flight: set[int | str] = set()
 
     def admit(self, item: int | str) -> None:
@@ -65,7 +63,7 @@ class Ledger:
         if item in self._in_flight:
             raise HeadraceError(f"{self.what}: {item} was admitted twice")
         self._in_flight.add(item)
-        self._admitted += 1
+        self._counts.admitted += 1
 
     def end(self, item: int | str, state: EndState, reason: str = "") -> None:
         """Move an item from in flight to its end state. Every state but `trained` needs a reason."""
@@ -74,9 +72,10 @@ class Ledger:
         if state != "trained":
             if not reason:
                 raise HeadraceError(f"{self.what}: {item} was {state} without a reason")
-            self._reasons[state][reason] = self._reasons[state].get(reason, 0) + 1
+            reasons = self._counts.reasons[state]
+            reasons[reason] = reasons.get(reason, 0) + 1
         self._in_flight.remove(item)
-        self._ended[state] += 1
+        setattr(self._counts, state, getattr(self._counts, state) + 1)
 
     def holds(self, item: int | str) -> bool:
         """Return whether the item is in flight."""
@@ -84,8 +83,7 @@ class Ledger:
 
     def counts(self) -> Counts:
         """Return the present sums."""
-        reasons = {state: dict(by_reason) for state, by_reason in self._reasons.items()}
-        return Counts(admitted=self._admitted, **self._ended, in_flight=len(self._in_flight), reasons=reasons)
+        return msgspec.structs.replace(copy.deepcopy(self._counts), in_flight=len(self._in_flight))
 
     def check(self) -> None:
         """Raise `HeadraceError` if the ledger does not balance."""
@@ -95,9 +93,7 @@ class Ledger:
 class Ledgers:
     """The ledger of groups and the ledger of rollouts of one policy, which change together."""
 
-    def __init__(self, groups: Counts | None = None, rollouts: Counts | None = None, *, policy: str = POLICY) -> None:
-        self.policy = policy
-        """The policy that the groups train."""
+    def __init__(self, groups: Counts | None = None, rollouts: Counts | None = None) -> None:
         self.groups = Ledger("groups", groups)
         self.rollouts = Ledger("rollouts", rollouts)
         self._members: dict[int, list[str]] = {}
@@ -108,14 +104,6 @@ class Ledgers:
         self._members[group_id] = list(rollout_ids)
         for rollout_id in self._members[group_id]:
             self.rollouts.admit(rollout_id)
-
-    def rollout_failed(self, rollout_id: str, reason: str) -> None:
-        """Record that a rollout failed. Its group continues without it."""
-        self.rollouts.end(rollout_id, "failed", reason)
-
-    def rollout_dropped(self, rollout_id: str, reason: str) -> None:
-        """Record that Headrace decided not to train a rollout. Its group continues without it."""
-        self.rollouts.end(rollout_id, "dropped", reason)
 
     def group_ended(self, group_id: int, state: EndState, reason: str = "") -> None:
         """Record that a group ends, and with it all its rollouts that have not ended before."""
@@ -131,4 +119,61 @@ class Ledgers:
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
         """Return `{"groups": ..., "rollouts": ...}` for summaries. The dict equals the journal's counts."""
-        return {"groups": self.groups.counts().as_dict(), "rollouts": self.rollouts.counts().as_dict()}
+        return {table: msgspec.structs.asdict(getattr(self, table).counts()) for table in TABLES}
+
+
+def count_ledger(db: sqlite3.Connection, table: Table, policy: str | None = None) -> Counts:
+    """Count the ledger of one table, of one policy or of all. The most frequent reasons come first."""
+    of_policy, given = "TRUE", () if policy is None else (policy,)
+    if policy is not None:
+        of_policy = "policy = ?" if table == "groups" else "group_id IN (SELECT id FROM groups WHERE policy = ?)"
+    # The sums take one pass; GROUP BY would first sort a million rows.
+    sums = ", ".join(f"COALESCE(SUM(state = '{state}'), 0)" for state in STATES)
+    found = db.execute(f"SELECT COUNT(*), {sums} FROM {table} WHERE {of_policy}", given).fetchone()
+    counts = Counts(**dict(zip(("admitted", *STATES), found, strict=True)))
+    why = f"""
+        SELECT state, reason, COUNT(*) AS n FROM {table} WHERE state IN ('dropped', 'failed') AND {of_policy}
+        GROUP BY state, reason ORDER BY n DESC, reason
+    """
+    for state, reason, count in db.execute(why, given):
+        counts.reasons[state][reason] = count
+    return counts
+
+
+def count_ledgers(db: sqlite3.Connection, policy: str | None = None) -> dict[str, dict[str, Any]]:
+    """Count both ledgers, of one policy or of all, in the form of `Ledgers.as_dict`."""
+    return {table: msgspec.structs.asdict(count_ledger(db, table, policy)) for table in TABLES}
+
+
+def imbalances(db: sqlite3.Connection) -> list[str]:
+    """Return every contradiction within the ledgers, between them, or between them and the steps, one line each."""
+    found = []
+    for table in TABLES:
+        counts = msgspec.structs.asdict(count_ledger(db, table))
+        if counts["admitted"] != sum(counts[state] for state in STATES):
+            found.append(f"{table}: {ledger_line(counts)}")
+        silent = f"SELECT id FROM {table} WHERE state IN ('dropped', 'failed') AND reason = ''"
+        found += _line(db, f"{table} ended without a reason", silent)
+        unlike = f"SELECT id FROM {table} WHERE (state = 'trained') <> (step IS NOT NULL)"
+        found += _line(db, f"{table} with a step but not trained, or the reverse", unlike)
+    joined = "SELECT rollouts.id FROM rollouts LEFT JOIN groups ON groups.id = rollouts.group_id"
+    found += _line(db, "rollouts without a group", f"{joined} WHERE groups.id IS NULL")
+    # A group ends with all its rollouts. Some may have been left out before, of a group that continued or was trained.
+    left_out = "rollouts.state = 'failed' OR rollouts.reason IN ('straggler', 'overlong')"
+    differ = f"NOT ({left_out}) AND (rollouts.state <> groups.state OR rollouts.step IS NOT groups.step)"
+    found += _line(db, "rollouts that disagree with their group", f"{joined} WHERE {differ}")
+    for table in TABLES:
+        # A step is written after its groups, so the groups that it counts must be there.
+        trained = f"SELECT step, COUNT(*) AS n FROM {table} WHERE state = 'trained' GROUP BY step"
+        query = f"""
+            SELECT steps.step AS id FROM steps LEFT JOIN ({trained}) AS ledger ON ledger.step = steps.step
+            WHERE steps.objective = 'policy' AND steps.{table} <> COALESCE(ledger.n, 0) ORDER BY id
+        """
+        found += _line(db, f"steps that trained other {table} than the ledger says", query)
+    return found
+
+
+def _line(db: sqlite3.Connection, what: str, query: str) -> list[str]:
+    ids = [str(found) for (found,) in db.execute(query)]
+    more = ", ..." if len(ids) > 3 else ""
+    return [f"{len(ids):,} {what}: {', '.join(ids[:3])}{more}"] if ids else []

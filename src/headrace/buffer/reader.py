@@ -1,7 +1,7 @@
 """The only reader of a journal, of a live or an ended run. It has one method for each question that is asked.
 
 A reader sees the journal at one moment: all its answers show what was committed at its first query. It changes nothing.
-All SQL that reads a journal from outside is here and in `balance`. Queries name their columns, so that a schema may add
+All SQL that reads a journal from outside is here and in `ledger`. Queries name their columns, so that a schema may add
 columns.
 """
 
@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.buffer.balance import Table, count_ledger, count_ledgers, imbalances
-from headrace.buffer.database import LOOK_SECONDS, as_current, connect
-from headrace.buffer.ledger import Counts
+from headrace.buffer.database import as_current, connect
+from headrace.buffer.ledger import count_ledgers, imbalances
 from headrace.buffer.segments import read
 from headrace.errors import DataError, UserError
 from headrace.observe.records import (
@@ -52,8 +51,7 @@ class JournalReader:
         file = path.resolve()
         # Without a write-ahead log nothing is writing. Then the file can be read even in a read-only directory.
         live = file.with_name(file.name + "-wal").exists()
-        self._db = connect(f"{file.as_uri()}?{'mode=ro' if live else 'immutable=1'}", path, LOOK_SECONDS)
-        as_current(self._db)
+        self._db = connect(f"{file.as_uri()}?{'mode=ro' if live else 'immutable=1'}", path, as_current)
         self._db.row_factory = sqlite3.Row
         self._db.execute("BEGIN")
 
@@ -76,10 +74,6 @@ class JournalReader:
     def counts(self, policy: str | None = None) -> dict[str, dict[str, Any]]:
         """Return both ledgers, of one policy or of all, in the form of `Ledgers.as_dict`."""
         return count_ledgers(self._db, policy)
-
-    def ledger(self, table: Table, policy: str | None = None) -> Counts:
-        """Return one ledger, of one policy or of all."""
-        return count_ledger(self._db, table, policy)
 
     def imbalances(self) -> list[str]:
         """Return every contradiction in the ledgers, one line each."""
@@ -131,10 +125,7 @@ class JournalReader:
         return {int(lag): tokens for lag, tokens in self._db.execute(sql)}
 
     def training_window(self) -> tuple[float, float] | None:
-        """Return when training began and ended; None if it never began.
-
-        For a run that was cut off, the end is the last moment in the journal.
-        """
+        """Return when training began, and when it ended or was cut off; None if it never began."""
         meta = self.meta()
         begin, end = meta.get("train_started"), meta.get("train_ended")
         if begin is None:
@@ -163,13 +154,6 @@ class JournalReader:
 
     def ended_groups(self) -> list[EndedGroup]:
         """Return every ended group that has at least one rollout with a recorded ending, oldest first."""
-        again = self.republished()
-
-        def age(version: int, trained_as: int | None) -> int | None:
-            if trained_as is None:
-                return None
-            return int(without_republished(trained_as, again) - without_republished(version, again))
-
         sql = """
             SELECT groups.id, groups.state, groups.reason, groups.ended - groups.admitted AS seconds,
                 AVG(rollouts.sampled_tokens) AS tokens, AVG(rollouts.reward) AS reward,
@@ -178,17 +162,17 @@ class JournalReader:
             WHERE groups.state <> 'in_flight' AND rollouts.ending IS NOT NULL
             GROUP BY groups.id ORDER BY groups.id
         """
-        found = []
-        for *columns, version, trained_as in self._db.execute(sql):
-            names = ("id", "state", "reason", "seconds", "tokens", "reward")
-            found.append(EndedGroup(**dict(zip(names, columns, strict=True)), age=age(version, trained_as)))
+        again, found = self.republished(), []
+        for facts in self.rows(sql):
+            admitted, trained = (facts.pop(key) for key in ("version", "trained_as"))
+            age = (
+                None if trained is None else without_republished(trained, again) - without_republished(admitted, again)
+            )
+            found.append(EndedGroup(**facts, age=age if age is None else int(age)))
         return found
 
     def trained_groups(self, step: int, policy: str | None = None) -> list[Group]:
-        """Return the groups that a step trained, with their tokens, oldest first.
-
-        Rollouts that filters removed are left out. With `policy`, return only the groups that train this policy.
-        """
+        """Return the groups that a step trained, oldest first, without the rollouts that filters removed."""
         trained = f"step = ? AND state = 'trained' AND {ASKED}"
         sql = f"SELECT id, prompt, version, policy FROM groups WHERE {trained} ORDER BY id"
         return [
@@ -197,9 +181,7 @@ class JournalReader:
                 prompt=Prompt(id=prompt),
                 version=version,
                 policy=policy,
-                rollouts=sorted(
-                    self.rollouts("group_id = ? AND state <> 'dropped'", group_id), key=lambda rollout: rollout.index
-                ),
+                rollouts=list(self.rollouts("group_id = ? AND state <> 'dropped'", group_id)),
             )
             for group_id, prompt, version, policy in self._db.execute(sql, (step, policy)).fetchall()
         ]
@@ -224,10 +206,7 @@ class JournalReader:
         return self._records(VersionRecord, "versions ORDER BY id")
 
     def republished(self, policy: str | None = None) -> list[int]:
-        """Return the versions whose weights had another id before.
-
-        Such a version has no more steps behind it than an earlier version.
-        """
+        """Return the versions whose weights had another id before."""
         found = self._db.execute(f"SELECT id, step FROM versions WHERE {ASKED} ORDER BY id", (policy,)).fetchall()
         return republished_among((int(version), int(step)) for version, step in found)
 
@@ -246,10 +225,7 @@ class JournalReader:
     # ---- rollouts
 
     def count_rollouts(self, where: str = "TRUE") -> int:
-        """Return how many rollouts meet an SQL condition on the table `rollouts`.
-
-        The condition may also use `prompt`, the id of the prompt.
-        """
+        """Return how many rollouts meet an SQL condition, which may also use `prompt`, the id of the prompt."""
         with self._condition(where):
             # The line break after the condition also ends an SQL comment in it.
             return self._count(f"SELECT COUNT(*) FROM (SELECT id, {PROMPT} AS prompt FROM rollouts WHERE ({where}\n))")
@@ -257,10 +233,7 @@ class JournalReader:
     def rollout_records(
         self, where: str = "TRUE", *parameters: Any, limit: int | None = None, kept: bool = False
     ) -> Iterator[RolloutRecord]:
-        """Yield the rollouts that meet an SQL condition, in the order of groups.
-
-        With `kept`, only those with kept tokens.
-        """
+        """Yield the rollouts that meet an SQL condition, by group. With `kept`, only those with kept tokens."""
         given = {"prompt": f"{PROMPT} AS prompt", "trained_as": f"{TRAINED_AS} AS trained_as"}
         columns = ", ".join(given.get(name, f"rollouts.{name}") for name in RolloutRecord.__struct_fields__)
         sql = f"SELECT {columns} FROM rollouts WHERE ({where}\n)"
@@ -285,16 +258,11 @@ class JournalReader:
         return read(self.path.parent / "segments", record.segment, record.offset, record.length)
 
     def kept_ids(self, versions: Iterable[int] | None = None) -> list[str]:
-        """Return the ids of the rollouts with kept tokens.
-
-        With `versions`, return only the rollouts in which one of these versions may have sampled tokens.
-        """
-        sql = "SELECT id FROM rollouts WHERE segment IS NOT NULL"
-        if versions is None:
-            return [found for (found,) in self._db.execute(f"{sql} {IN_ORDER}")]
-        sql += " AND EXISTS (SELECT 1 FROM json_each(?) WHERE value BETWEEN oldest_version AND newest_version)"
-        given = msgspec.json.encode(sorted(versions)).decode()
-        return [found for (found,) in self._db.execute(f"{sql} {IN_ORDER}", (given,))]
+        """Return the ids of the rollouts with kept tokens, or of those that these versions may have sampled in part."""
+        sampled = "EXISTS (SELECT 1 FROM json_each(?) WHERE value BETWEEN oldest_version AND newest_version)"
+        given = () if versions is None else (msgspec.json.encode(sorted(versions)).decode(),)
+        sql = f"SELECT id FROM rollouts WHERE segment IS NOT NULL AND {sampled if given else 'TRUE'} {IN_ORDER}"
+        return [found for (found,) in self._db.execute(sql, given)]
 
     # ---- the file
 

@@ -12,26 +12,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.buffer.balance import count_ledger
-from headrace.buffer.ledger import Counts
+from headrace.buffer.ledger import Counts, count_ledger
 from headrace.buffer.segments import RecordLocation
-from headrace.buffer.store import Store
-from headrace.buffer.writer import COMMIT_SECONDS
+from headrace.buffer.store import COMMIT_SECONDS, Store
 from headrace.errors import HeadraceError
-from headrace.types import POLICY, STEP_SECONDS, Group, Prompt, Rollout, Trace, held_back_seconds, republished_among
+from headrace.types import STEP_SECONDS, Group, Prompt, Trace, held_back_seconds, republished_among
 
 
 class UnfinishedGroup(msgspec.Struct, kw_only=True):
     """A group that was in flight when the run died, with everything that the journal knows about it."""
 
-    id: int
-    prompt: str
-    version: int
-    policy: str = POLICY
+    group: Group
+    """The group as it was admitted, with its rollouts if it was complete. Its prompt has only its id."""
     members: list[str]
     """The ids of the rollouts that have not failed."""
-    rollouts: list[Rollout] = []
-    """All rollouts, if the group was complete; otherwise empty."""
     partial: dict[str, list[Trace]] = {}
     """The traces so far of each rollout, by rollout id, if the group was not complete. A rollout without saved tokens
     is missing here."""
@@ -39,15 +33,7 @@ class UnfinishedGroup(msgspec.Struct, kw_only=True):
     @property
     def complete(self) -> bool:
         """Whether all rollouts had ended, so that nothing is left to sample."""
-        return bool(self.rollouts)
-
-    def group(self, prompt: Prompt | None = None) -> Group:
-        """Return the group as it was admitted, with its rollouts if it was complete.
-
-        Without `prompt`, the prompt of the group has only its id.
-        """
-        prompt = Prompt(id=self.prompt) if prompt is None else prompt
-        return Group(id=self.id, prompt=prompt, version=self.version, policy=self.policy, rollouts=self.rollouts)
+        return bool(self.group.rollouts)
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,8 +43,7 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     """The next free group id. Ids are unique in the run, whatever policy a group trains."""
     last_version: int
     """The highest version id ever published, or -1 if none. The next version takes a higher id."""
-    last_step: int
-    resume_step: int = 0
+    resume_step: int
     """The last optimizer step that can be trained again from the journal and that ends a version."""
     republished: list[int] = []
     """The version ids whose weights had another id before. The next free id is among them if the weights that the
@@ -69,10 +54,8 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True):
     """The groups trained up to `resume_step` that are younger than the oldest group in `unfinished`."""
     unseen_tokens: int = 0
     """The approximate number of tokens that were sampled but not written before the run died."""
-    lost_prompts: list[str]
-    """The prompts of the groups that were interrupted or rolled back, oldest first."""
     groups: Counts
-    """The counts of the ledger, without the groups in `left`."""
+    """The counts of the ledger, without the groups in `unfinished`."""
     rollouts: Counts
     drawn: int = 0
     """The position in the order of prompts."""
@@ -85,27 +68,27 @@ OF_POLICY = "group_id IN (SELECT id FROM groups WHERE policy = ?)"
 """The SQL condition for the rollouts of groups that train a policy."""
 
 
-def recover(
-    store: Store, step: int | None, now: float, publish_every: int = 1, *, policy: str, outcomes: bool = True
-) -> Recovered:
+def recover(store: Store, step: int, now: float, publish_every: int, *, policy: str, outcomes: bool) -> Recovered:
     """See `Journal.recover`. Must be called inside a transaction."""
     _forget_lost_segments(store)
-    resume_step = _resume_step(store, policy, step, publish_every) if step is not None else None
-    prompts = _reopen(store, policy, resume_step, now) if resume_step is not None else []
-    if resume_step is None or not store.keeps_rollouts:
-        prompts = sorted(prompts + _close(store, policy, now))
-    left = _left(store, policy) if resume_step is not None else []
-    last_version = _scalar(store, "SELECT COALESCE(MAX(id), -1) FROM versions WHERE policy = ?", policy)
+    resume_step = _resume_step(store, policy, step, publish_every)
+    _reopen(store, policy, resume_step, now)
+    if store.segments is None:
+        _close(store, policy, now)
+    in_flight = "SELECT id, prompt, version, policy FROM groups WHERE state = 'in_flight' AND policy = ? ORDER BY id"
+    left = [_left_group(store, *row) for row in store.db.execute(in_flight, (policy,)).fetchall()]
+    younger = "SELECT id FROM groups WHERE state = 'trained' AND policy = ? AND id > ?"
+    overtakers = [found for (found,) in store.db.execute(younger, (policy, left[0].group.id))] if left else []
+    versions = store.db.execute("SELECT id, step FROM versions WHERE policy = ? ORDER BY id", (policy,)).fetchall()
+    last_version = versions[-1][0] if versions else -1
     return Recovered(
         next_group=_scalar(store, "SELECT COALESCE(MAX(id) + 1, 0) FROM groups"),
         last_version=last_version,
-        last_step=_scalar(store, "SELECT COALESCE(MAX(step), 0) FROM steps WHERE policy = ?", policy),
-        resume_step=resume_step or 0,
-        republished=[] if resume_step is None else _republished(store, policy, resume_step, last_version + 1),
+        resume_step=resume_step,
+        republished=republished_among([*versions, (last_version + 1, resume_step)]),
         unfinished=left,
-        overtakers=_overtakers(store, policy, left[0].id) if left else [],
+        overtakers=overtakers,
         unseen_tokens=_unseen_tokens(store),
-        lost_prompts=[prompt for _, prompt in prompts],
         groups=_without_flight(count_ledger(store.db, "groups", policy)),
         rollouts=_without_flight(count_ledger(store.db, "rollouts", policy)),
         drawn=_scalar(
@@ -113,12 +96,6 @@ def recover(
         ),
         outcomes=_outcomes(store, policy) if outcomes else [],
     )
-
-
-def _overtakers(store: Store, policy: str, oldest: int) -> list[int]:
-    """Return the trained groups that are younger than this group."""
-    sql = "SELECT id FROM groups WHERE state = 'trained' AND id > ? AND policy = ?"
-    return [group_id for (group_id,) in store.db.execute(sql, (oldest, policy))]
 
 
 def _outcomes(store: Store, policy: str) -> list[tuple[int, str, int, int]]:
@@ -133,10 +110,7 @@ def _outcomes(store: Store, policy: str) -> list[tuple[int, str, int, int]]:
 
 
 def _resume_step(store: Store, policy: str, step: int, publish_every: int) -> int:
-    """Return the last step up to which all steps after `step` can be trained again.
-
-    Only whole versions count, and all tokens of their steps must be in the journal.
-    """
+    """Return the last step that ends a version and up to which all tokens after `step` are in the journal."""
     resume_step = step
     sql = """
         SELECT steps.step, steps.rollouts = COUNT(rollouts.id) AND COUNT(rollouts.id) = COUNT(rollouts.segment)
@@ -153,14 +127,10 @@ def _resume_step(store: Store, policy: str, step: int, publish_every: int) -> in
     return max(step, resume_step - resume_step % publish_every)
 
 
-def _reopen(store: Store, policy: str, resume_step: int, now: float) -> list[tuple[int, str]]:
-    """Put the groups that later steps trained back in flight.
-
-    A group whose tokens are gone is dropped instead. Return (id, prompt) of the dropped groups.
-    """
+def _reopen(store: Store, policy: str, resume_step: int, now: float) -> None:
+    """Put the groups that later steps trained back in flight. A group whose tokens are gone is dropped instead."""
     after = (resume_step, policy)
     gone = f"SELECT group_id FROM rollouts WHERE step > ? AND {OF_POLICY} AND state = 'trained' AND segment IS NULL"
-    dropped = store.db.execute(f"SELECT id, prompt FROM groups WHERE id IN ({gone}) ORDER BY id", after).fetchall()
     lost = f"state = 'dropped', reason = 'rolled back', step = NULL, ended = COALESCE(ended, {float(now)!r})"
     for table, group in (("groups", "id"), ("rollouts", "group_id")):
         store.write(f"UPDATE {table} SET {lost} WHERE step > ? AND {group} IN ({gone})", resume_step, *after)
@@ -168,53 +138,42 @@ def _reopen(store: Store, policy: str, resume_step: int, now: float) -> list[tup
     store.write(f"UPDATE groups SET {again}, ended = NULL WHERE step > ? AND policy = ?", *after)
     store.write(f"UPDATE rollouts SET {again} WHERE step > ? AND {OF_POLICY}", *after)
     store.write("DELETE FROM steps WHERE step > ? AND policy = ?", *after)
-    return dropped
 
 
-def _close(store: Store, policy: str, now: float) -> list[tuple[int, str]]:
-    """Drop everything that is in flight. Return (id, prompt) of the dropped groups."""
-    sql = "SELECT id, prompt FROM groups WHERE state = 'in_flight' AND policy = ?"
-    prompts = store.db.execute(sql, (policy,)).fetchall()
+def _close(store: Store, policy: str, now: float) -> None:
     for table, of_policy in (("groups", "policy = ?"), ("rollouts", OF_POLICY)):
         sql = f"UPDATE {table} SET state = 'dropped', reason = 'interrupted', ended = COALESCE(ended, ?)"
         store.write(f"{sql} WHERE state = 'in_flight' AND {of_policy}", now, policy)
     store.write(f"DELETE FROM partials WHERE rollout IN (SELECT id FROM rollouts WHERE {OF_POLICY})", policy)
-    return prompts
-
-
-def _left(store: Store, policy: str) -> list[UnfinishedGroup]:
-    sql = "SELECT id, prompt, version, policy FROM groups WHERE state = 'in_flight' AND policy = ? ORDER BY id"
-    return [_left_group(store, *row) for row in store.db.execute(sql, (policy,)).fetchall()]
 
 
 def _left_group(store: Store, group_id: int, prompt: str, version: int, policy: str) -> UnfinishedGroup:
     columns = "id, state, ended IS NOT NULL AND segment IS NOT NULL, segment, offset, length"
     rows = store.db.execute(f"SELECT {columns} FROM rollouts WHERE group_id = ?", (group_id,)).fetchall()
-    group = UnfinishedGroup(id=group_id, prompt=prompt, version=version, policy=policy, members=[])
+    group = Group(id=group_id, prompt=Prompt(id=prompt), version=version, policy=policy)
     if rows and all(ended for _, _, ended, *_ in rows):
-        group.members = [rollout_id for rollout_id, state, *_ in rows if state != "failed"]
         # The group will be judged again, and the filters then drop the same rollouts again.
         sql = "UPDATE rollouts SET state = 'in_flight', reason = '' WHERE group_id = ? AND state = 'dropped'"
         store.write(sql, group_id)
         group.rollouts = sorted((store.read(*where) for *_, where in _located(rows)), key=lambda one: one.index)
-        return group
-    group.members = [rollout_id for rollout_id, *_ in rows]
+        return UnfinishedGroup(group=group, members=[member for member, state, *_ in rows if state != "failed"])
+    left = UnfinishedGroup(group=group, members=[rollout_id for rollout_id, *_ in rows])
     # Some rollouts may be recorded as ended already. They are judged again, together with the others.
     for rollout_id, where in _located(rows):
         ended = store.read(*where)
         store.add_partial(ended, where)
         if ended.traces:
-            group.partial[rollout_id] = ended.traces
+            left.partial[rollout_id] = ended.traces
     store.write(
         "UPDATE rollouts SET state = 'in_flight', reason = '', ending = NULL, reward = NULL, tokens = 0,"
         " sampled_tokens = 0, oldest_version = NULL, newest_version = NULL, ended = NULL, segment = NULL,"
         " offset = NULL, length = NULL WHERE group_id = ?",
         group_id,
     )
-    for rollout_id in group.members:
-        if rollout_id not in group.partial and (traces := _partial(store, rollout_id)):
-            group.partial[rollout_id] = traces
-    return group
+    for rollout_id in left.members:
+        if rollout_id not in left.partial and (traces := _partial(store, rollout_id)):
+            left.partial[rollout_id] = traces
+    return left
 
 
 def _located(rows: list[tuple[str, str, int, str, int, int]]) -> list[tuple[str, RecordLocation]]:
@@ -240,13 +199,6 @@ def _partial(store: Store, rollout_id: str) -> list[Trace]:
     return [Trace.joined(parts.get(number) or [nothing]) for number in range(max(parts, default=-1) + 1)]
 
 
-def _republished(store: Store, policy: str, resume_step: int, next_version: int) -> list[int]:
-    """Return every version that has no more steps behind it than an earlier version."""
-    sql = "SELECT id, step FROM versions WHERE policy = ? ORDER BY id"
-    versions = store.db.execute(sql, (policy,)).fetchall()
-    return republished_among([*versions, (next_version, resume_step)])
-
-
 def _forget_lost_segments(store: Store) -> None:
     """Clear the locations of rollouts whose bytes never reached the disk, which happens after a power failure."""
     sql = "SELECT segment, MAX(offset + length) FROM rollouts WHERE segment IS NOT NULL GROUP BY segment"
@@ -259,11 +211,7 @@ def _forget_lost_segments(store: Store) -> None:
 
 
 def _unseen_tokens(store: Store) -> int:
-    """Estimate the tokens that were sampled but not written before the run died.
-
-    The estimate is the last token rate of all engines, of any policy, times the time that it takes to send and commit
-    tokens.
-    """
+    """Estimate the tokens sampled but not written: the engines' last rate times the time to send and commit."""
     sql = """
         SELECT COALESCE(SUM(generated_tokens) / (MAX(ended) - MIN(started)), 0) FROM activity
         WHERE generated_tokens > 0 AND ended > (SELECT MAX(ended) FROM activity) - 5

@@ -114,10 +114,7 @@ def _sound(record: bytes) -> bool:
 
 
 def _cut_torn_tail(path: Path) -> bool:
-    """Cut an unfinished record off the end of the file.
-
-    Return False if a record is damaged although more bytes follow it.
-    """
+    """Cut an unfinished record off the end. Return False if a record is damaged although more bytes follow it."""
     size, offset = path.stat().st_size, 0
     with path.open("r+b") as file:
         while offset < size:

@@ -11,24 +11,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headrace.buffer.database import lock_run, open_database
+from headrace.buffer.database import connect, lock_run, prepare_for_writing
 from headrace.buffer.segments import RecordLocation, Segments
 from headrace.errors import HeadraceError, UserError
 from headrace.types import Group, Rollout
 
+COMMIT_SECONDS = 0.1
+"""The time between two transactions, and so the most that a crash of the process loses."""
+
 
 class Store:
-    """The tables and the segments.
+    """The tables and the segments. A store may pass from one thread to another, but only one may use it at a time."""
 
-    A store may be created in one thread and used in another, but never in two threads at the same time.
-    """
-
-    def __init__(self, path: Path, *, keep_rollouts: bool, lock_seconds: float) -> None:
+    def __init__(self, path: Path, *, keep_rollouts: bool) -> None:
         self.path = path
         self._lock = lock_run(path)
         try:
-            self._segments = Segments(path.parent / "segments") if keep_rollouts else None
-            self.db = open_database(path, lock_seconds)
+            self.segments = Segments(path.parent / "segments") if keep_rollouts else None
+            """The files with tokens; None if tokens are not kept."""
+            self.db = connect(str(path), path, prepare_for_writing)
         except OSError as error:
             self._lock.close()
             raise UserError(f"{path.parent} cannot be written: {error}") from error
@@ -36,26 +37,18 @@ class Store:
             self._lock.close()
             raise
 
-    @property
-    def keeps_rollouts(self) -> bool:
-        """Whether tokens are written, so that they can be read again."""
-        return self._segments is not None
-
     def read(self, segment: str, offset: int, length: int) -> Rollout:
         """Read a rollout, or part of one, that was written before."""
-        assert self._segments is not None
-        return self._segments.read(segment, offset, length)
+        assert self.segments is not None
+        return self.segments.read(segment, offset, length)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Write all changes of this context, or none.
-
-        After an error the store can only be closed, which rolls everything back.
-        """
+        """Write all changes of this context, or none: after an error the store can only be closed."""
         self.db.execute("BEGIN IMMEDIATE")
         yield
-        if self._segments is not None:
-            self._segments.flush()
+        if self.segments is not None:
+            self.segments.flush()
         self.db.execute("COMMIT")
 
     def write(self, sql: str, *row: Any) -> int:
@@ -76,13 +69,10 @@ class Store:
         self.db.executemany(sql, members)
 
     def end_rollout(self, rollout: Rollout, when: float) -> None:
-        """Write the tokens and the reward of a rollout.
-
-        The rollout stays in flight until its group ends, unless it failed.
-        """
+        """Write the tokens and the reward of a rollout. Unless it failed, it stays in flight until its group ends."""
         failed = rollout.ending == "failed"
         sampled = [trace.versions[trace.trained] for trace in rollout.traces if trace.trained.any()]
-        location = (None, None, None) if self._segments is None else self._segments.append(rollout)
+        location = (None, None, None) if self.segments is None else self.segments.append(rollout)
         rows = self.write(
             "UPDATE rollouts SET state = ?, reason = ?, ending = ?, reward = ?, tokens = ?, sampled_tokens = ?,"
             " oldest_version = ?, newest_version = ?, ended = ?, segment = ?, offset = ?, length = ?"
@@ -98,12 +88,9 @@ class Store:
         self.write("DELETE FROM partials WHERE rollout = ?", rollout.id)
 
     def save_partial(self, rollout: Rollout) -> None:
-        """Write the next tokens of a rollout that is being sampled, for each of its traces.
-
-        A trace may have no new tokens.
-        """
-        if self._segments is not None and any(len(trace) for trace in rollout.traces):
-            self.add_partial(rollout, self._segments.append(rollout))
+        """Write the next tokens of each trace of a rollout that is being sampled."""
+        if self.segments is not None and any(len(trace) for trace in rollout.traces):
+            self.add_partial(rollout, self.segments.append(rollout))
 
     def add_partial(self, rollout: Rollout, location: RecordLocation) -> None:
         """Add rows for a record that holds the next part of each of a rollout's traces."""
@@ -130,15 +117,11 @@ class Store:
         self.write(f"UPDATE rollouts {ending} WHERE group_id = ? AND state = 'in_flight'", *row)
         self.write("DELETE FROM partials WHERE rollout IN (SELECT id FROM rollouts WHERE group_id = ?)", group_id)
 
-    def forget_partial(self, rollout_id: str) -> None:
-        """Delete the saved tokens of a rollout, because they cannot be used."""
-        self.write("DELETE FROM partials WHERE rollout = ?", rollout_id)
-
     def close(self) -> None:
         """Close the files, and release the lock last."""
         try:
             self.db.close()
-            if self._segments is not None:
-                self._segments.close()
+            if self.segments is not None:
+                self.segments.close()
         finally:
             self._lock.close()

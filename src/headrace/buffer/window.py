@@ -1,21 +1,21 @@
 """The window: the groups that are admitted and not yet trained. It decides which groups may start and which train next.
 
 The window keeps two invariants: the groups in it never exceed the slots (plus the spare slots of oversampling), and no
-batch leaves with a token over the lag bound. It does no I/O, has no clock and never waits. `places` tracks where every
-group is; `admission` has the arithmetic and its proofs.
+batch leaves with a token over the lag bound. It does no I/O, has no clock and never waits. Every admitted group is in
+exactly one place: in flight, ready, in training (consumed, with its slot not yet free) or gone. `admission` has the
+arithmetic, and `docs/staleness.md` the proofs.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 
 from headrace.buffer import admission
-from headrace.buffer.filter_rate import FilterRate
-from headrace.buffer.places import GroupPlaces
-from headrace.buffer.salvage import masked
+from headrace.buffer.filters import masked
 from headrace.errors import HeadraceError
 from headrace.types import POLICY, Group, Int32Array, without_republished
 
@@ -25,10 +25,7 @@ RATE_MEMORY = 4
 
 
 class Window:
-    """The state between admission and training.
-
-    Groups must be admitted in the order of their ids; any other order is free.
-    """
+    """The state between admission and training. Groups must be admitted in the order of their ids, each once."""
 
     def __init__(
         self,
@@ -55,13 +52,13 @@ class Window:
         self.max_lag = max_lag
         self.first_version = first_version
         self.depth = admission.effective_depth(depth, max_lag)
-        self.size = admission.version_size(groups, publish_every)
+        self.size = groups * publish_every
         self.capacity = admission.capacity(depth, groups, publish_every, max_lag)
         self.lag_bound = admission.lag_bound(depth, groups, publish_every, max_lag)
         self.on_stale = on_stale
-        self.spares = admission.spare_slots(oversample, self.capacity)
+        self.spares = int((oversample - 1.0) * self.capacity)
+        """The number of groups that may be under way beyond the slots."""
         self._anchored = depth != "unbounded"
-        self._filter_rate = FilterRate(RATE_MEMORY * self.capacity)
         self.batches = 0
         """The number of batches taken."""
         self.proved = first_version
@@ -70,22 +67,37 @@ class Window:
         self._shift = 0
         """The number of ids that went to republished weights since the first version."""
         self._wanted = None if versions is None else versions * self.size
-        self._places = GroupPlaces()
+        self._last_id = -1
+        self._unconsumed: dict[int, int] = {}
+        """The version proved at the admission of each unconsumed group, by group id, oldest first. `Group.version` may
+        be newer, because its engine may have proved a newer version."""
+        self._ready: dict[int, Group] = {}
+        """The unconsumed groups that are complete."""
+        self._overtakers: set[int] = set()
+        """The consumed groups that are younger than the oldest unconsumed group."""
+        self._training: Counter[int] = Counter()
+        """The number of groups that were consumed for each version and whose slots are not free, by version being
+        trained."""
+        self._outcomes: deque[bool] = deque(maxlen=RATE_MEMORY * self.capacity)
+        """Whether each of the latest groups was filtered, in the order of their age, up to the youngest consumed group.
+        So the rate of filtered groups does not depend on which group finished first."""
+        self._filtered: list[int] = []
+        """The filtered groups that are not in `_outcomes` yet."""
 
     @property
     def in_flight(self) -> int:
         """The number of groups that are being generated or scored."""
-        return self._places.in_flight
+        return len(self._unconsumed) - len(self._ready)
 
     @property
     def ready(self) -> int:
         """The number of complete groups that no batch has taken."""
-        return len(self._places.ready)
+        return len(self._ready)
 
     @property
     def occupied(self) -> int:
         """The number of slots in use."""
-        return self._places.occupied
+        return len(self._unconsumed) + self._training.total()
 
     @property
     def trained_version(self) -> int:
@@ -94,17 +106,14 @@ class Window:
 
     def version_of(self, batch: int) -> int:
         """Return the version that this batch, counted from 0, trains."""
-        return admission.version_of_batch(batch, self.first_version, self.publish_every) + self._shift
+        return self.first_version + batch // self.publish_every + self._shift
 
     def count(self, version: int) -> int:
         """Return the number of versions between the first version and this one, without republished ids."""
         return self._own(version) - self._own(self.first_version)
 
     def republish(self, batches: int) -> int:
-        """Return the next free id for the version that the first `batches` batches made.
-
-        The weights of that version are published again. Nothing newer may have been published.
-        """
+        """Return the next free id, under which the newest version, made by `batches` batches, is published again."""
         self._shift += 1
         self.republished.append(self.version_of(batches))
         return self.republished[-1]
@@ -121,22 +130,17 @@ class Window:
             if self.occupied >= self.capacity + self.spares:
                 refused.append(group_id)
             else:
-                self._places.enter(group_id, version, "restored")
-        self._places.overtook(list(trained))
+                self._enter(group_id, version, "restored")
+        self._overtake(trained)
         return refused
 
     @property
     def free(self) -> int:
-        """The number of groups that may be admitted now.
-
-        At most W - 1 groups overtake the oldest unconsumed group. Proof: a batch that leaves the oldest group behind
-        finds more than `groups` unconsumed groups. So the last admission before that batch did not use the exception
-        for a full window (see `admission.admissible`), and at most W groups stood in the window then.
-        """
-        unconsumed = len(self._places.unconsumed)
+        """The number of groups that may be admitted now."""
+        unconsumed = len(self._unconsumed)
         return admission.admissible(
             self.occupied,
-            unconsumed + len(self._places.overtakers) if self._anchored else 0,
+            unconsumed + len(self._overtakers) if self._anchored else 0,
             unconsumed,
             self.capacity,
             self.groups,
@@ -148,18 +152,15 @@ class Window:
 
     @property
     def filtered_rate(self) -> float:
-        """The share of filtered groups among the latest groups."""
-        return self._filter_rate.value
+        """The share of filtered groups among the latest groups; 0 before the first batch."""
+        return sum(self._outcomes) / len(self._outcomes) if self._outcomes else 0.0
 
     def may_admit(self) -> bool:
         """Return whether one more group may start."""
         return self.free > 0
 
     def admit(self, group_id: int, version: int) -> None:
-        """Charge a slot for a group.
-
-        Tokens sampled for it will be of `version`, which its engine has proved, or newer.
-        """
+        """Charge a slot for a group. Its tokens will be of `version`, which its engine has proved, or newer."""
         if not self.may_admit():
             raise HeadraceError(f"group {group_id} was admitted without a free slot: {self.explain()}")
         if not self.proved <= version <= self.trained_version:
@@ -167,30 +168,32 @@ class Window:
                 f"group {group_id} was admitted at version {version}, but the engines have proved {self.proved} "
                 f"and {self.trained_version} is in training"
             )
-        self._places.enter(group_id, self.proved, "admitted")
+        self._enter(group_id, self.proved, "admitted")
 
     def complete(self, group: Group) -> None:
         """Mark a group as ready: all its rollouts have ended and are scored."""
         if group.policy != self.policy:
             raise HeadraceError(f"group {group.id} trains {group.policy!r}, and this is the window of {self.policy!r}")
-        self._places.complete(group)
+        if group.id not in self._unconsumed or group.id in self._ready:
+            raise HeadraceError(f"group {group.id} was completed but is not in flight")
+        self._ready[group.id] = group
 
     def drop(self, group_id: int) -> None:
         """Remove a group that Headrace decided not to train, and free its slot."""
-        self._places.leave(group_id, "dropped")
+        self._leave(group_id, "dropped")
 
     def fail(self, group_id: int) -> None:
         """Remove a group that cannot be trained, and free its slot."""
-        self._places.leave(group_id, "failed")
+        self._leave(group_id, "failed")
 
     def filter(self, group_id: int) -> None:
         """Remove a group that is of no use for training. Another group may take its slot."""
-        self._places.leave(group_id, "filtered")
-        self._filter_rate.filtered(group_id)
+        self._leave(group_id, "filtered")
+        self._filtered.append(group_id)
 
     def late(self, version: int) -> bool:
         """Return whether a trained token of this version would be over `max_lag` in the next batch."""
-        return admission.late(self._own(version), self._own(self.trained_version), self.max_lag)
+        return self.max_lag is not None and self._own(self.trained_version) - self._own(version) > self.max_lag
 
     def stale(self) -> list[Group]:
         """Return the ready groups that hold a token over `max_lag`. The caller drops them before the next `take`.
@@ -207,7 +210,7 @@ class Window:
             if self.on_stale == "salvage" and not self.late(int(versions.max())):
                 assert self.max_lag is not None
                 oldest = admission.oldest_on_time(self.trained_version, self.max_lag, self.republished)
-                self._places.ready[group.id] = masked(group, oldest)
+                self._ready[group.id] = masked(group, oldest)
             else:
                 found.append(group)
         return found
@@ -222,7 +225,7 @@ class Window:
             for group_id, has_seat in self._seats():
                 if not has_seat:
                     found.append(group_id)
-                elif group_id not in self._places.ready:
+                elif group_id not in self._ready:
                     break
         return found
 
@@ -232,23 +235,25 @@ class Window:
 
     def ready_groups(self) -> list[Group]:
         """Return the complete groups that no batch has taken, oldest first."""
-        return [group for _, group in sorted(self._places.ready.items())]
+        return [group for _, group in sorted(self._ready.items())]
 
     def take(self) -> list[Group] | None:
-        """Take the next batch, oldest ready groups first. Return None if the batch has to wait.
-
-        The lag of every token is checked here.
-        """
+        """Take the oldest ready groups as the next batch, and check the lag of each token. None if it has to wait."""
         ids = self._next_batch()
         if ids is None:
             return None
         version = self.trained_version
         for group_id in ids:
-            versions = _token_versions(self._places.ready[group_id])
-            admission.check_lag(version, versions, self.lag_bound, self.republished)
-        self._filter_rate.consumed(ids)
+            admission.check_lag(version, _token_versions(self._ready[group_id]), self.lag_bound, self.republished)
+        for group_id in ids:
+            del self._unconsumed[group_id]
+        self._overtake(ids)
+        settled = [group_id for group_id in self._filtered if group_id < ids[-1]]
+        self._filtered = [group_id for group_id in self._filtered if group_id > ids[-1]]
+        self._outcomes.extend([True] * len(settled) + [False] * len(ids))
+        self._training[version] += len(ids)
         self.batches += 1
-        return self._places.consume(ids, version)
+        return [self._ready.pop(group_id) for group_id in ids]
 
     def release(self, version: int) -> None:
         """Record that the engines have proved `version`, and free the slots of all groups that it was trained on."""
@@ -257,7 +262,26 @@ class Window:
                 f"version {version} was proved after {self.proved}, while {self.trained_version} is in training"
             )
         self.proved = version
-        self._places.free(lambda trained: self._own(trained) < self._own(version))
+        for trained in [trained for trained in self._training if self._own(trained) < self._own(version)]:
+            del self._training[trained]
+
+    def _enter(self, group_id: int, version: int, how: str) -> None:
+        if group_id <= self._last_id:
+            raise HeadraceError(f"group {group_id} was {how} after group {self._last_id}: ids must increase")
+        self._last_id = group_id
+        self._unconsumed[group_id] = version
+
+    def _leave(self, group_id: int, how: str) -> None:
+        if self._unconsumed.pop(group_id, None) is None:
+            raise HeadraceError(f"group {group_id} was {how} but is neither in flight nor ready")
+        self._ready.pop(group_id, None)
+        self._overtake(())
+
+    def _overtake(self, consumed: Iterable[int]) -> None:
+        """Keep those of the consumed groups that are younger than the oldest unconsumed one: they overtook it."""
+        oldest = next(iter(self._unconsumed), None)
+        known = {*self._overtakers, *consumed}
+        self._overtakers = {group_id for group_id in known if oldest is not None and group_id > oldest}
 
     def _next_batch(self) -> list[int] | None:
         ids = self._eligible()[: self.groups]
@@ -268,7 +292,7 @@ class Window:
         if len(ids) < self.groups:
             return "they are too few"
         # Synchronous runs are reproducible: which groups share a batch must not depend on which group finished first.
-        if self.depth == 0 and ids != list(self._places.unconsumed)[: self.groups]:
+        if self.depth == 0 and ids != list(self._unconsumed)[: self.groups]:
             return "depth 0 trains in order"
         if self._would_be_late(ids):
             return f"it would exceed max_lag = {self.max_lag} later"
@@ -277,21 +301,18 @@ class Window:
     def _eligible(self) -> list[int]:
         """Return the ready groups that may be trained, oldest first, up to the first group without a seat."""
         end = next((group_id for group_id, has_seat in self._seats() if not has_seat), None)
-        return [group_id for group_id in sorted(self._places.ready) if end is None or group_id < end]
+        return [group_id for group_id in sorted(self._ready) if end is None or group_id < end]
 
     def _seats(self) -> Iterator[tuple[int, bool]]:
-        """Yield the unconsumed groups, oldest first, and whether each has a seat.
-
-        Older groups without a seat do not count: they will be gone.
-        """
+        """Yield the unconsumed groups, oldest first, and whether each has a seat. Groups without one do not count."""
         if not self.spares:
-            yield from ((group_id, True) for group_id in self._places.unconsumed)
+            yield from ((group_id, True) for group_id in self._unconsumed)
             return
-        overtakers = self._places.overtakers
-        older = self.batches * self.groups - len(overtakers)
-        for group_id, version in self._places.unconsumed.items():
-            before = older + sum(overtaker < group_id for overtaker in overtakers)
-            has_seat = admission.seated(before, self.count(version), self.capacity, self.size)
+        older = self.batches * self.groups - len(self._overtakers)
+        for group_id, version in self._unconsumed.items():
+            before = older + sum(overtaker < group_id for overtaker in self._overtakers)
+            # Older groups only ever leave, so a group keeps its seat (`docs/staleness.md`, rule 5).
+            has_seat = before < self.capacity + self.size * self.count(version)
             older += has_seat
             yield group_id, has_seat
 
@@ -300,17 +321,16 @@ class Window:
 
         With spares, more than W groups may stand in the window; only the first W may leave the oldest group behind.
         """
-        unconsumed, overtakers = self._places.unconsumed, self._places.overtakers
-        if not self.spares or not self._anchored or next(iter(unconsumed)) == ids[0]:
+        if not self.spares or not self._anchored or next(iter(self._unconsumed)) == ids[0]:
             return False
-        return sum(other < ids[-1] for other in (*unconsumed, *overtakers)) > self.capacity - 1
+        return sum(other < ids[-1] for other in (*self._unconsumed, *self._overtakers)) > self.capacity - 1
 
     def _would_be_late(self, ids: list[int]) -> bool:
         if self.max_lag is None or self.on_stale != "wait":
             return False
         taken = set(ids)
         left = [
-            self.count(self._places.unconsumed[group_id]) if has_seat else None
+            self.count(self._unconsumed[group_id]) if has_seat else None
             for group_id, has_seat in self._seats()
             if group_id not in taken
         ]
@@ -323,7 +343,7 @@ class Window:
         """Return how many groups are needed in addition to the unconsumed ones; None without a limit."""
         if self._wanted is None:
             return None
-        return self._wanted - self.batches * self.groups - len(self._places.unconsumed)
+        return self._wanted - self.batches * self.groups - len(self._unconsumed)
 
     def explain(self) -> str:
         """Say in one line what the next admission and the next batch wait for."""
@@ -331,7 +351,6 @@ class Window:
 
     def explain_admission(self) -> str:
         """Say what the next admission waits for."""
-        places = self._places
         if free := self.free:
             return f"{free} of {self.capacity} slots may be charged"
         needed = self._needed()
@@ -340,23 +359,28 @@ class Window:
         if self.occupied >= self.capacity:
             return (
                 f"nothing is admitted: all {self.capacity} slots are taken ({self.in_flight} groups in flight, "
-                f"{self.ready} ready, {places.in_training} until the engines prove version {self.proved + 1})"
+                f"{self.ready} ready, {self._training.total()} until the engines prove version {self.proved + 1})"
             )
-        anchor = places.describe(next(iter(places.unconsumed)))
+        anchor = self._describe(next(iter(self._unconsumed)))
         return (
             f"nothing is admitted: the window of {self.capacity} groups is full behind {anchor}, "
-            f"which {len(places.overtakers)} younger ones have overtaken"
+            f"which {len(self._overtakers)} younger ones have overtaken"
         )
 
     def explain_batch(self) -> str:
         """Say what the next batch waits for."""
         if self._next_batch() is not None:
             return f"a batch for version {self.trained_version} is ready"
-        oldest = self._places.oldest_unfinished()
+        unfinished = next((group_id for group_id in self._unconsumed if group_id not in self._ready), None)
+        oldest = "none" if unfinished is None else self._describe(unfinished)
         ids = self._eligible()[: self.groups]
         if len(ids) < self.groups:
             return f"no batch: {self.ready} of {self.groups} groups are ready, the oldest unfinished one is {oldest}"
         return f"no batch: it has to wait for {oldest} ({self._hindrance(ids)})"
+
+    def _describe(self, group_id: int) -> str:
+        place = "ready, of" if group_id in self._ready else "in flight since"
+        return f"group {group_id}, {place} version {self._unconsumed[group_id]}"
 
 
 def _token_versions(group: Group) -> Int32Array:

@@ -23,7 +23,7 @@ from headrace.bench.options import (
     check_options,
 )
 from headrace.bench.report import lines
-from headrace.cli.options import AsJson
+from headrace.cli import AsJson
 
 Measure = Callable[[Any, Callable[[str], None]], dict[str, Any]]
 

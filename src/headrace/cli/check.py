@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from headrace.cli.options import AsJson, ConfigPath, Settings
+from headrace.cli import AsJson, ConfigPath, Settings
 
 PACKAGES = ("torch", "transformers", "tokenizers", "peft", "safetensors", "msgspec", "pyzmq", "numpy", "reasoning-gym")
 
@@ -24,7 +24,7 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
     """Validate CONFIG. Print it resolved, with the lag bound, the memory, and which side will be the bottleneck."""
     from headrace.buffer.admission import capacity, lag_bound
     from headrace.config import dump_config, load_config
-    from headrace.config.estimate import estimate
+    from headrace.config.memory import estimate
     from headrace.config.model_dir import model_facts
     from headrace.pipeline.inputs import count_prompts
 
@@ -50,27 +50,21 @@ def check(config: ConfigPath, settings: Settings = None, as_json: AsJson = False
         typer.echo(line)
 
 
-def _slow(on_stale: str | None) -> str:
-    """Return what happens to slow groups, if they could come too late."""
-    happens = {"wait": "batches wait for slow groups", "drop": "slow groups are dropped"}
-    return "" if on_stale is None else f"; {happens.get(on_stale, 'slow groups begin again from their tokens')}"
-
-
-def _trainer(found: dict[str, Any]) -> str:
-    memory, ranks = found["memory_bytes"], found["trainer_ranks"]
-    text = f"{'trainer' if ranks == 1 else f'each of {ranks} trainer ranks'} {memory['trainer'] / 1e9:.2f} GB"
-    return text + (f" and {memory['offloaded'] / 1e9:.2f} GB offloaded" if memory["offloaded"] else "")
-
-
 def _lines(found: dict[str, Any]) -> list[str]:
-    memory = found["memory_bytes"]
+    size = {name: f"{number / 1e9:.2f} GB" for name, number in found["memory_bytes"].items()}
+    trainer = "trainer" if found["trainer_ranks"] == 1 else f"each of {found['trainer_ranks']} trainer ranks"
+    offloaded = f" and {size['offloaded']} offloaded" if found["memory_bytes"]["offloaded"] else ""
+    slow = {
+        None: "",
+        "wait": "; batches wait for slow groups",
+        "drop": "; slow groups are dropped",
+        "salvage": "; slow groups begin again from their tokens",
+    }[found["on_stale"]]
     return [
         f"model       {found['architecture']}, {found['parameters'] / 1e6:.1f}M parameters",
         f"prompts     {found['train_prompts']} to train on, {found['heldout_prompts']} held out",
-        f"lag         at most {found['lag_bound']} versions; {found['slots']} groups under way"
-        f"{_slow(found['on_stale'])}",
-        f"memory      {_trainer(found)}, each engine {memory['engine'] / 1e9:.2f} GB, "
-        f"shared {memory['shared'] / 1e9:.2f} GB",
+        f"lag         at most {found['lag_bound']} versions; {found['slots']} groups under way{slow}",
+        f"memory      {trainer} {size['trainer']}{offloaded}, each engine {size['engine']}, shared {size['shared']}",
         f"bottleneck  {found['bottleneck']} (an estimate: generation {found['generation_seconds']:.2g} s, "
         f"training {found['training_seconds']:.2g} s a version)",
     ]
@@ -78,18 +72,6 @@ def _lines(found: dict[str, Any]) -> list[str]:
 
 def doctor(as_json: AsJson = False) -> None:
     """Report what this machine has and which paths a run will use."""
-    found = examine()
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-        return
-    for section, facts in found.items():
-        typer.echo(section)
-        for name, value in facts.items():
-            typer.echo(f"  {name:<16} {value}")
-
-
-def examine() -> dict[str, dict[str, Any]]:
-    """Return facts about the machine, the installed packages, and the choices that follow."""
     import torch
 
     from headrace.config.schema import DeliveryConfig
@@ -100,7 +82,7 @@ def examine() -> dict[str, dict[str, Any]]:
     device = "cuda" if cuda else "cpu"
     choice = choose(DeliveryConfig(), shm, trainer=device, engines=device)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
+    found: dict[str, dict[str, Any]] = {
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "python": sys.version.split()[0],
@@ -120,6 +102,13 @@ def examine() -> dict[str, dict[str, Any]]:
             "threads": f"{torch.get_num_threads()} by default; [engine] threads and [training] threads decide",
         },
     }
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for section, facts in found.items():
+        typer.echo(section)
+        for name, value in facts.items():
+            typer.echo(f"  {name:<16} {value}")
 
 
 def _version(package: str) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import typer
 
-from headrace.cli.options import AsJson, RunPath
+from headrace.cli import AsJson, RunPath
 from headrace.errors import UserError
 
 SHOWN = 20
@@ -87,16 +87,13 @@ def audit(
 
     logging.disable_progress_bar()
     found = check(Path(run_dir), PlainModel, samples=samples, seed=seed, tolerance=tolerance)
-    typer.echo(_json(found.as_dict()) if as_json else describe_audit(found))
+    # msgspec writes an error that is not finite as null, because JSON has no infinity.
+    encoded = msgspec.json.format(msgspec.json.encode(found.as_dict()), indent=2).decode()
+    typer.echo(encoded if as_json else describe_audit(found))
     if found.problems:
         raise typer.Exit(1)
     if not found.compared:
         raise UserError(f"{run_dir}: nothing could be checked ({found.recorded:,} rollouts recorded); {HINT}")
-
-
-def _json(found: dict[str, Any]) -> str:
-    # An error that is not finite becomes null here, because JSON has no infinity.
-    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
 
 
 def replay(

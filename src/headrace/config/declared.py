@@ -16,12 +16,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from headrace.config.names import is_reference
-from headrace.config.schema import POLICY_LOSSES, AlgorithmConfig
+from headrace.config.schema import LOSSES, AlgorithmConfig, is_reference
 from headrace.errors import ConfigError
 from headrace.reference import find_source, split_reference
-
-CORRECTIONS = "headrace.algorithms.losses.corrections:READS"
 
 Facts = TypeVar("Facts", bound=msgspec.Struct)
 Field = Literal["proximal", "reference", "teacher", "entropy"]
@@ -108,11 +105,6 @@ def needs(algorithm: AlgorithmConfig) -> Needs:
     )
 
 
-def loss_names() -> list[str]:
-    """Return the names of the built-in losses, which are the files of their folder."""
-    return sorted(path.stem for path in POLICY_LOSSES.glob("[!_]*.py"))
-
-
 def loss_facts(name: str) -> LossFacts:
     """Return the facts that the loss of this name or reference declares."""
     if is_reference(name):
@@ -122,11 +114,8 @@ def loss_facts(name: str) -> LossFacts:
 
 
 def losses_that_read(key: str) -> list[str]:
-    """Return the built-in losses that read this key of [algorithm].
-
-    The list is empty if the key is not a loss's key.
-    """
-    return [name for name in loss_names() if key in (loss_facts(name).reads or ())]
+    """Return the built-in losses that read this key of [algorithm]. A key that is not a loss's key has none."""
+    return [name for name in LOSSES if key in (loss_facts(name).reads or ())]
 
 
 def compares_answers(advantage: str) -> bool:
@@ -136,10 +125,7 @@ def compares_answers(advantage: str) -> bool:
 
 
 def transport_facts(name: str) -> TransportFacts:
-    """Return the facts that the transport of this name or reference declares.
-
-    "auto" declares nothing itself, because it chooses a transport that fits.
-    """
+    """Return the facts that this transport declares. "auto" declares none: it chooses a transport that fits."""
     if name == "auto":
         return TransportFacts()
     return read_facts(name if is_reference(name) else f"headrace.delivery.transports.{name}:Transport", TransportFacts)
@@ -147,7 +133,7 @@ def transport_facts(name: str) -> TransportFacts:
 
 def correction_facts() -> CorrectionFacts:
     """Return the facts that the corrections declare."""
-    return read_facts(CORRECTIONS, CorrectionFacts)
+    return read_facts("headrace.algorithms.losses.corrections:READS", CorrectionFacts)
 
 
 def read_facts(reference: str, kind: type[Facts]) -> Facts:
@@ -192,7 +178,6 @@ def _defined(node: ast.stmt) -> Iterable[str]:
 
 
 def _literals(body: Iterable[ast.stmt]) -> dict[str, Any]:
-    """Return the plain assignments of literals among these statements."""
     found: dict[str, Any] = {}
     for node in body:
         match node:

@@ -1,13 +1,20 @@
 """This module turns a TOML file and `--set` into a checked `Config`, and back.
 
 A user's mistake becomes one line that names `[section] key`.
+
+`[task]` is short for `[tasks.task]`. `[model]`, `[training]` and the other sections of a policy are short for
+`[policies.policy.model]` and so on. All other modules see only the short form, with the name of the task and the name
+of the policy beside it. A run has one task and one policy so far, so a second one is refused here, in one line.
 """
 
 from __future__ import annotations
 
-import ipaddress
+import difflib
 import math
+import re
 import tomllib
+import types
+import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,23 +22,20 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from headrace.config.algorithm import check_algorithm
-from headrace.config.declared import transport_facts
-from headrace.config.explain import NAMES, explain
-from headrace.config.names import is_reference, mistake, names_of
-from headrace.config.schema import (
-    AgentTaskConfig,
-    AlgorithmConfig,
-    BufferConfig,
-    Config,
-    DatasetTaskConfig,
-    EngineConfig,
-    LoraConfig,
-    RolloutsConfig,
-    ScorerConfig,
-)
-from headrace.config.tables import ShortForm, check_name, long_form
+from headrace.config.checks import REFERENCES, check_together
+from headrace.config.schema import Config, ScorerConfig, Section, is_reference, names_of
 from headrace.errors import ConfigError
+from headrace.types import POLICY, TASK
+
+NAMES = ("task_name", "policy_name")
+"""The fields of `Config` that are not sections."""
+POLICY_SECTIONS = ("model", "engine", "buffer", "algorithm", "training", "lora", "warm_start", "delivery")
+"""The sections of a policy, for `[policies.NAME]`."""
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_SECTION = re.compile(r"\[(\w+)\]")
+_WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"unknown field `(?P<key>[^`]*)`")
+_MISSING = re.compile(r"missing required field `(?P<key>[^`]*)`")
 
 
 def load_config(path: str | Path, settings: Iterable[str] = ()) -> Config:
@@ -48,7 +52,7 @@ def load_config(path: str | Path, settings: Iterable[str] = ()) -> Config:
 
 def make_config(raw: Mapping[str, Any], settings: Iterable[str] = ()) -> Config:
     """Make a checked configuration from nested dictionaries. Raises `ConfigError`."""
-    given = ShortForm(raw)
+    given = _ShortForm(raw)
     for setting in settings:
         _apply(given, setting)
     try:
@@ -57,23 +61,22 @@ def make_config(raw: Mapping[str, Any], settings: Iterable[str] = ()) -> Config:
         raise ConfigError(given.as_given(str(error))) from error
 
 
-def _checked(given: ShortForm) -> Config:
+def _checked(given: _ShortForm) -> Config:
     data = given.data
     for name in NAMES:
         if name in data:
-            raise ConfigError(explain(f"Object contains unknown field `{name}`"))
+            raise ConfigError(_explain(f"Object contains unknown field `{name}`"))
     for section, values in data.items():
         if section != "scorers":
             _check_finite(section, values)
     for name, scorer in data.get("scorers", {}).items():
         _check_scorer(name, scorer)
-    names = {"task_name": given.task_name, "policy_name": given.policy_name}
+    names = {"task_name": given.task or TASK, "policy_name": given.policy or POLICY}
     try:
         config = msgspec.convert({**data, **names}, Config, strict=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(explain(str(error))) from error
-    _check_names(config)
-    _check_together(config)
+        raise ConfigError(_explain(str(error))) from error
+    check_together(config)
     return config
 
 
@@ -91,10 +94,16 @@ def _written(config: Config) -> dict[str, Any]:
     sections = {key: value for key, value in msgspec.to_builtins(config).items() if key not in NAMES}
     if not config.scorers:
         del sections["scorers"]
-    return long_form(_without_none(sections), config.task_name, config.policy_name)
+    written: dict[str, Any] = _without_none(sections)
+    if config.task_name != TASK:
+        written["tasks"] = {config.task_name: written.pop("task")}
+    if config.policy_name != POLICY:
+        sections = {key: written.pop(key) for key in POLICY_SECTIONS if key in written}
+        written["policies"] = {config.policy_name: sections}
+    return written
 
 
-def _apply(given: ShortForm, setting: str) -> None:
+def _apply(given: _ShortForm, setting: str) -> None:
     key, equals, text = setting.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or len(parts) < 2 or not all(parts):
@@ -128,169 +137,15 @@ def _check_finite(section: str, value: Any, *keys: str) -> None:
 
 def _check_scorer(name: str, given: Any) -> None:
     """Check one scorer by itself, because msgspec does not name the entry of a table in its messages."""
-    check_name("scorers", name)
+    _check_name("scorers", name)
     place = f"scorers.{name}"
     _check_finite(place, given)
     try:
         scorer = msgspec.convert(given, ScorerConfig, strict=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(explain(str(error), "scorers").replace("[scorers]", f"[{place}]", 1)) from error
+        raise ConfigError(_explain(str(error), "scorers").replace("[scorers]", f"[{place}]", 1)) from error
     if not is_reference(scorer.scorer):
         raise ConfigError(f"[{place}] scorer: {scorer.scorer!r} is not module:attribute, or file.py:attribute")
-
-
-def _check_names(config: Config) -> None:
-    """Check that a key which takes names has one of them, or a reference to the user's code."""
-    for name in Config.__struct_fields__:
-        section = getattr(config, name)
-        for key in getattr(section, "__struct_fields__", ()):
-            names = names_of(type(section), key)
-            if names is None:
-                continue
-            if wrong := mistake(getattr(section, key), names):
-                raise ConfigError(f"[{name}] {key}: {wrong}")
-
-
-def _check_together(config: Config) -> None:
-    """Check the rules that concern several keys."""
-    check_algorithm(config.algorithm, config.rollouts)
-    _check_engine(config.engine)
-    if config.engine.kind == "vllm":
-        _check_for_vllm(config)
-    _check_buffer(config.buffer, config.rollouts, config.algorithm)
-    rollouts = config.rollouts
-    longest = rollouts.max_tokens
-    if config.engine.cache_tokens and config.engine.cache_tokens < longest + config.engine.block_size:
-        raise ConfigError(
-            f"[engine] cache_tokens: {config.engine.cache_tokens} cannot hold one answer of "
-            f"[rollouts] max_tokens = {longest} with its prompt"
-        )
-    if config.lora is not None:
-        _check_lora(config.lora)
-    _check_bind("delivery", config.delivery.bind)
-    _check_bind("gateway", config.gateway.bind)
-    if isinstance(config.task, DatasetTaskConfig) and config.task.reward is None and not config.scorers:
-        raise ConfigError("[task] reward is required, or a scorer in its place ([scorers.NAME])")
-    if isinstance(config.task, AgentTaskConfig) and config.task.agent is not None and config.task.command:
-        raise ConfigError("[task] command: give an agent or a command, not both")
-    if isinstance(config.task, AgentTaskConfig) and config.rollouts.truncates:
-        raise ConfigError("[rollouts] top_k, top_p, min_p: agents' answers are drawn without truncation")
-    training = config.training
-    if training.ranks % training.tensor_parallel:
-        raise ConfigError(
-            f"[training] tensor_parallel: {training.tensor_parallel} does not divide ranks = {training.ranks}"
-        )
-    if training.ranks > 1 or training.offload:
-        _check_ranks(config)
-    if not is_reference(config.delivery.transport):
-        check_transport(config)
-    whole_file = config.evaluate.prompts is None and getattr(config.task, "heldout_path", None) is not None
-    if config.evaluate.every and not (config.evaluate.prompts or whole_file):
-        raise ConfigError("[evaluate] every: needs prompts > 0")
-
-
-def _check_buffer(buffer: BufferConfig, rollouts: RolloutsConfig, algorithm: AlgorithmConfig) -> None:
-    depth, max_lag = buffer.depth, buffer.max_lag
-    if depth == "unbounded" and max_lag is None:
-        raise ConfigError("[buffer] max_lag: required with depth = 'unbounded', which nothing else holds back")
-    if depth != "unbounded" and max_lag is not None and max_lag < depth:
-        raise ConfigError(
-            f"[buffer] max_lag: {max_lag} is below depth {depth}, so the deeper work could never be "
-            f"trained (set depth = {max_lag}, or a larger max_lag)"
-        )
-    if buffer.on_stale != "wait" and max_lag is None:
-        raise ConfigError(f"[buffer] on_stale: {buffer.on_stale!r} needs max_lag; without it nothing is too old")
-    if buffer.correct_above is not None and not algorithm.corrections:
-        raise ConfigError("[buffer] correct_above: says where [algorithm] corrections apply, and there are none")
-    if "zero_variance" in buffer.filter and rollouts.group_size < 2:
-        raise ConfigError("[buffer] filter: 'zero_variance' compares answers and needs [rollouts] group_size >= 2")
-    if buffer.oversample > 1 and not buffer.filter:
-        raise ConfigError("[buffer] oversample: makes up for groups that are filtered, and filter is empty")
-    if rollouts.min_group is not None and not min(2, rollouts.group_size) <= rollouts.min_group <= rollouts.group_size:
-        raise ConfigError(
-            f"[rollouts] min_group: {rollouts.min_group} is not between {min(2, rollouts.group_size)} and group_size "
-            f"{rollouts.group_size}"
-        )
-
-
-def _check_ranks(config: Config) -> None:
-    """Refuse, in one line each, features that work with only one rank so far."""
-    wanted = {
-        '[lora] base = "nf4"': config.lora is not None and config.lora.base == "nf4",
-        '[training] optimizer = "adamw_8bit"': config.training.optimizer == "adamw_8bit",
-        '[delivery] send = "delta"': config.delivery.send == "delta",
-    }
-    for what, used in wanted.items():
-        if used:
-            raise ConfigError(f"[training] ranks: {what} needs one rank without offload")
-    if config.lora is not None and config.training.tensor_parallel > 1:
-        raise ConfigError("[training] tensor_parallel: an adapter is not cut over tensor ranks (set it to 1)")
-
-
-def check_transport(config: Config) -> None:
-    """Check the transport's declarations against the trainer's ranks and the engines.
-
-    If the transport is the user's own, its file is read.
-    """
-    what, facts = f'[delivery] transport = "{config.delivery.transport}"', transport_facts(config.delivery.transport)
-    if (config.training.ranks > 1 or config.training.offload) and not facts.for_ranks:
-        raise ConfigError(f"[training] ranks: {what} needs one rank without offload")
-    if config.engine.kind == "vllm" and not facts.for_servers:
-        raise ConfigError(f'[engine] kind = "vllm" does not go together with {what}')
-
-
-def _check_lora(lora: LoraConfig) -> None:
-    for key in ("targets", "modules"):
-        if not all(name.strip(".") for name in getattr(lora, key)):
-            raise ConfigError(f"[lora] {key}: a name is empty; name the ends of modules, such as q_proj")
-    if both := sorted(set(lora.targets) & set(lora.modules)):
-        raise ConfigError(f"[lora] modules: {both[0]} is one of targets too; a module is adapted or trained in full")
-    if lora.dropout and any(target.rpartition(".")[0].endswith("experts") for target in lora.targets):
-        raise ConfigError("[lora] dropout: stacked experts take none; set dropout = 0 or leave them out of targets")
-
-
-def _check_engine(engine: EngineConfig) -> None:
-    if engine.kind == "embedded":
-        for key in ("python", "urls", "port", "arguments"):
-            if getattr(engine, key):
-                raise ConfigError(f'[engine] {key}: only engine kind "vllm" has it')
-    if engine.kind != "vllm":
-        return
-    if engine.kv == "keep":
-        raise ConfigError(
-            '[engine] kv: "keep" is not for vLLM: a sequence kept over a swap would go on before the new weights are '
-            'proved; use "recompute"'
-        )
-    if not engine.python and not engine.urls:
-        raise ConfigError(
-            '[engine] python: engine kind "vllm" needs the interpreter of an environment with vLLM '
-            "(`make vllm` creates .venv-vllm/bin/python), or [engine] urls"
-        )
-
-
-def _check_for_vllm(config: Config) -> None:
-    """Refuse, in one line each, features that vLLM servers do not support so far."""
-    wanted = {
-        '[lora] serve = "unmerged"': config.lora is not None and config.lora.serve == "unmerged",
-        '[lora] on [model] weights = "random"': config.lora is not None and config.model.weights == "random",
-        '[lora] base = "nf4"': config.lora is not None and config.lora.base == "nf4",
-        '[delivery] send = "delta"': config.delivery.send == "delta",
-        "[training] ranks above 1": config.training.ranks > 1,
-        "[rollouts] top_k, top_p or min_p": config.rollouts.truncates,
-    }
-    for what, used in wanted.items():
-        if used:
-            raise ConfigError(f'[engine] kind = "vllm" does not go together with {what}')
-
-
-def _check_bind(section: str, bind: str) -> None:
-    try:
-        address = ipaddress.ip_address(bind)
-    except ValueError as error:
-        raise ConfigError(f"[{section}] bind: {bind!r} is not an IP address, such as 127.0.0.1") from error
-    if address.is_unspecified:
-        peers = "engines" if section == "delivery" else "agents"
-        raise ConfigError(f"[{section}] bind: {bind} is every interface; name the one address that {peers} can reach")
 
 
 def _without_none(value: Any) -> Any:
@@ -299,3 +154,158 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_none(inner) for inner in value]
     return value
+
+
+class _ShortForm:
+    """A configuration as nested dictionaries in the short form. It remembers the names and places of the long form."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        data: dict[str, Any] = _copied(raw)
+        self.data = data
+        self._places: dict[str, str] = {}
+        """Section -> its place in the long form, such as `policies.writer.model`, if it was given there."""
+        self.task = TASK if "task" in data else None
+        self.policy = None
+        """The names of the one task and of the one policy, as far as they were given."""
+        if (tasks := data.pop("tasks", None)) is not None:
+            if "task" in data:
+                raise ConfigError("[tasks]: [task] is given too, which is short for one of them; give one of the two")
+            self.task, data["task"] = _one("tasks", tasks)
+            self._places["task"] = f"tasks.{self.task}"
+        if (policies := data.pop("policies", None)) is not None:
+            self.policy, policy = _one("policies", policies)
+            if "model" not in data:
+                self._places["model"] = f"policies.{self.policy}.model"
+            for section, values in policy.items():
+                _check_policy_key(self.policy, section)
+                place = self._places[section] = f"policies.{self.policy}.{section}"
+                if section in data:
+                    raise ConfigError(f"[{place}]: [{section}] is given too; give one of the two")
+                data[section] = values
+        elif "model" in data:
+            self.policy = POLICY
+        _table("scorers", data.get("scorers", {}))
+
+    def path(self, parts: list[str]) -> list[str]:
+        """Translate the path of a `--set` to the short form, and record the name of the task or policy in it.
+
+        If the task or policy has a name already, any other name raises `ConfigError`.
+        """
+        if parts[0] not in ("tasks", "policies"):
+            return parts
+        table, name, *rest = parts
+        if not rest:
+            raise ConfigError(f"--set {table}.{name}: expected {table}.NAME.key=value")
+        _check_name(table, name)
+        if table == "tasks":
+            self.task = _only(table, name, self.task)
+            self._places.setdefault("task", f"tasks.{name}")
+            return ["task", *rest]
+        self.policy = _only(table, name, self.policy)
+        _check_policy_key(name, rest[0])
+        self._places.setdefault(rest[0], f"policies.{name}.{rest[0]}")
+        return rest
+
+    def as_given(self, message: str) -> str:
+        """Rewrite a message about the short form, so that it names sections as the user wrote them."""
+        return _SECTION.sub(lambda found: f"[{self._places.get(found[1], found[1])}]", message)
+
+
+def _copied(value: Any) -> Any:
+    return {key: _copied(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
+
+
+def _one(table: str, given: Any) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the entry of a table that may have only one entry so far."""
+    entries = _table(table, given)
+    if len(entries) > 1:
+        raise ConfigError(
+            f"[{table}]: several {table} in one run are not built yet; give one (there are {', '.join(entries)})"
+        )
+    if not entries:
+        raise ConfigError(f"[{table}]: has no entry; give one, [{table}.NAME]")
+    [(name, entry)] = entries.items()
+    _check_name(table, name)
+    return name, entry
+
+
+def _table(table: str, given: Any) -> Mapping[str, Mapping[str, Any]]:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"[{table}]: expected a section for each name, such as [{table}.NAME]")
+    for name, entry in given.items():
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"[{table}] {name}: expected a section, [{table}.{name}]")
+    return given
+
+
+def _check_name(table: str, name: str) -> None:
+    """Refuse a name that could not be written in a TOML key or in a `--set`."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"[{table}] {name!r}: a name is made of letters, digits, - and _")
+
+
+def _only(table: str, name: str, known: str | None) -> str:
+    if known not in (None, name):
+        raise ConfigError(f"[{table}.{name}]: several {table} in one run are not built yet, and this one has {known!r}")
+    return name
+
+
+def _check_policy_key(policy: str, key: str) -> None:
+    if key not in POLICY_SECTIONS:
+        raise ConfigError(f"[policies.{policy}] unknown key {key!r} ({_hint(key, sorted(POLICY_SECTIONS))})")
+
+
+def _explain(message: str, *inside: str) -> str:
+    """Turn msgspec's message about a value `inside` a section into a line that names `[section] key`."""
+    match = _WHERE.match(message)
+    assert match is not None
+    what, inner = match["what"], [part for part in re.split(r"\.|\[", (match["path"] or "")) if part]
+    parts = [*inside, *inner]
+    where = f"[{parts[0]}]" if parts else ""
+    if unknown := _UNKNOWN.search(what):
+        noun = "key" if parts else "section"
+        return f"{where} unknown {noun} {unknown['key']!r} ({_hint(unknown['key'], _known_keys(parts))})".strip()
+    if missing := _MISSING.search(what):
+        return f"{where} {missing['key']} is required" if parts else f"section [{missing['key']}] is required"
+    key = ".".join(part.removesuffix("]") for part in parts[1:] if part.strip(".]"))
+    detail = what[0].lower() + what[1:]
+    if allowed := _allowed_values(parts):
+        detail += f" (one of: {', '.join(allowed)})"
+    return f"{where} {key}".strip() + f": {detail}"
+
+
+def _hint(key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def _known_keys(parts: list[str]) -> list[str]:
+    if not parts:
+        return [*(key for key in typing.get_type_hints(Config) if key not in NAMES), "tasks", "policies"]
+    return sorted({key for kind in _kinds(parts[0]) for key in typing.get_type_hints(kind)})
+
+
+def _kinds(section: str) -> list[type[Section]]:
+    """Return the structs of a section: several for a task, otherwise one, even for an optional section or a table."""
+    hint = typing.get_type_hints(Config).get(section)
+    kinds = typing.get_args(hint) or (hint,)
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+
+
+def _allowed_values(parts: list[str]) -> list[str]:
+    if parts == ["task", "kind"]:
+        union = typing.get_args(typing.get_type_hints(Config)["task"])
+        return [str(task.__struct_config__.tag) for task in union]
+    kinds = _kinds(parts[0]) if len(parts) > 1 else []
+    if len(kinds) != 1:
+        return []
+    [section] = kinds
+    hint = typing.get_type_hints(section).get(parts[1])
+    if hint is str and (names := names_of(section, parts[1])):
+        return [*names, REFERENCES]
+    if len(parts) == 3 and typing.get_origin(hint) is list:
+        [hint] = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        words = [part for part in typing.get_args(hint) if typing.get_origin(part) is typing.Literal]
+        return ["a number", *(str(value) for part in words for value in typing.get_args(part))] if words else []
+    return [str(value) for value in typing.get_args(hint)] if typing.get_origin(hint) is typing.Literal else []

@@ -1,13 +1,18 @@
-"""How one GPU's memory is divided between a trainer and engines: the trainer's need is estimated, engines get the rest.
+"""Estimates from the configuration and the model's figures alone: memory, and which side of a run is slower.
 
+Where a trainer and engines share one GPU, the trainer's need is estimated, and the engines get the rest.
 `TrainerMemory` lists the need of one trainer process by purpose. With several `[training] ranks` this is the need on
 one GPU. The estimate is meant as an upper bound. A margin covers what is not counted.
+
+The formulas for time are the usual ones. Training takes six floating-point operations per parameter and token.
+Generation takes two, but each step must also read all weights once. The estimate says which side will wait, not how
+long it will take.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headrace.config.declared import needs, transport_facts
 from headrace.config.model_dir import ModelFacts, model_facts
@@ -29,6 +34,18 @@ MARGIN_BYTES = 4 << 30
 """The memory for the two processes' CUDA contexts, fragmentation and library workspaces."""
 LONGEST_DEFAULT = 4096
 """The longest sequence in tokens, if neither the engine nor the model gives a limit."""
+BYTES = {"float32": 4, "bfloat16": 2}
+GPU_DRIVER = Path("/dev/nvidiactl")
+"""This path exists where a GPU can be used. Checking the path needs no torch."""
+CORE_FLOPS = 25e9
+"""Floating-point operations per second of one CPU core in float32 matrix products."""
+CORE_BANDWIDTH = 8e9
+STEP_OVERHEAD = 60e-6
+"""Seconds for each layer of a forward pass, whatever its size."""
+PROMPT_TOKENS = 64
+"""The assumed prompt length, since nothing is known about prompts here."""
+FRACTION_OF_MAX = 0.5
+"""The assumed mean answer length, as a fraction of `max_tokens`."""
 
 
 class TrainerMemory(NamedTuple):
@@ -56,18 +73,23 @@ class TrainerMemory(NamedTuple):
 def trainer_memory(
     config: Config, facts: ModelFacts, teacher: ModelFacts | None = None, *, on_gpu: bool = True
 ) -> TrainerMemory:
-    """Estimate the most memory that a trainer process needs.
-
-    `facts` are the model's; `teacher` comes from `teacher_facts`.
-    """
+    """Estimate the most memory that a trainer process needs. `facts` are the model's, `teacher` the teacher's."""
     training, trained = config.training, trained_parameters(config.lora, facts)
     copy = _copy_bytes(training, on_gpu)
-    sharded = _is_sharded(training)
+    sharded = training.ranks > 1 or training.offload
     held = 0 if training.offload else 1
+    merged = config.lora is not None and config.lora.serve == "merged"
+    sent = 4 if merged or (config.delivery.dtype or config.model.dtype) == "float32" else 2
+    transport = config.delivery.transport
+    # Other transports keep published weights in host memory.
+    published = on_gpu and (transport == "auto" or transport_facts(transport).on_device)
+    asked = needs(config.algorithm)
+    # With an adapter the reference needs no copy: it is the model with the adapter switched off.
+    copies = (asked.reference and config.lora is None) + asked.proximal
     return TrainerMemory(
         state=held * state_bytes(config, facts, on_gpu=on_gpu),
-        publishing=_part(2 * _published_bytes(config) * trained, training) if _publishes_on(config, on_gpu) else 0,
-        policies=held * _part(_copies(config) * trained * (4 if sharded else copy), training),
+        publishing=_part(2 * sent * trained, training) if published else 0,
+        policies=held * _part(copies * trained * (4 if sharded else copy), training),
         teacher=held * (teacher.parameters if teacher is not None else 0) * (2 if on_gpu else 4),
         gathered=_gathered(config, facts, copy) if sharded else 0,
         computing=max(
@@ -85,10 +107,7 @@ def teacher_facts(config: Config) -> ModelFacts | None:
 
 
 def engine_share(config: Config, facts: ModelFacts, total: int, teacher: ModelFacts | None = None) -> float:
-    """Return the share of a GPU of `total` bytes that is left to each engine beside the trainer.
-
-    The share is 0 or negative if nothing is left.
-    """
+    """Return the share of a GPU of `total` bytes that is left to each engine beside the trainer, 0 or less if none."""
     needed = trainer_memory(config, facts, teacher).total
     return (total - needed - MARGIN_BYTES) / total / config.engine.count
 
@@ -108,7 +127,7 @@ def state_bytes(config: Config, facts: ModelFacts, *, on_gpu: bool = True) -> in
     """Return the bytes of one process's weights and optimizer state, on the device or in host memory."""
     training, trained = config.training, trained_parameters(config.lora, facts)
     copy = _copy_bytes(training, on_gpu)
-    if _is_sharded(training):
+    if training.ranks > 1 or training.offload:
         frozen = 4 * facts.parameters if config.lora else 0
         return _part(trained * STATE_BYTES[training.optimizer] + frozen, training)
     own = trained * (STATE_BYTES[training.optimizer] + (copy if copy < 4 else 0))
@@ -128,12 +147,7 @@ def trained_parameters(lora: LoraConfig | None, facts: ModelFacts) -> int:
     return adapted + full * facts.vocabulary * facts.hidden
 
 
-def _is_sharded(training: TrainingConfig) -> bool:
-    return training.ranks > 1 or training.offload
-
-
 def _part(size: int, training: TrainingConfig) -> int:
-    """Return one rank's part of a size."""
     return -(-size // training.ranks)
 
 
@@ -142,37 +156,13 @@ def _copy_bytes(training: TrainingConfig, on_gpu: bool) -> int:
     return 4 if (training.compute_dtype or ("bfloat16" if on_gpu else "float32")) == "float32" else 2
 
 
-def _published_bytes(config: Config) -> int:
-    if config.lora is not None and config.lora.serve == "merged":
-        return 4
-    return 4 if (config.delivery.dtype or config.model.dtype) == "float32" else 2
-
-
-def _publishes_on(config: Config, on_gpu: bool) -> bool:
-    """Return whether published weights lie in the trainer's device memory. Other transports use host memory."""
-    transport = config.delivery.transport
-    return on_gpu and (transport == "auto" or transport_facts(transport).on_device)
-
-
-def _copies(config: Config) -> int:
-    """Return how many whole copies of the trained weights are needed.
-
-    With an adapter the reference needs no copy: it is the model with the adapter switched off.
-    """
-    asked = needs(config.algorithm)
-    return (asked.reference and config.lora is None) + asked.proximal
-
-
 def _outer(facts: ModelFacts) -> int:
     """Return the number of parameters of embeddings and vocabulary projection, counted as two separate matrices."""
     return min(facts.parameters, 2 * facts.vocabulary * facts.hidden)
 
 
 def _frozen_bytes(lora: LoraConfig, facts: ModelFacts, copy: int) -> int:
-    """Return the bytes of the frozen base model.
-
-    In 4 bits, embeddings and vocabulary projection stay in full, and so does a whole model with experts.
-    """
+    """Return the bytes of the frozen base. In 4 bits, embeddings, projection and a model with experts stay in full."""
     if lora.base != "nf4" or facts.experts:
         return facts.parameters * copy
     outer = _outer(facts)
@@ -187,25 +177,17 @@ def _gathered(config: Config, facts: ModelFacts, copy: int) -> int:
     """
     outer, layers = _outer(facts), max(1, facts.layers)
     layer = (facts.parameters - outer) // layers
-    trained = trained_parameters(config.lora, facts)
-    gradients = trained if _takes_several_passes(config, facts) else min(trained, outer + layer)
-    return copy * (outer + min(2, layers) * layer) + 4 * gradients
-
-
-def _takes_several_passes(config: Config, facts: ModelFacts) -> bool:
-    """Return whether a batch of the longest sequences takes more than one pass on each rank."""
-    training = config.training
+    trained, training = trained_parameters(config.lora, facts), config.training
     longest = min(config.engine.max_length or LONGEST_DEFAULT, facts.max_positions or LONGEST_DEFAULT)
     warm = config.warm_start.batch if config.warm_start.steps else 0
     sequences = max(config.buffer.groups * config.rollouts.group_size, warm)
-    return sequences * longest > training.micro_batch_tokens * (training.ranks // training.tensor_parallel)
+    row_tokens = training.micro_batch_tokens * (training.ranks // training.tensor_parallel)
+    gradients = trained if sequences * longest > row_tokens else min(trained, outer + layer)
+    return copy * (outer + min(2, layers) * layer) + 4 * gradients
 
 
 def _kept(training: TrainingConfig, facts: ModelFacts, copy: int) -> int:
-    """Return the bytes that the layers keep during a pass.
-
-    With activation checkpointing, only one layer at a time holds all its activations.
-    """
+    """Return the bytes that the layers keep in a pass. If checkpointed, only one layer holds all its activations."""
     values = KEPT_VALUES * facts.layers
     if training.activation_checkpointing:
         values = min(values, CHECKPOINTED_VALUES * facts.layers + KEPT_VALUES)
@@ -224,3 +206,49 @@ def _head(config: Config, facts: ModelFacts, copy: int, *, on_gpu: bool) -> int:
     a_logit = 4 + copy if on_gpu and training.compile else PLAIN_LOGIT_BYTES
     is_trained = config.lora is None or any(name.endswith("lm_head") for name in config.lora.modules)
     return logits * a_logit + is_trained * (8 + copy) * facts.vocabulary * facts.hidden
+
+
+def estimate(config: Config, facts: ModelFacts) -> dict[str, Any]:
+    """Estimate the memory of each process in bytes, the seconds per version on each side, and the slower side.
+
+    Each trainer rank is a process. What a rank offloads is counted as host memory.
+    """
+    rollouts, engine = config.rollouts, config.engine
+    answers = config.buffer.groups * rollouts.group_size * config.delivery.publish_every
+    tokens = max(1.0, rollouts.max_tokens * FRACTION_OF_MAX)
+    generation = _generation(config, facts, answers, tokens) / engine.processes
+    prompts = PROMPT_TOKENS / (rollouts.group_size if config.training.share_prefixes else 1)
+    training = _training(config, facts, answers * (tokens + prompts))
+    on_gpu = config.training.device == "cuda" or (config.training.device == "auto" and GPU_DRIVER.exists())
+    served = facts.parameters * BYTES[config.model.dtype]
+    longest = min(engine.max_length or LONGEST_DEFAULT, facts.max_positions or LONGEST_DEFAULT)
+    cache = engine.cache_tokens or engine.slots * min(longest, PROMPT_TOKENS + rollouts.max_tokens)
+    return {
+        "architecture": facts.architecture,
+        "parameters": facts.parameters,
+        "memory_bytes": {
+            "trainer": trainer_memory(config, facts, teacher_facts(config), on_gpu=on_gpu).total,
+            "offloaded": state_bytes(config, facts, on_gpu=on_gpu) if config.training.offload else 0,
+            "engine": 2 * served + cache * facts.kv_bytes_per_token * BYTES[config.model.dtype] // 4,
+            "shared": 2 * served,
+        },
+        "trainer_ranks": config.training.ranks,
+        "generation_seconds": generation,
+        "training_seconds": training,
+        "bottleneck": "generation" if generation > training else "training",
+    }
+
+
+def _generation(config: Config, facts: ModelFacts, answers: int, tokens: float) -> float:
+    threads = config.engine.threads
+    rows = min(config.engine.slots, answers)
+    compute = 2 * facts.parameters * rows / (CORE_FLOPS * threads)
+    reading = facts.parameters * 4 / (CORE_BANDWIDTH * threads)
+    return max(compute, reading, facts.layers * STEP_OVERHEAD) * tokens * answers / rows
+
+
+def _training(config: Config, facts: ModelFacts, tokens: float) -> float:
+    passes = max(1.0, tokens / config.training.micro_batch_tokens)
+    compute = 6 * facts.parameters * tokens / (CORE_FLOPS * config.training.threads)
+    optimizer = facts.parameters * 40 / CORE_BANDWIDTH
+    return compute + optimizer + 3 * passes * facts.layers * STEP_OVERHEAD

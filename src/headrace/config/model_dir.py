@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import struct
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from safetensors import safe_open
 
 from headrace.errors import ModelError
 
@@ -32,10 +32,7 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
 
 
 def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False, key: str = "[model] path") -> dict[str, Any]:
-    """Return the directory's config. Raises `ModelError` with one line that says what is missing.
-
-    `key` is the configuration key that named the directory, for the message.
-    """
+    """Return the directory's config. Raises `ModelError`, which names `key` and says what is missing."""
     if not path.is_dir():
         raise ModelError(f"{key}: {path} is not a directory")
     file = path / "config.json"
@@ -59,10 +56,7 @@ def check_model_dir(path: Path, weights: str, *, tokenizer: bool = False, key: s
 
 
 def check_teacher(path: Path, model: dict[str, Any]) -> None:
-    """Check that the teacher's directory is complete and its vocabulary as large as the model's.
-
-    The teacher must be able to score the model's own tokens. Raises `ModelError`.
-    """
+    """Raise `ModelError` unless the teacher's directory is complete and its vocabulary as large as the model's."""
     key = "[algorithm] teacher"
     theirs, ours = (
         config.get("text_config", config).get("vocab_size")
@@ -73,10 +67,7 @@ def check_teacher(path: Path, model: dict[str, Any]) -> None:
 
 
 def model_facts(path: Path, weights: str) -> ModelFacts:
-    """Return figures for estimates.
-
-    Parameters are counted from the weights' headers, or else derived from the config.
-    """
+    """Return figures for estimates. Parameters are counted in the weights' headers, or else derived from the config."""
     config = check_model_dir(path, weights)
     config = config.get("text_config", config)
     hidden = int(config.get("hidden_size", 0))
@@ -103,10 +94,8 @@ def _experts(config: dict[str, Any]) -> int:
 
 
 def _count(file: Path) -> int:
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        header = json.loads(stream.read(length))
-    return sum(prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    with safe_open(file, "numpy") as weights:
+        return sum(prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
 
 
 def _derive(

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import pkgutil
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from msgspec import Meta, Struct, field
 
-from headrace.config.names import Names
 from headrace.types import POLICY, TASK
+
+
+class Names(tuple[str, ...]):
+    """The names that a key takes: `kind: Annotated[str, Names(("embedded", "vllm"))]`.
+
+    A reference to the user's code, `module:attribute` or `path/to/file.py:attribute`, is allowed too. Only its form is
+    checked here; the stage that the key belongs to imports it.
+    """
+
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -26,11 +34,7 @@ BelowOne = Annotated[float, Meta(ge=0, lt=1)]
 POLICY_LOSSES = Path(__file__).parents[1] / "algorithms" / "losses" / "policy"
 """The folder of the built-in losses. Its modules are listed, not imported, because they need torch."""
 
-AdvantageName = Annotated[str, Names(("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"))]
-LossName = Annotated[str, Names(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))]
-EngineName = Annotated[str, Names(("embedded", "vllm"))]
-TransportName = Annotated[str, Names(("auto", "shm", "file", "tcp", "cuda_ipc", "nccl"))]
-LauncherName = Annotated[str, Names(("auto", "local", "forked"))]
+LOSSES = Names(module.name for module in pkgutil.iter_modules([str(POLICY_LOSSES)]))
 
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -145,13 +149,13 @@ TaskConfig = DatasetTaskConfig | GymTaskConfig | EnvironmentTaskConfig | AgentTa
 class EngineConfig(Section, frozen=True):
     """[engine]: the engines, which generate tokens."""
 
-    kind: EngineName = "embedded"
+    kind: Annotated[str, Names(("embedded", "vllm"))] = "embedded"
     """The kind of engine: Headrace's own (`embedded`), vLLM servers, or `module:factory` of an engine of yours."""
     count: Positive = 1
     """The number of engine processes (vLLM: of servers to start)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device on which the model runs. `auto` takes a GPU if there is one."""
-    memory_fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
+    memory_fraction: Share | None = None
     """GPU: the share of the GPU's memory that an engine may take. By default nearly all free memory; beside a trainer
     on the same GPU, what is left after an estimate of the trainer's need."""
     graphs: bool = True
@@ -286,11 +290,11 @@ class BufferConfig(Section, frozen=True):
 class AlgorithmConfig(Section, frozen=True):
     """[algorithm]: how rewards become a loss."""
 
-    advantage: AdvantageName = "grpo"
+    advantage: Annotated[str, Names(("grpo", "dr_grpo", "rloo", "maxrl", "reinforce_plus_plus"))] = "grpo"
     """How the advantage follows from the reward R. `grpo`: `(R - mean) / std` of the group. `dr_grpo`: `R - mean`.
     `rloo`: `R - mean of the others`. `maxrl`: `(R - mean) / mean`. `reinforce_plus_plus`: `(R - mean) / std` of the
     whole step."""
-    loss: LossName = "cispo"
+    loss: Annotated[str, LOSSES] = "cispo"
     """The policy loss, computed from importance ratios and advantages. `docs/losses.md` has the formulas."""
     clip_low: NonNegativeFloat | None = None
     """The ratio is clipped below at 1 - clip_low. The default depends on the loss: 0.2, and 0.0003 for gspo."""
@@ -446,7 +450,7 @@ class WarmStartConfig(Section, frozen=True):
 class DeliveryConfig(Section, frozen=True):
     """[delivery]: how new weights reach the engines."""
 
-    transport: TransportName = "auto"
+    transport: Annotated[str, Names(("auto", "shm", "file", "tcp", "cuda_ipc", "nccl"))] = "auto"
     """How weights travel. `shm`: shared memory of one host. `file`: files in a directory. `tcp`: sockets. `cuda_ipc`:
     memory that the GPUs of one host share. `nccl`: a broadcast. `auto`: the best of them, which the run prints."""
     directory: str | None = None
@@ -510,7 +514,7 @@ class GatewayConfig(Section, frozen=True):
 class PipelineConfig(Section, frozen=True):
     """[pipeline]: worker processes and deadlines."""
 
-    launcher: LauncherName = "auto"
+    launcher: Annotated[str, Names(("auto", "local", "forked"))] = "auto"
     """How worker processes start on this host. `local`: each by itself. `forked`: forked from a process that has loaded
     their libraries, which is faster. `auto` forks on Linux where no GPU is used."""
     stall_seconds: PositiveFloat = 120.0
@@ -544,19 +548,6 @@ class ObserveConfig(Section, frozen=True):
     tracker gets every record of `metrics.jsonl`."""
 
 
-class PolicyConfig(Section, frozen=True):
-    """[policies.NAME]: a model that is sampled from, with its engines, its trainer and its deliveries."""
-
-    model: ModelConfig
-    engine: EngineConfig = EngineConfig()
-    buffer: BufferConfig = BufferConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    training: TrainingConfig = TrainingConfig()
-    lora: LoraConfig | None = None
-    warm_start: WarmStartConfig = WarmStartConfig()
-    delivery: DeliveryConfig = DeliveryConfig()
-
-
 class Config(Section, frozen=True):
     """The configuration of a whole run, in the short form.
 
@@ -583,13 +574,14 @@ class Config(Section, frozen=True):
     pipeline: PipelineConfig = PipelineConfig()
     observe: ObserveConfig = ObserveConfig()
 
-    @property
-    def tasks(self) -> dict[str, TaskConfig]:
-        """The tasks of the run by name. A run has one task so far."""
-        return {self.task_name: self.task}
 
-    @property
-    def policies(self) -> dict[str, PolicyConfig]:
-        """The policies of the run by name. The name is the policy's id in all records. A run has one policy so far."""
-        sections = {key: getattr(self, key) for key in PolicyConfig.__struct_fields__}
-        return {self.policy_name: PolicyConfig(**sections)}
+def names_of(section: type[Struct], key: str) -> Names | None:
+    """Return the names that this key of a section takes beside a reference; None for a key of another type."""
+    hint = get_type_hints(section, include_extras=True)[key]
+    return next((each for each in get_args(hint) if isinstance(each, Names)), None)
+
+
+def is_reference(value: str) -> bool:
+    """Return whether a value has the form of a reference to the user's code."""
+    where, _, attribute = value.rpartition(":")
+    return bool(where.strip() and attribute.strip())

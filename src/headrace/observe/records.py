@@ -19,12 +19,12 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: int
     tokens: int
     trained_tokens: int
-    reward_mean: float | None
-    loss: float | None
-    grad_norm: float | None
-    learning_rate: float | None
-    seconds: float | None
-    ended: float | None
+    reward_mean: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    seconds: float | None = None
+    ended: float | None = None
 
 
 class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,13 +45,14 @@ class DeliveryRecord(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     engine: str
     accepted: bool
-    quarantined: bool
-    reason: str
-    staged_digest: str
-    live_digest: str
-    canary_error: float
-    stage_seconds: float
-    swap_seconds: float
+    quarantined: bool = False
+    reason: str = ""
+    staged_digest: str = ""
+    """The digest of the weights before they became live, as 16 hexadecimal digits."""
+    live_digest: str = ""
+    canary_error: float = 0.0
+    stage_seconds: float = 0.0
+    swap_seconds: float = 0.0
     time: float
 
     @property

@@ -18,8 +18,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from headrace.buffer.filters import Filter, filter_group
-from headrace.buffer.salvage import prefix_of
+from headrace.buffer.filters import Filter, filter_group, prefix_of
 from headrace.buffer.window import Window
 from headrace.errors import HeadraceError
 from headrace.pipeline.recording import Recorder

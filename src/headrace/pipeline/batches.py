@@ -13,8 +13,8 @@ import numpy as np
 
 from headrace.algorithms.assemble import assemble, assemble_demonstrations
 from headrace.buffer.admission import oldest_on_time
+from headrace.buffer.filters import masked
 from headrace.buffer.reader import open_readonly
-from headrace.buffer.salvage import masked
 from headrace.config import Config
 from headrace.errors import ConfigError, HeadraceError
 from headrace.rollouts.base import ChatFormat

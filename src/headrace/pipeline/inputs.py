@@ -22,11 +22,10 @@ from headrace.config import (
     GymTaskConfig,
     ScorerConfig,
 )
-from headrace.config.algorithm import check_references
+from headrace.config.checks import check_references, check_transport
 from headrace.config.declared import loss_facts, transport_facts
-from headrace.config.load import check_transport
 from headrace.config.model_dir import check_model_dir, check_teacher
-from headrace.config.names import is_reference
+from headrace.config.schema import is_reference
 from headrace.errors import ConfigError
 from headrace.gateway.agent_main import AgentSetup
 from headrace.gateway.agents import AgentPool

@@ -14,7 +14,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 
 from headrace.buffer.journal import Journal, Recovered
@@ -26,6 +25,7 @@ from headrace.observe.clock import RunClock
 from headrace.observe.drift import LengthDrift
 from headrace.observe.metrics import MetricsLog, describe_end
 from headrace.observe.progress import Progress
+from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
 from headrace.observe.snapshot import ProcessActivity, RunSnapshot
 from headrace.observe.spans import Activity
 from headrace.observe.timeline import Timeline
@@ -83,7 +83,7 @@ class Recorder:
         self._lags: Counter[int] = Counter()
         self.shown = RunSnapshot(versions_total=versions_total, lag_bound=window.lag_bound, capacity=window.capacity)
         """The state of the run that `show` hands to the display."""
-        self.ledgers = Ledgers(before.groups, before.rollouts, policy=window.policy)
+        self.ledgers = Ledgers(before.groups, before.rollouts)
 
     def now(self) -> float:
         """Return the wall time, as the journal stores it."""
@@ -119,7 +119,7 @@ class Recorder:
         """Record that all rollouts of a group have ended and are scored."""
         for rollout in group.rollouts:
             if rollout.ending == "failed":
-                self.ledgers.rollout_failed(rollout.id, rollout.reason)
+                self.ledgers.rollouts.end(rollout.id, "failed", rollout.reason)
             self._journal.rollout_ended(rollout)
         self._drift.generated(rollout.sampled_tokens for rollout in group.usable)
         self._scheduled("complete", group_id=group.id)
@@ -127,7 +127,7 @@ class Recorder:
     def rollouts_left(self, left: Mapping[str, str]) -> None:
         """Record the rollouts that are not trained, by id, with the reasons. Their group continues without them."""
         for rollout_id, reason in left.items():
-            self.ledgers.rollout_dropped(rollout_id, reason)
+            self.ledgers.rollouts.end(rollout_id, "dropped", reason)
             self._journal.rollout_dropped(rollout_id, reason)
 
     def group_ended(
@@ -165,7 +165,7 @@ class Recorder:
             self._scheduled("consume", group_id=group.id, step=batch.step, version=batch.version)
             self.group_ended(group, "trained", step=batch.step, version=batch.version)
             self._drift.trained(rollout.sampled_tokens for rollout in group.usable)
-        self._journal.step(
+        step = StepRecord(
             step=batch.step,
             version=batch.version,
             objective=batch.objective,
@@ -173,15 +173,13 @@ class Recorder:
             rollouts=sum(len(group.usable) for group in groups),
             tokens=len(batch.token_ids),
             trained_tokens=batch.trained_tokens,
-            lag_histogram=lags,
             reward_mean=reward,
             loss=report.loss,
             grad_norm=report.grad_norm,
             learning_rate=report.learning_rate,
             seconds=report.seconds,
-            metrics=report.metrics,
-            policy=batch.policy,
         )
+        self._journal.step(step, lags, report.metrics, batch.policy)
         self._metrics.write(
             "step",
             step=batch.step,
@@ -240,7 +238,20 @@ class Recorder:
 
     def delivered(self, proof: Proof) -> None:
         """Record an engine's answer to a delivery."""
-        self._journal.delivery(**msgspec.structs.asdict(proof), policy=self._window.policy)
+        delivery = DeliveryRecord(
+            version=proof.version,
+            engine=proof.engine,
+            accepted=proof.accepted,
+            quarantined=proof.quarantined,
+            reason=proof.reason,
+            staged_digest=f"{proof.staged_digest:016x}",
+            live_digest=f"{proof.live_digest:016x}",
+            canary_error=proof.canary_error,
+            stage_seconds=proof.stage_seconds,
+            swap_seconds=proof.swap_seconds,
+            time=self.now(),
+        )
+        self._journal.delivery(delivery, self._window.policy)
         if proof.accepted:
             self._scheduled("swap", version=proof.version, engine=proof.engine)
         else:
@@ -248,7 +259,7 @@ class Recorder:
 
     def evaluated(self, version: int, moment: Moment, result: EvaluationResult, started: float) -> None:
         """Record the answers to held-out prompts."""
-        self._journal.evaluation(
+        evaluation = EvaluationRecord(
             version=version,
             moment=moment,
             prompts=result.prompts,
@@ -259,18 +270,18 @@ class Recorder:
             tokens_mean=result.tokens_mean,
             started=started,
             ended=self.now(),
-            policy=self._window.policy,
         )
+        self._journal.evaluation(evaluation, self._window.policy)
         for answer in result.answers:
-            self._journal.sample(
+            sample = SampleRecord(
                 version=version,
                 moment=moment,
                 prompt=answer.prompt,
                 question=answer.question,
                 answer=answer.answer,
                 reward=answer.reward,
-                policy=self._window.policy,
             )
+            self._journal.sample(sample, self._window.policy)
         self._metrics.write("evaluation", version=version, moment=moment, pass_1=result.pass_1, pass_k=result.pass_k)
         self.shown.heldout = result.pass_1
         self.note(

@@ -27,6 +27,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import msgspec
+
 from headrace.buffer.recovery import UnfinishedGroup
 from headrace.errors import HeadraceError, PeerDied
 from headrace.pipeline.attempts import Attempts
@@ -154,18 +156,20 @@ class Recovery:
         if before.last_version < 0:
             return []
         prompts = {prompt.id for prompt in self._parts.task.train} if before.unfinished else set()
-        known = [left for left in before.unfinished if left.prompt in prompts]
-        refused = set(self._parts.window.restore([(left.id, left.version) for left in known], before.overtakers))
+        known = [left for left in before.unfinished if left.group.prompt.id in prompts]
+        refused = set(
+            self._parts.window.restore([(left.group.id, left.group.version) for left in known], before.overtakers)
+        )
         lost, going_on = 0, []
         for left in before.unfinished:
-            group = left.group()
+            group = left.group
             recorder.resumed(group, left.members)
-            if left.prompt in prompts and left.id not in refused:
+            if group.prompt.id in prompts and group.id not in refused:
                 going_on.append(left)
                 continue
-            lost += sum(rollout.trained_tokens for rollout in left.rollouts)
+            lost += sum(rollout.trained_tokens for rollout in group.rollouts)
             lost += sum(trace.trained_tokens for traces in left.partial.values() for trace in traces)
-            reason = "no slot after a resume" if left.id in refused else "its prompt is gone"
+            reason = "no slot after a resume" if group.id in refused else "its prompt is gone"
             recorder.group_ended(group, "dropped", reason)
         unfinished = sum(not left.complete for left in going_on)
         if going_on or before.resume_step > checkpoint.step:
@@ -182,7 +186,7 @@ class Recovery:
         unfinished = []
         prompts = {prompt.id: prompt for prompt in self._parts.task.train} if self.unfinished else {}
         for left in self.unfinished:
-            group = left.group(prompts[left.prompt])
+            group = msgspec.structs.replace(left.group, prompt=prompts[left.group.prompt.id])
             if left.complete:
                 attempts.settle(group)
                 continue

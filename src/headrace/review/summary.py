@@ -89,7 +89,8 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
     window = journal.training_window()
     steps = journal.steps()
     evaluations = journal.evaluations()
-    groups, rollouts = journal.ledger("groups").as_dict(), journal.ledger("rollouts").as_dict()
+    counts = journal.counts()
+    groups, rollouts = counts["groups"], counts["rollouts"]
     reasons, reasons_rollouts = groups.pop("reasons"), rollouts.pop("reasons")
     return {
         "name": meta.get("name"),

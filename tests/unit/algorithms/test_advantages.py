@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.algorithms.advantages import ADVANTAGES, EPSILON, advantages
-from headrace.config.names import names_of
-from headrace.config.schema import AlgorithmConfig
+from headrace.config.schema import AlgorithmConfig, names_of
 
 # Rewards as they occur: a few digits, so that a spread is either nothing or well above rounding.
 REWARDS = st.lists(st.integers(-1000, 1000).map(lambda n: n / 8), min_size=1, max_size=16)

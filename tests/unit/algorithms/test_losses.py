@@ -21,8 +21,7 @@ from headrace.algorithms.losses.policy.reinforce import reinforce
 from headrace.algorithms.losses.policy.sapo import sapo
 from headrace.algorithms.losses.policy.topr import topr
 from headrace.config.declared import correction_facts, loss_facts
-from headrace.config.names import names_of
-from headrace.config.schema import AlgorithmConfig
+from headrace.config.schema import AlgorithmConfig, names_of
 from plain_losses import Tokens, plain_losses
 
 RUN_DIRECTORY = Path(__file__).parents[3] / "docs/run_directory.md"

@@ -20,6 +20,7 @@ from headrace.bench.journal import (
     student_t,
 )
 from headrace.buffer.reader import open_readonly
+from headrace.observe.records import StepRecord
 from headrace.types import Group, Prompt
 
 
@@ -53,7 +54,7 @@ def test_what_is_held_is_written_after_its_block_in_order(tmp_path: Path) -> Non
     def end(step: int) -> None:
         journal.admitted(Group(id=step, prompt=Prompt(id="p"), version=0), [f"{step}/0"])
         journal.step(
-            step=step, version=0, objective="policy", groups=0, rollouts=0, tokens=0, trained_tokens=7, lag_histogram={}
+            StepRecord(step=step, version=0, objective="policy", groups=0, rollouts=0, tokens=0, trained_tokens=7), {}
         )
         journal.flush()
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.buffer import admission
-from headrace.buffer.filters import filter_group
-from headrace.buffer.salvage import masked, prefix_of
+from headrace.buffer.filters import filter_group, masked, prefix_of
 from headrace.buffer.window import Window
 from headrace.types import Ending, Group, Prompt, Rollout, Trace
 

@@ -15,10 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from committed_ledgers import committed
 
+from headrace.buffer import database
 from headrace.buffer.journal import Journal, open_readonly
 from headrace.buffer.ledger import Ledgers
 from headrace.errors import HeadraceError, UserError
+from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
 from headrace.types import Ending, Group, Prompt, Rollout, Trace, Version
 
 
@@ -40,26 +43,49 @@ def test_every_event_is_a_row(tmp_path: Path) -> None:
         journal.meta("name", "first")
         journal.meta("name", "run")
         journal.meta("lag_bound", 3)
-        journal.version(Version(id=2, parent=1, step=4, digest=2**64 - 1), 999.0)
+        journal.version(Version(id=2, parent=1, step=4, digest=2**64 - 1))
         journal.delivery(
-            version=2, engine="engine-0", accepted=False, quarantined=True, reason="canary", live_digest=255,
-            canary_error=math.nan, swap_seconds=0.5,
+            DeliveryRecord(
+                version=2, engine="engine-0", accepted=False, quarantined=True, reason="canary",
+                live_digest=f"{255:016x}", canary_error=math.nan, swap_seconds=0.5, time=1000.0,
+            )
         )  # fmt: skip
         journal.step(
-            step=5, version=2, objective="policy", groups=1, rollouts=2, tokens=10, trained_tokens=4,
-            lag_histogram={1: 3, 0: 1}, reward_mean=np.float32(0.5), loss=0.25, metrics={"kl": 0.125},
-        )  # fmt: skip
+            StepRecord(
+                step=5,
+                version=2,
+                objective="policy",
+                groups=1,
+                rollouts=2,
+                tokens=10,
+                trained_tokens=4,
+                reward_mean=0.5,
+                loss=0.25,
+            ),
+            {1: 3, 0: 1},
+            metrics={"kl": 0.125},
+        )
         journal.evaluation(
-            version=2, moment="during", prompts=8, samples=2, pass_1=0.5, pass_k=0.75, reward_mean=0.5,
-            tokens_mean=9.0, started=1.0, ended=2.0,
-        )  # fmt: skip
-        journal.sample(version=2, moment="during", prompt="p", question="2 + 2", answer="4", reward=1)
+            EvaluationRecord(
+                version=2,
+                moment="during",
+                prompts=8,
+                samples=2,
+                pass_1=0.5,
+                pass_k=0.75,
+                reward_mean=0.5,
+                tokens_mean=9.0,
+                started=1.0,
+                ended=2.0,
+            )
+        )
+        journal.sample(SampleRecord(version=2, moment="during", prompt="p", question="2 + 2", answer="4", reward=1))
         journal.activity(process="trainer", started=1.0, ended=2.0, busy_seconds=0.75, generated_tokens=0)
     with open_readonly(tmp_path / "journal.db") as reader:
         assert reader.meta() == {"schema": 3, "name": "run", "lag_bound": 3}
         digest = "f" * 16
         assert reader.rows("SELECT * FROM versions") == [
-            {"id": 2, "parent": 1, "step": 4, "digest": digest, "published": 999.0, "policy": "policy"}
+            {"id": 2, "parent": 1, "step": 4, "digest": digest, "published": 1000.0, "policy": "policy"}
         ]
         (delivery,) = reader.rows("SELECT * FROM deliveries")
         assert delivery["canary_error"] == math.inf and delivery["live_digest"] == f"{255:016x}"
@@ -73,11 +99,11 @@ def test_every_event_is_a_row(tmp_path: Path) -> None:
 
 
 def test_a_rollout_keeps_its_numbers_and_its_tokens(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.db")
-    journal.admitted(group(3, version=4), ["3/0", "3/1"], time=1.0)
-    journal.rollout_ended(rollout(3, 0), time=2.0)
-    journal.rollout_ended(rollout(3, 1, "failed", "timeout"), time=3.0)
-    journal.group_ended(3, "trained", step=9, time=4.0)
+    journal = Journal(tmp_path / "journal.db", clock=iter([1.0, 2.0, 3.0, 4.0]).__next__)
+    journal.admitted(group(3, version=4), ["3/0", "3/1"])
+    journal.rollout_ended(rollout(3, 0))
+    journal.rollout_ended(rollout(3, 1, "failed", "timeout"))
+    journal.group_ended(3, "trained", step=9)
     journal.flush()
     with open_readonly(tmp_path / "journal.db") as reader:
         columns = "id, state, reason, ending, reward, tokens, sampled_tokens, oldest_version, newest_version, step"
@@ -109,26 +135,33 @@ def test_the_journal_counts_what_the_ledgers_count(tmp_path: Path) -> None:
                     rollout(ending, index, "failed" if failed else "finished", "timeout" if failed else "")
                 )
                 if failed:
-                    ledgers.rollout_failed(f"{ending}/{index}", "timeout")
+                    ledgers.rollouts.end(f"{ending}/{index}", "failed", "timeout")
             state, reason, step = chance.choice(
                 [("trained", "", 4), ("dropped", "stale", None), ("dropped", "equal", None), ("failed", "engine", None)]
             )
             ledgers.group_ended(ending, state, reason)
             journal.group_ended(ending, state, reason, step)
             if group_id % 100 == 0:
-                assert journal.counts() == ledgers.as_dict()
+                assert committed(journal) == ledgers.as_dict()
         ledgers.check()
         journal.flush()
         with open_readonly(tmp_path / "journal.db") as reader:
-            assert reader.counts() == ledgers.as_dict() == journal.counts()
+            assert reader.counts() == ledgers.as_dict() == committed(journal)
     assert not (tmp_path / "segments").exists()
+
+
+def prompts(path: Path, reason: str) -> list[str]:
+    """The prompts of the groups that were dropped for this reason."""
+    with open_readonly(path) as reader:
+        found = reader.rows("SELECT prompt FROM groups WHERE state = 'dropped' AND reason = ? ORDER BY id", reason)
+    return [row["prompt"] for row in found]
 
 
 def test_recover_closes_the_books(tmp_path: Path) -> None:
     path = tmp_path / "journal.db"
     with Journal(path) as journal:
-        empty = journal.recover()
-        assert (empty.next_group, empty.last_version, empty.last_step, empty.lost_prompts) == (0, -1, 0, [])
+        empty = journal.recover(step=0)
+        assert (empty.next_group, empty.last_version, empty.resume_step, empty.unfinished) == (0, -1, 0, [])
         for group_id in range(5):
             journal.admitted(group(group_id), [f"{group_id}/0", f"{group_id}/1"])
             journal.rollout_ended(rollout(group_id, 0, "failed", "timeout"))
@@ -137,26 +170,25 @@ def test_recover_closes_the_books(tmp_path: Path) -> None:
         journal.group_ended(4, "trained", step=2)
         for step in (1, 2):
             journal.step(
-                step=step, version=step, objective="policy", groups=1, rollouts=1, tokens=1, trained_tokens=1,
-                lag_histogram={},
-            )  # fmt: skip
+                StepRecord(
+                    step=step, version=step, objective="policy", groups=1, rollouts=1, tokens=1, trained_tokens=1
+                ),
+                {},
+            )
         journal.version(Version(id=8, parent=7, step=2, digest=0))
-    with Journal(path) as journal:
-        found = journal.recover()
-        assert (found.next_group, found.last_version, found.last_step) == (5, 8, 2)
-        assert found.lost_prompts == ["prompt-2", "prompt-3"]
+    with Journal(path, keep_rollouts=False) as journal:
+        found = journal.recover(step=2)
+        assert (found.next_group, found.last_version, found.resume_step) == (5, 8, 2)
+        assert prompts(path, "interrupted") == ["prompt-2", "prompt-3"]
         assert found.groups.in_flight == found.rollouts.in_flight == 0
         assert found.groups.reasons["dropped"] == {"stale": 1, "interrupted": 2}
         assert found.rollouts.failed == 5 and found.rollouts.trained == 2 and found.rollouts.dropped == 3
         found.groups.check("groups")
         found.rollouts.check("rollouts")
-        assert Ledgers(found.groups, found.rollouts).as_dict() == journal.counts()
-        assert journal.recover() == type(found)(
-            next_group=5, last_version=8, last_step=2, lost_prompts=[], groups=found.groups, rollouts=found.rollouts,
-            drawn=5,
-        )  # fmt: skip
+        assert Ledgers(found.groups, found.rollouts).as_dict() == committed(journal)
+        assert journal.recover(step=2) == found, "nothing is left to close"
         back = journal.recover(step=1)
-        assert (back.last_step, back.last_version, back.lost_prompts) == (1, 8, ["prompt-4"])
+        assert (back.resume_step, back.last_version, prompts(path, "rolled back")) == (1, 8, ["prompt-4"])
         assert back.groups.reasons["dropped"] == {"stale": 1, "interrupted": 2, "rolled back": 1}
         assert back.groups.trained == back.rollouts.trained == 1
         back.groups.check("groups")
@@ -170,8 +202,8 @@ def test_recover_forgets_locations_whose_bytes_are_gone(tmp_path: Path) -> None:
         journal.rollout_ended(rollout(0, 1))
     segment = tmp_path / "segments" / "000001.seg"
     segment.write_bytes(segment.read_bytes()[:-3])
-    with Journal(path) as journal:
-        journal.recover()
+    with Journal(path, keep_rollouts=False) as journal:
+        journal.recover(step=0)
     with open_readonly(path) as reader:
         assert [kept.id for kept in reader.rollouts()] == ["0/0"]
         assert reader.counts()["rollouts"]["dropped"] == 2
@@ -215,8 +247,9 @@ def test_nothing_is_taken_after_close(tmp_path: Path) -> None:
         journal.meta("key", 1)
 
 
-def test_a_client_that_holds_the_lock_too_long_is_an_error(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "journal.db", lock_seconds=0.1)
+def test_a_client_that_holds_the_lock_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "LOCK_SECONDS", 0.1)
+    journal = Journal(tmp_path / "journal.db")
     other = sqlite3.connect(tmp_path / "journal.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     journal.meta("key", 1)
@@ -297,7 +330,7 @@ WRITER = """
 
     chance, flying = random.Random(int(sys.argv[3])), []
     journal = Journal(Path(sys.argv[1]))
-    recovered = journal.recover()
+    recovered = journal.recover(step=1)
     print("ready", flush=True)
     for group_id in itertools.count(recovered.next_group):
         journal.admitted(group(group_id), [f"{group_id}/{i}" for i in range(3)])
@@ -329,8 +362,8 @@ def test_the_ledgers_balance_after_kill_9(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.wait(10)
         process.stdout.close()
-        with Journal(path) as journal:
-            found = journal.recover()
+        with Journal(path, keep_rollouts=False) as journal:
+            found = journal.recover(step=1)
             found.groups.check("groups")
             found.rollouts.check("rollouts")
             assert found.groups.in_flight == found.rollouts.in_flight == 0
@@ -356,7 +389,7 @@ def test_twenty_thousand_rollouts(tmp_path: Path) -> None:
             for i in range(8):
                 journal.rollout_ended(rollout(group_id, i))
             journal.group_ended(group_id, "trained", step=group_id // 16 + 1)
-        counts = journal.counts()
+        counts = committed(journal)
     assert counts["groups"]["trained"] == 2500 and counts["rollouts"]["trained"] == 20_000
     with open_readonly(tmp_path / "journal.db") as reader:
         assert {item.id for item in reader.rollouts("group_id = 2499")} == {f"2499/{i}" for i in range(8)}

@@ -13,6 +13,7 @@ from headrace.buffer.journal import Journal, open_readonly
 from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
 from headrace.errors import HeadraceError
+from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
 from headrace.types import POLICY, Group, Prompt, Rollout, Trace, Version
 
 TABLES = ("versions", "deliveries", "groups", "steps", "evaluations", "samples", "schedule")
@@ -27,16 +28,40 @@ def two_policies(path: Path) -> None:
     with Journal(path) as journal:
         for policy in ("writer", "critic"):
             journal.version(Version(id=0, parent=-1, step=0, digest=0, policy=policy))
-            journal.delivery(version=0, engine=f"{policy}-0", accepted=True, policy=policy)
+            journal.delivery(DeliveryRecord(version=0, engine=f"{policy}-0", accepted=True, time=0.0), policy)
             journal.step(
-                step=1, version=0, objective="policy", groups=1, rollouts=1, tokens=3, trained_tokens=1,
-                lag_histogram={}, loss=1.0 if policy == "writer" else 2.0, policy=policy,
-            )  # fmt: skip
+                StepRecord(
+                    step=1,
+                    version=0,
+                    objective="policy",
+                    groups=1,
+                    rollouts=1,
+                    tokens=3,
+                    trained_tokens=1,
+                    loss=1.0 if policy == "writer" else 2.0,
+                ),
+                {},
+                policy=policy,
+            )
             journal.evaluation(
-                version=0, moment="before", prompts=1, samples=1, pass_1=0.0, pass_k=0.0, reward_mean=0.0,
-                tokens_mean=1.0, started=0.0, ended=1.0, policy=policy,
-            )  # fmt: skip
-            journal.sample(version=0, moment="before", prompt="p", question="q", answer="a", reward=None, policy=policy)
+                EvaluationRecord(
+                    version=0,
+                    moment="before",
+                    prompts=1,
+                    samples=1,
+                    pass_1=0.0,
+                    pass_k=0.0,
+                    reward_mean=0.0,
+                    tokens_mean=1.0,
+                    started=0.0,
+                    ended=1.0,
+                ),
+                policy=policy,
+            )
+            journal.sample(
+                SampleRecord(version=0, moment="before", prompt="p", question="q", answer="a", reward=None),
+                policy=policy,
+            )
             journal.scheduled("swap", version=0, engine=f"{policy}-0", policy=policy)
         for group_id in range(5):
             journal.admitted(group(group_id, "writer" if group_id < 3 else "critic"), [f"{group_id}/0"])
@@ -65,7 +90,7 @@ def test_ledgers_are_counted_for_one_policy_and_for_all(tmp_path: Path) -> None:
         assert critic[table]["reasons"] == {"dropped": {"surplus": 1}, "failed": {}}
         assert writer[table]["reasons"] == {"dropped": {}, "failed": {}}
         assert both[table]["admitted"] == 5
-    ledgers = Ledgers(policy="critic")
+    ledgers = Ledgers()
     for group_id in (3, 4):
         ledgers.admitted(group_id, [f"{group_id}/0"])
     ledgers.group_ended(3, "trained")
@@ -78,8 +103,7 @@ def test_a_group_that_was_in_flight_keeps_its_policy(tmp_path: Path) -> None:
         journal.admitted(group(0, "writer"), ["0/0"])
     with Journal(tmp_path / "journal.db") as journal:
         (left,) = journal.recover(step=0, policy="writer").unfinished
-        assert left.policy == "writer"
-        assert left.group() == Group(id=0, prompt=Prompt(id="p0"), version=0, policy="writer")
+        assert left.group == Group(id=0, prompt=Prompt(id="p0"), version=0, policy="writer")
 
 
 def ended(group_id: int) -> Rollout:
@@ -102,23 +126,26 @@ def test_a_policy_is_recovered_by_itself(tmp_path: Path, keep_rollouts: bool) ->
             journal.rollout_ended(ended(group_id))
             journal.group_ended(group_id, "trained", step=step)
             journal.step(
-                step=step, version=step - 1, objective="policy", groups=1, rollouts=1, tokens=2, trained_tokens=0,
-                lag_histogram={}, policy=policy,
-            )  # fmt: skip
+                StepRecord(
+                    step=step, version=step - 1, objective="policy", groups=1, rollouts=1, tokens=2, trained_tokens=0
+                ),
+                {},
+                policy=policy,
+            )
     critic = "SELECT * FROM groups JOIN rollouts ON group_id = groups.id WHERE policy = 'critic'"
     with open_readonly(path) as reader:
         before = [reader.rows(critic), reader.rows("SELECT * FROM steps WHERE policy = 'critic'")]
         before.append(reader.rows("SELECT * FROM partials WHERE rollout = '5/0'"))
     with Journal(path, keep_rollouts=keep_rollouts) as journal:
         found = journal.recover(step=0, policy="writer")
-        assert (found.last_version, found.last_step, found.next_group) == (1, found.resume_step, 6)
+        assert (found.last_version, found.next_group) == (1, 6)
         assert found.groups.admitted == (1 if keep_rollouts else 3), "what is left of the writer is not counted yet"
         if keep_rollouts:
             assert (found.resume_step, found.republished, found.overtakers) == (1, [2], [])
-            assert [left.id for left in found.unfinished] == [2, 4]
+            assert [left.group.id for left in found.unfinished] == [2, 4]
             assert found.outcomes == [(0, "p0", 1, 1)]
         else:
-            assert (found.resume_step, found.unfinished, found.lost_prompts) == (0, [], ["p0", "p2", "p4"])
+            assert (found.resume_step, found.unfinished, found.groups.dropped) == (0, [], 3)
     with open_readonly(path) as reader:
         after = [reader.rows(critic), reader.rows("SELECT * FROM steps WHERE policy = 'critic'")]
         after.append(reader.rows("SELECT * FROM partials WHERE rollout = '5/0'"))

@@ -11,11 +11,11 @@ def test_both_ledgers_follow_groups_to_their_end() -> None:
     ledgers = Ledgers()
     for group_id in range(4):
         ledgers.admitted(group_id, [f"{group_id}/0", f"{group_id}/1"])
-    ledgers.rollout_failed("0/1", "timeout")
+    ledgers.rollouts.end("0/1", "failed", "timeout")
     ledgers.group_ended(0, "trained")
     ledgers.group_ended(1, "dropped", "stale")
-    ledgers.rollout_failed("2/0", "reward raised")
-    ledgers.rollout_failed("2/1", "timeout")
+    ledgers.rollouts.end("2/0", "failed", "reward raised")
+    ledgers.rollouts.end("2/1", "failed", "timeout")
     ledgers.group_ended(2, "failed", "no rollout left")
     ledgers.check()
     assert ledgers.as_dict() == {
@@ -43,9 +43,9 @@ def test_nothing_moves_twice() -> None:
     ledgers.admitted(0, ["0/0"])
     with pytest.raises(HeadraceError, match="admitted twice"):
         ledgers.admitted(0, ["0/0"])
-    ledgers.rollout_failed("0/0", "timeout")
+    ledgers.rollouts.end("0/0", "failed", "timeout")
     with pytest.raises(HeadraceError, match="rollouts: 0/0 cannot become failed"):
-        ledgers.rollout_failed("0/0", "timeout")
+        ledgers.rollouts.end("0/0", "failed", "timeout")
     ledgers.group_ended(0, "trained")
     with pytest.raises(HeadraceError, match="groups: 0 cannot become dropped"):
         ledgers.group_ended(0, "dropped", "stale")

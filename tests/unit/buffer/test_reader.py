@@ -13,6 +13,7 @@ import pytest
 import headrace
 from headrace.buffer.journal import Journal, open_readonly
 from headrace.errors import DataError
+from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
 from headrace.types import Group, Prompt, Rollout, Trace, Version
 
 SOURCE = Path(headrace.__file__).parent
@@ -30,24 +31,39 @@ def rollout(rollout_id: str, index: int) -> Rollout:
 
 def write(path: Path) -> None:
     """One trained group of two rollouts, its step, its version and all else that a reader is asked for."""
-    with Journal(path) as journal:
+    times = iter([1.0, 3.0, 4.0, 4.0, 5.0, 6.0, 5.0])
+    with Journal(path, clock=times.__next__) as journal:
         journal.meta("train_started", 0.0)
-        journal.version(Version(id=0, parent=-1, step=0, digest=1), 1.0)
-        journal.delivery(version=0, engine="engine-0", accepted=True, staged_digest=1, live_digest=1, time=2.0)
-        journal.admitted(Group(id=7, prompt=Prompt(id="p"), version=0), ["7/0", "7/1"], 3.0)
+        journal.version(Version(id=0, parent=-1, step=0, digest=1))
+        digest = f"{1:016x}"
+        journal.delivery(
+            DeliveryRecord(
+                version=0, engine="engine-0", accepted=True, staged_digest=digest, live_digest=digest, time=2.0
+            )
+        )
+        journal.admitted(Group(id=7, prompt=Prompt(id="p"), version=0), ["7/0", "7/1"])
         for index in (1, 0):
-            journal.rollout_ended(rollout(f"7/{index}", index), 4.0)
-        journal.group_ended(7, "trained", step=1, time=5.0)
+            journal.rollout_ended(rollout(f"7/{index}", index))
+        journal.group_ended(7, "trained", step=1)
         journal.step(
-            step=1, version=0, objective="policy", groups=1, rollouts=2, tokens=6, trained_tokens=4,
-            lag_histogram={0: 4}, time=6.0,
-        )  # fmt: skip
-        journal.scheduled("consume", group_id=7, step=1, version=0, time=5.0)
-        journal.sample(version=0, moment="before", prompt="h", question="q", answer="a", reward=None)
+            StepRecord(step=1, version=0, objective="policy", groups=1, rollouts=2, tokens=6, trained_tokens=4), {0: 4}
+        )
+        journal.scheduled("consume", group_id=7, step=1, version=0)
+        journal.sample(SampleRecord(version=0, moment="before", prompt="h", question="q", answer="a", reward=None))
         journal.evaluation(
-            version=0, moment="before", prompts=1, samples=1, pass_1=0.5, pass_k=0.5, reward_mean=0.5,
-            tokens_mean=2.0, started=0.0, ended=1.0,
-        )  # fmt: skip
+            EvaluationRecord(
+                version=0,
+                moment="before",
+                prompts=1,
+                samples=1,
+                pass_1=0.5,
+                pass_k=0.5,
+                reward_mean=0.5,
+                tokens_mean=2.0,
+                started=0.0,
+                ended=1.0,
+            )
+        )
         journal.activity(process="engine-0", started=0.0, ended=4.0, busy_seconds=1.0)
 
 
@@ -105,11 +121,11 @@ def test_more_columns_in_any_place_change_no_answer(tmp_path: Path) -> None:
 
 def test_all_answers_are_of_one_moment(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.db") as journal:
-        journal.version(Version(id=0, parent=-1, step=0, digest=1), 1.0)
+        journal.version(Version(id=0, parent=-1, step=0, digest=1))
         journal.flush()
         with open_readonly(tmp_path / "journal.db") as reader:
             assert len(reader.versions()) == 1
-            journal.version(Version(id=1, parent=0, step=1, digest=2), 2.0)
+            journal.version(Version(id=1, parent=0, step=1, digest=2))
             journal.flush()
             assert len(reader.versions()) == 1
         with open_readonly(tmp_path / "journal.db") as reader:

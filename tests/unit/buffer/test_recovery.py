@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from committed_ledgers import committed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from headrace.buffer.journal import Journal, open_readonly
 from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
 from headrace.channel.codec import encode
+from headrace.observe.records import StepRecord
 from headrace.types import Group, Prompt, Rollout, Trace, Version, without_republished
 
 
@@ -47,9 +49,9 @@ def complete(journal: Journal, group_id: int) -> None:
 def train(journal: Journal, step: int, group_id: int) -> None:
     journal.group_ended(group_id, "trained", step=step)
     journal.step(
-        step=step, version=step - 1, objective="policy", groups=1, rollouts=2, tokens=6, trained_tokens=4,
-        lag_histogram={},
-    )  # fmt: skip
+        StepRecord(step=step, version=step - 1, objective="policy", groups=1, rollouts=2, tokens=6, trained_tokens=4),
+        {},
+    )
     journal.version(Version(id=step, parent=step - 1, step=step, digest=step))
 
 
@@ -73,14 +75,14 @@ def test_a_run_goes_on_with_everything_that_it_had(tmp_path: Path) -> None:
     dead_run(tmp_path / "journal.db")
     with Journal(tmp_path / "journal.db") as journal:
         found = journal.recover(step=2)
-        assert (found.resume_step, found.next_group, found.last_version, found.lost_prompts) == (5, 8, 5, [])
+        assert (found.resume_step, found.next_group, found.last_version, found.groups.dropped) == (5, 8, 5, 0)
         assert found.republished == [6], "step 5 was published as 5, and will be again as 6"
-        assert [(left.id, left.complete, left.version) for left in found.unfinished] == [
+        assert [(left.group.id, left.complete, left.group.version) for left in found.unfinished] == [
             (4, True, 1), (6, False, 3), (7, False, 4),
         ]  # fmt: skip
         assert found.overtakers == [5]
         ready, running, begun = found.unfinished
-        assert [rollout.reward for rollout in ready.rollouts] == [0.0, 1.0]
+        assert [rollout.reward for rollout in ready.group.rollouts] == [0.0, 1.0]
         [first], [second] = running.partial["6/0"], running.partial["6/1"]
         assert first.token_ids.tolist() == [6, 7, 8]
         assert first.versions.tolist() == [-1, 4, 4]
@@ -88,8 +90,8 @@ def test_a_run_goes_on_with_everything_that_it_had(tmp_path: Path) -> None:
         assert begun.partial == {}
         ledgers = Ledgers(found.groups, found.rollouts)
         for left in found.unfinished:
-            ledgers.admitted(left.id, left.members)
-        assert ledgers.as_dict() == journal.counts()
+            ledgers.admitted(left.group.id, left.members)
+        assert ledgers.as_dict() == committed(journal)
         ledgers.check()
         twice = journal.recover(step=2)
         assert [encode(left) for left in twice.unfinished] == [encode(left) for left in found.unfinished]
@@ -106,8 +108,8 @@ def test_whole_versions_are_trained_again_and_the_rest_is_ready(
     with Journal(tmp_path / "journal.db") as journal:
         found = journal.recover(step=0, publish_every=publish_every)
         assert found.resume_step == reach
-        assert [left.id for left in found.unfinished] == again
-        assert all(left.complete == (left.id < 6) for left in found.unfinished)
+        assert [left.group.id for left in found.unfinished] == again
+        assert all(left.complete == (left.group.id < 6) for left in found.unfinished)
         # What is ready again can be trained again, once.
         if 5 in again:
             journal.group_ended(5, "trained", step=5)
@@ -119,10 +121,12 @@ def test_without_tokens_the_books_are_closed(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.db", keep_rollouts=False) as journal:
         found = journal.recover(step=2)
         assert (found.resume_step, found.unfinished) == (2, [])
-        assert found.lost_prompts == ["p2", "p3", "p4", "p5", "p6", "p7"]
+        with open_readonly(tmp_path / "journal.db") as reader:
+            dropped = reader.rows("SELECT prompt FROM groups WHERE state = 'dropped' ORDER BY id")
+        assert [row["prompt"] for row in dropped] == ["p2", "p3", "p4", "p5", "p6", "p7"]
         assert found.groups.reasons["dropped"] == {"rolled back": 3, "interrupted": 3}
         assert found.groups.trained == 2
-        assert journal.counts() == Ledgers(found.groups, found.rollouts).as_dict()
+        assert committed(journal) == Ledgers(found.groups, found.rollouts).as_dict()
 
 
 def test_lost_bytes_end_the_reach_there(tmp_path: Path) -> None:
@@ -135,7 +139,7 @@ def test_lost_bytes_end_the_reach_there(tmp_path: Path) -> None:
         found = journal.recover(step=1)
         assert found.resume_step == 3
         assert found.groups.reasons["dropped"] == {"rolled back": 2}, "3, whose tokens are gone, and 5 after it"
-        assert [(left.id, left.complete, left.partial) for left in found.unfinished] == [
+        assert [(left.group.id, left.complete, left.partial) for left in found.unfinished] == [
             (4, False, {}), (6, False, {}), (7, False, {}),
         ]  # fmt: skip
 
@@ -229,7 +233,7 @@ def test_a_complete_group_is_judged_again_with_what_filters_had_left_out(tmp_pat
         with Journal(tmp_path / "journal.db") as journal:
             found = journal.recover(step=0)
             (left,) = found.unfinished
-            assert left.complete and left.members == ["1/0", "1/1"] and len(left.rollouts) == 2
+            assert left.complete and left.members == ["1/0", "1/1"] and len(left.group.rollouts) == 2
             assert found.outcomes == [(0, "p0", 1, 2)], "what is left counts when it is judged"
             assert journal.recover(step=0, outcomes=False).outcomes == []
             assert found.drawn == 9
@@ -238,7 +242,7 @@ def test_a_complete_group_is_judged_again_with_what_filters_had_left_out(tmp_pat
         journal.rollout_dropped("1/0", "overlong")
         journal.group_ended(1, "trained", step=1)
         journal.flush()
-        counts = journal.counts()["rollouts"]
+        counts = committed(journal)["rollouts"]
         assert (counts["trained"], counts["dropped"], counts["in_flight"]) == (1, 3, 0)
 
 
@@ -279,7 +283,7 @@ def test_a_disk_that_is_full_is_one_line_and_the_last_commit_stands(tmp_path: Pa
     assert f"the journal {path} cannot be written: " in line
     with Journal(path) as journal:
         found = journal.recover(step=0)
-        assert found.unfinished[0].id == 0 and found.unfinished[0].complete
+        assert found.unfinished[0].group.id == 0 and found.unfinished[0].complete
         assert len(found.unfinished) == found.next_group, "every group that was committed is there"
         admit(journal, found.next_group)
         journal.flush()

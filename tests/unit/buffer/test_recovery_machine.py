@@ -14,13 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from committed_ledgers import committed
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headrace.buffer import writer
+from headrace.buffer import journal
 from headrace.buffer.journal import Journal, Recovered
 from headrace.buffer.window import Window
+from headrace.observe.records import StepRecord
 from headrace.types import Group, Prompt, Rollout, Trace, Version
 
 
@@ -28,7 +30,7 @@ from headrace.types import Group, Prompt, Rollout, Trace, Version
 def quick_commits() -> Iterator[None]:
     """A journal that is closed waits for no more events: the time of a commit is the time of a crash here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "COMMIT_SECONDS", 0.002)
+        patch.setattr(journal, "COMMIT_SECONDS", 0.002)
         yield
 
 
@@ -189,10 +191,11 @@ class RecoveryMachine(RuleBasedStateMachine):
                 self.check_lag(version, kept)
                 self.state.place[member.id] = str(step)
                 self.write("group_ended", member.id, "trained", step=step)
-            self.write(
-                "step", step=step, version=version, objective="policy", groups=len(batch), rollouts=len(batch),
-                tokens=1, trained_tokens=1, lag_histogram={},
+            done = StepRecord(
+                step=step, version=version, objective="policy", groups=len(batch), rollouts=len(batch),
+                tokens=1, trained_tokens=1,
             )  # fmt: skip
+            self.write("step", done, {})
             if step % self.given["publish_every"] == 0:
                 self.publish(version + 1, step)
 
@@ -244,18 +247,20 @@ class RecoveryMachine(RuleBasedStateMachine):
             if place.isdecimal() and int(place) > found.resume_step:
                 state.place[group_id] = "ready"
         state.steps = found.resume_step
-        assert [left.id for left in found.unfinished] == sorted(state.at("in flight", "ready"))
+        assert [left.group.id for left in found.unfinished] == sorted(state.at("in flight", "ready"))
         assert found.next_group == max(state.place, default=-1) + 1
         assert found.last_version == state.versions[-1][0], "ids are never given twice"
         state.next_id = found.next_group
         self.open_window(found)
-        oldest = min((left.id for left in found.unfinished), default=state.next_id)
+        oldest = min((left.group.id for left in found.unfinished), default=state.next_id)
         trained = [group_id for group_id, place in state.place.items() if place.isdecimal()]
         assert sorted(found.overtakers) == [i for i in sorted(trained) if i > oldest]
-        refused = self.window.restore([(left.id, left.version) for left in found.unfinished], found.overtakers)
+        refused = self.window.restore(
+            [(left.group.id, left.group.version) for left in found.unfinished], found.overtakers
+        )
         assert refused == [], "the same configuration has a place for all"
         for left in found.unfinished:
-            self.take_up(left.id, left.complete, left.rollouts, left.partial)
+            self.take_up(left.group.id, left.complete, left.group.rollouts, left.partial)
         self.commit()
 
     def take_up(self, group_id: int, complete: bool, rollouts: list[Rollout], partial: dict[str, list[Trace]]) -> None:
@@ -277,7 +282,7 @@ class RecoveryMachine(RuleBasedStateMachine):
         assert self.window.ready == len(self.state.at("ready"))
         assert self.window.occupied <= self.window.capacity + self.window.spares
         if not self.pending:
-            counts = self.journal.counts()["groups"]
+            counts = committed(self.journal)["groups"]
             trained = sum(place.isdecimal() for place in self.state.place.values())
             assert (counts["admitted"], counts["trained"]) == (self.state.next_id, trained)
             assert counts["in_flight"] == len(self.state.at("in flight", "ready"))

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config.declared import transport_facts
-from headrace.config.names import names_of
-from headrace.config.schema import DeliveryConfig
+from headrace.config.schema import DeliveryConfig, names_of
 from headrace.delivery import transports
 from headrace.delivery.setup import choose, clean, make_sender, prepare, weights_directory
 from headrace.errors import DeliveryError

@@ -181,7 +181,11 @@ async def test_a_run_killed_at_any_step_is_resumed_with_everything(
     for number, path in enumerate(crashed[1::2]):
         again = FakeRun(path, *settings, engine=engine, checkpoint_step=0)
         before = {row["id"] for row in again.journal("SELECT id FROM groups")}
-        ready = {left.id: [encode(rollout) for rollout in left.rollouts] for left in again.unfinished if left.complete}
+        ready = {
+            left.group.id: [encode(rollout) for rollout in left.group.rollouts]
+            for left in again.unfinished
+            if left.complete
+        }
         await again.run()
         steps = [batch.step for batch in again.trainer.batches]
         assert steps == list(range(1, 6 * publish_every + 1)), f"crash {number}"

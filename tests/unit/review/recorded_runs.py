@@ -9,6 +9,7 @@ import numpy as np
 
 from headrace.buffer.journal import Journal
 from headrace.config import dump_config, make_config
+from headrace.observe.records import DeliveryRecord, StepRecord
 from headrace.training.checkpoints.base import TrainerState, begin_checkpoint, finish_checkpoint
 from headrace.types import Float32Array, Group, Int32Array, Kept, Prompt, Rollout, Trace, Version
 
@@ -65,10 +66,13 @@ class RunMaker:
     def version(self, number: int, *, step: int | None = None, accepted: bool = True, live: int | None = None) -> None:
         digest = digest_of(number)
         step = number if step is None else step
-        self.journal.version(Version(id=number, parent=number - 1, step=step, digest=digest), 0.0)
+        self.journal.version(Version(id=number, parent=number - 1, step=step, digest=digest))
         self.journal.delivery(
-            version=number, engine="engine-0", accepted=accepted, reason="" if accepted else "canary",
-            staged_digest=digest, live_digest=digest if live is None else live, canary_error=number * 1e-6,
+            DeliveryRecord(
+                version=number, engine="engine-0", accepted=accepted, reason="" if accepted else "canary",
+                staged_digest=f"{digest:016x}", live_digest=f"{digest if live is None else live:016x}",
+                canary_error=number * 1e-6, time=number,
+            )
         )  # fmt: skip
 
     def checkpoint(self, version: int) -> Path:
@@ -91,9 +95,11 @@ class RunMaker:
 
     def step(self, step: int, version: int) -> None:
         self.journal.step(
-            step=step, version=version, objective="policy", groups=1, rollouts=1, tokens=1, trained_tokens=1,
-            lag_histogram={0: 1},
-        )  # fmt: skip
+            StepRecord(
+                step=step, version=version, objective="policy", groups=1, rollouts=1, tokens=1, trained_tokens=1
+            ),
+            {0: 1},
+        )
 
     def close(self) -> Path:
         self.journal.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from recorded_runs import ConstantWeights, RunMaker, digest_of, trace
 
+from headrace.observe.records import DeliveryRecord
 from headrace.review.audit import CHANGED_MODEL, KEPT_CACHE, NO_CHECKPOINT, audit, describe_audit
 from headrace.types import Version
 
@@ -116,8 +117,9 @@ def test_without_checkpoints_nothing_passes(tmp_path: Path) -> None:
 def test_a_checkpoint_with_other_weights_than_published_is_a_problem(tmp_path: Path) -> None:
     run = RunMaker(tmp_path)
     run.journal.version(Version(id=1, parent=0, step=1, digest=digest_of(9)))
+    digest = f"{digest_of(9):016x}"
     run.journal.delivery(
-        version=1, engine="engine-0", accepted=True, staged_digest=digest_of(9), live_digest=digest_of(9)
+        DeliveryRecord(version=1, engine="engine-0", accepted=True, staged_digest=digest, live_digest=digest, time=1.0)
     )
     run.checkpoint(1)
     run.rollout(trace([(5, -1.0, 1)]))

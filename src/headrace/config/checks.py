@@ -1,0 +1,246 @@
+"""Checks of a configuration beyond the types and ranges of single keys: values that contradict each other.
+
+The [algorithm] is also checked against what its loss, advantage and corrections declare about themselves in their own
+files (see `headrace.config.declared`). The file of a user's own loss, advantage or transport is read only when a run is
+checked or started. So a run directory can be examined on a machine that does not have the file.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+from headrace.config.declared import (
+    LossFacts,
+    compares_answers,
+    correction_facts,
+    loss_facts,
+    losses_that_read,
+    transport_facts,
+)
+from headrace.config.schema import (
+    LOSSES,
+    AgentTaskConfig,
+    AlgorithmConfig,
+    Config,
+    DatasetTaskConfig,
+    LoraConfig,
+    RolloutsConfig,
+    is_reference,
+    names_of,
+)
+from headrace.errors import ConfigError
+
+REFERENCES = "or module:attribute, or file.py:attribute"
+
+
+def check_together(config: Config) -> None:
+    """Raise `ConfigError` if the value of a key that takes names is none of them, or if values contradict each other.
+
+    What the user's own loss, advantage or transport declares is left to `check_references` and `check_transport`.
+    """
+    for name in Config.__struct_fields__:
+        section = getattr(config, name)
+        for key in getattr(section, "__struct_fields__", ()):
+            names, value = names_of(type(section), key), getattr(section, key)
+            if names is not None and value not in names and not is_reference(value):
+                allowed = ", ".join([*names, REFERENCES])
+                raise ConfigError(f"[{name}] {key}: invalid enum value {value!r} (one of: {allowed})")
+    _check_algorithm(config.algorithm, config.rollouts)
+    _check_engine(config)
+    _check_buffer(config)
+    if config.lora is not None:
+        _check_lora(config.lora)
+    _check_bind("delivery", config.delivery.bind)
+    _check_bind("gateway", config.gateway.bind)
+    if isinstance(config.task, DatasetTaskConfig) and config.task.reward is None and not config.scorers:
+        raise ConfigError("[task] reward is required, or a scorer in its place ([scorers.NAME])")
+    if isinstance(config.task, AgentTaskConfig) and config.task.agent is not None and config.task.command:
+        raise ConfigError("[task] command: give an agent or a command, not both")
+    if isinstance(config.task, AgentTaskConfig) and config.rollouts.truncates:
+        raise ConfigError("[rollouts] top_k, top_p, min_p: agents' answers are drawn without truncation")
+    _check_ranks(config)
+    if not is_reference(config.delivery.transport):
+        check_transport(config)
+    whole_file = config.evaluate.prompts is None and getattr(config.task, "heldout_path", None) is not None
+    if config.evaluate.every and not (config.evaluate.prompts or whole_file):
+        raise ConfigError("[evaluate] every: needs prompts > 0")
+
+
+def _check_buffer(config: Config) -> None:
+    buffer, rollouts = config.buffer, config.rollouts
+    depth, max_lag = buffer.depth, buffer.max_lag
+    if depth == "unbounded" and max_lag is None:
+        raise ConfigError("[buffer] max_lag: required with depth = 'unbounded', which nothing else holds back")
+    if depth != "unbounded" and max_lag is not None and max_lag < depth:
+        raise ConfigError(
+            f"[buffer] max_lag: {max_lag} is below depth {depth}, so the deeper work could never be "
+            f"trained (set depth = {max_lag}, or a larger max_lag)"
+        )
+    if buffer.on_stale != "wait" and max_lag is None:
+        raise ConfigError(f"[buffer] on_stale: {buffer.on_stale!r} needs max_lag; without it nothing is too old")
+    if buffer.correct_above is not None and not config.algorithm.corrections:
+        raise ConfigError("[buffer] correct_above: says where [algorithm] corrections apply, and there are none")
+    if "zero_variance" in buffer.filter and rollouts.group_size < 2:
+        raise ConfigError("[buffer] filter: 'zero_variance' compares answers and needs [rollouts] group_size >= 2")
+    if buffer.oversample > 1 and not buffer.filter:
+        raise ConfigError("[buffer] oversample: makes up for groups that are filtered, and filter is empty")
+    if rollouts.min_group is not None and not min(2, rollouts.group_size) <= rollouts.min_group <= rollouts.group_size:
+        raise ConfigError(
+            f"[rollouts] min_group: {rollouts.min_group} is not between {min(2, rollouts.group_size)} and group_size "
+            f"{rollouts.group_size}"
+        )
+
+
+def _check_ranks(config: Config) -> None:
+    ranks, tensor = config.training.ranks, config.training.tensor_parallel
+    if ranks % tensor:
+        raise ConfigError(f"[training] tensor_parallel: {tensor} does not divide ranks = {ranks}")
+    if ranks == 1 and not config.training.offload:
+        return
+    unsupported = {
+        '[lora] base = "nf4"': config.lora is not None and config.lora.base == "nf4",
+        '[training] optimizer = "adamw_8bit"': config.training.optimizer == "adamw_8bit",
+        '[delivery] send = "delta"': config.delivery.send == "delta",
+    }
+    for what, used in unsupported.items():
+        if used:
+            raise ConfigError(f"[training] ranks: {what} needs one rank without offload")
+    if config.lora is not None and tensor > 1:
+        raise ConfigError("[training] tensor_parallel: an adapter is not cut over tensor ranks (set it to 1)")
+
+
+def check_transport(config: Config) -> None:
+    """Check what the transport, built in or the user's own, declares against the trainer's ranks and the engines."""
+    what, facts = f'[delivery] transport = "{config.delivery.transport}"', transport_facts(config.delivery.transport)
+    if (config.training.ranks > 1 or config.training.offload) and not facts.for_ranks:
+        raise ConfigError(f"[training] ranks: {what} needs one rank without offload")
+    if config.engine.kind == "vllm" and not facts.for_servers:
+        raise ConfigError(f'[engine] kind = "vllm" does not go together with {what}')
+
+
+def _check_lora(lora: LoraConfig) -> None:
+    for key in ("targets", "modules"):
+        if not all(name.strip(".") for name in getattr(lora, key)):
+            raise ConfigError(f"[lora] {key}: a name is empty; name the ends of modules, such as q_proj")
+    if both := sorted(set(lora.targets) & set(lora.modules)):
+        raise ConfigError(f"[lora] modules: {both[0]} is one of targets too; a module is adapted or trained in full")
+    if lora.dropout and any(target.rpartition(".")[0].endswith("experts") for target in lora.targets):
+        raise ConfigError("[lora] dropout: stacked experts take none; set dropout = 0 or leave them out of targets")
+
+
+def _check_engine(config: Config) -> None:
+    engine, lora, longest = config.engine, config.lora, config.rollouts.max_tokens
+    if engine.cache_tokens and engine.cache_tokens < longest + engine.block_size:
+        raise ConfigError(
+            f"[engine] cache_tokens: {engine.cache_tokens} cannot hold one answer of "
+            f"[rollouts] max_tokens = {longest} with its prompt"
+        )
+    if engine.kind == "embedded":
+        for key in ("python", "urls", "port", "arguments"):
+            if getattr(engine, key):
+                raise ConfigError(f'[engine] {key}: only engine kind "vllm" has it')
+    if engine.kind != "vllm":
+        return
+    if engine.kv == "keep":
+        raise ConfigError(
+            '[engine] kv: "keep" is not for vLLM: a sequence kept over a swap would go on before the new weights are '
+            'proved; use "recompute"'
+        )
+    if not engine.python and not engine.urls:
+        raise ConfigError(
+            '[engine] python: engine kind "vllm" needs the interpreter of an environment with vLLM '
+            "(`make vllm` creates .venv-vllm/bin/python), or [engine] urls"
+        )
+    unsupported = {
+        '[lora] serve = "unmerged"': lora is not None and lora.serve == "unmerged",
+        '[lora] on [model] weights = "random"': lora is not None and config.model.weights == "random",
+        '[lora] base = "nf4"': lora is not None and lora.base == "nf4",
+        '[delivery] send = "delta"': config.delivery.send == "delta",
+        "[training] ranks above 1": config.training.ranks > 1,
+        "[rollouts] top_k, top_p or min_p": config.rollouts.truncates,
+    }
+    for what, used in unsupported.items():
+        if used:
+            raise ConfigError(f'[engine] kind = "vllm" does not go together with {what}')
+
+
+def _check_bind(section: str, bind: str) -> None:
+    try:
+        address = ipaddress.ip_address(bind)
+    except ValueError as error:
+        raise ConfigError(f"[{section}] bind: {bind!r} is not an IP address, such as 127.0.0.1") from error
+    if address.is_unspecified:
+        peers = "engines" if section == "delivery" else "agents"
+        raise ConfigError(f"[{section}] bind: {bind} is every interface; name the one address that {peers} can reach")
+
+
+def _check_algorithm(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
+    if algorithm.proximal == "recomputed" and algorithm.proximal_mix is not None:
+        raise ConfigError("[algorithm] proximal_mix: a proximal policy that is recomputed has no mix (remove one)")
+    for name in ("icepop", "mis"):
+        low, high = getattr(algorithm, f"{name}_low"), getattr(algorithm, f"{name}_high")
+        if low > high:
+            raise ConfigError(f"[algorithm] {name}_low: {low} is above {name}_high {high}")
+    buffer, longest = algorithm.overlong_buffer, rollouts.max_tokens
+    if buffer > longest:
+        raise ConfigError(f"[algorithm] overlong_buffer: {buffer} is above [rollouts] max_tokens {longest}")
+    if not is_reference(algorithm.loss):
+        if not is_reference(algorithm.advantage):
+            _check_group(algorithm, rollouts)
+        _check_loss(algorithm, loss_facts(algorithm.loss))
+    _check_ignored(algorithm)
+
+
+def check_references(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
+    """Raise `ConfigError` if values contradict what the user's own loss or advantage declares in its file."""
+    if is_reference(algorithm.loss):
+        _check_loss(algorithm, loss_facts(algorithm.loss))
+    if is_reference(algorithm.loss) or is_reference(algorithm.advantage):
+        _check_group(algorithm, rollouts)
+
+
+def _check_group(algorithm: AlgorithmConfig, rollouts: RolloutsConfig) -> None:
+    """Raise `ConfigError` if an advantage that compares answers has only one, unless the loss uses no advantages."""
+    if rollouts.group_size < 2 and loss_facts(algorithm.loss).uses_rewards and compares_answers(algorithm.advantage):
+        raise ConfigError(
+            f"[rollouts] group_size: advantage {algorithm.advantage!r} compares answers and needs at least 2"
+        )
+
+
+def _check_loss(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
+    """Raise `ConfigError` if the loss contradicts the teacher, the corrections, or a key that is not at its default."""
+    loss, corrections = algorithm.loss, correction_facts()
+    learns = "teacher" in facts.needed(algorithm)
+    if learns and algorithm.teacher is None:
+        raise ConfigError(f"[algorithm] teacher: loss {loss!r} needs the directory of a model to learn from")
+    for name in algorithm.corrections:
+        if name in corrections.goes_by_rewards and not facts.uses_rewards:
+            raise ConfigError(f"[algorithm] corrections: {name!r} goes by rewards, which loss {loss!r} does not")
+        if name in corrections.bounds_ratios and not facts.uses_ratios:
+            raise ConfigError(
+                f"[algorithm] corrections: {name!r} bounds ratios, and loss {loss!r} has none (take 'cispo')"
+            )
+    if algorithm.teacher is not None and not learns:
+        learners = " or ".join(repr(name) for name in LOSSES if "teacher" in loss_facts(name).needs)
+        raise ConfigError(f"[algorithm] teacher: only loss {learners} learns from one")
+    for key in _changed(algorithm):
+        if facts.reads is not None and key not in facts.reads and (readers := losses_that_read(key)):
+            raise ConfigError(f"[algorithm] {key}: loss {loss!r} does not look at it (only {', '.join(readers)})")
+
+
+def _check_ignored(algorithm: AlgorithmConfig) -> None:
+    """Raise `ConfigError` if a key was changed from its default but no correction or addition reads it."""
+    changed = _changed(algorithm)
+    for correction, keys in correction_facts().reads.items():
+        for key in changed:
+            if key in keys and correction not in algorithm.corrections:
+                raise ConfigError(f"[algorithm] {key}: only {correction!r} looks at it, which is not in corrections")
+    if "kl_weight" in changed and algorithm.kl == "none":
+        raise ConfigError("[algorithm] kl_weight: kl is 'none', so nothing has this weight (set kl)")
+    if "overlong_penalty" in changed and not algorithm.overlong_buffer:
+        raise ConfigError("[algorithm] overlong_penalty: overlong_buffer is 0, so no answer is punished (set it)")
+
+
+def _changed(algorithm: AlgorithmConfig) -> list[str]:
+    default = AlgorithmConfig()
+    return sorted(key for key in AlgorithmConfig.__struct_fields__ if getattr(algorithm, key) != getattr(default, key))
