@@ -45,11 +45,11 @@ class AgentSetup(msgspec.Struct, kw_only=True):
 class Job(msgspec.Struct, kw_only=True):
     """A job for a worker: one agent to run."""
 
-    id: str
-    """The id of the agent's session."""
     base_url: str
     api_key: str
     model: str
+    session: str
+    """The id of the agent's session."""
     prompt: str
     """The prompt's id."""
     messages: list[dict[str, str]]
@@ -112,7 +112,7 @@ class CommandAgent:
 
     def run(self, id: int, job: Job) -> AgentResult:
         """Start the program and wait until it ends."""
-        environment = {"OPENAI_BASE_URL": job.base_url, "OPENAI_API_KEY": job.api_key, "HEADRACE_SESSION": job.id}
+        environment = {"OPENAI_BASE_URL": job.base_url, "OPENAI_API_KEY": job.api_key, "HEADRACE_SESSION": job.session}
         try:
             with self._turn:
                 if id in self._halted:
@@ -161,17 +161,7 @@ def bind(parameters: Mapping[str, inspect.Parameter], job: Job) -> dict[str, Any
 
 
 def _fields(job: Job) -> dict[str, Any]:
-    ours = {
-        "base_url": job.base_url,
-        "api_key": job.api_key,
-        "model": job.model,
-        "session": job.id,
-        "prompt": job.prompt,
-        "messages": job.messages,
-        "text": job.text,
-        "data": job.data,
-    }
-    return {**job.data, **ours}
+    return {**job.data, **msgspec.structs.asdict(job)}
 
 
 async def _finish(result: Any) -> Any:
@@ -193,26 +183,22 @@ def _done(result: Any) -> AgentResult:
         return AgentResult(error='the agent returned a dict without "reward"')
 
 
-Agent = FunctionAgent | CommandAgent
-
-
 def main() -> None:
     """Greet the owner, then run agents until the owner closes the pipe."""
     owner = Owner()
-    agent = owner.greet(AgentSetup, load)
+    agent = owner.greet(AgentSetup, _load)
     if agent is None:
         return
     for id, job in owner.questions(Job):
         if job is None:
             agent.halt(id)
         else:
-            threading.Thread(target=_run, args=(owner, agent, id, job), name=job.id, daemon=True).start()
+            threading.Thread(target=_run, args=(owner, agent, id, job), name=job.session, daemon=True).start()
     agent.end()
     end_descendants()
 
 
-def load(setup: AgentSetup) -> Agent:
-    """Make the agent that the first frame names. Raises `ConfigError`."""
+def _load(setup: AgentSetup) -> FunctionAgent | CommandAgent:
     if setup.command is not None:
         # No foreign code runs in this process, and the process must outlive its owner to end the commands.
         return CommandAgent(setup.command)
@@ -220,7 +206,7 @@ def load(setup: AgentSetup) -> Agent:
     return FunctionAgent(setup.function or "")
 
 
-def _run(owner: Owner, agent: Agent, id: int, job: Job) -> None:
+def _run(owner: Owner, agent: FunctionAgent | CommandAgent, id: int, job: Job) -> None:
     owner.answer(id, agent.run(id, job))
 
 

@@ -11,6 +11,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from itertools import count
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from headrace.errors import HeadraceError, ModelError
 from headrace.gateway.answers import Answered, StreamedAnswer
 from headrace.gateway.base import ApiError, Chat
 from headrace.gateway.conversation import Conversation, Opening
-from headrace.gateway.openai_format import CompletionRequest
+from headrace.gateway.openai_format import ChatRequest, CompletionRequest, TextRequest
 from headrace.gateway.session import Session, turn_sampling
 from headrace.rollouts.base import derive_seed
 
@@ -59,22 +60,45 @@ class Completions:
         self._note = note
         self._noted: set[str] = set()
 
-    async def answer(self, want: CompletionRequest, session: Session | None, say: Say) -> Answered:
+    async def answer(self, want: ChatRequest | TextRequest, session: Session | None, say: Say) -> Answered:
         """Sample all choices. Raises `ApiError`."""
         if session is None:
-            return await self._free(want, say)
-        session.enter()
+            return await self._answer(want, None, say)
         try:
-            async with asyncio.timeout(session.seconds_left()), session.lock:
-                return await self._within(want, session, say)
+            async with session.request():
+                return await self._answer(want, session, say)
         except TimeoutError:
             raise ApiError(408, "the session's time is over", code="session_timeout") from None
-        finally:
-            session.leave()
 
-    async def _free(self, want: CompletionRequest, say: Say) -> Answered:
-        """Answer a request outside of any session. It is sampled as the client asks, and nothing is recorded."""
-        opening = self._open(Conversation(self._chat), want)
+    async def _answer(self, want: ChatRequest | TextRequest, session: Session | None, say: Say) -> Answered:
+        if session is None:
+            opening = self._open(Conversation(self._chat), want)
+            requests = self._free_requests(want, opening)
+        else:
+            if session.over:
+                raise ApiError(410, f"session {session.id} has ended", code="session_ended")
+            self._say_what_is_overruled(want, session)
+            share = session.check_budget(want.choices)
+            opening = self._open(session.conversation, want, session)
+            requests = self._session_requests(want, opening, session, min(share, want.max_tokens or share))
+        tools = isinstance(want, ChatRequest) and want.tools is not None
+        choices = [StreamedAnswer(self._chat, want.stops, tools=tools) for _ in requests]
+        answered = Answered(len(opening.token_ids), choices)
+        read = bool(want.stream)
+        try:
+            await self._draw(requests, answered, say)
+            read = True
+        except EngineFailure as failure:
+            if session is not None:
+                session.failure = str(failure)
+            raise ApiError(503, str(failure), code="engine_failure") from failure
+        finally:
+            if session is not None and read and not session.over:
+                self._record(session, opening, answered)
+        return answered
+
+    def _free_requests(self, want: CompletionRequest, opening: Opening) -> list[Request]:
+        """Return the requests for answers outside of any session: sampled as the client asks, and never recorded."""
         seed = secrets.randbits(62) if want.seed is None else want.seed
         base = Sampling(
             max_tokens=want.max_tokens or self._max_tokens,
@@ -85,54 +109,31 @@ class Completions:
             stop_token_ids=self._stop_token_ids,
         )
         name = f"gateway-{secrets.token_hex(8)}"
-        requests = [
+        return [
             Request(
                 id=f"{name}/{choice}",
                 token_ids=opening.token_ids,
                 sampling=msgspec.structs.replace(base, seed=derive_seed(seed, "choice", choice)),
                 group=name,
             )
-            for choice in range(want.n)
+            for choice in range(want.choices)
         ]
-        answered = Answered(len(opening.token_ids), self._streamed_answers(want))
-        try:
-            await self._draw(requests, answered, say)
-        except EngineFailure as failure:
-            raise ApiError(503, str(failure), code="engine_failure") from failure
-        return answered
 
-    async def _within(self, want: CompletionRequest, session: Session, say: Say) -> Answered:
-        if session.over:
-            raise ApiError(410, f"session {session.id} has ended", code="session_ended")
-        self._say_what_is_overruled(want, session)
-        share = session.check_budget(want.n)
-        opening = self._open(session.conversation, want, session)
+    def _session_requests(
+        self, want: CompletionRequest, opening: Opening, session: Session, max_tokens: int
+    ) -> list[Request]:
         number = session.requests
         session.requests += 1
-        requests = [
+        return [
             Request(
                 id=f"{session.id}/{number}/{choice}",
                 token_ids=opening.token_ids,
-                sampling=turn_sampling(
-                    session, max_tokens=min(share, want.max_tokens or share), request=number, choice=choice
-                ),
+                sampling=turn_sampling(session, max_tokens=max_tokens, request=number, choice=choice),
                 group=session.group or session.id,
                 priority=session.priority,
             )
-            for choice in range(want.n)
+            for choice in range(want.choices)
         ]
-        answered = Answered(len(opening.token_ids), self._streamed_answers(want))
-        read = want.stream
-        try:
-            await self._draw(requests, answered, say)
-            read = True
-        except EngineFailure as failure:
-            session.failure = str(failure)
-            raise ApiError(503, str(failure), code="engine_failure") from failure
-        finally:
-            if read and not session.over:
-                self._record(session, opening, answered)
-        return answered
 
     def _record(self, session: Session, opening: Opening, answered: Answered) -> None:
         for streamed in answered.choices:
@@ -165,17 +166,16 @@ class Completions:
                 if streamed.finish is not None:
                     return
 
-    def _streamed_answers(self, want: CompletionRequest) -> list[StreamedAnswer]:
-        return [StreamedAnswer(self._chat, want.stops, tools=want.tools is not None) for _ in range(want.n)]
-
-    def _open(self, conversation: Conversation, want: CompletionRequest, session: Session | None = None) -> Opening:
+    def _open(
+        self, conversation: Conversation, want: ChatRequest | TextRequest, session: Session | None = None
+    ) -> Opening:
         try:
-            if want.kind == "chat":
+            if isinstance(want, ChatRequest):
                 opening = conversation.open_chat(want.messages, want.tools)
-            elif want.text is not None:
-                opening = conversation.open_text(want.text)
+            elif isinstance(want.prompt, str):
+                opening = conversation.open_text(want.prompt)
             else:
-                opening = conversation.open_tokens(want.token_ids or [])
+                opening = conversation.open_tokens(want.prompt)
         except ModelError as error:
             raise ApiError(400, str(error), param="messages") from error
         tokens = len(opening.token_ids)
@@ -190,14 +190,8 @@ class Completions:
         return opening
 
     def _say_what_is_overruled(self, want: CompletionRequest, session: Session) -> None:
-        sampling = session.sampling
-        asked = {
-            "temperature": (want.temperature, sampling.temperature),
-            "top_p": (want.top_p, sampling.top_p),
-            "top_k": (want.top_k, sampling.top_k),
-            "min_p": (want.min_p, sampling.min_p),
-        }
-        for name, (wanted, given) in asked.items():
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            wanted, given = getattr(want, name), getattr(session.sampling, name)
             if wanted is not None and wanted != given and name not in self._noted:
                 self._noted.add(name)
                 self._note(f"an agent asks for {name} {wanted:g}; sessions are sampled as the run says, at {given:g}")
@@ -213,43 +207,35 @@ async def sample(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
     """
     limit = request.sampling.max_tokens
     token_ids = request.token_ids
-    attempt = sampled = fruitless = 0
-    while True:
-        before = sampled
+    sampled = fruitless = 0
+    for attempt in count():
+        before, aborted = sampled, False
         asked = msgspec.structs.replace(
             request,
             id=f"{request.id}/{attempt}",
             token_ids=token_ids,
             sampling=msgspec.structs.replace(request.sampling, max_tokens=limit - sampled),
         )
-        attempt += 1
-        # Closing this iterator early must also close the engine's iterator, which aborts the request in the engine.
-        async with aclosing(_deltas(engine, asked)) as deltas:
-            async for delta in deltas:
-                sampled += len(delta.token_ids)
-                token_ids = np.concatenate([token_ids, np.asarray(delta.token_ids, np.int32)])
-                if delta.finish == "aborted":
-                    delta = msgspec.structs.replace(delta, finish="length" if sampled == limit else None)
-                yield delta
-                if delta.finish is not None:
-                    return
+        try:
+            # Closing this iterator early also closes the engine's iterator, which aborts the request in the engine.
+            async with closing_deltas(engine.generate(asked)) as deltas:
+                async for delta in deltas:
+                    if delta.finish == "failed":
+                        raise EngineFailure(f"{engine.name}: {delta.error or 'failed without a reason'}")
+                    sampled += len(delta.token_ids)
+                    token_ids = np.concatenate([token_ids, np.asarray(delta.token_ids, np.int32)])
+                    aborted = delta.finish == "aborted"
+                    if aborted:
+                        delta = msgspec.structs.replace(delta, finish="length" if sampled == limit else None)
+                    yield delta
+                    if delta.finish is not None:
+                        return
+                    if aborted:
+                        break
+        except HeadraceError as error:
+            raise EngineFailure(f"{engine.name}: {error}") from error
+        if not aborted:
+            raise EngineFailure(f"{engine.name}: the stream ended without a finish")
         fruitless = fruitless + 1 if sampled == before else 0
         if fruitless > FRUITLESS_RESUMES:
             raise EngineFailure(f"{engine.name} aborted {fruitless} times in a row without a token")
-
-
-async def _deltas(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
-    """Yield the deltas of one request up to its finish. Raises `EngineFailure` if the request fails."""
-    finished = False
-    try:
-        async with closing_deltas(engine.generate(request)) as deltas:
-            async for delta in deltas:
-                if delta.finish == "failed":
-                    raise EngineFailure(f"{engine.name}: {delta.error or 'failed without a reason'}")
-                finished = delta.finish is not None
-                yield delta
-                if finished:
-                    return
-    except HeadraceError as error:
-        raise EngineFailure(f"{engine.name}: {error}") from error
-    raise EngineFailure(f"{engine.name}: the stream ended without a finish")

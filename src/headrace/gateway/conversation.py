@@ -21,6 +21,8 @@ from headrace.types import Float32Array, Int32Array, Trace
 History = tuple[str, ...]
 """The messages of a conversation, each as canonical JSON. The first element is the tools that were offered."""
 
+NOTHING = Trace.of_context(np.zeros(0, np.int32))
+"""A trace without tokens."""
 _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 
@@ -112,13 +114,12 @@ class Conversation:
     def record(
         self,
         opening: Opening,
-        sampled: Int32Array,
-        logprobs: Float32Array,
-        versions: Int32Array,
+        sampled: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
         answer: Message,
     ) -> ConversationTurn:
         """Record a turn exactly as the engine reported it. `answer` is the message that the client received."""
-        ended = bool(len(sampled)) and int(sampled[-1]) in self._chat.stop_token_ids
         turn = ConversationTurn(
             opening=opening,
             sampled=np.array(sampled, np.int32),
@@ -127,17 +128,29 @@ class Conversation:
             token_ids=np.concatenate([opening.token_ids, np.asarray(sampled, np.int32)]),
             history=(*opening.history, _key(answer)) if opening.history else (),
             text=opening.text + str(answer["content"]) if opening.text else "",
-            ended=ended,
+            ended=bool(sampled) and sampled[-1] in self._chat.stop_token_ids,
         )
         if self._listen is not None:
-            self._tell(self._listen, turn)
+            number, start = len(self.turns), len(opening.token_ids)
+            if not self.turns or self.turns[-1].opening is not opening:
+                self._listen(number, start - len(opening.context), Trace.of_context(opening.context))
+            self._listen(number, start, NOTHING.extended(turn.sampled, turn.logprobs, turn.versions, trained=True))
         self.turns.append(turn)
         return turn
 
     def traces(self) -> list[Trace]:
         """Return one trace for each turn that no other turn follows, in the order of those turns."""
+        traces = []
         trained: set[int] = set()
-        return [_trace(path, trained) for path in self._paths()]
+        for path in self._paths():
+            trace = NOTHING
+            for turn in path:
+                context = Trace.of_context(turn.opening.context)
+                trace = trace.extended(context.token_ids, context.logprobs, context.versions, trained=False)
+                trace = trace.extended(turn.sampled, turn.logprobs, turn.versions, trained=id(turn) not in trained)
+                trained.add(id(turn))
+            traces.append(trace)
+        return traces
 
     def placed_turns(self) -> list[PlacedTurn]:
         """Return the turns in their order, each with its place in the trace in which it is trained."""
@@ -152,44 +165,20 @@ class Conversation:
             for turn in self.turns
         ]
 
-    def _tell(self, listen: Callable[[int, int, Trace], None], turn: ConversationTurn) -> None:
-        number, start = len(self.turns), len(turn.token_ids) - len(turn.sampled)
-        if not self.turns or self.turns[-1].opening is not turn.opening:
-            listen(number, start - len(turn.opening.context), Trace.of_context(turn.opening.context))
-        nothing = Trace.of_context(np.zeros(0, np.int32))
-        listen(number, start, nothing.extended(turn.sampled, turn.logprobs, turn.versions, trained=True))
-
     def _decoder(self, turn: ConversationTurn) -> Callable[[], str]:
         return lambda: self._chat.decode(turn.sampled[:-1] if turn.ended else turn.sampled)
 
     def _paths(self) -> list[list[ConversationTurn]]:
-        """Return the turns of each trace, in order."""
+        """Return the turns of each trace, in order: those up to a turn that no other turn follows."""
         followed = {id(turn.opening.parent) for turn in self.turns}
-        return [_path(turn) for turn in self.turns if id(turn) not in followed]
-
-
-def _path(leaf: ConversationTurn) -> list[ConversationTurn]:
-    """Return the turns of the stream that ends with this turn."""
-    path: list[ConversationTurn] = []
-    turn: ConversationTurn | None = leaf
-    while turn is not None:
-        path.append(turn)
-        turn = turn.opening.parent
-    return path[::-1]
-
-
-def _trace(path: list[ConversationTurn], trained: set[int]) -> Trace:
-    """Return the stream of these turns.
-
-    Turns in `trained` are only context; the others are trained, and added to `trained`.
-    """
-    trace = Trace.of_context(np.zeros(0, np.int32))
-    for turn in path:
-        context = Trace.of_context(turn.opening.context)
-        trace = trace.extended(context.token_ids, context.logprobs, context.versions, trained=False)
-        trace = trace.extended(turn.sampled, turn.logprobs, turn.versions, trained=id(turn) not in trained)
-        trained.add(id(turn))
-    return trace
+        paths = []
+        for leaf in self.turns:
+            if id(leaf) not in followed:
+                path = [leaf]
+                while (parent := path[0].opening.parent) is not None:
+                    path.insert(0, parent)
+                paths.append(path)
+        return paths
 
 
 def _history(messages: Sequence[Message], tools: Tools) -> History:

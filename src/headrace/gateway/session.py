@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import msgspec
 
@@ -44,7 +45,7 @@ class Session:
         self.group = group
         self.priority = priority
         self.conversation = Conversation(chat, listen)
-        self.lock = asyncio.Lock()
+        self._lock = asyncio.Lock()
         """Held by the request that is currently answered."""
         self.requests = 0
         """The number of requests so far, answered or in flight."""
@@ -98,17 +99,20 @@ class Session:
             raise ApiError(409, f"session {self.id} already has its reward")
         self.reward.set_result(reward)
 
-    def enter(self) -> None:
-        """Register the current task, which answers a request of this session. `close` cancels such tasks."""
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """Answer a request in the body of the `with` statement, one request at a time.
+
+        Raises `TimeoutError` when the session times out. `close` cancels the task of the request.
+        """
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
-
-    def leave(self) -> None:
-        """Unregister the current task."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._running.discard(task)
+        try:
+            async with asyncio.timeout(self.seconds_left()), self._lock:
+                yield
+        finally:
+            self._running.discard(task)
 
     @property
     def over(self) -> bool:
