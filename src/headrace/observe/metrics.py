@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -27,9 +26,8 @@ class MetricsLog:
     It has no lock, so only one thread may use it.
     """
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, trackers: Trackers | None = None) -> None:
+    def __init__(self, path: Path, *, trackers: Trackers | None = None) -> None:
         """Open the log. Each record goes to the trackers too, and the trackers are closed with the file."""
-        self._clock = clock
         self._trackers = trackers
         # Unbuffered, so that each record is one write, and no finished record is lost with the process.
         self._file = path.open("a+b", buffering=0)
@@ -40,7 +38,7 @@ class MetricsLog:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one record. Numbers that JSON cannot write (NaN, infinity) become null."""
-        record = {"time": self._clock(), "kind": kind, **fields}
+        record = {"time": time.time(), "kind": kind, **fields}
         line = msgspec.json.encode(record, enc_hook=_plain)
         self._file.write(line + b"\n")
         if self._trackers is not None:
@@ -51,12 +49,6 @@ class MetricsLog:
         self._file.close()
         if self._trackers is not None:
             self._trackers.close()
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

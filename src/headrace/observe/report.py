@@ -16,11 +16,10 @@ from typing import Any
 import jinja2
 import msgspec
 
-from headrace.observe import charts, gantt
+from headrace.observe import charts
 from headrace.observe.charts import Drawing, Series
-from headrace.observe.clock import compact, duration
 from headrace.observe.records import DeliveryRecord, EndedGroup, SampleRecord, StepRecord
-from headrace.observe.summary import STATES, number, percent, whole
+from headrace.observe.summary import STATES, compact, duration, number, percent, thousands, whole
 from headrace.observe.timeline import timeline_started
 
 MOST_SAMPLES = 8
@@ -73,11 +72,6 @@ def templates() -> jinja2.Environment:
     return found
 
 
-def thousands(count: int) -> str:
-    """Format a count with its thousands apart."""
-    return f"{count:,}"
-
-
 def values(report: Report) -> dict[str, Any]:
     """Return everything that the template shows, by the names that it uses."""
     summary = report.summary
@@ -99,7 +93,7 @@ def values(report: Report) -> dict[str, Any]:
             _of_steps(report.steps, axis, "Gradient norm", "grad_norm", "c"),
             _of_steps(report.steps, axis, "Seconds per step", "seconds", "a"),
         ],
-        "lag": _lag(report.lag_tokens, bound),
+        "lag": charts.lag_chart(report.lag_tokens, None if bound is None else int(bound)),
         "lag_facts": _lag_facts(report.lag_tokens, summary),
         "composition": [
             ("By length", "tokens of an answer", _composition(quarters(report.groups, "tokens"))),
@@ -153,22 +147,17 @@ def _heldout(evaluations: list[dict[str, Any]]) -> Drawing | None:
         return None
     prompts = " or ".join(thousands(count) for count in sorted({e["prompts"] for e in evaluations}))
     k = max(e["samples"] for e in evaluations)
-    shown = [("pass@1", "pass_1", "b", f"pass@1 on {prompts} prompts")]
-    if k > 1:
-        shown.append((f"pass@{k}", "pass_k", "c", f"pass@{k}"))
-    lines = [
-        Series(
-            label=f"{label}, version",
-            points=sorted(charts.finite([(e["version"], e[column]) for e in evaluations])),
-            tone=tone,
-            dots=True,
-        )
-        for label, column, tone, _ in shown
-    ]
-    chart = charts.line_chart(
-        lines, name="Held-out accuracy", x_label="version", y_label="accuracy", y_range=(0.0, 1.02)
-    )
-    return Drawing(chart, [(tone, key) for _, _, tone, key in shown])
+    lines, keys = [], []
+    for label, column, tone, key in (
+        ("pass@1", "pass_1", "b", f"pass@1 on {prompts} prompts"),
+        (f"pass@{k}", "pass_k", "c", f"pass@{k}"),
+    )[: 2 if k > 1 else 1]:
+        points = sorted(charts.finite([(e["version"], e[column]) for e in evaluations]))
+        lines.append(Series(label=f"{label}, version", points=points, tone=tone, dots=True))
+        keys.append((tone, key))
+    y_range = (0.0, 1.02)
+    chart = charts.line_chart(lines, name="Held-out accuracy", x_label="version", y_label="accuracy", y_range=y_range)
+    return Drawing(chart, keys)
 
 
 def _of_steps(
@@ -184,22 +173,6 @@ def _of_steps(
 
 
 # ---- lag
-
-
-def _lag(tokens: dict[int, int], bound: float | None) -> Drawing | None:
-    total = sum(tokens.values())
-    if not total:
-        return None
-    shares = {lag: count / total for lag, count in tokens.items()}
-    tips = {lag: f"lag {lag}: {count:,} tokens ({charts.percent_label(shares[lag])})" for lag, count in tokens.items()}
-    chart = charts.bar_chart(
-        shares,
-        tips,
-        name="Trained tokens by lag",
-        x_label="lag in versions",
-        bound=None if bound is None else int(bound),
-    )
-    return Drawing(chart)
 
 
 def _lag_facts(tokens: dict[int, int], summary: dict[str, Any]) -> list[list[str]]:
@@ -272,7 +245,7 @@ def _processes(report: Report) -> list[Titled]:
     inside = None
     if started is not None and training is not None:
         inside = (training[0] - started, training[1] - started)
-    activity = gantt.read_activity(path, _window(inside, report.steps))
+    activity = charts.read_activity(path, _window(inside, report.steps))
     if activity is None:
         return []
     marks = []
@@ -282,8 +255,8 @@ def _processes(report: Report) -> list[Titled]:
             marks.append((min(inside[1], activity.seconds), "ends"))
     begin, end = activity.window
     return [
-        ("Whole run, busy fraction", gantt.overview(activity, marks)),
-        (f"A close look: {end - begin:.1f} s from {duration(begin)} on", gantt.close_up(activity)),
+        ("Whole run, busy fraction", charts.overview(activity, marks)),
+        (f"A close look: {end - begin:.1f} s from {duration(begin)} on", charts.close_up(activity)),
     ]
 
 

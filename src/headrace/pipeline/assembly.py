@@ -25,9 +25,9 @@ from headrace.engines.pool import EnginePool
 from headrace.engines.remote import RemoteEngine
 from headrace.gateway.agents import AgentTask
 from headrace.gateway.base import EpisodeMaker
-from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import Progress
+from headrace.observe.spans import RunClock
 from headrace.observe.timeline import Timeline
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.extensions import make_trackers

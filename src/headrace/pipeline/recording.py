@@ -19,11 +19,10 @@ from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
 from headrace.channel.heartbeats import Heartbeat
 from headrace.delivery.base import Manifest, Proof
-from headrace.observe.clock import RunClock
 from headrace.observe.drift import LengthDrift
 from headrace.observe.metrics import MetricsLog, describe_end
 from headrace.observe.progress import Progress
-from headrace.observe.spans import Activity
+from headrace.observe.spans import Activity, RunClock
 from headrace.observe.timeline import Timeline
 from headrace.pipeline.run_view import RunView
 from headrace.rollouts.evaluation import EvaluationResult

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from headrace.buffer.window import Window
-from headrace.observe.progress import Progress
-from headrace.observe.snapshot import ProcessActivity, RunSnapshot
+from headrace.observe.progress import ProcessActivity, Progress, RunSnapshot
 from headrace.observe.spans import Interval
 from headrace.types import Batch
 
