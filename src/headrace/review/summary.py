@@ -89,6 +89,8 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
     window = journal.training_window()
     steps = journal.steps()
     evaluations = journal.evaluations()
+    deliveries = journal.deliveries()
+    proved = sum(delivery.proved for delivery in deliveries)
     groups, rollouts = journal.ledger("groups").as_dict(), journal.ledger("rollouts").as_dict()
     reasons, reasons_rollouts = groups.pop("reasons"), rollouts.pop("reasons")
     return {
@@ -113,7 +115,8 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
         "steps": len(steps),
         "warm_start_steps": journal.warm_start_steps(),
         "versions": len(journal.versions()),
-        **_deliveries(journal),
+        "deliveries_proved": proved,
+        "deliveries_rejected": len(deliveries) - proved,
         "evaluations": [msgspec.structs.asdict(evaluation) for evaluation in evaluations],
     }
 
@@ -145,9 +148,3 @@ def _lag(lag_tokens: dict[int, int]) -> dict[str, float | int | None]:
     if not total:
         return {"lag_mean": None, "lag_max": None}
     return {"lag_mean": sum(lag * count for lag, count in tokens.items()) / total, "lag_max": max(tokens)}
-
-
-def _deliveries(journal: JournalReader) -> dict[str, int]:
-    deliveries = journal.deliveries()
-    proved = sum(delivery.proved for delivery in deliveries)
-    return {"deliveries_proved": proved, "deliveries_rejected": len(deliveries) - proved}

@@ -49,5 +49,8 @@ def test_bad_bytes_and_values_that_are_no_records(tmp_path: Path):
 
 
 def test_a_value_that_is_no_metric_is_refused(tmp_path: Path):
-    with closing(MetricsLog(tmp_path / "metrics.jsonl")) as log, pytest.raises(NotImplementedError, match="cannot be a object"):
+    with (
+        closing(MetricsLog(tmp_path / "metrics.jsonl")) as log,
+        pytest.raises(NotImplementedError, match="cannot be a object"),
+    ):
         log.write("step", value=object())
