@@ -8,6 +8,7 @@ with everything that it started, and a new worker replaces it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from headrace.channel.frames import encode
@@ -75,25 +76,17 @@ def _refusal(error: ConfigError) -> str:
     return f"[task] agent: {error}"
 
 
+@dataclass
 class AgentTask:
     """A `Task` whose episodes are sessions of the gateway. The task owns its agents: closing the task ends them."""
 
-    def __init__(
-        self,
-        train: Sequence[Prompt],
-        heldout: Sequence[Prompt],
-        agents: AgentPool | None,
-        *,
-        timeout: float,
-        demonstration_field: str | None = None,
-    ) -> None:
-        """Make a task. Without `agents`, agents from outside take the sessions."""
-        self.train = train
-        self.heldout = heldout
-        self.agents = agents
-        self.timeout = timeout
-        """Seconds in which a session must have its reward."""
-        self._demonstration_field = demonstration_field
+    train: Sequence[Prompt]
+    heldout: Sequence[Prompt]
+    agents: AgentPool | None
+    """The run's own agents. If None, agents from outside take the sessions."""
+    timeout: float
+    """Seconds in which a session must have its reward."""
+    demonstration_field: str | None = None
 
     def episode(self, prompt: Prompt) -> NoReturn:
         """Raise `HeadraceError`: there is no environment, because agents take their turns through the gateway."""
@@ -101,7 +94,7 @@ class AgentTask:
 
     def demonstration(self, prompt: Prompt) -> str | None:
         """Return the correct answer from the prompt's data, if there is one as text or as a number."""
-        return written_answer(prompt, self._demonstration_field)
+        return written_answer(prompt, self.demonstration_field)
 
     async def start(self) -> None:
         """Start the agents' workers."""

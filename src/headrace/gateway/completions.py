@@ -11,6 +11,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from itertools import count
 
 import msgspec
@@ -22,7 +23,7 @@ from headrace.gateway.answers import Answered, StreamedAnswer
 from headrace.gateway.base import ApiError, Chat
 from headrace.gateway.conversation import Conversation, Opening
 from headrace.gateway.openai_format import ChatRequest, CompletionRequest, TextRequest
-from headrace.gateway.session import Session, turn_sampling
+from headrace.gateway.session import Session
 from headrace.rollouts.base import derive_seed
 
 Say = Callable[[int, str, StreamedAnswer], Awaitable[None]]
@@ -34,31 +35,18 @@ FRUITLESS_RESUMES = 100
 """After this many aborts in a row without a token between them, the turn fails."""
 
 
-class EngineFailure(Exception):
-    """The engines could not answer. The text says why, in one line."""
-
-
+@dataclass(kw_only=True)
 class Completions:
     """Answers requests with the help of the engines."""
 
-    def __init__(
-        self,
-        engine: Sampler,
-        chat: Chat,
-        *,
-        max_length: int,
-        max_tokens: int,
-        stop_token_ids: tuple[int, ...] = (),
-        note: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        """Make an answerer; `max_tokens` is the limit of a request without a session that names no limit."""
-        self._engine = engine
-        self._chat = chat
-        self._max_length = max_length
-        self._max_tokens = max_tokens
-        self._stop_token_ids = tuple(dict.fromkeys((*chat.stop_token_ids, *stop_token_ids)))
-        self._note = note
-        self._noted: set[str] = set()
+    engine: Sampler
+    chat: Chat
+    max_length: int
+    max_tokens: int
+    """The limit of a request without a session that names no limit."""
+    stop_token_ids: tuple[int, ...]
+    note: Callable[[str], None]
+    _noted: set[str] = field(default_factory=set, init=False)
 
     async def answer(self, want: ChatRequest | TextRequest, session: Session | None, say: Say) -> Answered:
         """Sample all choices. Raises `ApiError`."""
@@ -71,84 +59,77 @@ class Completions:
             raise ApiError(408, "the session's time is over", code="session_timeout") from None
 
     async def _answer(self, want: ChatRequest | TextRequest, session: Session | None, say: Say) -> Answered:
-        if session is None:
-            opening = self._open(Conversation(self._chat), want)
-            requests = self._free_requests(want, opening)
-        else:
+        max_tokens = want.max_tokens or self.max_tokens
+        if session is not None:
             if session.over:
                 raise ApiError(410, f"session {session.id} has ended", code="session_ended")
             self._say_what_is_overruled(want, session)
             share = session.check_budget(want.choices)
-            opening = self._open(session.conversation, want, session)
-            requests = self._session_requests(want, opening, session, min(share, want.max_tokens or share))
+            max_tokens = min(share, want.max_tokens or share)
+        opening = self._open(want, session)
+        requests = self._requests(want, opening, session, max_tokens)
         tools = isinstance(want, ChatRequest) and want.tools is not None
-        choices = [StreamedAnswer(self._chat, want.stops, tools=tools) for _ in requests]
-        answered = Answered(len(opening.token_ids), choices)
+        choices = [StreamedAnswer(self.chat, want.stops, tools=tools) for _ in requests]
         read = bool(want.stream)
         try:
-            await self._draw(requests, answered, say)
+            await self._draw(requests, choices, say)
             read = True
-        except EngineFailure as failure:
+        except ApiError as failure:
             if session is not None:
-                session.failure = str(failure)
-            raise ApiError(503, str(failure), code="engine_failure") from failure
+                session.failure = failure.message
+            raise
         finally:
             if session is not None and read and not session.over:
-                self._record(session, opening, answered)
-        return answered
+                self._record(session, opening, choices)
+        return Answered(len(opening.token_ids), choices)
 
-    def _free_requests(self, want: CompletionRequest, opening: Opening) -> list[Request]:
-        """Return the requests for answers outside of any session: sampled as the client asks, and never recorded."""
-        seed = secrets.randbits(62) if want.seed is None else want.seed
-        base = Sampling(
-            max_tokens=want.max_tokens or self._max_tokens,
-            temperature=1.0 if want.temperature is None else want.temperature,
-            top_p=want.top_p or 1.0,
-            top_k=want.top_k or 0,
-            min_p=want.min_p or 0.0,
-            stop_token_ids=self._stop_token_ids,
-        )
-        name = f"gateway-{secrets.token_hex(8)}"
+    def _requests(
+        self, want: CompletionRequest, opening: Opening, session: Session | None, max_tokens: int
+    ) -> list[Request]:
+        """Return the requests for all choices. Outside of any session they are sampled as the client asks."""
+        if session is None:
+            name = group = f"gateway-{secrets.token_hex(8)}"
+            noise, priority = "choice", 0
+            sampling = Sampling(
+                max_tokens=max_tokens,
+                temperature=1.0 if want.temperature is None else want.temperature,
+                top_p=want.top_p or 1.0,
+                top_k=want.top_k or 0,
+                min_p=want.min_p or 0.0,
+                seed=secrets.randbits(62) if want.seed is None else want.seed,
+                stop_token_ids=tuple(dict.fromkeys((*self.chat.stop_token_ids, *self.stop_token_ids))),
+            )
+        else:
+            name, noise = f"{session.id}/{session.requests}", f"request {session.requests}"
+            group, priority = session.group or session.id, session.priority
+            sampling = msgspec.structs.replace(session.sampling, max_tokens=max_tokens)
+            session.requests += 1
+        # The noise is a function of (seed, position), so two answers to one history must not have the same seed.
         return [
             Request(
                 id=f"{name}/{choice}",
                 token_ids=opening.token_ids,
-                sampling=msgspec.structs.replace(base, seed=derive_seed(seed, "choice", choice)),
-                group=name,
+                sampling=msgspec.structs.replace(sampling, seed=derive_seed(sampling.seed, noise, choice)),
+                group=group,
+                priority=priority,
             )
             for choice in range(want.choices)
         ]
 
-    def _session_requests(
-        self, want: CompletionRequest, opening: Opening, session: Session, max_tokens: int
-    ) -> list[Request]:
-        number = session.requests
-        session.requests += 1
-        return [
-            Request(
-                id=f"{session.id}/{number}/{choice}",
-                token_ids=opening.token_ids,
-                sampling=turn_sampling(session, max_tokens=max_tokens, request=number, choice=choice),
-                group=session.group or session.id,
-                priority=session.priority,
-            )
-            for choice in range(want.choices)
-        ]
-
-    def _record(self, session: Session, opening: Opening, answered: Answered) -> None:
-        for streamed in answered.choices:
-            if len(streamed):
+    def _record(self, session: Session, opening: Opening, choices: list[StreamedAnswer]) -> None:
+        for answer in choices:
+            if len(answer):
                 session.conversation.record(
-                    opening, streamed.token_ids, streamed.logprobs, streamed.versions, streamed.message()
+                    opening, answer.token_ids, answer.logprobs, answer.versions, answer.message()
                 )
-        if session.budget <= 0 and any(streamed.finish == "length" for streamed in answered.choices):
+        if session.budget <= 0 and any(answer.finish == "length" for answer in choices):
             session.exhausted = True
 
-    async def _draw(self, requests: list[Request], answered: Answered, say: Say) -> None:
+    async def _draw(self, requests: list[Request], choices: list[StreamedAnswer], say: Say) -> None:
         """Sample all choices at the same time. If one fails, the others are cancelled and the request fails."""
         tasks = [
             asyncio.create_task(self._choice(request, number, streamed, say), name=request.id)
-            for number, (request, streamed) in enumerate(zip(requests, answered.choices, strict=True))
+            for number, (request, streamed) in enumerate(zip(requests, choices, strict=True))
         ]
         try:
             await asyncio.gather(*tasks)
@@ -158,7 +139,7 @@ class Completions:
             await asyncio.wait(tasks, timeout=END_SECONDS)
 
     async def _choice(self, request: Request, number: int, streamed: StreamedAnswer, say: Say) -> None:
-        async with aclosing(sample(self._engine, request)) as deltas:
+        async with aclosing(sample(self.engine, request)) as deltas:
             async for delta in deltas:
                 piece = streamed.hear(delta)
                 if piece or streamed.finish is not None:
@@ -166,9 +147,8 @@ class Completions:
                 if streamed.finish is not None:
                     return
 
-    def _open(
-        self, conversation: Conversation, want: ChatRequest | TextRequest, session: Session | None = None
-    ) -> Opening:
+    def _open(self, want: ChatRequest | TextRequest, session: Session | None) -> Opening:
+        conversation = Conversation(self.chat) if session is None else session.conversation
         try:
             if isinstance(want, ChatRequest):
                 opening = conversation.open_chat(want.messages, want.tools)
@@ -179,12 +159,12 @@ class Completions:
         except ModelError as error:
             raise ApiError(400, str(error), param="messages") from error
         tokens = len(opening.token_ids)
-        if tokens >= self._max_length:
+        if tokens >= self.max_length:
             if session is not None:
                 session.exhausted = True
             raise ApiError(
                 400,
-                f"{tokens} tokens leave no room under the longest length of {self._max_length} ([engine] max_length)",
+                f"{tokens} tokens leave no room under the longest length of {self.max_length} ([engine] max_length)",
                 code="context_length_exceeded",
             )
         return opening
@@ -194,14 +174,14 @@ class Completions:
             wanted, given = getattr(want, name), getattr(session.sampling, name)
             if wanted is not None and wanted != given and name not in self._noted:
                 self._noted.add(name)
-                self._note(f"an agent asks for {name} {wanted:g}; sessions are sampled as the run says, at {given:g}")
+                self.note(f"an agent asks for {name} {wanted:g}; sessions are sampled as the run says, at {given:g}")
         if want.seed is not None and "seed" not in self._noted:
             self._noted.add("seed")
-            self._note("an agent gives a seed; the noise of a session follows from [run] seed")
+            self.note("an agent gives a seed; the noise of a session follows from [run] seed")
 
 
 async def sample(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
-    """Yield the deltas of a turn, sampled with as many requests as it needs. Raises `EngineFailure`.
+    """Yield the deltas of a turn, sampled with as many requests as it needs. Raises `ApiError`.
 
     An aborted request is resumed from its prefix. The last delta has `finish` "stop" or "length".
     """
@@ -221,7 +201,7 @@ async def sample(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
             async with closing_deltas(engine.generate(asked)) as deltas:
                 async for delta in deltas:
                     if delta.finish == "failed":
-                        raise EngineFailure(f"{engine.name}: {delta.error or 'failed without a reason'}")
+                        raise _failure(f"{engine.name}: {delta.error or 'failed without a reason'}")
                     sampled += len(delta.token_ids)
                     token_ids = np.concatenate([token_ids, np.asarray(delta.token_ids, np.int32)])
                     aborted = delta.finish == "aborted"
@@ -233,9 +213,13 @@ async def sample(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
                     if aborted:
                         break
         except HeadraceError as error:
-            raise EngineFailure(f"{engine.name}: {error}") from error
+            raise _failure(f"{engine.name}: {error}") from error
         if not aborted:
-            raise EngineFailure(f"{engine.name}: the stream ended without a finish")
+            raise _failure(f"{engine.name}: the stream ended without a finish")
         fruitless = fruitless + 1 if sampled == before else 0
         if fruitless > FRUITLESS_RESUMES:
-            raise EngineFailure(f"{engine.name} aborted {fruitless} times in a row without a token")
+            raise _failure(f"{engine.name} aborted {fruitless} times in a row without a token")
+
+
+def _failure(reason: str) -> ApiError:
+    return ApiError(503, reason, code="engine_failure")

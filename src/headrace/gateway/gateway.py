@@ -98,7 +98,12 @@ class Gateway:
         self._started = int(time.time())
         self._runner: web.AppRunner | None = None
         self._completions = Completions(
-            engine, chat, max_length=max_length, max_tokens=max_tokens, stop_token_ids=stop_token_ids, note=note
+            engine=engine,
+            chat=chat,
+            max_length=max_length,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            note=note,
         )
 
     @property
@@ -142,7 +147,7 @@ class Gateway:
             self._file.unlink(missing_ok=True)
 
     def episode(self, plan: EpisodePlan, scoring: Scoring | None = None) -> AgentEpisode:
-        """See `EpisodeMaker.episode`."""
+        """See `EpisodeMaker`."""
         return AgentEpisode(plan, self, scoring)
 
     def job(self, session: Session) -> Job:
@@ -280,7 +285,6 @@ class AgentEpisode(AnyEpisode):
     """
 
     def __init__(self, plan: EpisodePlan, gateway: Gateway, scoring: Scoring | None = None) -> None:
-        """Make an episode. `scoring` gets the tokens of every turn; None if no scorer listens."""
         super().__init__(plan)
         self._gateway = gateway
         self._chat = gateway.chat

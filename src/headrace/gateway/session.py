@@ -10,54 +10,44 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-
-import msgspec
+from dataclasses import dataclass
 
 from headrace.engines.base import Sampling
 from headrace.gateway.base import ApiError, Chat, Reward
 from headrace.gateway.conversation import Conversation
-from headrace.rollouts.base import derive_seed
 from headrace.types import Prompt, Trace
 
 
+@dataclass(kw_only=True, eq=False)
 class Session:
     """One agent's session. `close` ends the session and the requests that it has in flight."""
 
-    def __init__(
-        self,
-        *,
-        chat: Chat,
-        prompt: Prompt,
-        sampling: Sampling,
-        max_turns: int,
-        group: str = "",
-        priority: int = 0,
-        listen: Callable[[int, int, Trace], None] | None = None,
-    ) -> None:
-        """Open a session. `sampling.max_tokens` is the budget over all turns; `sampling.seed` seeds every turn.
+    chat: Chat
+    prompt: Prompt
+    sampling: Sampling
+    """The sampling of every turn. `max_tokens` is the budget over all turns; `seed` seeds every turn."""
+    max_turns: int
+    group: str = ""
+    priority: int = 0
+    listen: Callable[[int, int, Trace], None] | None = None
+    """This function gets the tokens of every turn (see `Conversation`)."""
+    requests: int = 0
+    """The number of requests so far, answered or in flight."""
+    exhausted: bool = False
+    """Whether a request was refused, or cut, because the budget was used up."""
+    failure: str = ""
+    """Why the engines could not answer; empty if they could."""
+    deadline: float | None = None
+    """When the session times out, on the clock of `time.monotonic`; None until an agent has started."""
 
-        `listen` gets the tokens of every turn (see `Conversation`).
-        """
+    def __post_init__(self) -> None:
         self.id = secrets.token_hex(8)
-        self.prompt = prompt
-        self.sampling = sampling
-        self.max_turns = max_turns
-        self.group = group
-        self.priority = priority
-        self.conversation = Conversation(chat, listen)
-        self._lock = asyncio.Lock()
-        """Held by the request that is currently answered."""
-        self.requests = 0
-        """The number of requests so far, answered or in flight."""
-        self.exhausted = False
-        """Whether a request was refused, or cut, because the budget was used up."""
-        self.failure = ""
-        """Why the engines could not answer; empty if they could."""
+        self.conversation = Conversation(self.chat, self.listen)
         self.taken = asyncio.Event()
         """Set when an agent has started to work in this session."""
         self.reward: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
-        self.deadline: float | None = None
-        """When the session times out, on the clock of `time.monotonic`; None until an agent has started."""
+        self._lock = asyncio.Lock()
+        """Held by the request that is currently answered."""
         self._running: set[asyncio.Task[object]] = set()
         self._closed = False
 
@@ -175,12 +165,3 @@ class Sessions:
         """Close all sessions."""
         for session in list(self._open.values()):
             self.remove(session)
-
-
-def turn_sampling(session: Session, *, max_tokens: int, request: int, choice: int) -> Sampling:
-    """Return the sampling of a session's answer: the run's settings, with a seed of its own.
-
-    Noise is a function of (seed, position), so two answers to one history must not have the same seed.
-    """
-    seed = derive_seed(session.sampling.seed, f"request {request}", choice)
-    return msgspec.structs.replace(session.sampling, max_tokens=max_tokens, seed=seed)

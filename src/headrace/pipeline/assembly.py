@@ -244,7 +244,7 @@ def assemble_with_workers(
         processes=workers.fleet,
         remote=workers.engines,
         scoring=task.scoring,
-        agents=gateway if isinstance(task.task, AgentTask) else None,
+        agents=gateway.episode if gateway is not None and isinstance(task.task, AgentTask) else None,
     )
     journal.meta("name", config.run.name)
     journal.meta("started", clock.wall)
