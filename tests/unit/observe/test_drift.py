@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.observe.drift import FEWEST, LengthDrift, ks_distance
 from headrace.observe.records import EndedGroup
-from headrace.observe.report import outcomes, quarters
+from headrace.review.summary import outcomes, quarters
 
 SAMPLES = st.lists(st.integers(0, 30), min_size=1, max_size=40)
 

@@ -8,10 +8,9 @@ from journals import JournalMaker
 
 from headrace.errors import UserError
 from headrace.observe.charts import BINS, close_up, read_activity
-from headrace.observe.report import templates, values
 from headrace.observe.spans import RunClock, TimeSpan
 from headrace.observe.timeline import Timeline
-from headrace.review.summary import read_report, write_report
+from headrace.review.summary import templates, values, write_report
 
 VOID = {"meta", "br", "link", "img"}
 
@@ -172,7 +171,7 @@ def test_another_page_can_extend_the_report(journal: JournalMaker):
         "{% block tiles %}{% call tile(name, 'now') %}{{ summary.steps | thousands }}{% endcall %}{% endblock %}"
     )
     journal.meta(name="a & b")
-    html = page.render(values(read_report(journal.run_dir)))
+    html = page.render(values(journal.run_dir))
     assert "<script></script>" in html.partition("</head>")[0]
     assert '<span class="what">a &amp; b</span><b>0</b><small>now</small>' in html
     assert "Trained tokens per second" not in html
