@@ -1,16 +1,9 @@
 """A worker that runs agents: `python -m headrace.gateway.agent_main`. It runs several at a time, each in a thread.
 
-An agent is a function, which is called by the names of its parameters, or a command.
-
-    base_url, api_key   of the gateway, for `openai.OpenAI(base_url=..., api_key=...)`: the key is that of the session
-    model, session      the model's name; the session's id
-    messages, text      the prompt, as one or the other
-    data, <field>       the prompt's other fields, together or one by one
-    **fields            everything above
-
-A function returns its reward: a number, or a dict with "reward" and further numbers. A function that posts its reward
-returns None. A command finds OPENAI_BASE_URL, OPENAI_API_KEY and HEADRACE_SESSION in its environment, and the rest as
-JSON on its standard input. A command posts its reward.
+An agent is a function, which is called by the names of its parameters, or a command, which finds its session in its
+environment and the rest as JSON on its standard input. docs/gateway.md lists what each of them gets. A function returns
+its reward: a number, or a dict with "reward" and further numbers. A function that posts its reward returns None, and a
+command always posts it.
 """
 
 from __future__ import annotations
@@ -65,11 +58,11 @@ class AgentResult(msgspec.Struct, kw_only=True):
     error: str = ""
 
 
-class AgentProblem(Exception):
+class _AgentProblem(Exception):
     """A function raised an exception, or has a parameter for which there is no value."""
 
 
-class FunctionAgent:
+class _FunctionAgent:
     """The user's function. An `async` function gets an event loop of its own."""
 
     def __init__(self, reference: str) -> None:
@@ -81,10 +74,9 @@ class FunctionAgent:
             raise ConfigError(f"{reference!r}: its parameters cannot be read: {error}") from error
 
     def run(self, id: int, job: Job) -> AgentResult:
-        """Call the function. An exception that it raises becomes the error of the result."""
         try:
-            return _done(self._call(bind(self._parameters, job)))
-        except AgentProblem as error:
+            return _done(self._call(_bind(self._parameters, job)))
+        except _AgentProblem as error:
             return AgentResult(error=str(error))
 
     def _call(self, arguments: dict[str, Any]) -> Any:
@@ -92,7 +84,7 @@ class FunctionAgent:
             result = self._function(**arguments)
             return asyncio.run(_finish(result)) if inspect.isawaitable(result) else result
         except (Exception, SystemExit) as error:
-            raise AgentProblem(f"the agent raised {describe(error)}") from error
+            raise _AgentProblem(f"the agent raised {describe(error)}") from error
 
     def halt(self, id: int) -> None:
         """Do nothing, because a thread cannot be ended. Its session is closed, and its worker is replaced."""
@@ -101,7 +93,7 @@ class FunctionAgent:
         """Do nothing, because the threads end with the process."""
 
 
-class CommandAgent:
+class _CommandAgent:
     """The user's program. Each session starts one process, in a process group of its own."""
 
     def __init__(self, command: list[str]) -> None:
@@ -111,7 +103,6 @@ class CommandAgent:
         self._turn = threading.Lock()
 
     def run(self, id: int, job: Job) -> AgentResult:
-        """Start the program and wait until it ends."""
         environment = {"OPENAI_BASE_URL": job.base_url, "OPENAI_API_KEY": job.api_key, "HEADRACE_SESSION": job.session}
         try:
             with self._turn:
@@ -143,20 +134,19 @@ class CommandAgent:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill the programs of all sessions."""
         for id in list(self._processes):
             self.halt(id)
 
 
-def bind(parameters: Mapping[str, inspect.Parameter], job: Job) -> dict[str, Any]:
-    """Return the arguments of a function, chosen by the names of its parameters. Raises `AgentProblem`."""
+def _bind(parameters: Mapping[str, inspect.Parameter], job: Job) -> dict[str, Any]:
+    """Return the arguments of a function, chosen by the names of its parameters. Raises `_AgentProblem`."""
     fields = _fields(job)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return fields
     named = {name: parameter for name, parameter in parameters.items() if parameter.kind in _NAMED}
     missing = [n for n, parameter in named.items() if n not in fields and parameter.default is parameter.empty]
     if missing:
-        raise AgentProblem(f"the agent wants {missing[0]!r}, which is neither given nor a field of the prompt")
+        raise _AgentProblem(f"the agent wants {missing[0]!r}, which is neither given nor a field of the prompt")
     return {name: fields[name] for name in named if name in fields}
 
 
@@ -198,15 +188,15 @@ def main() -> None:
     end_descendants()
 
 
-def _load(setup: AgentSetup) -> FunctionAgent | CommandAgent:
+def _load(setup: AgentSetup) -> _FunctionAgent | _CommandAgent:
     if setup.command is not None:
         # No foreign code runs in this process, and the process must outlive its owner to end the commands.
-        return CommandAgent(setup.command)
+        return _CommandAgent(setup.command)
     die_with_owner()
-    return FunctionAgent(setup.function or "")
+    return _FunctionAgent(setup.function or "")
 
 
-def _run(owner: Owner, agent: FunctionAgent | CommandAgent, id: int, job: Job) -> None:
+def _run(owner: Owner, agent: _FunctionAgent | _CommandAgent, id: int, job: Job) -> None:
     owner.answer(id, agent.run(id, job))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     with path.open("rb") as file:
         for line in file:
-            try:
-                record = msgspec.json.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
-            if isinstance(record, dict):
-                records.append(record)
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                records.append(msgspec.json.decode(line, type=dict[str, Any]))
     return records
 
 
@@ -91,8 +88,6 @@ def describe_end(group: Group, outcome: str, version: int, republished: Sequence
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise NotImplementedError(f"a metric cannot be a {type(value).__name__}")

@@ -21,7 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from headrace.observe.summary import compact, duration
+from headrace.observe.summary import compact, duration, lag_mean_and_max
 
 LABEL, QUIET, STRONG = "cyan", "dim", "bold"
 MAX_PROCESSES = 10
@@ -61,17 +61,6 @@ class RunSnapshot(msgspec.Struct, kw_only=True):
     """The number of groups in flight that wait to be trained."""
     processes: dict[str, ProcessActivity] = {}
     message: str = ""
-
-    @property
-    def lag_mean(self) -> float | None:
-        """The mean lag over all trained tokens."""
-        tokens = sum(self.lag_histogram.values())
-        return sum(lag * n for lag, n in self.lag_histogram.items()) / tokens if tokens else None
-
-    @property
-    def lag_max(self) -> int | None:
-        """The largest lag of any token."""
-        return max((lag for lag, n in self.lag_histogram.items() if n), default=None)
 
     def idle(self, role: str) -> float | None:
         """Return the mean idle fraction of the processes of a role (`engine`, `trainer`)."""
@@ -217,9 +206,10 @@ def _plain_line(snapshot: RunSnapshot, rates: Rates) -> str:
         parts.append(f"gen {compact(rates.generated)} tok/s")
     if rates.trained:
         parts.append(f"trained {compact(rates.trained)} tok/s")
-    if snapshot.lag_mean is not None:
+    mean, most = lag_mean_and_max(snapshot.lag_histogram)
+    if mean is not None:
         bound = "" if snapshot.lag_bound is None else f" (bound {snapshot.lag_bound})"
-        parts.append(f"lag mean {snapshot.lag_mean:.2f} max {snapshot.lag_max}{bound}")
+        parts.append(f"lag mean {mean:.2f} max {most}{bound}")
     idle = {role: snapshot.idle(role) for role in ("trainer", "engine")}
     known = [f"{role} {100 * fraction:.0f}%" for role, fraction in idle.items() if fraction is not None]
     if known:
@@ -371,12 +361,12 @@ class LiveProgress(_ConsoleProgress):
         return text
 
     def _lag(self, snapshot: RunSnapshot) -> Text:
-        tokens = sum(snapshot.lag_histogram.values())
-        if not tokens:
+        mean, most = lag_mean_and_max(snapshot.lag_histogram)
+        if mean is None:
             return Text("nothing trained yet", QUIET)
         text = Text()
-        top = max(snapshot.lag_histogram)
-        last = max(top, snapshot.lag_bound or 0)
+        tokens = sum(snapshot.lag_histogram.values())
+        last = max(*snapshot.lag_histogram, snapshot.lag_bound or 0)
         for lag in range(min(last, MAX_LAGS - 1) + 1):
             share = snapshot.lag_histogram.get(lag, 0) / tokens
             over = snapshot.lag_bound is not None and lag > snapshot.lag_bound
@@ -385,7 +375,7 @@ class LiveProgress(_ConsoleProgress):
             text.append(f"{100 * share:3.0f}%  ")
             if lag == snapshot.lag_bound:
                 text.append(f"{self._glyphs.bound} ", "yellow")
-        text.append(f"mean {snapshot.lag_mean:.2f}  max {snapshot.lag_max}")
+        text.append(f"mean {mean:.2f}  max {most}")
         if snapshot.lag_bound is not None:
             text.append(f"  bound {snapshot.lag_bound}", "yellow")
         return text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 STATES = ("trained", "dropped", "failed", "in_flight")
@@ -28,6 +28,17 @@ def describe(summary: dict[str, Any]) -> str:
     ]
     width = max(len(label) for label, _ in lines)
     return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
+
+
+def lag_mean_and_max(tokens: Mapping[int, int]) -> tuple[float | None, int | None]:
+    """Return the mean and the largest lag, given how many tokens have each lag.
+
+    The mean is over tokens, not over steps, so that an answer weighs as much as in the loss.
+    """
+    counted = {lag: count for lag, count in tokens.items() if count}
+    if not counted:
+        return None, None
+    return sum(lag * count for lag, count in counted.items()) / sum(counted.values()), max(counted)
 
 
 def number(value: float | None, digits: int = 3) -> str:

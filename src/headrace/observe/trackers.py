@@ -1,18 +1,7 @@
 """Trackers get every record of `metrics.jsonl` as soon as it is written. Their failures and waits never reach the run.
 
 A tracker belongs to the user. One thread that nothing else uses calls it, so it may wait for a network. A tracker that
-raises, or that falls too far behind, is switched off with one note, and the run continues. `[observe] trackers =
-["mine.py:Printer"]` names the smallest one:
-
-    class Printer:
-        def start(self, run, config):
-            print("run", run)
-
-        def log(self, record):
-            print(record)
-
-        def close(self):
-            print("done")
+raises, or that falls too far behind, is switched off with one note, and the run continues.
 """
 
 from __future__ import annotations

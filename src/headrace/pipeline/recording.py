@@ -23,6 +23,7 @@ from headrace.observe.drift import LengthDrift
 from headrace.observe.metrics import MetricsLog, describe_end
 from headrace.observe.progress import Progress
 from headrace.observe.spans import Activity, RunClock
+from headrace.observe.summary import lag_mean_and_max
 from headrace.observe.timeline import Timeline
 from headrace.pipeline.run_view import RunView
 from headrace.rollouts.evaluation import EvaluationResult
@@ -132,7 +133,7 @@ class Recorder:
             if rollout.ending == "failed":
                 self.ledgers.rollout_failed(rollout.id, rollout.reason)
             self._journal.rollout_ended(rollout)
-        self._drift.generated(rollout.sampled_tokens for rollout in group.usable)
+        self._drift.generated.extend(rollout.sampled_tokens for rollout in group.usable)
         self._scheduled("complete", group_id=group.id)
 
     def rollouts_left(self, left: Mapping[str, str]) -> None:
@@ -170,12 +171,13 @@ class Recorder:
         """Record that the trainer has made an optimizer step."""
         policy = batch.objective == "policy"
         lags = Counter(batch.lags().tolist()) if policy else Counter()
+        lag_mean, lag_max = lag_mean_and_max(lags)
         rewards = [rollout.reward for group in groups for rollout in group.usable if rollout.reward is not None]
         reward = float(np.mean(rewards)) if rewards else None
         for group in groups:
             self._scheduled("consume", group_id=group.id, step=batch.step, version=batch.version)
             self.group_ended(group, "trained", step=batch.step, version=batch.version)
-            self._drift.trained(rollout.sampled_tokens for rollout in group.usable)
+            self._drift.trained.extend(rollout.sampled_tokens for rollout in group.usable)
         self._journal.step(
             step=batch.step,
             version=batch.version,
@@ -203,8 +205,8 @@ class Recorder:
             grad_norm=report.grad_norm,
             learning_rate=report.learning_rate,
             trained_tokens=batch.trained_tokens,
-            lag_mean=_mean(lags),
-            lag_max=max(lags, default=None),
+            lag_mean=lag_mean,
+            lag_max=lag_max,
             seconds=report.seconds,
             skipped=report.skipped,
             skipped_steps=report.skipped_steps,
@@ -374,8 +376,3 @@ class Recorder:
         if self._timeline is not None:
             self._timeline.close()
         self.ledgers.check()
-
-
-def _mean(lags: Counter[int]) -> float | None:
-    tokens = lags.total()
-    return sum(lag * count for lag, count in lags.items()) / tokens if tokens else None

@@ -22,7 +22,7 @@ from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.config import Config
 from headrace.errors import HeadraceError
 from headrace.observe.records import DeliveryRecord, RolloutRecord, VersionRecord
-from headrace.observe.summary import aligned
+from headrace.observe.summary import aligned, lag_mean_and_max
 from headrace.run_dir import RunDir
 from headrace.training.checkpoints.base import by_version
 from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept, Rollout, Trace, without_republished
@@ -148,7 +148,11 @@ def audit(run_dir: Path, load: Load, *, samples: int = 64, seed: int = 0, tolera
     for version, found in sorted(stretches.items()):
         entry = _proofs(version, published.get(version), proofs.get(version, []), report)
         report.versions.append(entry)
-        _lag(entry, found)
+        lags = Counter[int]()
+        for part in found:
+            if part.lag is not None:
+                lags[part.lag] += int(part.trace.trained[part.where].sum())
+        entry.lag_mean, entry.lag_max = lag_mean_and_max(lags)
         if kept:
             later = [part for part in found if _first_version(part.trace) != version]
             report.skip(KEPT_CACHE, sum(len(part.where) for part in later))
@@ -226,16 +230,6 @@ def _proofs(
         rejected=len(deliveries) - len(proved),
         canary_error=max((proof.canary_error for proof in proved), default=None),
     )
-
-
-def _lag(entry: VersionAudit, found: list[_Stretch]) -> None:
-    lags: Counter[int] = Counter()
-    for part in found:
-        if part.lag is not None:
-            lags[part.lag] += int(part.trace.trained[part.where].sum())
-    if lags.total():
-        entry.lag_mean = sum(lag * count for lag, count in lags.items()) / lags.total()
-        entry.lag_max = max(lag for lag, count in lags.items() if count)
 
 
 def _check(

@@ -23,7 +23,7 @@ from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.observe import charts
 from headrace.observe.charts import Drawing, Series
 from headrace.observe.records import DeliveryRecord, EndedGroup, SampleRecord, StepRecord
-from headrace.observe.summary import STATES, compact, duration, number, percent, thousands, whole
+from headrace.observe.summary import STATES, compact, duration, lag_mean_and_max, number, percent, thousands, whole
 from headrace.observe.timeline import timeline_started
 from headrace.run_dir import RunDir
 
@@ -76,6 +76,7 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
     window = journal.training_window()
     steps = journal.steps()
     evaluations = journal.evaluations()
+    lag_mean, lag_max = lag_mean_and_max(journal.lag_tokens())
     deliveries = journal.deliveries()
     proved = sum(delivery.proved for delivery in deliveries)
     groups, rollouts = journal.ledger("groups").as_dict(), journal.ledger("rollouts").as_dict()
@@ -92,7 +93,8 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
         "tokens_per_second": _rate(steps, window),
         "trainer_idle_fraction": journal.idle_fraction("trainer-*", window) if window else None,
         "engine_idle_fraction": journal.idle_fraction("engine-*", window) if window else None,
-        **_lag(journal.lag_tokens()),
+        "lag_mean": lag_mean,
+        "lag_max": lag_max,
         "lag_bound": meta.get("lag_bound"),
         "no_mps": meta.get("no_mps"),
         "ledger": groups,
@@ -126,15 +128,6 @@ def _rate(steps: list[StepRecord], window: tuple[float, float] | None) -> float 
         return None
     tokens = sum(step.trained_tokens for step in steps if step.ended is None or step.ended >= window[0])
     return float(tokens / (window[1] - window[0]))
-
-
-def _lag(lag_tokens: dict[int, int]) -> dict[str, float | int | None]:
-    """Return the lag averaged over tokens, not over steps, so that an answer weighs as much as in the loss."""
-    tokens = {lag: count for lag, count in lag_tokens.items() if count > 0}
-    total = sum(tokens.values())
-    if not total:
-        return {"lag_mean": None, "lag_max": None}
-    return {"lag_mean": sum(lag * count for lag, count in tokens.items()) / total, "lag_max": max(tokens)}
 
 
 # ---- the report
@@ -306,7 +299,8 @@ def quarters(groups: Sequence[EndedGroup], key: str) -> list[tuple[str, list[End
     cuts = [of(known[len(known) * part // QUARTERS]) for part in range(1, QUARTERS)] if known else []
     edges = [float("-inf"), *sorted(set(cuts)), float("inf")]
     parts = [[group for group in known if low <= of(group) < high] for low, high in pairwise(edges)]
-    return [(_span(of(part[0]), of(part[-1])), part) for part in parts if part]
+    spans = [(of(part[0]), of(part[-1]), part) for part in parts if part]
+    return [(f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}", part) for low, high, part in spans]
 
 
 def outcomes(groups: Sequence[EndedGroup]) -> list[tuple[str, list[EndedGroup]]]:
@@ -315,10 +309,6 @@ def outcomes(groups: Sequence[EndedGroup]) -> list[tuple[str, list[EndedGroup]]]
     for group in groups:
         ends.setdefault(group.state if group.state == "trained" else group.reason, []).append(group)
     return sorted(ends.items(), key=lambda item: (-len(item[1]), item[0]))
-
-
-def _span(low: float, high: float) -> str:
-    return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
 
 
 def _composition(parts: list[tuple[str, list[EndedGroup]]]) -> list[list[str]]:
