@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -84,7 +85,7 @@ class Conversation:
 
     def open_chat(self, messages: Sequence[Message], tools: Tools = None) -> Opening:
         """Open a chat request. It continues from the longest recorded history that the messages begin with."""
-        history = _history(messages, tools)
+        history = (_ENCODER.encode(tools or []).decode(), *map(_key, messages))
         fitting = [t for t in self.turns if t.history and t.history == history[: len(t.history)]]
         # A request must add something to the history that it continues. Otherwise there is nothing to answer, and the
         # messages are rendered anew.
@@ -95,10 +96,7 @@ class Conversation:
         return Opening(parent, self._chat.continue_(following, ended=parent.ended, tools=tools), history)
 
     def open_text(self, prompt: str) -> Opening:
-        """Open a plain completion of a text.
-
-        It continues from the longest recorded text that the prompt begins with.
-        """
+        """Open a plain completion. It continues from the longest recorded text that the prompt begins with."""
         fitting = [t for t in self.turns if t.text and prompt.startswith(t.text)]
         parent = max(fitting, key=lambda t: len(t.text), default=None)
         rest = prompt if parent is None else prompt[len(parent.text) :]
@@ -160,13 +158,13 @@ class Conversation:
                 place.setdefault(id(turn), number)
         return [
             PlacedTurn(
-                place[id(turn)], len(turn.token_ids) - len(turn.sampled), len(turn.token_ids), self._decoder(turn)
+                place[id(turn)],
+                len(turn.token_ids) - len(turn.sampled),
+                len(turn.token_ids),
+                partial(self._chat.decode, turn.sampled[:-1] if turn.ended else turn.sampled),
             )
             for turn in self.turns
         ]
-
-    def _decoder(self, turn: ConversationTurn) -> Callable[[], str]:
-        return lambda: self._chat.decode(turn.sampled[:-1] if turn.ended else turn.sampled)
 
     def _paths(self) -> list[list[ConversationTurn]]:
         """Return the turns of each trace, in order: those up to a turn that no other turn follows."""
@@ -179,10 +177,6 @@ class Conversation:
                     path.insert(0, parent)
                 paths.append(path)
         return paths
-
-
-def _history(messages: Sequence[Message], tools: Tools) -> History:
-    return (_ENCODER.encode(tools or []).decode(), *(_key(message) for message in messages))
 
 
 def _key(message: Message) -> str:

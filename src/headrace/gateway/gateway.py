@@ -50,9 +50,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Body = TypeVar("Body")
 
 
-class TakeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/sessions`."""
-
+class _TakeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     wait: Annotated[float, msgspec.Meta(ge=0, le=300)] = 30.0
     """Seconds to wait for a session."""
 
@@ -178,7 +176,7 @@ class Gateway:
         return {"id": self._model, "object": "model", "created": self._started, "owned_by": "headrace"}
 
     async def _take(self, request: web.Request) -> web.StreamResponse:
-        body = _decode(await request.read() or b"{}", TakeBody)
+        body = _decode(await request.read() or b"{}", _TakeBody)
         session = await self.sessions.take(body.wait, self.session_seconds)
         if session is None:
             raise ApiError(503, f"no session was open within {body.wait:g} s: ask again", code="no_session")
@@ -350,34 +348,28 @@ class AgentEpisode(AnyEpisode):
     async def _work(self, session: Session) -> Reward | str:
         """Return the reward, or the reason why there is none."""
         agents = self._gateway.agents
-        if agents is None:
-            return await self._offer(session)
-        async with agents.places:
-            self._gateway.sessions.add(session)
-            session.begin(self._timeout)
-            try:
+        try:
+            if agents is None:
+                self._gateway.sessions.add(session, offered=True)
+                # This waits without a deadline of its own until an agent takes the session: `[pipeline] stall_seconds`
+                # ends the wait.
+                await session.taken.wait()
+                async with asyncio.timeout(session.seconds_left()):
+                    return await asyncio.shield(session.reward)
+            async with agents.places:
+                self._gateway.sessions.add(session)
+                session.begin(self._timeout)
                 async with asyncio.timeout(self._timeout):
                     done = await agents.run(self._gateway.job(session))
-            except TimeoutError:
-                return self._late()
-            except AgentError as error:
-                return str(error)
+        except TimeoutError:
+            return f"no reward within {self._timeout:g} s ([task] timeout)"
+        except AgentError as error:
+            return str(error)
         posted = session.reward.result() if session.reward.done() else None
         returned = None if done.reward is None else Reward(reward=done.reward, metrics=done.metrics)
         if posted is not None and returned is not None and posted.reward != returned.reward:
             return f"the agent posted the reward {posted.reward:g} and returned {returned.reward:g}"
         return posted or returned or "the agent ended without a reward"
-
-    async def _offer(self, session: Session) -> Reward | str:
-        self._gateway.sessions.add(session, offered=True)
-        # This waits without a deadline of its own until an agent takes the session: `[pipeline] stall_seconds` ends the
-        # wait.
-        await session.taken.wait()
-        try:
-            async with asyncio.timeout(session.seconds_left()):
-                return await asyncio.shield(session.reward)
-        except TimeoutError:
-            return self._late()
 
     def _ended(self, session: Session, outcome: Reward | str) -> Rollout:
         turns = session.conversation.turns
@@ -405,9 +397,6 @@ class AgentEpisode(AnyEpisode):
             scores=[] if outcome is None else [Score(value=outcome.reward, scorer="agent")],
             metrics={"turns": float(turns), "traces": float(len(traces)), **(outcome.metrics if outcome else {})},
         )
-
-    def _late(self) -> str:
-        return f"no reward within {self._timeout:g} s ([task] timeout)"
 
 
 def checked_key(key: str) -> str:

@@ -21,9 +21,7 @@ Count = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
-class StreamOptions(msgspec.Struct, kw_only=True):
-    """The value of `stream_options`."""
-
+class _StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool = False
     include_obfuscation: bool = False
 
@@ -41,7 +39,7 @@ class CompletionRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     stop: str | list[str] | None = None
     seed: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: _StreamOptions | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, float] | None = None

@@ -68,18 +68,13 @@ class Session:
     def check_budget(self, choices: int) -> int:
         """Return how many tokens each of `choices` answers may have. Raises `ApiError` when nothing is left."""
         if len(self.conversation.turns) + choices > self.max_turns:
-            self.exhausted = True
-            raise ApiError(
-                400, f"the session has used its {self.max_turns} turns ([rollouts] max_turns)", code="turns_exceeded"
-            )
-        if self.budget < choices:
-            self.exhausted = True
-            raise ApiError(
-                400,
-                f"the session has used its {self.sampling.max_tokens} tokens ([rollouts] max_tokens)",
-                code="context_length_exceeded",
-            )
-        return self.budget // choices
+            used, code = f"{self.max_turns} turns ([rollouts] max_turns)", "turns_exceeded"
+        elif self.budget < choices:
+            used, code = f"{self.sampling.max_tokens} tokens ([rollouts] max_tokens)", "context_length_exceeded"
+        else:
+            return self.budget // choices
+        self.exhausted = True
+        raise ApiError(400, f"the session has used its {used}", code=code)
 
     def settle(self, reward: Reward) -> None:
         """Accept the reward, once. Raises `ApiError`."""
@@ -121,8 +116,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
-        self._offered: dict[str, Session] = {}
-        self._news = asyncio.Event()
+        self._offered = asyncio.Queue[Session]()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -131,8 +125,7 @@ class Sessions:
         """Open a session. An agent from outside may take an offered session."""
         self._open[session.id] = session
         if offered:
-            self._offered[session.id] = session
-            self._news.set()
+            self._offered.put_nowait(session)
 
     def get(self, id: str) -> Session:
         """Return the open session with this id. Raises `ApiError`."""
@@ -143,22 +136,19 @@ class Sessions:
 
     async def take(self, wait: float, timeout: float) -> Session | None:
         """Take the session that has been offered longest, and start its time. Returns None after `wait` seconds."""
-        end = time.monotonic() + wait
-        while not self._offered:
-            self._news.clear()
-            try:
-                async with asyncio.timeout(end - time.monotonic()):
-                    await self._news.wait()
-            except TimeoutError:
-                return None
-        session = self._offered.pop(next(iter(self._offered)))
+        try:
+            async with asyncio.timeout(wait):
+                session = await self._offered.get()
+                while session.over:
+                    session = await self._offered.get()
+        except TimeoutError:
+            return None
         session.begin(timeout)
         return session
 
     def remove(self, session: Session) -> None:
         """Close a session. Its id is no longer valid. Idempotent."""
         self._open.pop(session.id, None)
-        self._offered.pop(session.id, None)
         session.close()
 
     def close(self) -> None:

@@ -286,7 +286,7 @@ def read_activity(path: Path, window: tuple[float, float] | None = None) -> Time
             bins.add(span.start, span.end)
         if span.end > window[0] and span.start < window[1]:
             near.append((process, span))
-    fractions = {name: busy[name].finish() for name in sorted(busy, key=_rank)}
+    fractions = {name: busy[name].finish() for name in sorted(busy, key=lambda process: (_tone_of(process), process))}
     return TimelineActivity(seconds=seconds, busy=fractions, window=window, spans=near)
 
 
@@ -323,12 +323,6 @@ class _BusyBins:
             self._bins[index] = min(1.0, self._bins[index] + max(0.0, inside) / self._width)
 
 
-def _rank(process: str) -> tuple[int, str]:
-    """Sort engines and trainers first, because readers look for them."""
-    order = {"engine": 0, "trainer": 1}
-    return order.get(process.split("-")[0], 2), process
-
-
 def overview(activity: TimelineActivity, marks: list[tuple[float, str]]) -> Drawing:
     """Draw the whole run with one strip per process, as high as it was busy. `marks` are moments with a label."""
     top = 20
@@ -338,7 +332,10 @@ def overview(activity: TimelineActivity, marks: list[tuple[float, str]]) -> Draw
         y = top + row * (ROW + GAP)
         mean = sum(bins) / len(bins)
         parts.append(_track(process, y))
-        parts.append(f'<path class="area {_tone_of(process)}" d="{_skyline(bins, y)}"/>')
+        step = INNER / len(bins)
+        steps = [f"V{y + ROW - busy * ROW:.1f}H{LEFT + (index + 1) * step:.1f}" for index, busy in enumerate(bins)]
+        outline = f"M{LEFT},{y + ROW}{''.join(steps)}V{y + ROW}Z"
+        parts.append(f'<path class="area {_tone_of(process)}" d="{outline}"/>')
         parts.append(f'<text class="tick" x="{LEFT + INNER + 8}" y="{y + ROW / 2 + 4}">{100 * mean:.0f}%</text>')
         wide = INNER / (BINS / 4)
         for index in range(0, BINS, 4):
@@ -410,13 +407,6 @@ def _tones_of_names(activity: TimelineActivity) -> dict[str, str]:
     return tones
 
 
-def _skyline(bins: list[float], y: float) -> str:
-    wide = INNER / len(bins)
-    floor = y + ROW
-    steps = [f"V{floor - share * ROW:.1f}H{LEFT + (index + 1) * wide:.1f}" for index, share in enumerate(bins)]
-    return f"M{LEFT},{floor}{''.join(steps)}V{floor}Z"
-
-
 def _track(process: str, y: float) -> str:
     """Draw the name and the empty strip of a process."""
     return (
@@ -426,6 +416,7 @@ def _track(process: str, y: float) -> str:
 
 
 def _tone_of(process: str) -> str:
+    """Return the colour of a process. By this, engines and trainers also come first, because readers look for them."""
     return {"engine": "a", "trainer": "b"}.get(process.split("-")[0], "c")
 
 
