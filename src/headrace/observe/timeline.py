@@ -16,7 +16,6 @@ import msgspec
 from headrace.observe.spans import RunClock, TimeSpan
 
 STARTED = "run started"
-CONTROLLER_PID = 0
 
 
 class Timeline:
@@ -33,7 +32,7 @@ class Timeline:
         self._empty = kept == 0
         if started is None:
             started = clock.wall
-            first = {"ph": "i", "s": "g", "name": STARTED, "cat": "run", "ts": 0, "pid": CONTROLLER_PID, "tid": 0}
+            first = {"ph": "i", "s": "g", "name": STARTED, "cat": "run", "ts": 0, "pid": 0, "tid": 0}
             self._write([first | {"args": {"time": started}}])
         self._origin = clock.to_monotonic(started)
         """The monotonic time of the run's start."""
