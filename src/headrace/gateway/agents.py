@@ -24,25 +24,22 @@ class AgentError(Exception):
     """An agent ended without a reward. The text is the reason, in one line."""
 
 
-class AgentPool:
-    """A pool of `workers` processes that run `concurrency` agents each. Further agents wait for a place."""
+class AgentPool(WorkerPool):
+    """A pool of `workers` processes that run `concurrency` agents each. Further agents wait for a place.
+
+    A caller waits for a place at most as long as the sessions before it may last.
+    """
 
     def __init__(self, setup: AgentSetup, *, workers: int, concurrency: int) -> None:
         """Make a pool without starting workers. What agents print goes to this process's standard error."""
-        self._pool = WorkerPool(
-            "headrace.gateway.agent_main",
-            setup,
-            workers=workers,
-            concurrency=concurrency,
-            grace=CLOSE_SECONDS,  # A worker that runs commands ends the commands when its pipe ends.
-        )
-        self.places = self._pool.places
-        """The places for agents. A caller waits for a place at most as long as the sessions before it may last."""
+        # A worker that runs commands ends the commands when its pipe ends.
+        module, grace = "headrace.gateway.agent_main", CLOSE_SECONDS
+        super().__init__(module, setup, workers=workers, concurrency=concurrency, grace=grace)
 
     async def start(self) -> None:
         """Start every worker. Raises `ConfigError` if the agent cannot be used."""
         try:
-            await self._pool.start()
+            await super().start()
         except ConfigError as error:
             raise ConfigError(_refusal(error)) from error
 
@@ -56,7 +53,7 @@ class AgentPool:
         except (TypeError, ValueError) as error:
             raise AgentError(f"the prompt's data cannot be sent to an agent: {error}") from error
         try:
-            done = await self._pool.ask(question, AgentResult)
+            done = await self.ask(question, AgentResult)
         except WorkerDied as error:
             raise AgentError(f"the agent's process {error}") from error
         except PoolClosed:
@@ -66,10 +63,6 @@ class AgentPool:
         if done.error:
             raise AgentError(done.error)
         return done
-
-    async def close(self) -> None:
-        """End all workers and their agents. Idempotent."""
-        await self._pool.close()
 
 
 def _refusal(error: ConfigError) -> str:

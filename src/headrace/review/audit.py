@@ -55,13 +55,6 @@ class VersionAudit(msgspec.Struct, kw_only=True):
     canary_error: float | None = None
     """The largest canary error among the proofs."""
 
-    def add(self, errors: list[float]) -> None:
-        """Add the errors of further compared tokens."""
-        total = (self.mean_error or 0.0) * self.tokens + sum(errors)
-        self.tokens += len(errors)
-        self.mean_error = total / self.tokens
-        self.max_error = max(self.max_error or 0.0, *errors)
-
 
 class Audit(msgspec.Struct, kw_only=True):
     """The findings of a whole audit."""
@@ -255,26 +248,29 @@ def _check(
                 f"{entry.published_digest}"
             )
     entry.weights = source.name if checkpoint else str(source)
+    every: list[npt.NDArray[np.float64]] = []
     for part in found:
         trace = part.trace
-        _compare(entry, part, weights.logprobs(trace.token_ids, config.rollouts.temperature, trace.kept), report)
+        reference = weights.logprobs(trace.token_ids, config.rollouts.temperature, trace.kept)
+        every.append(_compare(entry, part, reference, report))
+    errors = np.concatenate(every)
+    entry.tokens, entry.mean_error, entry.max_error = len(errors), float(errors.mean()), float(errors.max())
 
 
-def _compare(entry: VersionAudit, part: _Stretch, reference: Float32Array, report: Audit) -> None:
-    """Compare one stretch with the reference. A rollout is reported once, with its worst token."""
+def _compare(entry: VersionAudit, part: _Stretch, reference: Float32Array, report: Audit) -> npt.NDArray[np.float64]:
+    """Return the errors of one stretch. A rollout is reported once, with its worst token."""
     errors = np.abs(part.trace.logprobs[part.where].astype(np.float64) - reference[part.where - 1])
     errors[~np.isfinite(errors)] = np.inf
     worst = int(errors.argmax())
-    entry.add(errors.tolist())
-    if errors[worst] <= report.tolerance:
-        return
-    place = int(part.where[worst])
-    report.problems.append(
-        f"rollout {part.rollout}: token {place} of trace {part.number}, sampled by version {entry.version}, is "
-        f"recorded with {part.trace.logprobs[place]:.6f}, but its checkpoint gives {reference[place - 1]:.6f} "
-        f"(error {errors[worst]:.2g}; {int((errors > report.tolerance).sum())} of {len(errors)} tokens over "
-        f"{report.tolerance:g})"
-    )
+    if errors[worst] > report.tolerance:
+        place = int(part.where[worst])
+        report.problems.append(
+            f"rollout {part.rollout}: token {place} of trace {part.number}, sampled by version {entry.version}, is "
+            f"recorded with {part.trace.logprobs[place]:.6f}, but its checkpoint gives {reference[place - 1]:.6f} "
+            f"(error {errors[worst]:.2g}; {int((errors > report.tolerance).sum())} of {len(errors)} tokens over "
+            f"{report.tolerance:g})"
+        )
+    return errors
 
 
 # ---- the findings as text
