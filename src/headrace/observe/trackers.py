@@ -76,11 +76,9 @@ class _Feed:
         self.reference = reference
         self.failure = ""
         """Why the tracker gets no more records; empty while it gets them."""
-        self._make = make
-        self._run = run
-        self._config = config
         self._records: queue.Queue[Record | None] = queue.Queue(ROOM)
-        self._thread = threading.Thread(target=self._serve, name=f"tracker {reference}", daemon=True)
+        name, told = f"tracker {reference}", (make, run, config)
+        self._thread = threading.Thread(target=self._serve, args=told, name=name, daemon=True)
         self._thread.start()
 
     def log(self, record: Record | None) -> None:
@@ -95,17 +93,17 @@ class _Feed:
         if self._thread.is_alive():
             self.failure = self.failure or f"did not close in {CLOSE_SECONDS:g} s"
 
-    def _serve(self) -> None:
+    def _serve(self, make: Callable[[], Tracker], run: str, config: Mapping[str, Any]) -> None:
         try:
-            self._follow()
+            self._follow(make, run, config)
         except UserError as error:
             self.failure = str(error)
 
-    def _follow(self) -> None:
+    def _follow(self, make: Callable[[], Tracker], run: str, config: Mapping[str, Any]) -> None:
         """Give the tracker its records until the run ends. Whatever the user's code raises becomes a `UserError`."""
         try:
-            tracker = self._make()
-            tracker.start(self._run, self._config)
+            tracker = make()
+            tracker.start(run, config)
             try:
                 while (record := self._next()) is not None:
                     tracker.log(record)
