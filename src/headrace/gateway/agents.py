@@ -32,9 +32,13 @@ class AgentPool(WorkerPool):
 
     def __init__(self, setup: AgentSetup, *, workers: int, concurrency: int) -> None:
         """Make a pool without starting workers. What agents print goes to this process's standard error."""
-        # A worker that runs commands ends the commands when its pipe ends.
-        module, grace = "headrace.gateway.agent_main", CLOSE_SECONDS
-        super().__init__(module, setup, workers=workers, concurrency=concurrency, grace=grace)
+        super().__init__(
+            "headrace.gateway.agent_main",
+            setup,
+            workers=workers,
+            concurrency=concurrency,
+            grace=CLOSE_SECONDS,  # A worker that runs commands ends the commands when its pipe ends.
+        )
 
     async def start(self) -> None:
         """Start every worker. Raises `ConfigError` if the agent cannot be used."""

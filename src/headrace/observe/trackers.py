@@ -77,8 +77,9 @@ class _Feed:
         self.failure = ""
         """Why the tracker gets no more records; empty while it gets them."""
         self._records: queue.Queue[Record | None] = queue.Queue(ROOM)
-        name, told = f"tracker {reference}", (make, run, config)
-        self._thread = threading.Thread(target=self._serve, args=told, name=name, daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, args=(make, run, config), name=f"tracker {reference}", daemon=True
+        )
         self._thread.start()
 
     def log(self, record: Record | None) -> None:

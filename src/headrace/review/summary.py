@@ -43,13 +43,13 @@ def summarize(run_dir: Path) -> dict[str, Any]:
 def write_summary(run_dir: Path) -> dict[str, Any]:
     """Write the summary of a run to its `summary.json`, whole or not at all, and return it."""
     summary = summarize(run_dir)
-    whole = RunDir(run_dir).summary
-    part = whole.with_suffix(".json.part")
+    path = RunDir(run_dir).summary
+    part = path.with_suffix(".json.part")
     with part.open("wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         file.flush()
         os.fsync(file.fileno())
-    part.replace(whole)
+    part.replace(path)
     return summary
 
 
@@ -187,13 +187,12 @@ def values(run_dir: Path) -> dict[str, Any]:
         ],
         "lag": charts.lag_chart(lag_tokens, None if bound is None else int(bound)),
         "lag_facts": _lag_facts(lag_tokens, summary),
+        "groups": groups,
         "composition": [
             ("By length", "tokens of an answer", _composition(quarters(groups, "tokens"))),
             ("By difficulty", "mean reward", _composition(quarters(groups, "reward"))),
             ("By outcome", "outcome", _composition(outcomes(groups))),
-        ]
-        if groups
-        else [],
+        ],
         "processes": _processes(paths.timeline, training, steps, ended=meta.get("train_ended") is not None),
         "ledgers": [
             [what, *[thousands(summary[key][state]) for state in ("admitted", *STATES)]]
@@ -246,17 +245,17 @@ def _heldout(evaluations: list[dict[str, Any]]) -> Drawing | None:
         return None
     prompts = " or ".join(thousands(count) for count in sorted({e["prompts"] for e in evaluations}))
     k = max(e["samples"] for e in evaluations)
-    lines, keys = [], []
-    for label, column, tone, key in (
-        ("pass@1", "pass_1", "b", f"pass@1 on {prompts} prompts"),
-        (f"pass@{k}", "pass_k", "c", f"pass@{k}"),
-    )[: 2 if k > 1 else 1]:
+    shown = [("pass@1", "pass_1", "b", f"pass@1 on {prompts} prompts")]
+    if k > 1:
+        shown.append((f"pass@{k}", "pass_k", "c", f"pass@{k}"))
+    lines = []
+    for label, column, tone, _ in shown:
         points = sorted(charts.finite([(e["version"], e[column]) for e in evaluations]))
         lines.append(Series(label=f"{label}, version", points=points, tone=tone, dots=True))
-        keys.append((tone, key))
-    y_range = (0.0, 1.02)
-    chart = charts.line_chart(lines, name="Held-out accuracy", x_label="version", y_label="accuracy", y_range=y_range)
-    return Drawing(chart, keys)
+    chart = charts.line_chart(
+        lines, name="Held-out accuracy", x_label="version", y_label="accuracy", y_range=(0.0, 1.02)
+    )
+    return Drawing(chart, [(tone, key) for _, _, tone, key in shown])
 
 
 def _of_steps(
