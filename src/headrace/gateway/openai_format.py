@@ -169,9 +169,10 @@ class ResponseShape:
         self._chat = chat
         self._is_chat = isinstance(want, ChatRequest)
         self._logprobs_wanted = bool(want.logprobs) if isinstance(want, ChatRequest) else want.logprobs is not None
+        chat_object = "chat.completion.chunk" if want.stream else "chat.completion"
         self._head = {
             "id": ("chatcmpl-" if self._is_chat else "cmpl-") + secrets.token_hex(12),
-            "object": "chat.completion" if self._is_chat else "text_completion",
+            "object": chat_object if self._is_chat else "text_completion",
             "created": int(time.time()),
             "model": want.model,
         }
@@ -213,14 +214,13 @@ class ResponseShape:
 
     def last(self, answered: Answered) -> dict[str, Any]:
         """Return the last chunk, which holds only the usage."""
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        return {**self._head, "object": kind, "choices": [], "usage": answered.usage()}
+        return {**self._head, "choices": [], "usage": answered.usage()}
 
     def _chunk(
         self, number: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None
     ) -> dict[str, Any]:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+        return {**self._head, "choices": [choice]}
 
     def _logprobs(self, streamed: StreamedAnswer, start: int) -> dict[str, Any] | None:
         """Return the log-probabilities of the tokens from `start` on, including an end token, if they are wanted."""
