@@ -21,7 +21,7 @@ FREE = [
     "headrace", "headrace.types", "headrace.errors", "headrace.channel.hub", "headrace.config", "headrace.tasks.gym",
     "headrace.tasks.calculator", "headrace.engines.base", "headrace.engines.fake", "headrace.engines.remote",
     "headrace.rollouts.groups", "headrace.scoring.rewards", "headrace.buffer.journal", "headrace.algorithms.assemble",
-    "headrace.training.remote", "headrace.delivery.base", "headrace.pipeline.launch", "headrace.observe.report",
+    "headrace.training.remote", "headrace.delivery.base", "headrace.pipeline.launch", "headrace.review.summary",
     "headrace.api", "headrace.review.audit", "headrace.review.rollouts", "headrace.cli.main",
 ]  # fmt: skip
 

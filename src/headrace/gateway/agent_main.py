@@ -1,16 +1,9 @@
 """A worker that runs agents: `python -m headrace.gateway.agent_main`. It runs several at a time, each in a thread.
 
-An agent is a function, which is called by the names of its parameters, or a command.
-
-    base_url, api_key   of the gateway, for `openai.OpenAI(base_url=..., api_key=...)`: the key is that of the session
-    model, session      the model's name; the session's id
-    messages, text      the prompt, as one or the other
-    data, <field>       the prompt's other fields, together or one by one
-    **fields            everything above
-
-A function returns its reward: a number, or a dict with "reward" and further numbers. A function that posts its reward
-returns None. A command finds OPENAI_BASE_URL, OPENAI_API_KEY and HEADRACE_SESSION in its environment, and the rest as
-JSON on its standard input. A command posts its reward.
+An agent is a function, which is called by the names of its parameters, or a command, which finds its session in its
+environment and the rest as JSON on its standard input. docs/gateway.md lists what each of them gets. A function returns
+its reward: a number, or a dict with "reward" and further numbers. A function that posts its reward returns None, and a
+command always posts it.
 """
 
 from __future__ import annotations
@@ -45,11 +38,11 @@ class AgentSetup(msgspec.Struct, kw_only=True):
 class Job(msgspec.Struct, kw_only=True):
     """A job for a worker: one agent to run."""
 
-    id: str
-    """The id of the agent's session."""
     base_url: str
     api_key: str
     model: str
+    session: str
+    """The id of the agent's session."""
     prompt: str
     """The prompt's id."""
     messages: list[dict[str, str]]
@@ -65,11 +58,11 @@ class AgentResult(msgspec.Struct, kw_only=True):
     error: str = ""
 
 
-class AgentProblem(Exception):
+class _AgentProblem(Exception):
     """A function raised an exception, or has a parameter for which there is no value."""
 
 
-class FunctionAgent:
+class _FunctionAgent:
     """The user's function. An `async` function gets an event loop of its own."""
 
     def __init__(self, reference: str) -> None:
@@ -81,10 +74,9 @@ class FunctionAgent:
             raise ConfigError(f"{reference!r}: its parameters cannot be read: {error}") from error
 
     def run(self, id: int, job: Job) -> AgentResult:
-        """Call the function. An exception that it raises becomes the error of the result."""
         try:
-            return _done(self._call(bind(self._parameters, job)))
-        except AgentProblem as error:
+            return _done(self._call(_bind(self._parameters, job)))
+        except _AgentProblem as error:
             return AgentResult(error=str(error))
 
     def _call(self, arguments: dict[str, Any]) -> Any:
@@ -92,7 +84,7 @@ class FunctionAgent:
             result = self._function(**arguments)
             return asyncio.run(_finish(result)) if inspect.isawaitable(result) else result
         except (Exception, SystemExit) as error:
-            raise AgentProblem(f"the agent raised {describe(error)}") from error
+            raise _AgentProblem(f"the agent raised {describe(error)}") from error
 
     def halt(self, id: int) -> None:
         """Do nothing, because a thread cannot be ended. Its session is closed, and its worker is replaced."""
@@ -101,7 +93,7 @@ class FunctionAgent:
         """Do nothing, because the threads end with the process."""
 
 
-class CommandAgent:
+class _CommandAgent:
     """The user's program. Each session starts one process, in a process group of its own."""
 
     def __init__(self, command: list[str]) -> None:
@@ -111,8 +103,7 @@ class CommandAgent:
         self._turn = threading.Lock()
 
     def run(self, id: int, job: Job) -> AgentResult:
-        """Start the program and wait until it ends."""
-        environment = {"OPENAI_BASE_URL": job.base_url, "OPENAI_API_KEY": job.api_key, "HEADRACE_SESSION": job.id}
+        environment = {"OPENAI_BASE_URL": job.base_url, "OPENAI_API_KEY": job.api_key, "HEADRACE_SESSION": job.session}
         try:
             with self._turn:
                 if id in self._halted:
@@ -143,35 +134,24 @@ class CommandAgent:
                 os.killpg(process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill the programs of all sessions."""
         for id in list(self._processes):
             self.halt(id)
 
 
-def bind(parameters: Mapping[str, inspect.Parameter], job: Job) -> dict[str, Any]:
-    """Return the arguments of a function, chosen by the names of its parameters. Raises `AgentProblem`."""
+def _bind(parameters: Mapping[str, inspect.Parameter], job: Job) -> dict[str, Any]:
+    """Return the arguments of a function, chosen by the names of its parameters. Raises `_AgentProblem`."""
     fields = _fields(job)
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return fields
     named = {name: parameter for name, parameter in parameters.items() if parameter.kind in _NAMED}
     missing = [n for n, parameter in named.items() if n not in fields and parameter.default is parameter.empty]
     if missing:
-        raise AgentProblem(f"the agent wants {missing[0]!r}, which is neither given nor a field of the prompt")
+        raise _AgentProblem(f"the agent wants {missing[0]!r}, which is neither given nor a field of the prompt")
     return {name: fields[name] for name in named if name in fields}
 
 
 def _fields(job: Job) -> dict[str, Any]:
-    ours = {
-        "base_url": job.base_url,
-        "api_key": job.api_key,
-        "model": job.model,
-        "session": job.id,
-        "prompt": job.prompt,
-        "messages": job.messages,
-        "text": job.text,
-        "data": job.data,
-    }
-    return {**job.data, **ours}
+    return {**job.data, **msgspec.structs.asdict(job)}
 
 
 async def _finish(result: Any) -> Any:
@@ -193,34 +173,30 @@ def _done(result: Any) -> AgentResult:
         return AgentResult(error='the agent returned a dict without "reward"')
 
 
-Agent = FunctionAgent | CommandAgent
-
-
 def main() -> None:
     """Greet the owner, then run agents until the owner closes the pipe."""
     owner = Owner()
-    agent = owner.greet(AgentSetup, load)
+    agent = owner.greet(AgentSetup, _load)
     if agent is None:
         return
     for id, job in owner.questions(Job):
         if job is None:
             agent.halt(id)
         else:
-            threading.Thread(target=_run, args=(owner, agent, id, job), name=job.id, daemon=True).start()
+            threading.Thread(target=_run, args=(owner, agent, id, job), name=job.session, daemon=True).start()
     agent.end()
     end_descendants()
 
 
-def load(setup: AgentSetup) -> Agent:
-    """Make the agent that the first frame names. Raises `ConfigError`."""
+def _load(setup: AgentSetup) -> _FunctionAgent | _CommandAgent:
     if setup.command is not None:
         # No foreign code runs in this process, and the process must outlive its owner to end the commands.
-        return CommandAgent(setup.command)
+        return _CommandAgent(setup.command)
     die_with_owner()
-    return FunctionAgent(setup.function or "")
+    return _FunctionAgent(setup.function or "")
 
 
-def _run(owner: Owner, agent: Agent, id: int, job: Job) -> None:
+def _run(owner: Owner, agent: _FunctionAgent | _CommandAgent, id: int, job: Job) -> None:
     owner.answer(id, agent.run(id, job))
 
 

@@ -8,6 +8,7 @@ with everything that it started, and a new worker replaces it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from headrace.channel.frames import encode
@@ -23,25 +24,26 @@ class AgentError(Exception):
     """An agent ended without a reward. The text is the reason, in one line."""
 
 
-class AgentPool:
-    """A pool of `workers` processes that run `concurrency` agents each. Further agents wait for a place."""
+class AgentPool(WorkerPool):
+    """A pool of `workers` processes that run `concurrency` agents each. Further agents wait for a place.
+
+    A caller waits for a place at most as long as the sessions before it may last.
+    """
 
     def __init__(self, setup: AgentSetup, *, workers: int, concurrency: int) -> None:
         """Make a pool without starting workers. What agents print goes to this process's standard error."""
-        self._pool = WorkerPool(
+        super().__init__(
             "headrace.gateway.agent_main",
             setup,
             workers=workers,
             concurrency=concurrency,
             grace=CLOSE_SECONDS,  # A worker that runs commands ends the commands when its pipe ends.
         )
-        self.places = self._pool.places
-        """The places for agents. A caller waits for a place at most as long as the sessions before it may last."""
 
     async def start(self) -> None:
         """Start every worker. Raises `ConfigError` if the agent cannot be used."""
         try:
-            await self._pool.start()
+            await super().start()
         except ConfigError as error:
             raise ConfigError(_refusal(error)) from error
 
@@ -55,7 +57,7 @@ class AgentPool:
         except (TypeError, ValueError) as error:
             raise AgentError(f"the prompt's data cannot be sent to an agent: {error}") from error
         try:
-            done = await self._pool.ask(question, AgentResult)
+            done = await self.ask(question, AgentResult)
         except WorkerDied as error:
             raise AgentError(f"the agent's process {error}") from error
         except PoolClosed:
@@ -66,34 +68,22 @@ class AgentPool:
             raise AgentError(done.error)
         return done
 
-    async def close(self) -> None:
-        """End all workers and their agents. Idempotent."""
-        await self._pool.close()
-
 
 def _refusal(error: ConfigError) -> str:
     return f"[task] agent: {error}"
 
 
+@dataclass
 class AgentTask:
     """A `Task` whose episodes are sessions of the gateway. The task owns its agents: closing the task ends them."""
 
-    def __init__(
-        self,
-        train: Sequence[Prompt],
-        heldout: Sequence[Prompt],
-        agents: AgentPool | None,
-        *,
-        timeout: float,
-        demonstration_field: str | None = None,
-    ) -> None:
-        """Make a task. Without `agents`, agents from outside take the sessions."""
-        self.train = train
-        self.heldout = heldout
-        self.agents = agents
-        self.timeout = timeout
-        """Seconds in which a session must have its reward."""
-        self._demonstration_field = demonstration_field
+    train: Sequence[Prompt]
+    heldout: Sequence[Prompt]
+    agents: AgentPool | None
+    """The run's own agents. If None, agents from outside take the sessions."""
+    timeout: float
+    """Seconds in which a session must have its reward."""
+    demonstration_field: str | None = None
 
     def episode(self, prompt: Prompt) -> NoReturn:
         """Raise `HeadraceError`: there is no environment, because agents take their turns through the gateway."""
@@ -101,7 +91,7 @@ class AgentTask:
 
     def demonstration(self, prompt: Prompt) -> str | None:
         """Return the correct answer from the prompt's data, if there is one as text or as a number."""
-        return written_answer(prompt, self._demonstration_field)
+        return written_answer(prompt, self.demonstration_field)
 
     async def start(self) -> None:
         """Start the agents' workers."""

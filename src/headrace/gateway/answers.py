@@ -12,15 +12,13 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from headrace.engines.base import Delta
 from headrace.gateway.base import Chat, Message
-from headrace.types import Float32Array, Int32Array
 
 HALF = "\N{REPLACEMENT CHARACTER}"
 """The character that a decoder returns for bytes that do not form a complete character yet."""
@@ -29,26 +27,13 @@ _CALLS = re.compile(r"(?:\s*<tool_call>(.*?)</tool_call>)+\s*$", re.DOTALL)
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One function call."""
-
-    id: str
-    name: str
-    arguments: str
-    """A JSON object, as text."""
-
-    def as_openai(self) -> dict[str, Any]:
-        """Return the call as it stands in a message."""
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
-
-
 class _Written(msgspec.Struct, kw_only=True):
     name: str
     arguments: dict[str, Any] = {}
 
 
-def split_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """Split an answer into the text before its final calls, and the calls.
+def split_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """Split an answer into the text before its final calls, and the calls as they stand in OpenAI's messages.
 
     If a call cannot be read, everything is text and there are no calls.
     """
@@ -59,12 +44,10 @@ def split_calls(text: str) -> tuple[str, list[ToolCall]]:
         written = [msgspec.json.decode(call.strip(), type=_Written) for call in _CALL.findall(found.group())]
     except msgspec.DecodeError:
         return text, []
-    calls = [
-        ToolCall(
-            id=f"call_{secrets.token_hex(12)}", name=call.name, arguments=msgspec.json.encode(call.arguments).decode()
-        )
-        for call in written
-    ]
+    calls = []
+    for call in written:
+        function = {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()}
+        calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
     return text[: text.index(OPEN_CALL)], calls
 
 
@@ -78,41 +61,29 @@ class StreamedAnswer:
         answer is complete.
         """
         self._chat = chat
-        self._stops = [stop for stop in stops if stop]
+        self._stops = stops
         self._tools = tools
-        self._ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
+        self.token_ids: list[int] = []
+        """The token ids as they were sampled, including an end token."""
+        self.logprobs: list[float] = []
+        """The log-probability of each token, as the engine recorded it."""
+        self.versions: list[int] = []
+        """The policy version behind each token, as the engine recorded it."""
         self.text = ""
         """The text that is final."""
-        self.calls: list[ToolCall] = []
+        self.calls: list[dict[str, Any]] = []
         self.finish: Literal["stop", "length"] | None = None
         """Why the answer ended. It is None while the answer grows, and stays None if the answer is cut off."""
 
     def __len__(self) -> int:
-        return len(self._ids)
-
-    @property
-    def token_ids(self) -> Int32Array:
-        """The token ids as they were sampled, including an end token."""
-        return np.array(self._ids, np.int32)
-
-    @property
-    def logprobs(self) -> Float32Array:
-        """The log-probability of each token, as the engine recorded it."""
-        return np.array(self._logprobs, np.float32)
-
-    @property
-    def versions(self) -> Int32Array:
-        """The policy version behind each token, as the engine recorded it."""
-        return np.array(self._versions, np.int32)
+        return len(self.token_ids)
 
     def hear(self, delta: Delta) -> str:
         """Add a delta, and return the text that has become final."""
-        self._ids += [int(token) for token in delta.token_ids]
-        self._logprobs += [float(logprob) for logprob in delta.logprobs]
-        self._versions += [int(version) for version in delta.versions]
-        spoken = self._ids[:-1] if delta.finish == "stop" else self._ids
+        self.token_ids += [int(token) for token in delta.token_ids]
+        self.logprobs += [float(logprob) for logprob in delta.logprobs]
+        self.versions += [int(version) for version in delta.versions]
+        spoken = self.token_ids[:-1] if delta.finish == "stop" else self.token_ids
         text = self._chat.decode(spoken)
         at = self._stop_at(text)
         if at is not None:
@@ -128,7 +99,7 @@ class StreamedAnswer:
         """Return the message that the client receives and will send back as its history."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.calls:
-            message["tool_calls"] = [call.as_openai() for call in self.calls]
+            message["tool_calls"] = self.calls
         return message
 
     def _say_all(self, text: str) -> str:
@@ -147,14 +118,13 @@ class StreamedAnswer:
 
     def _cut(self) -> None:
         """Remove the tokens after the one that completed a stop string. Nobody has seen them."""
-        low = len(self._ids)
-        while low > 1 and self._holds_stop(low - 1):
-            low -= 1
-        del self._ids[low:], self._logprobs[low:], self._versions[low:]
-
-    def _holds_stop(self, tokens: int) -> bool:
-        text = self._chat.decode(self._ids[:tokens])
-        return any(stop in text for stop in self._stops)
+        kept = len(self.token_ids)
+        while kept > 1:
+            text = self._chat.decode(self.token_ids[: kept - 1])
+            if not any(stop in text for stop in self._stops):
+                break
+            kept -= 1
+        del self.token_ids[kept:], self.logprobs[kept:], self.versions[kept:]
 
     def _certain(self, text: str) -> int:
         whole = text.rstrip(HALF)
@@ -173,9 +143,13 @@ class Answered:
     """All answers to one request."""
 
     prompt_tokens: int
-    choices: list[StreamedAnswer] = field(default_factory=list)
+    choices: list[StreamedAnswer]
 
-    @property
-    def completion_tokens(self) -> int:
-        """The number of sampled tokens, over all choices."""
-        return sum(len(choice) for choice in self.choices)
+    def usage(self) -> dict[str, int]:
+        """Return the numbers of prompt tokens and sampled tokens, as OpenAI names them."""
+        sampled = sum(len(choice) for choice in self.choices)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": sampled,
+            "total_tokens": self.prompt_tokens + sampled,
+        }

@@ -13,7 +13,7 @@ run.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -24,6 +24,8 @@ from headrace.types import Int32Array
 
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
+EpisodeMaker = Callable[[EpisodePlan, Stage], AnyEpisode]
+"""A function that makes an episode whose turns an agent takes. The scoring stage gets the episode's tokens."""
 
 
 class ApiError(Exception):
@@ -55,14 +57,6 @@ class Chat(ChatFormat, Protocol):
 
     def decode(self, token_ids: Sequence[int] | Int32Array) -> str:
         """Return the text of these tokens."""
-        ...
-
-
-class EpisodeMaker(Protocol):
-    """The part of the gateway that the episodes of a run use."""
-
-    def episode(self, plan: EpisodePlan, scoring: Stage | None = None) -> AnyEpisode:
-        """Make an episode whose turns an agent takes. `scoring` gets its tokens."""
         ...
 
 

@@ -11,6 +11,8 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import count
 
 import msgspec
 import numpy as np
@@ -20,8 +22,8 @@ from headrace.errors import HeadraceError, ModelError
 from headrace.gateway.answers import Answered, StreamedAnswer
 from headrace.gateway.base import ApiError, Chat
 from headrace.gateway.conversation import Conversation, Opening
-from headrace.gateway.openai_format import CompletionRequest
-from headrace.gateway.session import Session, turn_sampling
+from headrace.gateway.openai_format import ChatRequest, CompletionRequest, TextRequest
+from headrace.gateway.session import Session
 from headrace.rollouts.base import derive_seed
 
 Say = Callable[[int, str, StreamedAnswer], Awaitable[None]]
@@ -33,121 +35,101 @@ FRUITLESS_RESUMES = 100
 """After this many aborts in a row without a token between them, the turn fails."""
 
 
-class EngineFailure(Exception):
-    """The engines could not answer. The text says why, in one line."""
-
-
+@dataclass(kw_only=True)
 class Completions:
     """Answers requests with the help of the engines."""
 
-    def __init__(
-        self,
-        engine: Sampler,
-        chat: Chat,
-        *,
-        max_length: int,
-        max_tokens: int,
-        stop_token_ids: tuple[int, ...] = (),
-        note: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        """Make an answerer; `max_tokens` is the limit of a request without a session that names no limit."""
-        self._engine = engine
-        self._chat = chat
-        self._max_length = max_length
-        self._max_tokens = max_tokens
-        self._stop_token_ids = tuple(dict.fromkeys((*chat.stop_token_ids, *stop_token_ids)))
-        self._note = note
-        self._noted: set[str] = set()
+    engine: Sampler
+    chat: Chat
+    max_length: int
+    max_tokens: int
+    """The limit of a request without a session that names no limit."""
+    stop_token_ids: tuple[int, ...]
+    note: Callable[[str], None]
+    _noted: set[str] = field(default_factory=set, init=False)
 
-    async def answer(self, want: CompletionRequest, session: Session | None, say: Say) -> Answered:
+    async def answer(self, want: ChatRequest | TextRequest, session: Session | None, say: Say) -> Answered:
         """Sample all choices. Raises `ApiError`."""
         if session is None:
-            return await self._free(want, say)
-        session.enter()
+            return await self._answer(want, None, say)
         try:
-            async with asyncio.timeout(session.seconds_left()), session.lock:
-                return await self._within(want, session, say)
+            async with session.request():
+                return await self._answer(want, session, say)
         except TimeoutError:
             raise ApiError(408, "the session's time is over", code="session_timeout") from None
-        finally:
-            session.leave()
 
-    async def _free(self, want: CompletionRequest, say: Say) -> Answered:
-        """Answer a request outside of any session. It is sampled as the client asks, and nothing is recorded."""
-        opening = self._open(Conversation(self._chat), want)
-        seed = secrets.randbits(62) if want.seed is None else want.seed
-        base = Sampling(
-            max_tokens=want.max_tokens or self._max_tokens,
-            temperature=1.0 if want.temperature is None else want.temperature,
-            top_p=want.top_p or 1.0,
-            top_k=want.top_k or 0,
-            min_p=want.min_p or 0.0,
-            stop_token_ids=self._stop_token_ids,
-        )
-        name = f"gateway-{secrets.token_hex(8)}"
-        requests = [
+    async def _answer(self, want: ChatRequest | TextRequest, session: Session | None, say: Say) -> Answered:
+        max_tokens = want.max_tokens or self.max_tokens
+        if session is not None:
+            if session.over:
+                raise ApiError(410, f"session {session.id} has ended", code="session_ended")
+            self._say_what_is_overruled(want, session)
+            share = session.check_budget(want.choices)
+            max_tokens = min(share, want.max_tokens or share)
+        opening = self._open(want, session)
+        requests = self._requests(want, opening, session, max_tokens)
+        tools = isinstance(want, ChatRequest) and want.tools is not None
+        choices = [StreamedAnswer(self.chat, want.stops, tools=tools) for _ in requests]
+        read = bool(want.stream)
+        try:
+            await self._draw(requests, choices, say)
+            read = True
+        except ApiError as failure:
+            if session is not None:
+                session.failure = failure.message
+            raise
+        finally:
+            if session is not None and read and not session.over:
+                self._record(session, opening, choices)
+        return Answered(len(opening.token_ids), choices)
+
+    def _requests(
+        self, want: CompletionRequest, opening: Opening, session: Session | None, max_tokens: int
+    ) -> list[Request]:
+        """Return the requests for all choices. Outside of any session they are sampled as the client asks."""
+        if session is None:
+            name = group = f"gateway-{secrets.token_hex(8)}"
+            noise, priority = "choice", 0
+            sampling = Sampling(
+                max_tokens=max_tokens,
+                temperature=1.0 if want.temperature is None else want.temperature,
+                top_p=want.top_p or 1.0,
+                top_k=want.top_k or 0,
+                min_p=want.min_p or 0.0,
+                seed=secrets.randbits(62) if want.seed is None else want.seed,
+                stop_token_ids=tuple(dict.fromkeys((*self.chat.stop_token_ids, *self.stop_token_ids))),
+            )
+        else:
+            name, noise = f"{session.id}/{session.requests}", f"request {session.requests}"
+            group, priority = session.group or session.id, session.priority
+            sampling = msgspec.structs.replace(session.sampling, max_tokens=max_tokens)
+            session.requests += 1
+        # The noise is a function of (seed, position), so two answers to one history must not have the same seed.
+        return [
             Request(
                 id=f"{name}/{choice}",
                 token_ids=opening.token_ids,
-                sampling=msgspec.structs.replace(base, seed=derive_seed(seed, "choice", choice)),
-                group=name,
+                sampling=msgspec.structs.replace(sampling, seed=derive_seed(sampling.seed, noise, choice)),
+                group=group,
+                priority=priority,
             )
-            for choice in range(want.n)
+            for choice in range(want.choices)
         ]
-        answered = Answered(len(opening.token_ids), self._streamed_answers(want))
-        try:
-            await self._draw(requests, answered, say)
-        except EngineFailure as failure:
-            raise ApiError(503, str(failure), code="engine_failure") from failure
-        return answered
 
-    async def _within(self, want: CompletionRequest, session: Session, say: Say) -> Answered:
-        if session.over:
-            raise ApiError(410, f"session {session.id} has ended", code="session_ended")
-        self._say_what_is_overruled(want, session)
-        share = session.check_budget(want.n)
-        opening = self._open(session.conversation, want, session)
-        number = session.requests
-        session.requests += 1
-        requests = [
-            Request(
-                id=f"{session.id}/{number}/{choice}",
-                token_ids=opening.token_ids,
-                sampling=turn_sampling(
-                    session, max_tokens=min(share, want.max_tokens or share), request=number, choice=choice
-                ),
-                group=session.group or session.id,
-                priority=session.priority,
-            )
-            for choice in range(want.n)
-        ]
-        answered = Answered(len(opening.token_ids), self._streamed_answers(want))
-        read = want.stream
-        try:
-            await self._draw(requests, answered, say)
-            read = True
-        except EngineFailure as failure:
-            session.failure = str(failure)
-            raise ApiError(503, str(failure), code="engine_failure") from failure
-        finally:
-            if read and not session.over:
-                self._record(session, opening, answered)
-        return answered
-
-    def _record(self, session: Session, opening: Opening, answered: Answered) -> None:
-        for streamed in answered.choices:
-            if len(streamed):
+    def _record(self, session: Session, opening: Opening, choices: list[StreamedAnswer]) -> None:
+        for answer in choices:
+            if len(answer):
                 session.conversation.record(
-                    opening, streamed.token_ids, streamed.logprobs, streamed.versions, streamed.message()
+                    opening, answer.token_ids, answer.logprobs, answer.versions, answer.message()
                 )
-        if session.budget <= 0 and any(streamed.finish == "length" for streamed in answered.choices):
+        if session.budget <= 0 and any(answer.finish == "length" for answer in choices):
             session.exhausted = True
 
-    async def _draw(self, requests: list[Request], answered: Answered, say: Say) -> None:
+    async def _draw(self, requests: list[Request], choices: list[StreamedAnswer], say: Say) -> None:
         """Sample all choices at the same time. If one fails, the others are cancelled and the request fails."""
         tasks = [
             asyncio.create_task(self._choice(request, number, streamed, say), name=request.id)
-            for number, (request, streamed) in enumerate(zip(requests, answered.choices, strict=True))
+            for number, (request, streamed) in enumerate(zip(requests, choices, strict=True))
         ]
         try:
             await asyncio.gather(*tasks)
@@ -157,7 +139,7 @@ class Completions:
             await asyncio.wait(tasks, timeout=END_SECONDS)
 
     async def _choice(self, request: Request, number: int, streamed: StreamedAnswer, say: Say) -> None:
-        async with aclosing(sample(self._engine, request)) as deltas:
+        async with aclosing(sample(self.engine, request)) as deltas:
             async for delta in deltas:
                 piece = streamed.hear(delta)
                 if piece or streamed.finish is not None:
@@ -165,91 +147,79 @@ class Completions:
                 if streamed.finish is not None:
                     return
 
-    def _streamed_answers(self, want: CompletionRequest) -> list[StreamedAnswer]:
-        return [StreamedAnswer(self._chat, want.stops, tools=want.tools is not None) for _ in range(want.n)]
-
-    def _open(self, conversation: Conversation, want: CompletionRequest, session: Session | None = None) -> Opening:
+    def _open(self, want: ChatRequest | TextRequest, session: Session | None) -> Opening:
+        conversation = Conversation(self.chat) if session is None else session.conversation
         try:
-            if want.kind == "chat":
+            if isinstance(want, ChatRequest):
                 opening = conversation.open_chat(want.messages, want.tools)
-            elif want.text is not None:
-                opening = conversation.open_text(want.text)
+            elif isinstance(want.prompt, str):
+                opening = conversation.open_text(want.prompt)
             else:
-                opening = conversation.open_tokens(want.token_ids or [])
+                opening = conversation.open_tokens(want.prompt)
         except ModelError as error:
             raise ApiError(400, str(error), param="messages") from error
         tokens = len(opening.token_ids)
-        if tokens >= self._max_length:
+        if tokens >= self.max_length:
             if session is not None:
                 session.exhausted = True
             raise ApiError(
                 400,
-                f"{tokens} tokens leave no room under the longest length of {self._max_length} ([engine] max_length)",
+                f"{tokens} tokens leave no room under the longest length of {self.max_length} ([engine] max_length)",
                 code="context_length_exceeded",
             )
         return opening
 
     def _say_what_is_overruled(self, want: CompletionRequest, session: Session) -> None:
-        sampling = session.sampling
-        asked = {
-            "temperature": (want.temperature, sampling.temperature),
-            "top_p": (want.top_p, sampling.top_p),
-            "top_k": (want.top_k, sampling.top_k),
-            "min_p": (want.min_p, sampling.min_p),
-        }
-        for name, (wanted, given) in asked.items():
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            wanted, given = getattr(want, name), getattr(session.sampling, name)
             if wanted is not None and wanted != given and name not in self._noted:
                 self._noted.add(name)
-                self._note(f"an agent asks for {name} {wanted:g}; sessions are sampled as the run says, at {given:g}")
+                self.note(f"an agent asks for {name} {wanted:g}; sessions are sampled as the run says, at {given:g}")
         if want.seed is not None and "seed" not in self._noted:
             self._noted.add("seed")
-            self._note("an agent gives a seed; the noise of a session follows from [run] seed")
+            self.note("an agent gives a seed; the noise of a session follows from [run] seed")
 
 
 async def sample(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
-    """Yield the deltas of a turn, sampled with as many requests as it needs. Raises `EngineFailure`.
+    """Yield the deltas of a turn, sampled with as many requests as it needs. Raises `ApiError`.
 
     An aborted request is resumed from its prefix. The last delta has `finish` "stop" or "length".
     """
     limit = request.sampling.max_tokens
     token_ids = request.token_ids
-    attempt = sampled = fruitless = 0
-    while True:
-        before = sampled
+    sampled = fruitless = 0
+    for attempt in count():
+        before, aborted = sampled, False
         asked = msgspec.structs.replace(
             request,
             id=f"{request.id}/{attempt}",
             token_ids=token_ids,
             sampling=msgspec.structs.replace(request.sampling, max_tokens=limit - sampled),
         )
-        attempt += 1
-        # Closing this iterator early must also close the engine's iterator, which aborts the request in the engine.
-        async with aclosing(_deltas(engine, asked)) as deltas:
-            async for delta in deltas:
-                sampled += len(delta.token_ids)
-                token_ids = np.concatenate([token_ids, np.asarray(delta.token_ids, np.int32)])
-                if delta.finish == "aborted":
-                    delta = msgspec.structs.replace(delta, finish="length" if sampled == limit else None)
-                yield delta
-                if delta.finish is not None:
-                    return
+        try:
+            # Closing this iterator early also closes the engine's iterator, which aborts the request in the engine.
+            async with closing_deltas(engine.generate(asked)) as deltas:
+                async for delta in deltas:
+                    if delta.finish == "failed":
+                        raise _failure(f"{engine.name}: {delta.error or 'failed without a reason'}")
+                    sampled += len(delta.token_ids)
+                    token_ids = np.concatenate([token_ids, np.asarray(delta.token_ids, np.int32)])
+                    aborted = delta.finish == "aborted"
+                    if aborted:
+                        delta = msgspec.structs.replace(delta, finish="length" if sampled == limit else None)
+                    yield delta
+                    if delta.finish is not None:
+                        return
+                    if aborted:
+                        break
+        except HeadraceError as error:
+            raise _failure(f"{engine.name}: {error}") from error
+        if not aborted:
+            raise _failure(f"{engine.name}: the stream ended without a finish")
         fruitless = fruitless + 1 if sampled == before else 0
         if fruitless > FRUITLESS_RESUMES:
-            raise EngineFailure(f"{engine.name} aborted {fruitless} times in a row without a token")
+            raise _failure(f"{engine.name} aborted {fruitless} times in a row without a token")
 
 
-async def _deltas(engine: Sampler, request: Request) -> AsyncGenerator[Delta]:
-    """Yield the deltas of one request up to its finish. Raises `EngineFailure` if the request fails."""
-    finished = False
-    try:
-        async with closing_deltas(engine.generate(request)) as deltas:
-            async for delta in deltas:
-                if delta.finish == "failed":
-                    raise EngineFailure(f"{engine.name}: {delta.error or 'failed without a reason'}")
-                finished = delta.finish is not None
-                yield delta
-                if finished:
-                    return
-    except HeadraceError as error:
-        raise EngineFailure(f"{engine.name}: {error}") from error
-    raise EngineFailure(f"{engine.name}: the stream ended without a finish")
+def _failure(reason: str) -> ApiError:
+    return ApiError(503, reason, code="engine_failure")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -21,6 +22,8 @@ from headrace.types import Float32Array, Int32Array, Trace
 History = tuple[str, ...]
 """The messages of a conversation, each as canonical JSON. The first element is the tools that were offered."""
 
+NOTHING = Trace.of_context(np.zeros(0, np.int32))
+"""A trace without tokens."""
 _COMPARED = ("role", "content", "tool_calls", "tool_call_id", "name")
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 
@@ -82,7 +85,7 @@ class Conversation:
 
     def open_chat(self, messages: Sequence[Message], tools: Tools = None) -> Opening:
         """Open a chat request. It continues from the longest recorded history that the messages begin with."""
-        history = _history(messages, tools)
+        history = (_ENCODER.encode(tools or []).decode(), *map(_key, messages))
         fitting = [t for t in self.turns if t.history and t.history == history[: len(t.history)]]
         # A request must add something to the history that it continues. Otherwise there is nothing to answer, and the
         # messages are rendered anew.
@@ -93,10 +96,7 @@ class Conversation:
         return Opening(parent, self._chat.continue_(following, ended=parent.ended, tools=tools), history)
 
     def open_text(self, prompt: str) -> Opening:
-        """Open a plain completion of a text.
-
-        It continues from the longest recorded text that the prompt begins with.
-        """
+        """Open a plain completion. It continues from the longest recorded text that the prompt begins with."""
         fitting = [t for t in self.turns if t.text and prompt.startswith(t.text)]
         parent = max(fitting, key=lambda t: len(t.text), default=None)
         rest = prompt if parent is None else prompt[len(parent.text) :]
@@ -112,13 +112,12 @@ class Conversation:
     def record(
         self,
         opening: Opening,
-        sampled: Int32Array,
-        logprobs: Float32Array,
-        versions: Int32Array,
+        sampled: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
         answer: Message,
     ) -> ConversationTurn:
         """Record a turn exactly as the engine reported it. `answer` is the message that the client received."""
-        ended = bool(len(sampled)) and int(sampled[-1]) in self._chat.stop_token_ids
         turn = ConversationTurn(
             opening=opening,
             sampled=np.array(sampled, np.int32),
@@ -127,17 +126,29 @@ class Conversation:
             token_ids=np.concatenate([opening.token_ids, np.asarray(sampled, np.int32)]),
             history=(*opening.history, _key(answer)) if opening.history else (),
             text=opening.text + str(answer["content"]) if opening.text else "",
-            ended=ended,
+            ended=bool(sampled) and sampled[-1] in self._chat.stop_token_ids,
         )
         if self._listen is not None:
-            self._tell(self._listen, turn)
+            number, start = len(self.turns), len(opening.token_ids)
+            if not self.turns or self.turns[-1].opening is not opening:
+                self._listen(number, start - len(opening.context), Trace.of_context(opening.context))
+            self._listen(number, start, NOTHING.extended(turn.sampled, turn.logprobs, turn.versions, trained=True))
         self.turns.append(turn)
         return turn
 
     def traces(self) -> list[Trace]:
         """Return one trace for each turn that no other turn follows, in the order of those turns."""
+        traces = []
         trained: set[int] = set()
-        return [_trace(path, trained) for path in self._paths()]
+        for path in self._paths():
+            trace = NOTHING
+            for turn in path:
+                context = Trace.of_context(turn.opening.context)
+                trace = trace.extended(context.token_ids, context.logprobs, context.versions, trained=False)
+                trace = trace.extended(turn.sampled, turn.logprobs, turn.versions, trained=id(turn) not in trained)
+                trained.add(id(turn))
+            traces.append(trace)
+        return traces
 
     def placed_turns(self) -> list[PlacedTurn]:
         """Return the turns in their order, each with its place in the trace in which it is trained."""
@@ -147,53 +158,25 @@ class Conversation:
                 place.setdefault(id(turn), number)
         return [
             PlacedTurn(
-                place[id(turn)], len(turn.token_ids) - len(turn.sampled), len(turn.token_ids), self._decoder(turn)
+                place[id(turn)],
+                len(turn.token_ids) - len(turn.sampled),
+                len(turn.token_ids),
+                partial(self._chat.decode, turn.sampled[:-1] if turn.ended else turn.sampled),
             )
             for turn in self.turns
         ]
 
-    def _tell(self, listen: Callable[[int, int, Trace], None], turn: ConversationTurn) -> None:
-        number, start = len(self.turns), len(turn.token_ids) - len(turn.sampled)
-        if not self.turns or self.turns[-1].opening is not turn.opening:
-            listen(number, start - len(turn.opening.context), Trace.of_context(turn.opening.context))
-        nothing = Trace.of_context(np.zeros(0, np.int32))
-        listen(number, start, nothing.extended(turn.sampled, turn.logprobs, turn.versions, trained=True))
-
-    def _decoder(self, turn: ConversationTurn) -> Callable[[], str]:
-        return lambda: self._chat.decode(turn.sampled[:-1] if turn.ended else turn.sampled)
-
     def _paths(self) -> list[list[ConversationTurn]]:
-        """Return the turns of each trace, in order."""
+        """Return the turns of each trace, in order: those up to a turn that no other turn follows."""
         followed = {id(turn.opening.parent) for turn in self.turns}
-        return [_path(turn) for turn in self.turns if id(turn) not in followed]
-
-
-def _path(leaf: ConversationTurn) -> list[ConversationTurn]:
-    """Return the turns of the stream that ends with this turn."""
-    path: list[ConversationTurn] = []
-    turn: ConversationTurn | None = leaf
-    while turn is not None:
-        path.append(turn)
-        turn = turn.opening.parent
-    return path[::-1]
-
-
-def _trace(path: list[ConversationTurn], trained: set[int]) -> Trace:
-    """Return the stream of these turns.
-
-    Turns in `trained` are only context; the others are trained, and added to `trained`.
-    """
-    trace = Trace.of_context(np.zeros(0, np.int32))
-    for turn in path:
-        context = Trace.of_context(turn.opening.context)
-        trace = trace.extended(context.token_ids, context.logprobs, context.versions, trained=False)
-        trace = trace.extended(turn.sampled, turn.logprobs, turn.versions, trained=id(turn) not in trained)
-        trained.add(id(turn))
-    return trace
-
-
-def _history(messages: Sequence[Message], tools: Tools) -> History:
-    return (_ENCODER.encode(tools or []).decode(), *(_key(message) for message in messages))
+        paths = []
+        for leaf in self.turns:
+            if id(leaf) not in followed:
+                path = [leaf]
+                while (parent := path[0].opening.parent) is not None:
+                    path.insert(0, parent)
+                paths.append(path)
+        return paths
 
 
 def _key(message: Message) -> str:

@@ -1,32 +1,58 @@
-"""The gateway of a run: its server, its sessions, and the episodes that the sessions become.
+"""The gateway of a run: its HTTP server, its sessions, and the episodes that the sessions become.
 
-Its address and key are in `gateway.json` in the run directory, which only the file's owner can read.
+    GET  /v1/models                        a list with the one model
+    GET  /v1/models/{model}                the one model; 404 for any other name
+    POST /v1/chat/completions              in a session (recorded) or outside of any (not recorded)
+    POST /v1/completions                   the same, for plain text or token ids
+    POST /v1/sessions                      take a session that waits for an agent from outside
+    POST /v1/sessions/{id}/reward          give a session its reward, which ends the session
+
+A request belongs to a session by its API key (`<run key>.<session>`) or by the header `x-headrace-session`. Every
+request needs the run's key, also on loopback; without it the answer is 401. The gateway's address and key are in
+`gateway.json` in the run directory, which only the file's owner can read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import os
 import secrets
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
+from aiohttp import web
 
 from headrace.engines.base import Sampler
 from headrace.errors import UserError
 from headrace.gateway.agent_main import Job
 from headrace.gateway.agents import AgentError, AgentPool
-from headrace.gateway.base import Chat, Reward
+from headrace.gateway.answers import StreamedAnswer
+from headrace.gateway.base import ApiError, Chat, Reward
 from headrace.gateway.completions import Completions
-from headrace.gateway.server import HttpServer
+from headrace.gateway.conversation import NOTHING
+from headrace.gateway.openai_format import ChatRequest, ResponseShape, TextRequest, read_request
 from headrace.gateway.session import Session, Sessions
 from headrace.rollouts.base import AnyEpisode, Cancelled, EpisodePlan
 from headrace.scoring.base import Span, Stage, Turn
 from headrace.types import Ending, Rollout, Score, Trace
 
 KEY_VARIABLE = "HEADRACE_GATEWAY_KEY"
+LARGEST_BODY = 64 * 2**20
+CLOSE_SECONDS = 2.0
+SESSION_HEADER = "x-headrace-session"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Body = TypeVar("Body")
+
+
+class _TakeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    wait: Annotated[float, msgspec.Meta(ge=0, le=300)] = 30.0
+    """Seconds to wait for a session."""
 
 
 class Gateway:
@@ -50,40 +76,59 @@ class Gateway:
         file: Path | None = None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Make a gateway. `key` is random unless given; address and key are written to `file`."""
+        """Make a gateway; `port` 0 takes a free port.
+
+        `key` is random unless given. Address and key are written to `file`.
+        """
         self.key = checked_key(key) if key else secrets.token_urlsafe(24).replace(".", "")
         self.sessions = Sessions()
-        self.model = model
         self.chat = chat
         self.max_turns = max_turns
         self.agents = agents
         """The run's own agents. None means that sessions are offered to agents from outside."""
         self.session_seconds = session_seconds
         """Seconds in which a session must have its reward."""
+        self._model = model
+        self._bind = bind
+        self._port = port
         self._file = file
         self._note = note
-        completions = Completions(
-            engine, chat, max_length=max_length, max_tokens=max_tokens, stop_token_ids=stop_token_ids, note=note
-        )
-        self._server = HttpServer(
-            completions,
-            self.sessions,
-            chat,
-            key=self.key,
-            model=model,
-            bind=bind,
-            port=port,
-            session_seconds=session_seconds,
+        self._started = int(time.time())
+        self._runner: web.AppRunner | None = None
+        self._completions = Completions(
+            engine=engine,
+            chat=chat,
+            max_length=max_length,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            note=note,
         )
 
     @property
     def base_url(self) -> str:
-        """The base URL for an `openai.OpenAI` client."""
-        return self._server.base_url
+        """The base URL for an `openai.OpenAI` client. If `port` is 0, the URL is right only after `start`."""
+        host = f"[{self._bind}]" if ":" in self._bind else self._bind
+        return f"http://{host}:{self._port}/v1"
 
     async def start(self) -> None:
-        """Listen, and report the address. Raises `UserError`."""
-        await self._server.start()
+        """Listen, and report the address. Raises `UserError` if the port is in use."""
+        app = web.Application(middlewares=[self._guarded], client_max_size=LARGEST_BODY)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._one_model)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/v1/sessions", self._take)
+        app.router.add_post("/v1/sessions/{id}/reward", self._reward)
+        # When a client disconnects, its request is cancelled, and the engines are told.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._bind, self._port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            self._runner = None
+            raise UserError(f"[gateway] port: cannot listen on {self._bind}:{self._port}: {error.strerror}") from error
+        self._port = self._runner.addresses[0][1]
         where = ""
         if self._file is not None:
             _write_private(self._file, msgspec.json.encode({"base_url": self.base_url, "api_key": self.key}))
@@ -93,26 +138,141 @@ class Gateway:
     async def close(self) -> None:
         """End every session and stop listening. Idempotent."""
         self.sessions.close()
-        await self._server.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
     def episode(self, plan: EpisodePlan, scoring: Stage | None = None) -> AgentEpisode:
-        """See `EpisodeMaker.episode`."""
+        """See `EpisodeMaker`."""
         return AgentEpisode(plan, self, scoring)
 
     def job(self, session: Session) -> Job:
         """Return what an agent is told about its session."""
+        prompt = session.prompt
         return Job(
-            id=session.id,
             base_url=self.base_url,
-            api_key=self._server.session_key(session),
-            model=self.model,
-            prompt=session.prompt.id,
-            messages=session.prompt.messages or [],
-            text=session.prompt.text,
-            data=session.prompt.data,
+            api_key=f"{self.key}.{session.id}",
+            model=self._model,
+            session=session.id,
+            prompt=prompt.id,
+            messages=prompt.messages or [],
+            text=prompt.text,
+            data=prompt.data,
         )
+
+    # ---- endpoints
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return _json({"object": "list", "data": [self._described()]})
+
+    async def _one_model(self, request: web.Request) -> web.StreamResponse:
+        if request.match_info["model"] != self._model:
+            raise ApiError(404, f"there is one model here: {self._model!r}", code="model_not_found")
+        return _json(self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {"id": self._model, "object": "model", "created": self._started, "owned_by": "headrace"}
+
+    async def _take(self, request: web.Request) -> web.StreamResponse:
+        body = _decode(await request.read() or b"{}", _TakeBody)
+        session = await self.sessions.take(body.wait, self.session_seconds)
+        if session is None:
+            raise ApiError(503, f"no session was open within {body.wait:g} s: ask again", code="no_session")
+        prompt, job = session.prompt, self.job(session)
+        return _json(
+            {
+                "id": session.id,
+                "api_key": job.api_key,
+                "base_url": job.base_url,
+                "model": job.model,
+                "timeout": self.session_seconds,
+                "prompt": {"id": prompt.id, "messages": prompt.messages, "text": prompt.text, "data": prompt.data},
+            }
+        )
+
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        session = self.sessions.get(request.match_info["id"])
+        own = self._session_of(request)
+        if own is not None and own is not session:
+            raise ApiError(403, f"the key of session {own.id} cannot give the reward of another one")
+        reward = _decode(await request.read(), Reward)
+        session.settle(reward)
+        return _json({"id": session.id, "reward": reward.reward})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        kind = ChatRequest if request.path == "/v1/chat/completions" else TextRequest
+        want = read_request(await request.read(), kind)
+        session = self._session_of(request)
+        shape = ResponseShape(want, self.chat)
+        if want.stream:
+            return await self._stream(request, want, session, shape)
+
+        async def nothing(number: int, text: str, streamed: StreamedAnswer) -> None:
+            """Do nothing, because the whole answer is sent at the end."""
+
+        return _json(shape.whole(await self._completions.answer(want, session, nothing)))
+
+    async def _stream(
+        self, request: web.Request, want: ChatRequest | TextRequest, session: Session | None, shape: ResponseShape
+    ) -> web.StreamResponse:
+        """Answer with server-sent events.
+
+        The status is sent only with the first event, so that a refused request can have its own status.
+        """
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
+        turn = asyncio.Lock()
+
+        async def open_() -> None:
+            if not response.prepared:
+                await response.prepare(request)
+                for number in range(want.choices if isinstance(want, ChatRequest) else 0):
+                    await response.write(_event(shape.first(number)))
+
+        async def say(number: int, text: str, streamed: StreamedAnswer) -> None:
+            async with turn:  # Choices are sampled at the same time; their events must not mix.
+                await open_()
+                for chunk in shape.piece(number, text, streamed):
+                    await response.write(_event(chunk))
+
+        try:
+            answered = await self._completions.answer(want, session, say)
+            await open_()
+            if want.stream_options is not None and want.stream_options.include_usage:
+                await response.write(_event(shape.last(answered)))
+        except ApiError as error:
+            if not response.prepared:
+                raise
+            await response.write(_event(error.body()))
+        except ConnectionError:
+            # The client has disconnected. In a session the tokens so far are recorded, because it may have read them.
+            return response
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    # ---- authentication
+
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if not hmac.compare_digest(_bearer(request).partition(".")[0].encode(), self.key.encode()):
+                raise ApiError(401, "the API key is not that of this run", code="invalid_api_key")
+            return await handler(request)
+        except ApiError as error:
+            return _json(error.body(), status=error.status)
+        except web.HTTPException as error:
+            refusal = ApiError(error.status, f"{request.method} {request.path}: {error.reason}")
+            return _json(refusal.body(), status=error.status)
+
+    def _session_of(self, request: web.Request) -> Session | None:
+        _, _, by_key = _bearer(request).partition(".")
+        by_header = request.headers.get(SESSION_HEADER, "")
+        if by_key and by_header and by_key != by_header:
+            raise ApiError(400, f"the API key and {SESSION_HEADER} name two sessions")
+        name = by_key or by_header
+        return self.sessions.get(name) if name else None
 
 
 class AgentEpisode(AnyEpisode):
@@ -123,28 +283,33 @@ class AgentEpisode(AnyEpisode):
     """
 
     def __init__(self, plan: EpisodePlan, gateway: Gateway, scoring: Stage | None = None) -> None:
-        """Make an episode. `scoring` gets the tokens of every turn; None if no scorer listens."""
         super().__init__(plan)
         self._gateway = gateway
         self._chat = gateway.chat
         self._timeout = gateway.session_seconds
         self._scoring = scoring
-        self._session: Session | None = None
+        stops = tuple(dict.fromkeys((*self._chat.stop_token_ids, *plan.sampling.stop_token_ids)))
+        self._session = Session(
+            chat=self._chat,
+            prompt=plan.prompt,
+            sampling=msgspec.structs.replace(plan.sampling, stop_token_ids=stops),
+            max_turns=gateway.max_turns,
+            group=plan.group,
+            priority=plan.priority,
+            listen=self._tell if scoring is not None and scoring.listening else None,
+        )
         # An agent's process cannot be resumed, so the tokens that it had in a previous process are of no use.
         self.discarded = sum(trace.trained_tokens for trace in plan.saved)
 
     @property
     def traces(self) -> Sequence[Trace]:
-        """The tokens so far, with one trace for each stream of the agent's turns.
-
-        There is none before the first turn.
-        """
-        return [] if self._session is None else self._session.conversation.traces()
+        """The tokens so far, with one trace for each stream of the agent's turns."""
+        return self._session.conversation.traces()
 
     @property
     def turns(self) -> Sequence[Turn]:
-        """The policy's turns so far, for scorers."""
-        return [] if self._session is None else self._session.conversation.placed_turns()
+        """See `AnyEpisode.turns`."""
+        return self._session.conversation.placed_turns()
 
     def since(self, start: int) -> Trace | None:
         """Return None, because an agent cannot be resumed; it starts again."""
@@ -161,33 +326,19 @@ class AgentEpisode(AnyEpisode):
 
     async def run(self) -> Rollout:
         """Run an agent until it has its reward."""
-        session = self._session = self._open()
         try:
-            outcome = await self.interruptible(self._work(session))
+            outcome = await self.interruptible(self._work(self._session))
         except Cancelled:
             return self._rollout("aborted", reason=self.cancelled or "")
         finally:
-            self._gateway.sessions.remove(session)
-        return self._ended(session, outcome)
+            self._gateway.sessions.remove(self._session)
+        return self._ended(self._session, outcome)
 
     async def discard(self) -> None:
-        """Close an episode that will not be run. Idempotent."""
-        if self._session is not None:
-            self._gateway.sessions.remove(self._session)
+        """See `AnyEpisode.discard`."""
+        self._gateway.sessions.remove(self._session)
         if self._scoring is not None:
             self._scoring.forget(self.id)
-
-    def _open(self) -> Session:
-        stops = tuple(dict.fromkeys((*self._chat.stop_token_ids, *self.plan.sampling.stop_token_ids)))
-        return Session(
-            chat=self._chat,
-            prompt=self.prompt,
-            sampling=msgspec.structs.replace(self.plan.sampling, stop_token_ids=stops),
-            max_turns=self._gateway.max_turns,
-            group=self.plan.group,
-            priority=self.plan.priority,
-            listen=self._tell if self._scoring is not None and self._scoring.listening else None,
-        )
 
     def _tell(self, turn: int, start: int, tokens: Trace) -> None:
         """Pass tokens to the scorers after their turn has ended."""
@@ -197,42 +348,35 @@ class AgentEpisode(AnyEpisode):
     async def _work(self, session: Session) -> Reward | str:
         """Return the reward, or the reason why there is none."""
         agents = self._gateway.agents
-        if agents is None:
-            return await self._offer(session)
-        async with agents.places:
-            self._gateway.sessions.add(session)
-            session.begin(self._timeout)
-            try:
+        try:
+            if agents is None:
+                self._gateway.sessions.add(session, offered=True)
+                # This waits without a deadline of its own until an agent takes the session: `[pipeline] stall_seconds`
+                # ends the wait.
+                await session.taken.wait()
+                async with asyncio.timeout(session.seconds_left()):
+                    return await asyncio.shield(session.reward)
+            async with agents.places:
+                self._gateway.sessions.add(session)
+                session.begin(self._timeout)
                 async with asyncio.timeout(self._timeout):
                     done = await agents.run(self._gateway.job(session))
-            except TimeoutError:
-                return self._late()
-            except AgentError as error:
-                return str(error)
+        except TimeoutError:
+            return f"no reward within {self._timeout:g} s ([task] timeout)"
+        except AgentError as error:
+            return str(error)
         posted = session.reward.result() if session.reward.done() else None
         returned = None if done.reward is None else Reward(reward=done.reward, metrics=done.metrics)
         if posted is not None and returned is not None and posted.reward != returned.reward:
             return f"the agent posted the reward {posted.reward:g} and returned {returned.reward:g}"
         return posted or returned or "the agent ended without a reward"
 
-    async def _offer(self, session: Session) -> Reward | str:
-        self._gateway.sessions.add(session, offered=True)
-        # This waits without a deadline of its own until an agent takes the session: `[pipeline] stall_seconds` ends the
-        # wait.
-        await session.taken.wait()
-        try:
-            async with asyncio.timeout(session.seconds_left()):
-                return await asyncio.shield(session.reward)
-        except TimeoutError:
-            return self._late()
-
     def _ended(self, session: Session, outcome: Reward | str) -> Rollout:
         turns = session.conversation.turns
-        if isinstance(outcome, Reward) and not turns:
-            return self._rollout("failed", reason="the agent has a reward, but made no request in its session")
         if isinstance(outcome, Reward):
-            ending: Ending = "truncated" if session.exhausted else "finished"
-            return self._rollout(ending, outcome)
+            if not turns:
+                return self._rollout("failed", reason="the agent has a reward, but made no request in its session")
+            return self._rollout("truncated" if session.exhausted else "finished", outcome)
         if session.failure:
             return self._rollout("failed", reason=session.failure)
         if session.exhausted and turns:
@@ -241,21 +385,18 @@ class AgentEpisode(AnyEpisode):
         return self._rollout("failed", reason=outcome)
 
     def _rollout(self, ending: Ending, outcome: Reward | None = None, *, reason: str = "") -> Rollout:
-        traces = list(self.traces)
-        turns = len(self._session.conversation.turns) if self._session is not None else 0
+        conversation = self._session.conversation
+        traces, turns = conversation.traces(), len(conversation.turns)
         return Rollout(
             id=self.id,
             index=self.index,
-            traces=traces or [Trace.of_context(np.zeros(0, np.int32))],
+            traces=traces or [NOTHING],
             ending=ending,
             reward=None if outcome is None else outcome.reward,
             reason=reason,
             scores=[] if outcome is None else [Score(value=outcome.reward, scorer="agent")],
             metrics={"turns": float(turns), "traces": float(len(traces)), **(outcome.metrics if outcome else {})},
         )
-
-    def _late(self) -> str:
-        return f"no reward within {self._timeout:g} s ([task] timeout)"
 
 
 def checked_key(key: str) -> str:
@@ -269,3 +410,22 @@ def _write_private(path: Path, content: bytes) -> None:
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # noqa: PTH123
         file.write(content + b"\n")
+
+
+def _bearer(request: web.Request) -> str:
+    return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+
+
+def _decode(raw: bytes, kind: type[Body]) -> Body:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the request's body: {error}") from error
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"

@@ -8,55 +8,46 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
-
-import msgspec
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from headrace.engines.base import Sampling
 from headrace.gateway.base import ApiError, Chat, Reward
 from headrace.gateway.conversation import Conversation
-from headrace.rollouts.base import derive_seed
 from headrace.types import Prompt, Trace
 
 
+@dataclass(kw_only=True, eq=False)
 class Session:
     """One agent's session. `close` ends the session and the requests that it has in flight."""
 
-    def __init__(
-        self,
-        *,
-        chat: Chat,
-        prompt: Prompt,
-        sampling: Sampling,
-        max_turns: int,
-        group: str = "",
-        priority: int = 0,
-        listen: Callable[[int, int, Trace], None] | None = None,
-    ) -> None:
-        """Open a session. `sampling.max_tokens` is the budget over all turns; `sampling.seed` seeds every turn.
+    chat: Chat
+    prompt: Prompt
+    sampling: Sampling
+    """The sampling of every turn. `max_tokens` is the budget over all turns; `seed` seeds every turn."""
+    max_turns: int
+    group: str = ""
+    priority: int = 0
+    listen: Callable[[int, int, Trace], None] | None = None
+    """This function gets the tokens of every turn (see `Conversation`)."""
+    requests: int = 0
+    """The number of requests so far, answered or in flight."""
+    exhausted: bool = False
+    """Whether a request was refused, or cut, because the budget was used up."""
+    failure: str = ""
+    """Why the engines could not answer; empty if they could."""
+    deadline: float | None = None
+    """When the session times out, on the clock of `time.monotonic`; None until an agent has started."""
 
-        `listen` gets the tokens of every turn (see `Conversation`).
-        """
+    def __post_init__(self) -> None:
         self.id = secrets.token_hex(8)
-        self.prompt = prompt
-        self.sampling = sampling
-        self.max_turns = max_turns
-        self.group = group
-        self.priority = priority
-        self.conversation = Conversation(chat, listen)
-        self.lock = asyncio.Lock()
-        """Held by the request that is currently answered."""
-        self.requests = 0
-        """The number of requests so far, answered or in flight."""
-        self.exhausted = False
-        """Whether a request was refused, or cut, because the budget was used up."""
-        self.failure = ""
-        """Why the engines could not answer; empty if they could."""
+        self.conversation = Conversation(self.chat, self.listen)
         self.taken = asyncio.Event()
         """Set when an agent has started to work in this session."""
         self.reward: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
-        self.deadline: float | None = None
-        """When the session times out, on the clock of `time.monotonic`; None until an agent has started."""
+        self._lock = asyncio.Lock()
+        """Held by the request that is currently answered."""
         self._running: set[asyncio.Task[object]] = set()
         self._closed = False
 
@@ -77,18 +68,13 @@ class Session:
     def check_budget(self, choices: int) -> int:
         """Return how many tokens each of `choices` answers may have. Raises `ApiError` when nothing is left."""
         if len(self.conversation.turns) + choices > self.max_turns:
-            self.exhausted = True
-            raise ApiError(
-                400, f"the session has used its {self.max_turns} turns ([rollouts] max_turns)", code="turns_exceeded"
-            )
-        if self.budget < choices:
-            self.exhausted = True
-            raise ApiError(
-                400,
-                f"the session has used its {self.sampling.max_tokens} tokens ([rollouts] max_tokens)",
-                code="context_length_exceeded",
-            )
-        return self.budget // choices
+            used, code = f"{self.max_turns} turns ([rollouts] max_turns)", "turns_exceeded"
+        elif self.budget < choices:
+            used, code = f"{self.sampling.max_tokens} tokens ([rollouts] max_tokens)", "context_length_exceeded"
+        else:
+            return self.budget // choices
+        self.exhausted = True
+        raise ApiError(400, f"the session has used its {used}", code=code)
 
     def settle(self, reward: Reward) -> None:
         """Accept the reward, once. Raises `ApiError`."""
@@ -98,17 +84,20 @@ class Session:
             raise ApiError(409, f"session {self.id} already has its reward")
         self.reward.set_result(reward)
 
-    def enter(self) -> None:
-        """Register the current task, which answers a request of this session. `close` cancels such tasks."""
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """Answer a request in the body of the `with` statement, one request at a time.
+
+        Raises `TimeoutError` when the session times out. `close` cancels the task of the request.
+        """
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
-
-    def leave(self) -> None:
-        """Unregister the current task."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._running.discard(task)
+        try:
+            async with asyncio.timeout(self.seconds_left()), self._lock:
+                yield
+        finally:
+            self._running.discard(task)
 
     @property
     def over(self) -> bool:
@@ -127,8 +116,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
-        self._offered: dict[str, Session] = {}
-        self._news = asyncio.Event()
+        self._offered = asyncio.Queue[Session]()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -137,8 +125,7 @@ class Sessions:
         """Open a session. An agent from outside may take an offered session."""
         self._open[session.id] = session
         if offered:
-            self._offered[session.id] = session
-            self._news.set()
+            self._offered.put_nowait(session)
 
     def get(self, id: str) -> Session:
         """Return the open session with this id. Raises `ApiError`."""
@@ -149,34 +136,22 @@ class Sessions:
 
     async def take(self, wait: float, timeout: float) -> Session | None:
         """Take the session that has been offered longest, and start its time. Returns None after `wait` seconds."""
-        end = time.monotonic() + wait
-        while not self._offered:
-            self._news.clear()
-            try:
-                async with asyncio.timeout(end - time.monotonic()):
-                    await self._news.wait()
-            except TimeoutError:
-                return None
-        session = self._offered.pop(next(iter(self._offered)))
+        try:
+            async with asyncio.timeout(wait):
+                session = await self._offered.get()
+                while session.over:
+                    session = await self._offered.get()
+        except TimeoutError:
+            return None
         session.begin(timeout)
         return session
 
     def remove(self, session: Session) -> None:
         """Close a session. Its id is no longer valid. Idempotent."""
         self._open.pop(session.id, None)
-        self._offered.pop(session.id, None)
         session.close()
 
     def close(self) -> None:
         """Close all sessions."""
         for session in list(self._open.values()):
             self.remove(session)
-
-
-def turn_sampling(session: Session, *, max_tokens: int, request: int, choice: int) -> Sampling:
-    """Return the sampling of a session's answer: the run's settings, with a seed of its own.
-
-    Noise is a function of (seed, position), so two answers to one history must not have the same seed.
-    """
-    seed = derive_seed(session.sampling.seed, f"request {request}", choice)
-    return msgspec.structs.replace(session.sampling, max_tokens=max_tokens, seed=seed)

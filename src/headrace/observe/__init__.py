@@ -1,5 +1,5 @@
-"""What a run shows and keeps: spans, metrics, timeline, live progress, summary and report.
+"""What a run shows and keeps: spans, metrics, timeline, live progress, and the formats and charts of its results.
 
-Every stage may import this package, and this package imports no stage. Ledgers, summaries and reports are drawn from
-plain data, which `review` reads from the journal.
+Every stage may import this package, and this package imports no stage. Summaries and charts are drawn from plain data,
+which `review` reads from the journal.
 """

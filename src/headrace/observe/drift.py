@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -35,23 +34,16 @@ class LengthDrift:
     """The latest lengths of generated and of trained rollouts."""
 
     def __init__(self) -> None:
-        self._generated: deque[int] = deque(maxlen=MEMORY)
-        self._trained: deque[int] = deque(maxlen=MEMORY)
+        self.generated: deque[int] = deque(maxlen=MEMORY)
+        """The lengths of rollouts that have ended, whether they are trained later or not."""
+        self.trained: deque[int] = deque(maxlen=MEMORY)
         self._warned = False
-
-    def generated(self, lengths: Iterable[int]) -> None:
-        """Add rollouts that have ended, whether they are trained later or not."""
-        self._generated.extend(lengths)
-
-    def trained(self, lengths: Iterable[int]) -> None:
-        """Add rollouts that were trained."""
-        self._trained.extend(lengths)
 
     def distance(self) -> float | None:
         """Return the distance between the two samples; None until both are large enough."""
-        if min(len(self._generated), len(self._trained)) < FEWEST:
+        if min(len(self.generated), len(self.trained)) < FEWEST:
             return None
-        return ks_distance(np.array(self._generated, np.int64), np.array(self._trained, np.int64))
+        return ks_distance(np.array(self.generated, np.int64), np.array(self.trained, np.int64))
 
     def warning(self) -> str | None:
         """Return a line when the distance becomes too large, else None.
@@ -61,11 +53,11 @@ class LengthDrift:
         distance = self.distance()
         if distance is None:
             return None
-        chance = CRITICAL * math.sqrt(1 / len(self._generated) + 1 / len(self._trained))
+        chance = CRITICAL * math.sqrt(1 / len(self.generated) + 1 / len(self.trained))
         before, self._warned = self._warned, distance > max(TOLERANCE, chance)
         if before or not self._warned:
             return None
-        means = [sum(lengths) / len(lengths) for lengths in (self._trained, self._generated)]
+        means = [sum(lengths) / len(lengths) for lengths in (self.trained, self.generated)]
         return (
             f"trained answers are not like the generated ones: mean length {means[0]:.1f} against {means[1]:.1f} "
             f"(Kolmogorov-Smirnov distance {distance:.2f}); something drops or filters by length"

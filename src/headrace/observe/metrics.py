@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -27,9 +27,8 @@ class MetricsLog:
     It has no lock, so only one thread may use it.
     """
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time, trackers: Trackers | None = None) -> None:
+    def __init__(self, path: Path, *, trackers: Trackers | None = None) -> None:
         """Open the log. Each record goes to the trackers too, and the trackers are closed with the file."""
-        self._clock = clock
         self._trackers = trackers
         # Unbuffered, so that each record is one write, and no finished record is lost with the process.
         self._file = path.open("a+b", buffering=0)
@@ -40,7 +39,7 @@ class MetricsLog:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one record. Numbers that JSON cannot write (NaN, infinity) become null."""
-        record = {"time": self._clock(), "kind": kind, **fields}
+        record = {"time": time.time(), "kind": kind, **fields}
         line = msgspec.json.encode(record, enc_hook=_plain)
         self._file.write(line + b"\n")
         if self._trackers is not None:
@@ -52,12 +51,6 @@ class MetricsLog:
         if self._trackers is not None:
             self._trackers.close()
 
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return all whole records of a log, in order. Incomplete lines are skipped; a missing log is empty."""
@@ -66,12 +59,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     with path.open("rb") as file:
         for line in file:
-            try:
-                record = msgspec.json.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
-            if isinstance(record, dict):
-                records.append(record)
+            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+                records.append(msgspec.json.decode(line, type=dict[str, Any]))
     return records
 
 
@@ -99,8 +88,6 @@ def describe_end(group: Group, outcome: str, version: int, republished: Sequence
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise NotImplementedError(f"a metric cannot be a {type(value).__name__}")

@@ -1,8 +1,9 @@
 """The progress display of a run: a live panel, plain lines, or nothing. It takes almost no CPU time.
 
-All three displays take the same snapshots. The cores of the machine belong to engines and trainers, so a display draws
-at most a few times a second, however often it is updated. No display has a thread of its own, so it costs nothing while
-nobody updates it, and cannot slow an engine down.
+All three displays take the same snapshots, and never ask the pipeline anything: the controller fills a snapshot at each
+tick and hands it over. Rates follow from several snapshots. The cores of the machine belong to engines and trainers, so
+a display draws at most a few times a second, however often it is updated. No display has a thread of its own, so it
+costs nothing while nobody updates it, and cannot slow an engine down.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from copy import copy
-from typing import Literal, Protocol
+from typing import Literal
 
+import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from headrace.observe.clock import compact, duration
-from headrace.observe.snapshot import ProcessActivity, Rates, RunSnapshot
+from headrace.observe.summary import compact, duration, lag_mean_and_max
 
 LABEL, QUIET, STRONG = "cyan", "dim", "bold"
 MAX_PROCESSES = 10
@@ -28,8 +29,103 @@ MAX_LAGS = 8
 PHASE_STYLES = {"training": "green", "evaluating": "magenta", "draining": "yellow", "done": "green"}
 
 
-class Progress(Protocol):
-    """A display of a run's progress. Every method returns at once, and none raises because of what it displays."""
+class ProcessActivity(msgspec.Struct, kw_only=True):
+    """What a process is doing now, and how busy it was recently."""
+
+    phase: str = ""
+    busy_fraction: float = 0.0
+
+
+class RunSnapshot(msgspec.Struct, kw_only=True):
+    """The state of a run at one moment. Token counts are totals since the start, never rates."""
+
+    phase: str = "starting"
+    """The phase of the run: starting, warm start, evaluating, training, draining, ..."""
+    version: int = 0
+    versions_total: int = 0
+    step: int = 0
+    reward: float | None = None
+    """The mean reward of the last step."""
+    reward_mean: float | None = None
+    """The moving mean of the reward."""
+    heldout: float | None = None
+    """The last held-out accuracy."""
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    lag_histogram: dict[int, int] = {}
+    """Lag -> the number of trained tokens with this lag."""
+    lag_bound: int | None = None
+    in_flight: int = 0
+    capacity: int = 0
+    ready: int = 0
+    """The number of groups in flight that wait to be trained."""
+    processes: dict[str, ProcessActivity] = {}
+    message: str = ""
+
+    def idle(self, role: str) -> float | None:
+        """Return the mean idle fraction of the processes of a role (`engine`, `trainer`)."""
+        busy = [activity.busy_fraction for name, activity in self.processes.items() if name.startswith(role + "-")]
+        return 1.0 - sum(busy) / len(busy) if busy else None
+
+
+class SlidingRate:
+    """The rate at which a total grew over the last `window` seconds."""
+
+    def __init__(self, window: float) -> None:
+        self._window = window
+        self._points: deque[tuple[float, float]] = deque()
+
+    def add(self, time: float, total: float) -> float | None:
+        """Add the total at this time, and return the rate per second; None until two points are known.
+
+        A total that shrank (a resumed run) starts a new window.
+        """
+        points = self._points
+        if points and total < points[-1][1]:
+            points.clear()
+        points.append((time, total))
+        # The oldest point kept lies at or just before the start of the window, so that the rate always spans a whole
+        # window.
+        while len(points) > 2 and points[1][0] <= time - self._window:
+            points.popleft()
+        first, low = points[0]
+        return (total - low) / (time - first) if time > first else None
+
+
+class Rates:
+    """The tokens per second and the time left, computed from successive snapshots."""
+
+    TOKEN_WINDOW = 15.0
+    VERSION_WINDOW = 120.0
+
+    def __init__(self) -> None:
+        self.generated: float | None = None
+        """The sampled tokens per second."""
+        self.trained: float | None = None
+        """The trained tokens per second."""
+        self.seconds_left: float | None = None
+        """The seconds until the last version, at the rate of the last minutes."""
+        self._generated = SlidingRate(self.TOKEN_WINDOW)
+        self._trained = SlidingRate(self.TOKEN_WINDOW)
+        self._versions = SlidingRate(self.VERSION_WINDOW)
+        self._pace: float | None = None
+
+    def add(self, time: float, snapshot: RunSnapshot) -> None:
+        """Add a snapshot, taken at this time."""
+        self.generated = self._generated.add(time, snapshot.generated_tokens)
+        self.trained = self._trained.add(time, snapshot.trained_tokens)
+        if snapshot.phase == "training":
+            # A start or an evaluation before training says nothing about the rate of versions.
+            self._pace = self._versions.add(time, snapshot.version)
+        remaining = max(0, snapshot.versions_total - snapshot.version)
+        self.seconds_left = remaining / self._pace if self._pace else None
+
+
+class Progress:
+    """A display of a run's progress. Every method returns at once, and none raises because of what it displays.
+
+    By default a method does nothing.
+    """
 
     def start(self) -> None:
         """Start the display. Called once, before anything else."""
@@ -44,55 +140,51 @@ class Progress(Protocol):
         """Show the last state and release the terminal. Idempotent, and allowed without `start`."""
 
 
-class NoProgress:
+class NoProgress(Progress):
     """A display that shows nothing."""
 
-    def start(self) -> None:
-        """Do nothing."""
 
-    def update(self, snapshot: RunSnapshot) -> None:
-        """Do nothing."""
+class _ConsoleProgress(Progress):
+    """The state that both displays on a console have."""
+
+    def __init__(self, console: Console, clock: Callable[[], float]) -> None:
+        self._console = console
+        self._clock = clock
+        self._rates = Rates()
+        self._snapshot: RunSnapshot | None = None
 
     def note(self, line: str) -> None:
-        """Do nothing."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def stop(self) -> None:
-        """Do nothing."""
+    def _take(self, now: float, snapshot: RunSnapshot) -> RunSnapshot | None:
+        """Keep the snapshot, and return the one before it."""
+        self._rates.add(now, snapshot)
+        # A copy, because the controller fills the same struct again and again.
+        last, self._snapshot = self._snapshot, copy(snapshot)
+        return last
 
 
-class PlainProgress:
+class PlainProgress(_ConsoleProgress):
     """A display that prints a line every few seconds, and at once when the phase or the held-out accuracy changes."""
 
     def __init__(self, console: Console, *, every: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
+        super().__init__(console, clock)
         self._every = every
-        self._clock = clock
-        self._rates = Rates()
-        self._last: RunSnapshot | None = None
         self._printed: tuple[float, str] | None = None
-
-    def start(self) -> None:
-        """Do nothing, because there is nothing to set up."""
 
     def update(self, snapshot: RunSnapshot) -> None:
         """Print a line if enough time has passed, or if something has changed."""
         now = self._clock()
-        self._rates.add(now, snapshot)
-        # A copy, because the controller fills the same struct again and again.
-        last, self._last = self._last, copy(snapshot)
+        last = self._take(now, snapshot)
         happened = last is None or last.phase != snapshot.phase or last.heldout != snapshot.heldout
         if happened or self._printed is None or now - self._printed[0] >= self._every:
-            self._print(now, plain_line(snapshot, self._rates))
-
-    def note(self, line: str) -> None:
-        """Print a line."""
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._print(now, _plain_line(snapshot, self._rates))
 
     def stop(self) -> None:
         """Print the last state, unless it is already the last line."""
-        if self._last is not None:
-            self._print(self._clock(), plain_line(self._last, self._rates))
-            self._last = None
+        if self._snapshot is not None:
+            self._print(self._clock(), _plain_line(self._snapshot, self._rates))
+            self._snapshot = None
 
     def _print(self, now: float, line: str) -> None:
         if self._printed is None or self._printed[1] != line:
@@ -100,7 +192,7 @@ class PlainProgress:
         self._printed = (now, line)
 
 
-def plain_line(snapshot: RunSnapshot, rates: Rates) -> str:
+def _plain_line(snapshot: RunSnapshot, rates: Rates) -> str:
     """Describe a snapshot in one line. What is not known yet is left out."""
     parts = [] if snapshot.phase == "training" else [snapshot.phase]
     if snapshot.versions_total:
@@ -114,9 +206,10 @@ def plain_line(snapshot: RunSnapshot, rates: Rates) -> str:
         parts.append(f"gen {compact(rates.generated)} tok/s")
     if rates.trained:
         parts.append(f"trained {compact(rates.trained)} tok/s")
-    if snapshot.lag_mean is not None:
+    mean, most = lag_mean_and_max(snapshot.lag_histogram)
+    if mean is not None:
         bound = "" if snapshot.lag_bound is None else f" (bound {snapshot.lag_bound})"
-        parts.append(f"lag mean {snapshot.lag_mean:.2f} max {snapshot.lag_max}{bound}")
+        parts.append(f"lag mean {mean:.2f} max {most}{bound}")
     idle = {role: snapshot.idle(role) for role in ("trainer", "engine")}
     known = [f"{role} {100 * fraction:.0f}%" for role, fraction in idle.items() if fraction is not None]
     if known:
@@ -154,7 +247,7 @@ class Glyphs:
         return "".join(self.level((value - low) / (high - low) if high > low else 0.5) for value in values)
 
 
-class LiveProgress:
+class LiveProgress(_ConsoleProgress):
     """A display that is one panel in the terminal, drawn at most twice a second and only when it is updated."""
 
     SECONDS_BETWEEN = 0.5
@@ -163,15 +256,12 @@ class LiveProgress:
     def __init__(
         self, console: Console, *, title: str = "headrace", clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console = console
+        super().__init__(console, clock)
         self._title = title
-        self._clock = clock
         self._glyphs = Glyphs(ascii_only=console.options.ascii_only)
         self._live = Live(console=console, auto_refresh=False)
-        self._rates = Rates()
         self._started = clock()
         self._drawn: float | None = None
-        self._snapshot: RunSnapshot | None = None
         self._rewards: deque[float] = deque(maxlen=self.SPARKS)
         self._heldout: list[float] = []
 
@@ -183,31 +273,24 @@ class LiveProgress:
     def update(self, snapshot: RunSnapshot) -> None:
         """Store the snapshot, and draw it unless the last drawing is too recent."""
         now = self._clock()
-        # A copy, because the controller fills the same struct again and again.
-        last, self._snapshot = self._snapshot, copy(snapshot)
-        self._rates.add(now, snapshot)
+        last = self._take(now, snapshot)
         if snapshot.reward is not None and (last is None or last.step != snapshot.step):
             self._rewards.append(snapshot.reward)
         if snapshot.heldout is not None and (last is None or last.heldout != snapshot.heldout):
             self._heldout.append(snapshot.heldout)
         if self._drawn is None or now - self._drawn >= self.SECONDS_BETWEEN:
-            self._draw(now)
-
-    def note(self, line: str) -> None:
-        """Print a line above the panel."""
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._draw(snapshot, now)
 
     def stop(self) -> None:
         """Draw the last state and leave it on the screen."""
         if self._live.is_started:
             if self._snapshot is not None:
-                self._draw(self._clock())
+                self._draw(self._snapshot, self._clock())
             self._live.stop()
 
-    def _draw(self, now: float) -> None:
+    def _draw(self, snapshot: RunSnapshot, now: float) -> None:
         self._drawn = now
-        if self._snapshot is not None:
-            self._live.update(self.render(self._snapshot, now), refresh=self._live.is_started)
+        self._live.update(self.render(snapshot, now), refresh=self._live.is_started)
 
     def render(self, snapshot: RunSnapshot, now: float) -> RenderableType:
         """Return the panel for a snapshot."""
@@ -278,12 +361,12 @@ class LiveProgress:
         return text
 
     def _lag(self, snapshot: RunSnapshot) -> Text:
-        tokens = sum(snapshot.lag_histogram.values())
-        if not tokens:
+        mean, most = lag_mean_and_max(snapshot.lag_histogram)
+        if mean is None:
             return Text("nothing trained yet", QUIET)
         text = Text()
-        top = max(snapshot.lag_histogram)
-        last = max(top, snapshot.lag_bound or 0)
+        tokens = sum(snapshot.lag_histogram.values())
+        last = max(*snapshot.lag_histogram, snapshot.lag_bound or 0)
         for lag in range(min(last, MAX_LAGS - 1) + 1):
             share = snapshot.lag_histogram.get(lag, 0) / tokens
             over = snapshot.lag_bound is not None and lag > snapshot.lag_bound
@@ -292,7 +375,7 @@ class LiveProgress:
             text.append(f"{100 * share:3.0f}%  ")
             if lag == snapshot.lag_bound:
                 text.append(f"{self._glyphs.bound} ", "yellow")
-        text.append(f"mean {snapshot.lag_mean:.2f}  max {snapshot.lag_max}")
+        text.append(f"mean {mean:.2f}  max {most}")
         if snapshot.lag_bound is not None:
             text.append(f"  bound {snapshot.lag_bound}", "yellow")
         return text
@@ -326,10 +409,9 @@ def make_progress(
     drawable = console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
     if kind == "none":
         return NoProgress()
-    if kind == "plain" or (kind == "auto" and not drawable):
-        return PlainProgress(console)
-    if not drawable:
-        plain = PlainProgress(console)
+    if drawable and kind != "plain":
+        return LiveProgress(console, title=title)
+    plain = PlainProgress(console)
+    if kind == "live":
         plain.note('[observe] display = "live" needs a terminal; showing plain lines instead')
-        return plain
-    return LiveProgress(console, title=title)
+    return plain

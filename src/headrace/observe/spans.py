@@ -4,12 +4,16 @@ Times are seconds of `time.monotonic`, which all processes of one host share. Ne
 so that a thousand decode steps make few spans. A span that is still open when spans are drained is cut there, so that a
 long step is never reported late.
 
+The journal uses wall time. A `RunClock` alone converts between the two. It is read once, at the start of the
+controller, so a change of the wall clock never distorts a timeline.
+
 `Activity` says how busy each process is and how fast it generates, from heartbeat to heartbeat. Every second is counted
 once.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -29,15 +33,26 @@ class TimeSpan(msgspec.Struct, frozen=True, array_like=True):
     """False for a wait, a time in which this process had nothing to do."""
 
 
-class _Open:
-    """A span whose end is not known yet. `start` moves when a drain cuts the span."""
+class RunClock(msgspec.Struct, frozen=True):
+    """One moment on both clocks."""
 
-    __slots__ = ("busy", "name", "start")
+    wall: float
+    """The wall time in seconds since 1970."""
+    monotonic: float
+    """The monotonic time, in seconds of `time.monotonic`."""
 
-    def __init__(self, name: str, busy: bool) -> None:
-        self.name = name
-        self.busy = busy
-        self.start = time.monotonic()
+    @classmethod
+    def now(cls) -> RunClock:
+        """Return the clock of a run that starts now."""
+        return cls(wall=time.time(), monotonic=time.monotonic())
+
+    def to_wall(self, monotonic: float) -> float:
+        """Return the wall time of a monotonic moment."""
+        return self.wall + (monotonic - self.monotonic)
+
+    def to_monotonic(self, wall: float) -> float:
+        """Return the monotonic moment of a wall time."""
+        return self.monotonic + (wall - self.wall)
 
 
 class SpanRecorder:
@@ -48,20 +63,21 @@ class SpanRecorder:
 
     def __init__(self) -> None:
         self._spans: list[TimeSpan] = []
-        self._open: list[_Open] = []
+        self._open: dict[object, TimeSpan] = {}
+        """The spans whose end is not known yet. Their start moves when a drain cuts them."""
         self._lock = threading.Lock()
 
     @contextmanager
     def span(self, name: str, *, busy: bool = True) -> Iterator[None]:
         """Record the time that the body of the `with` statement takes."""
+        key = object()
         with self._lock:
-            opened = _Open(name, busy)
-            self._open.append(opened)
+            self._open[key] = TimeSpan(name, time.monotonic(), math.inf, busy)
         try:
             yield
         finally:
             with self._lock:
-                self._open.remove(opened)
+                opened = self._open.pop(key)
                 self._append(TimeSpan(name, opened.start, time.monotonic(), busy))
 
     def add(self, name: str, start: float, end: float, *, busy: bool = True) -> None:
@@ -73,24 +89,23 @@ class SpanRecorder:
         """Take all spans recorded so far. Open spans are included up to now."""
         with self._lock:
             now = time.monotonic()
-            for opened in self._open:
-                self._append(TimeSpan(opened.name, opened.start, now, opened.busy))
-                opened.start = now
+            for key, opened in self._open.items():
+                self._append(msgspec.structs.replace(opened, end=now))
+                self._open[key] = msgspec.structs.replace(opened, start=now)
             spans, self._spans = self._spans, []
         return spans
 
     def _append(self, span: TimeSpan) -> None:
-        if self._spans:
-            last = self._spans[-1]
-            alike = last.name == span.name and last.busy == span.busy
-            if (
-                alike
-                and 0 <= span.start - last.end < self.JOIN_SECONDS
-                and span.end - last.start < self.LONGEST_SECONDS
-            ):
-                self._spans[-1] = TimeSpan(span.name, last.start, span.end, span.busy)
-                return
-        self._spans.append(span)
+        last = self._spans[-1] if self._spans else None
+        if (
+            last is not None
+            and (last.name, last.busy) == (span.name, span.busy)
+            and 0 <= span.start - last.end < self.JOIN_SECONDS
+            and span.end - last.start < self.LONGEST_SECONDS
+        ):
+            self._spans[-1] = TimeSpan(span.name, last.start, span.end, span.busy)
+        else:
+            self._spans.append(span)
 
 
 def busy_seconds(spans: Iterable[TimeSpan], start: float, end: float) -> float:
@@ -117,11 +132,6 @@ class Interval(NamedTuple):
         """The busy fraction; 0 for the first heartbeat, before which nothing is known."""
         return self.busy / (self.ended - self.started) if self.ended > self.started else 0.0
 
-    @property
-    def rate(self) -> float:
-        """The generated tokens per second."""
-        return self.tokens / (self.ended - self.started) if self.ended > self.started else 0.0
-
 
 class Activity:
     """The last heartbeats of all processes."""
@@ -140,7 +150,7 @@ class Activity:
         started = self._last_beat.get(process, now)
         self._last_beat[process] = now
         interval = Interval(started, now, busy_seconds(spans, started, now), tokens)
-        self._rates[process] = interval.rate
+        self._rates[process] = tokens / (now - started) if now > started else 0.0
         return interval
 
     def died(self, process: str) -> float:

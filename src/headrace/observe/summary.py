@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from headrace.observe.clock import compact, duration
 
 STATES = ("trained", "dropped", "failed", "in_flight")
 """The states of the ledger. Everything that was admitted is in exactly one of them."""
@@ -19,7 +17,10 @@ def describe(summary: dict[str, Any]) -> str:
         ("reward", f"{number(summary['reward_first'])} -> {number(summary['reward_last'])}"),
         ("training", _training_line(summary)),
         ("tokens", f"{compact(summary['tokens_generated'])} generated, {compact(summary['tokens_trained'])} trained"),
-        ("idle", _idle_line(summary)),
+        (
+            "idle",
+            f"trainer {percent(summary['trainer_idle_fraction'])}, engine {percent(summary['engine_idle_fraction'])}",
+        ),
         ("lag", _lag_line(summary)),
         ("groups", ledger_line(summary["ledger"])),
         ("rollouts", ledger_line(summary["ledger_rollouts"])),
@@ -27,6 +28,17 @@ def describe(summary: dict[str, Any]) -> str:
     ]
     width = max(len(label) for label, _ in lines)
     return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
+
+
+def lag_mean_and_max(tokens: Mapping[int, int]) -> tuple[float | None, int | None]:
+    """Return the mean and the largest lag, given how many tokens have each lag.
+
+    The mean is over tokens, not over steps, so that an answer weighs as much as in the loss.
+    """
+    counted = {lag: count for lag, count in tokens.items() if count}
+    if not counted:
+        return None, None
+    return sum(lag * count for lag, count in counted.items()) / sum(counted.values()), max(counted)
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -44,6 +56,31 @@ def percent(fraction: float | None) -> str:
     return "unknown" if fraction is None else f"{100 * fraction:.1f}%"
 
 
+def thousands(count: int) -> str:
+    """Format a count with its thousands apart."""
+    return f"{count:,}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds for people: `8.4 s`, `4:07`, `2:10:45`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def compact(number: float) -> str:
+    """Format a count or a rate for people, with about three digits: `950`, `1.2k`, `31k`, `4.6M`."""
+    for limit, divisor, suffix in ((1e3, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (1e12, 1e9, "G")):
+        # 999.6 would round to 1000, so it gets the next suffix.
+        if abs(number) < limit * 0.9995:
+            scaled = number / divisor
+            digits = 1 if suffix and abs(scaled) < 10 else 0
+            return f"{scaled:.{digits}f}{suffix}"
+    return f"{number:.2e}"
+
+
 def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table as text, with the cells of each column below each other."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -57,10 +94,6 @@ def _training_line(summary: dict[str, Any]) -> str:
     text += f" in {duration(summary['train_seconds'])}"
     rate = summary["tokens_per_second"]
     return text if rate is None else f"{text}, {compact(rate)} trained tokens/s"
-
-
-def _idle_line(summary: dict[str, Any]) -> str:
-    return f"trainer {percent(summary['trainer_idle_fraction'])}, engine {percent(summary['engine_idle_fraction'])}"
 
 
 def _lag_line(summary: dict[str, Any]) -> str:

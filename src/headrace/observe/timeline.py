@@ -9,33 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
 
-from headrace.observe.clock import RunClock
-from headrace.observe.spans import TimeSpan
+from headrace.observe.spans import RunClock, TimeSpan
 
 STARTED = "run started"
-CONTROLLER_PID = 0
-
-
-class TimelineSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """A span as it stands in the file. Times are seconds since the run's start."""
-
-    process: str
-    name: str
-    start: float
-    end: float
-    busy: bool
 
 
 class Timeline:
     """The writer of timeline.json for all processes of a run. It is not thread-safe: the controller owns it."""
 
-    def __init__(self, path: Path, clock: RunClock | None = None) -> None:
-        self._clock = clock or RunClock.now()
+    def __init__(self, path: Path, clock: RunClock) -> None:
         self._pids: dict[str, int] = {}
         self._lanes: dict[str, list[int]] = {}
         """Process -> when the last event of each of its lanes ends, in microseconds."""
@@ -45,24 +31,25 @@ class Timeline:
         self._file.truncate()
         self._empty = kept == 0
         if started is None:
-            started = self._clock.wall
-            first = {"ph": "i", "s": "g", "name": STARTED, "cat": "run", "ts": 0, "pid": CONTROLLER_PID, "tid": 0}
+            started = clock.wall
+            first = {"ph": "i", "s": "g", "name": STARTED, "cat": "run", "ts": 0, "pid": 0, "tid": 0}
             self._write([first | {"args": {"time": started}}])
-        self._origin = self._clock.to_monotonic(started)
+        self._origin = clock.to_monotonic(started)
+        """The monotonic time of the run's start."""
 
     def add(self, process: str, spans: Sequence[TimeSpan]) -> None:
         """Append spans of a process, in the order in which they ended. All of them are written at once."""
         events: list[dict[str, Any]] = []
         if process not in self._pids:
             pid = self._pids[process] = len(self._pids) + 1
-            events.append(_metadata("process_name", pid, 0, process))
-            events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+            events.append(_metadata("process_name", pid, 0, name=process))
+            events.append(_metadata("process_sort_index", pid, 0, sort_index=pid))
         pid = self._pids[process]
         for span in spans:
-            start, end = self._microseconds(span.start), self._microseconds(span.end)
+            start, end = (round((moment - self._origin) * 1e6) for moment in (span.start, span.end))
             lane, is_new = self._lane(process, start, end)
             if is_new:
-                events.append(_metadata("thread_name", pid, lane, "work" if lane == 1 else f"work {lane}"))
+                events.append(_metadata("thread_name", pid, lane, name="work" if lane == 1 else f"work {lane}"))
             event = {"ph": "X", "name": span.name, "cat": "work" if span.busy else "wait", "ts": start}
             events.append(event | {"dur": max(0, end - start), "pid": pid, "tid": lane})
         self._write(events)
@@ -72,15 +59,6 @@ class Timeline:
         if not self._file.closed:
             self._file.write(b"\n]\n")
             self._file.close()
-
-    def __enter__(self) -> Timeline:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    def _microseconds(self, monotonic: float) -> int:
-        return round((monotonic - self._origin) * 1e6)
 
     def _lane(self, process: str, start: int, end: int) -> tuple[int, bool]:
         """Find a lane in which the span overlaps nothing, because viewers cannot show overlaps within one thread."""
@@ -107,7 +85,7 @@ class Timeline:
         names: dict[int, str] = {}
         for end, event in _events(path):
             kept = end
-            if event.get("name") == STARTED and event["ph"] == "i":
+            if event["ph"] == "i" and event.get("name") == STARTED:
                 started = float(event["args"]["time"])
             elif event["ph"] == "M" and event["name"] == "process_name":
                 names[event["pid"]] = event["args"]["name"]
@@ -119,27 +97,23 @@ class Timeline:
 
 def timeline_started(path: Path) -> float | None:
     """Return when the run of this timeline started, in seconds since 1970."""
-    for _, event in _events(path):
-        if event.get("name") == STARTED and event["ph"] == "i":
-            return float(event["args"]["time"])
-    return None
+    found = (event["args"]["time"] for _, event in _events(path) if event["ph"] == "i" and event.get("name") == STARTED)
+    return next(map(float, found), None)
 
 
-def read_timeline(path: Path) -> Iterator[TimelineSpan]:
-    """Yield the spans of a timeline one at a time, whether the file was closed or cut."""
+def read_timeline(path: Path) -> Iterator[tuple[str, TimeSpan]]:
+    """Yield the spans of a timeline one at a time, each with its process, whether the file was closed or cut.
+
+    Times are seconds since the run's start.
+    """
     names: dict[int, str] = {}
     for _, event in _events(path):
         if event["ph"] == "M" and event["name"] == "process_name":
             names[event["pid"]] = event["args"]["name"]
         elif event["ph"] == "X":
+            process = names.get(event["pid"], f"process {event['pid']}")
             start = event["ts"] / 1e6
-            yield TimelineSpan(
-                process=names.get(event["pid"], f"process {event['pid']}"),
-                name=event["name"],
-                start=start,
-                end=start + event["dur"] / 1e6,
-                busy=event["cat"] != "wait",
-            )
+            yield process, TimeSpan(event["name"], start, start + event["dur"] / 1e6, event["cat"] != "wait")
 
 
 def _events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -157,5 +131,5 @@ def _events(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             offset += len(line)
 
 
-def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": {"name": value}}
+def _metadata(kind: str, pid: int, tid: int, **facts: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": facts}

@@ -1,18 +1,7 @@
 """Trackers get every record of `metrics.jsonl` as soon as it is written. Their failures and waits never reach the run.
 
 A tracker belongs to the user. One thread that nothing else uses calls it, so it may wait for a network. A tracker that
-raises, or that falls too far behind, is switched off with one note, and the run continues. `[observe] trackers =
-["mine.py:Printer"]` names the smallest one:
-
-    class Printer:
-        def start(self, run, config):
-            print("run", run)
-
-        def log(self, record):
-            print(record)
-
-        def close(self):
-            print("done")
+raises, or that falls too far behind, is switched off with one note, and the run continues.
 """
 
 from __future__ import annotations
@@ -87,11 +76,10 @@ class _Feed:
         self.reference = reference
         self.failure = ""
         """Why the tracker gets no more records; empty while it gets them."""
-        self._make = make
-        self._run = run
-        self._config = config
         self._records: queue.Queue[Record | None] = queue.Queue(ROOM)
-        self._thread = threading.Thread(target=self._serve, name=f"tracker {reference}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, args=(make, run, config), name=f"tracker {reference}", daemon=True
+        )
         self._thread.start()
 
     def log(self, record: Record | None) -> None:
@@ -106,17 +94,17 @@ class _Feed:
         if self._thread.is_alive():
             self.failure = self.failure or f"did not close in {CLOSE_SECONDS:g} s"
 
-    def _serve(self) -> None:
+    def _serve(self, make: Callable[[], Tracker], run: str, config: Mapping[str, Any]) -> None:
         try:
-            self._follow()
+            self._follow(make, run, config)
         except UserError as error:
             self.failure = str(error)
 
-    def _follow(self) -> None:
+    def _follow(self, make: Callable[[], Tracker], run: str, config: Mapping[str, Any]) -> None:
         """Give the tracker its records until the run ends. Whatever the user's code raises becomes a `UserError`."""
         try:
-            tracker = self._make()
-            tracker.start(self._run, self._config)
+            tracker = make()
+            tracker.start(run, config)
             try:
                 while (record := self._next()) is not None:
                     tracker.log(record)

@@ -24,9 +24,9 @@ from headrace.delivery.setup import prepare
 from headrace.engines.pool import EnginePool
 from headrace.engines.remote import RemoteEngine
 from headrace.gateway.agents import AgentTask
-from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import Progress
+from headrace.observe.spans import RunClock
 from headrace.observe.timeline import Timeline
 from headrace.observe.trackers import Trackers
 from headrace.pipeline.controller import Controller
@@ -123,7 +123,7 @@ def assemble_with_workers(
         processes=workers.fleet,
         remote=workers.engines,
         scoring=task.scoring,
-        agents=gateway if isinstance(task.task, AgentTask) else None,
+        agents=gateway.episode if gateway is not None and isinstance(task.task, AgentTask) else None,
     )
     journal.meta("name", config.run.name)
     journal.meta("started", clock.wall)

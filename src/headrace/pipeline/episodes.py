@@ -97,7 +97,7 @@ class Episodes:
 
     def _make(self, plan: EpisodePlan) -> AnyEpisode:
         if self._parts.agents is not None:
-            return self._parts.agents.episode(plan, self._parts.scoring)
+            return self._parts.agents(plan, self._parts.scoring)
         environment = self._parts.task.episode(plan.prompt)
         if isinstance(environment, Budgeted):
             own = min(environment.max_tokens, plan.sampling.max_tokens)

@@ -21,13 +21,12 @@ from headrace.buffer.ledger import Ledgers
 from headrace.buffer.window import Window
 from headrace.channel.heartbeats import Heartbeat
 from headrace.delivery.base import Manifest, Proof
-from headrace.observe.clock import RunClock
 from headrace.observe.drift import LengthDrift
 from headrace.observe.metrics import MetricsLog, describe_end
-from headrace.observe.progress import Progress
+from headrace.observe.progress import ProcessActivity, Progress, RunSnapshot
 from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
-from headrace.observe.snapshot import ProcessActivity, RunSnapshot
-from headrace.observe.spans import Activity
+from headrace.observe.spans import Activity, RunClock
+from headrace.observe.summary import lag_mean_and_max
 from headrace.observe.timeline import Timeline
 from headrace.rollouts.evaluation import EvaluationResult
 from headrace.training.base import StepReport
@@ -121,7 +120,7 @@ class Recorder:
             if rollout.ending == "failed":
                 self.ledgers.rollouts.end(rollout.id, "failed", rollout.reason)
             self._journal.rollout_ended(rollout)
-        self._drift.generated(rollout.sampled_tokens for rollout in group.usable)
+        self._drift.generated.extend(rollout.sampled_tokens for rollout in group.usable)
         self._scheduled("complete", group_id=group.id)
 
     def rollouts_left(self, left: Mapping[str, str]) -> None:
@@ -157,14 +156,14 @@ class Recorder:
 
     def step_ended(self, batch: Batch, groups: Sequence[Group], report: StepReport) -> None:
         """Record that the trainer has made an optimizer step."""
-        ages = batch.lags() if batch.objective == "policy" else np.zeros(0)
-        lags = Counter(ages.tolist())
+        lags = Counter(batch.lags().tolist()) if batch.objective == "policy" else Counter()
+        lag_mean, lag_max = lag_mean_and_max(lags)
         rewards = [rollout.reward for group in groups for rollout in group.usable if rollout.reward is not None]
         reward = float(np.mean(rewards)) if rewards else None
         for group in groups:
             self._scheduled("consume", group_id=group.id, step=batch.step, version=batch.version)
             self.group_ended(group, "trained", step=batch.step, version=batch.version)
-            self._drift.trained(rollout.sampled_tokens for rollout in group.usable)
+            self._drift.trained.extend(rollout.sampled_tokens for rollout in group.usable)
         step = StepRecord(
             step=batch.step,
             version=batch.version,
@@ -190,8 +189,8 @@ class Recorder:
             grad_norm=report.grad_norm,
             learning_rate=report.learning_rate,
             trained_tokens=batch.trained_tokens,
-            lag_mean=float(ages.mean()) if len(ages) else None,
-            lag_max=max(lags, default=None),
+            lag_mean=lag_mean,
+            lag_max=lag_max,
             seconds=report.seconds,
             skipped=report.skipped,
             skipped_steps=report.skipped_steps,

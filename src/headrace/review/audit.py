@@ -22,18 +22,10 @@ from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.config import Config
 from headrace.errors import HeadraceError
 from headrace.observe.records import DeliveryRecord, RolloutRecord, VersionRecord
-from headrace.observe.summary import aligned
+from headrace.observe.summary import aligned, lag_mean_and_max
 from headrace.run_dir import RunDir
 from headrace.training.checkpoints.base import by_version
-from headrace.types import (
-    NO_VERSION,
-    Float32Array,
-    Int32Array,
-    Kept,
-    Rollout,
-    Trace,
-    without_republished,
-)
+from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept, Rollout, Trace, without_republished
 
 NO_CHECKPOINT = "their version has no checkpoint"
 KEPT_CACHE = 'sampled after a swap with [engine] kv = "keep"'
@@ -63,13 +55,6 @@ class VersionAudit(msgspec.Struct, kw_only=True):
     canary_error: float | None = None
     """The largest canary error among the proofs."""
 
-    def add(self, errors: list[float]) -> None:
-        """Add the errors of further compared tokens."""
-        total = (self.mean_error or 0.0) * self.tokens + sum(errors)
-        self.tokens += len(errors)
-        self.mean_error = total / self.tokens
-        self.max_error = max(self.max_error or 0.0, *errors)
-
 
 class Audit(msgspec.Struct, kw_only=True):
     """The findings of a whole audit."""
@@ -79,7 +64,7 @@ class Audit(msgspec.Struct, kw_only=True):
     checkable: int
     """The number of those rollouts that hold tokens of a version whose weights are known."""
     drawn: int
-    tolerance: float = 0.0
+    tolerance: float
     versions: list[VersionAudit] = []
     not_checkable: dict[str, int] = {}
     """Reason -> the number of sampled tokens in the chosen rollouts that could not be checked for it."""
@@ -122,21 +107,6 @@ Load = Callable[[Path, str], Weights]
 """A function that loads weights from a model directory, in a dtype."""
 
 
-class _Source(msgspec.Struct, frozen=True):
-    """The place of a version's weights."""
-
-    path: Path
-    checkpoint: bool
-    """Whether the path is a checkpoint. Otherwise it is the model directory, which may have changed since."""
-
-
-class _Published(msgspec.Struct, frozen=True):
-    """A version in the journal, with the engines' proofs of it."""
-
-    version: VersionRecord
-    deliveries: list[DeliveryRecord]
-
-
 class _Stretch(msgspec.Struct, frozen=True):
     """The tokens of one trace that one version sampled."""
 
@@ -152,56 +122,49 @@ def audit(run_dir: Path, load: Load, *, samples: int = 64, seed: int = 0, tolera
     paths, config = RunDir.open(run_dir)
     stretches: dict[int, list[_Stretch]] = {}
     with open_readonly(paths.journal) as journal:
-        published = _published(journal)
+        published = {version.id: version for version in journal.versions()}
+        proofs: dict[int, list[DeliveryRecord]] = {}
+        for delivery in sorted(journal.deliveries(), key=lambda delivery: (delivery.engine, delivery.time)):
+            proofs.setdefault(delivery.version, []).append(delivery)
         sources = _sources(paths, config, published)
-        drawn, report = _draw(journal, sources, samples, seed)
-        report.tolerance = tolerance
+        everything, checkable = journal.kept_ids(), journal.kept_ids(sources)
+        # If there is no rollout with tokens of a version whose weights are known, all rollouts may be chosen.
+        population = checkable or everything
+        chosen = sorted(random.Random(seed).sample(range(len(population)), min(samples, len(population))))
+        drawn = [record for index in chosen for record in journal.rollout_records("id = ?", population[index])]
+        report = Audit(recorded=len(everything), checkable=len(checkable), drawn=len(drawn), tolerance=tolerance)
         again = journal.republished()
         for record in drawn:
             for version, stretch in _stretches(journal, record, report, again):
                 stretches.setdefault(version, []).append(stretch)
     kept = config.engine.kv == "keep" and config.engine.interrupt == "never"
     for version, found in sorted(stretches.items()):
-        entry = _proofs(version, published, report)
+        entry = _proofs(version, published.get(version), proofs.get(version, []), report)
         report.versions.append(entry)
-        _lag(entry, found)
-        checkable = [part for part in found if _first_version(part.trace) == version] if kept else found
-        skipped = sum(len(part.where) for part in found) - sum(len(part.where) for part in checkable)
-        report.skip(KEPT_CACHE, skipped)
-        _check(entry, checkable, sources.get(version), config, load, report)
+        lags = Counter[int]()
+        for part in found:
+            if part.lag is not None:
+                lags[part.lag] += int(part.trace.trained[part.where].sum())
+        entry.lag_mean, entry.lag_max = lag_mean_and_max(lags)
+        if kept:
+            later = [part for part in found if _first_version(part.trace) != version]
+            report.skip(KEPT_CACHE, sum(len(part.where) for part in later))
+            found = [part for part in found if _first_version(part.trace) == version]
+        _check(entry, found, sources.get(version), config, load, report)
     return report
 
 
 # ---- what there is to check
 
 
-def _published(journal: JournalReader) -> dict[int, _Published]:
-    """Return every version of the journal, with its proofs sorted by engine and time."""
-    found = {version.id: _Published(version, []) for version in journal.versions()}
-    for delivery in sorted(journal.deliveries(), key=lambda delivery: (delivery.engine, delivery.time)):
-        if delivery.version in found:
-            found[delivery.version].deliveries.append(delivery)
-    return found
-
-
-def _sources(paths: RunDir, config: Config, published: dict[int, _Published]) -> dict[int, _Source]:
-    found = {version: _Source(path, True) for version, path in by_version(paths.checkpoints).items()}
+def _sources(paths: RunDir, config: Config, published: dict[int, VersionRecord]) -> dict[int, Path]:
+    """Return where the weights of each version are: a checkpoint, or the model directory before the first step."""
+    found = by_version(paths.checkpoints)
     whole = config.model.weights == "load" and config.lora is None
     if whole and not config.warm_start.steps and Path(config.model.path).is_dir():
-        untrained = [version for version, row in published.items() if not row.version.step and version not in found]
-        found |= dict.fromkeys(untrained, _Source(Path(config.model.path), False))
+        untrained = [version.id for version in published.values() if not version.step and version.id not in found]
+        found |= dict.fromkeys(untrained, Path(config.model.path))
     return found
-
-
-def _draw(
-    journal: JournalReader, sources: dict[int, _Source], samples: int, seed: int
-) -> tuple[list[RolloutRecord], Audit]:
-    """Choose among the rollouts with tokens of a version whose weights are known, or among all if there are none."""
-    everything, checkable = journal.kept_ids(), journal.kept_ids(sources)
-    population = checkable or everything
-    chosen = sorted(random.Random(seed).sample(range(len(population)), min(samples, len(population))))
-    drawn = [record for index in chosen for record in journal.rollout_records("id = ?", population[index])]
-    return drawn, Audit(recorded=len(everything), checkable=len(checkable), drawn=len(drawn))
 
 
 def _stretches(
@@ -240,39 +203,30 @@ def _first_version(trace: Trace) -> int:
 # ---- the checks
 
 
-def _proofs(version: int, published: dict[int, _Published], report: Audit) -> VersionAudit:
+def _proofs(
+    version: int, published: VersionRecord | None, deliveries: list[DeliveryRecord], report: Audit
+) -> VersionAudit:
     """Return what the engines proved about a version that sampled tokens."""
-    if version not in published:
+    if published is None:
         report.problems.append(f"version {version} has sampled tokens but was never published")
         return VersionAudit(version=version)
-    digest, deliveries = published[version].version.digest, published[version].deliveries
     proved = [proof for proof in deliveries if proof.proved]
     if not proved:
         report.problems.append(f"version {version} has sampled tokens but no engine has proved it")
     for proof in proved:
-        if {proof.staged_digest, proof.live_digest} != {digest}:
+        if {proof.staged_digest, proof.live_digest} != {published.digest}:
             report.problems.append(f"{proof.engine} accepted version {version} with another digest than published")
     return VersionAudit(
         version=version,
-        published_digest=digest,
+        published_digest=published.digest,
         accepted=len(proved),
         rejected=len(deliveries) - len(proved),
         canary_error=max((proof.canary_error for proof in proved), default=None),
     )
 
 
-def _lag(entry: VersionAudit, found: list[_Stretch]) -> None:
-    lags: Counter[int] = Counter()
-    for part in found:
-        if part.lag is not None:
-            lags[part.lag] += int(part.trace.trained[part.where].sum())
-    if lags.total():
-        entry.lag_mean = sum(lag * count for lag, count in lags.items()) / lags.total()
-        entry.lag_max = max(lag for lag, count in lags.items() if count)
-
-
 def _check(
-    entry: VersionAudit, found: list[_Stretch], source: _Source | None, config: Config, load: Load, report: Audit
+    entry: VersionAudit, found: list[_Stretch], source: Path | None, config: Config, load: Load, report: Audit
 ) -> None:
     tokens = sum(len(part.where) for part in found)
     if source is None:
@@ -280,38 +234,43 @@ def _check(
         return
     if not tokens:
         return
-    weights = load(source.path, config.model.dtype)
+    weights = load(source, config.model.dtype)
+    # The model directory may have changed since the run; a checkpoint may not.
+    checkpoint = source != Path(config.model.path)
     digest = f"{weights.digest:016x}"
     if digest != entry.published_digest:
-        if not source.checkpoint:
+        if not checkpoint:
             report.skip(CHANGED_MODEL, tokens)
             return
         if entry.published_digest:
             report.problems.append(
-                f"{source.path}: its weights have digest {digest}, but version {entry.version} was published as "
+                f"{source}: its weights have digest {digest}, but version {entry.version} was published as "
                 f"{entry.published_digest}"
             )
-    entry.weights = source.path.name if source.checkpoint else str(source.path)
+    entry.weights = source.name if checkpoint else str(source)
+    every: list[npt.NDArray[np.float64]] = []
     for part in found:
         trace = part.trace
-        _compare(entry, part, weights.logprobs(trace.token_ids, config.rollouts.temperature, trace.kept), report)
+        reference = weights.logprobs(trace.token_ids, config.rollouts.temperature, trace.kept)
+        every.append(_compare(entry, part, reference, report))
+    errors = np.concatenate(every)
+    entry.tokens, entry.mean_error, entry.max_error = len(errors), float(errors.mean()), float(errors.max())
 
 
-def _compare(entry: VersionAudit, part: _Stretch, reference: Float32Array, report: Audit) -> None:
-    """Compare one stretch with the reference. A rollout is reported once, with its worst token."""
+def _compare(entry: VersionAudit, part: _Stretch, reference: Float32Array, report: Audit) -> npt.NDArray[np.float64]:
+    """Return the errors of one stretch. A rollout is reported once, with its worst token."""
     errors = np.abs(part.trace.logprobs[part.where].astype(np.float64) - reference[part.where - 1])
     errors[~np.isfinite(errors)] = np.inf
     worst = int(errors.argmax())
-    entry.add(errors.tolist())
-    if errors[worst] <= report.tolerance:
-        return
-    place = int(part.where[worst])
-    report.problems.append(
-        f"rollout {part.rollout}: token {place} of trace {part.number}, sampled by version {entry.version}, is "
-        f"recorded with {part.trace.logprobs[place]:.6f}, but its checkpoint gives {reference[place - 1]:.6f} "
-        f"(error {errors[worst]:.2g}; {int((errors > report.tolerance).sum())} of {len(errors)} tokens over "
-        f"{report.tolerance:g})"
-    )
+    if errors[worst] > report.tolerance:
+        place = int(part.where[worst])
+        report.problems.append(
+            f"rollout {part.rollout}: token {place} of trace {part.number}, sampled by version {entry.version}, is "
+            f"recorded with {part.trace.logprobs[place]:.6f}, but its checkpoint gives {reference[place - 1]:.6f} "
+            f"(error {errors[worst]:.2g}; {int((errors > report.tolerance).sum())} of {len(errors)} tokens over "
+            f"{report.tolerance:g})"
+        )
+    return errors
 
 
 # ---- the findings as text
@@ -328,14 +287,14 @@ def describe_audit(found: Audit) -> str:
     if found.checkable < found.recorded:
         lines.append(f"to check more, {HINT}")
     if found.problems:
-        more = len(found.problems) - _SHOWN_PROBLEMS
-        return "\n".join(
-            [*lines, "FAILED:", *(f"  {problem}" for problem in found.problems[:_SHOWN_PROBLEMS])]
-            + ([f"  and {more} more"] if more > 0 else [])
-        )
-    if not found.compared:
-        return "\n".join([*lines, "nothing was compared"])
-    return "\n".join([*lines, f"passed: {found.compared:,} tokens, no error over {found.tolerance:g}"])
+        lines += ["FAILED:", *(f"  {problem}" for problem in found.problems[:_SHOWN_PROBLEMS])]
+        if len(found.problems) > _SHOWN_PROBLEMS:
+            lines.append(f"  and {len(found.problems) - _SHOWN_PROBLEMS} more")
+    elif found.compared:
+        lines.append(f"passed: {found.compared:,} tokens, no error over {found.tolerance:g}")
+    else:
+        lines.append("nothing was compared")
+    return "\n".join(lines)
 
 
 def _table(versions: list[VersionAudit]) -> list[str]:

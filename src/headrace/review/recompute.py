@@ -66,8 +66,7 @@ def _truncated(logits: torch.Tensor, kept: Kept) -> torch.Tensor:
     ends = kept.counts.cumsum()
     for token, (count, end) in enumerate(zip(kept.counts.tolist(), ends.tolist(), strict=True)):
         if token and count:
-            ids = torch.tensor(kept.token_ids[end - count : end].tolist())
-            logits[token - 1] = torch.full_like(logits[token - 1], -torch.inf).index_copy(
-                0, ids, logits[token - 1, ids]
-            )
+            outside = torch.ones_like(logits[token - 1], dtype=torch.bool)
+            outside[kept.token_ids[end - count : end].tolist()] = False
+            logits[token - 1].masked_fill_(outside, -torch.inf)
     return logits

@@ -33,8 +33,7 @@ _LONGEST_TEXT = 100
 _BATCH = 1000
 
 
-def documented(record: RolloutRecord) -> Row:
-    """Return the documented columns of a rollout."""
+def _documented(record: RolloutRecord) -> Row:
     return {column: getattr(record, column) for column in COLUMNS}
 
 
@@ -44,7 +43,7 @@ def load_chat(run_dir: Path) -> ChatFormat:
     return ChatFormat.load(latest(paths.checkpoints) or config.model.path)
 
 
-def completion(trace: Trace, chat: ChatFormat) -> str:
+def _completion(trace: Trace, chat: ChatFormat) -> str:
     """Return the text of a trace from its first sampled token on, including special tokens and answers of tools."""
     sampled = (trace.versions != NO_VERSION).nonzero()[0]
     return chat.decode(trace.token_ids[sampled[0] :], skip_special=False) if len(sampled) else ""
@@ -53,34 +52,26 @@ def completion(trace: Trace, chat: ChatFormat) -> str:
 def shown(journal: JournalReader, records: Iterable[RolloutRecord], chat: ChatFormat | None) -> Iterator[Row]:
     """Yield rows for people and programs: the documented columns and, with a tokenizer, `text` (one for each trace)."""
     for record in records:
-        entry = documented(record)
+        entry = _documented(record)
         if chat is not None:
             rollout = journal.tokens(record)
-            entry["text"] = None if rollout is None else [completion(trace, chat) for trace in rollout.traces]
+            entry["text"] = None if rollout is None else [_completion(trace, chat) for trace in rollout.traces]
         yield entry
 
 
 def table(entries: Iterable[Row]) -> list[str]:
     """Return aligned lines under a heading."""
     entries = list(entries)
-    heading = ["id", "step", "state", "ending", "reward", "tokens", "versions"]
     with_text = bool(entries) and "text" in entries[0]
-    lines = [heading + (["text"] if with_text else [])]
+    lines = [["id", "step", "state", "ending", "reward", "tokens", "versions", *(["text"] if with_text else [])]]
     for entry in entries:
         reason = f" ({entry['reason']})" if entry["reason"] else ""
-        cells = [entry["id"], entry["step"], entry["state"] + reason, entry["ending"]]
-        cells += [_number(entry["reward"]), entry["sampled_tokens"], _versions(entry)]
+        reward = None if entry["reward"] is None else f"{entry['reward']:.4g}"
+        oldest, newest = entry["oldest_version"], entry["newest_version"]
+        cells = [entry["id"], entry["step"], entry["state"] + reason, entry["ending"], reward, entry["sampled_tokens"]]
+        cells.append(oldest if oldest == newest else f"{oldest}-{newest}")
         lines.append([_cell(cell) for cell in cells] + ([_text(entry["text"])] if with_text else []))
     return aligned(lines)
-
-
-def _number(value: float | None) -> str | None:
-    return None if value is None else f"{value:.4g}"
-
-
-def _versions(entry: Row) -> str | None:
-    oldest, newest = entry["oldest_version"], entry["newest_version"]
-    return None if oldest is None else f"{oldest}" if oldest == newest else f"{oldest}-{newest}"
 
 
 def _cell(value: Any) -> str:
@@ -118,7 +109,7 @@ def export(path: Path, journal: JournalReader, found: Iterable[RolloutRecord], c
     write = writer_for(path)
     part = path.with_name(f".{path.name}.part")
     try:
-        written = write(part, records(journal, found, chat))
+        written = write(part, _records(journal, found, chat))
         part.replace(path)
     except OSError as error:
         raise UserError(f"--export {path}: {error.strerror or error}") from error
@@ -127,25 +118,18 @@ def export(path: Path, journal: JournalReader, found: Iterable[RolloutRecord], c
     return written
 
 
-def records(journal: JournalReader, found: Iterable[RolloutRecord], chat: ChatFormat | None = None) -> Iterator[Row]:
+def _records(journal: JournalReader, found: Iterable[RolloutRecord], chat: ChatFormat | None) -> Iterator[Row]:
     """Yield a record for each trace: the columns of its rollout, its number in the rollout, and its arrays."""
     for record in found:
-        base = documented(record)
+        base = _documented(record)
         rollout = journal.tokens(record)
-        if rollout is None:
-            arrays: Row = dict.fromkeys(("trace", "token_ids", "logprobs", "versions", "trained"))
-            yield {**base, **arrays, **({} if chat is None else {"text": None})}
-            continue
-        for number, trace in enumerate(rollout.traces):
-            yield {
-                **base,
-                "trace": number,
-                "token_ids": trace.token_ids.tolist(),
-                "logprobs": trace.logprobs.tolist(),
-                "versions": trace.versions.tolist(),
-                "trained": trace.trained.tolist(),
-                **({} if chat is None else {"text": completion(trace, chat)}),
-            }
+        for number, trace in enumerate([None] if rollout is None else rollout.traces):
+            entry = {**base, "trace": None if trace is None else number}
+            for name in ("token_ids", "logprobs", "versions", "trained"):
+                entry[name] = None if trace is None else getattr(trace, name).tolist()
+            if chat is not None:
+                entry["text"] = None if trace is None else _completion(trace, chat)
+            yield entry
 
 
 def _write_json_lines(path: Path, entries: Iterator[Row]) -> int:

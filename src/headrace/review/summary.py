@@ -1,21 +1,37 @@
 """The results of a run: the files summary.json and report.html, and both ledgers.
 
 The summary is computed from journal.db alone, so anybody can recompute it. A number that the journal cannot give is
-null, never a guess. The report also shows timeline.json and config.toml.
+null, never a guess. The report also shows timeline.json and config.toml. This module computes and draws what the report
+shows, and `report.html.jinja` lays it out. The page fetches nothing and runs no script. If a run left something out (an
+evaluation, a timeline, its own end), the page says that it is missing and shows the rest.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from datetime import datetime
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import msgspec
 
 from headrace.buffer.reader import JournalReader, open_readonly
-from headrace.observe.records import StepRecord
-from headrace.observe.report import Report, draw
+from headrace.observe import charts
+from headrace.observe.charts import Drawing, Series
+from headrace.observe.records import DeliveryRecord, EndedGroup, SampleRecord, StepRecord
+from headrace.observe.summary import STATES, compact, duration, lag_mean_and_max, number, percent, thousands, whole
+from headrace.observe.timeline import timeline_started
 from headrace.run_dir import RunDir
+
+MOST_SAMPLES = 8
+QUARTERS = 4
+
+Titled = tuple[str, Drawing | None]
+"""A title and its drawing; None if there is nothing to draw."""
 
 
 def summarize(run_dir: Path) -> dict[str, Any]:
@@ -27,43 +43,14 @@ def summarize(run_dir: Path) -> dict[str, Any]:
 def write_summary(run_dir: Path) -> dict[str, Any]:
     """Write the summary of a run to its `summary.json`, whole or not at all, and return it."""
     summary = summarize(run_dir)
-    whole = RunDir(run_dir).summary
-    part = whole.with_suffix(".json.part")
+    path = RunDir(run_dir).summary
+    part = path.with_suffix(".json.part")
     with part.open("wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
         file.flush()
         os.fsync(file.fileno())
-    part.replace(whole)
+    part.replace(path)
     return summary
-
-
-def write_report(run_dir: Path) -> Path:
-    """Write a run's `report.html`, whole or not at all, and return its path."""
-    page = draw(read_report(run_dir))
-    whole = RunDir(run_dir).report
-    part = whole.with_suffix(".html.part")
-    part.write_text(page, encoding="utf-8", errors="replace")
-    part.replace(whole)
-    return whole
-
-
-def read_report(run_dir: Path) -> Report:
-    """Read the data of the page of a run that is over, cut short or still running."""
-    paths = RunDir(run_dir)
-    with open_readonly(paths.journal) as journal:
-        return Report(
-            directory=run_dir.name,
-            meta=journal.meta(),
-            summary=summarize_journal(journal),
-            steps=journal.steps(),
-            lag_tokens=journal.lag_tokens(),
-            groups=journal.ended_groups(),
-            training=journal.training_window(),
-            deliveries=journal.deliveries(),
-            samples=journal.samples(),
-            timeline=paths.timeline,
-            config=paths.config.read_text(encoding="utf-8", errors="replace") if paths.config.is_file() else None,
-        )
 
 
 def read_ledgers(run_dir: Path) -> dict[str, Any]:
@@ -91,6 +78,9 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
     evaluations = journal.evaluations()
     counts = journal.counts()
     groups, rollouts = counts["groups"], counts["rollouts"]
+    lag_mean, lag_max = lag_mean_and_max(journal.lag_tokens())
+    deliveries = journal.deliveries()
+    proved = sum(delivery.proved for delivery in deliveries)
     reasons, reasons_rollouts = groups.pop("reasons"), rollouts.pop("reasons")
     return {
         "name": meta.get("name"),
@@ -104,7 +94,8 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
         "tokens_per_second": _rate(steps, window),
         "trainer_idle_fraction": journal.idle_fraction("trainer-*", window) if window else None,
         "engine_idle_fraction": journal.idle_fraction("engine-*", window) if window else None,
-        **_lag(journal.lag_tokens()),
+        "lag_mean": lag_mean,
+        "lag_max": lag_max,
         "lag_bound": meta.get("lag_bound"),
         "no_mps": meta.get("no_mps"),
         "ledger": groups,
@@ -114,7 +105,8 @@ def summarize_journal(journal: JournalReader) -> dict[str, Any]:
         "steps": len(steps),
         "warm_start_steps": journal.warm_start_steps(),
         "versions": len(journal.versions()),
-        **_deliveries(journal),
+        "deliveries_proved": proved,
+        "deliveries_rejected": len(deliveries) - proved,
         "evaluations": [msgspec.structs.asdict(evaluation) for evaluation in evaluations],
     }
 
@@ -139,16 +131,267 @@ def _rate(steps: list[StepRecord], window: tuple[float, float] | None) -> float 
     return float(tokens / (window[1] - window[0]))
 
 
-def _lag(lag_tokens: dict[int, int]) -> dict[str, float | int | None]:
-    """Return the lag averaged over tokens, not over steps, so that an answer weighs as much as in the loss."""
-    tokens = {lag: count for lag, count in lag_tokens.items() if count > 0}
-    total = sum(tokens.values())
-    if not total:
-        return {"lag_mean": None, "lag_max": None}
-    return {"lag_mean": sum(lag * count for lag, count in tokens.items()) / total, "lag_max": max(tokens)}
+# ---- the report
 
 
-def _deliveries(journal: JournalReader) -> dict[str, int]:
-    deliveries = journal.deliveries()
-    proved = sum(delivery.proved for delivery in deliveries)
-    return {"deliveries_proved": proved, "deliveries_rejected": len(deliveries) - proved}
+def write_report(run_dir: Path) -> Path:
+    """Write a run's `report.html`, whole or not at all, and return its path."""
+    page = templates().get_template("report.html.jinja").render(values(run_dir))
+    path = RunDir(run_dir).report
+    part = path.with_suffix(".html.part")
+    part.write_text(page, encoding="utf-8", errors="replace")
+    part.replace(path)
+    return path
+
+
+@cache
+def templates() -> jinja2.Environment:
+    """Return the templates beside this file. Everything that they show is escaped, unless they say otherwise."""
+    found = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for format_number in (compact, duration, number, percent, whole, thousands):
+        found.filters[format_number.__name__] = format_number
+    return found
+
+
+def values(run_dir: Path) -> dict[str, Any]:
+    """Return everything that the template shows, by the names that it uses.
+
+    The run is over, cut short or still running.
+    """
+    paths = RunDir(run_dir)
+    with open_readonly(paths.journal) as journal:
+        meta, summary = journal.meta(), summarize_journal(journal)
+        steps, lag_tokens, groups = journal.steps(), journal.lag_tokens(), journal.ended_groups()
+        training, deliveries, samples = journal.training_window(), journal.deliveries(), journal.samples()
+    ledger, most, bound = summary["ledger"], summary["lag_max"], summary["lag_bound"]
+    started = meta.get("started", meta.get("train_started"))
+    # Usually one step makes one version, and then both charts share their axis.
+    axis = "version" if len({step.version for step in steps}) == len(steps) else "step"
+    return {
+        "summary": summary,
+        "name": str(summary["name"] or run_dir.name),
+        "started": None if started is None else datetime.fromtimestamp(started).strftime("%Y-%m-%d %H:%M"),
+        "balanced": ledger["admitted"] == sum(ledger[state] for state in STATES),
+        "over_bound": most is not None and bound is not None and most > bound,
+        "reward": _reward(steps, axis),
+        "heldout": _heldout(summary["evaluations"]),
+        "optimizer": [
+            _of_steps(steps, axis, "Loss", "loss", "b", from_zero=False),
+            _of_steps(steps, axis, "Gradient norm", "grad_norm", "c"),
+            _of_steps(steps, axis, "Seconds per step", "seconds", "a"),
+        ],
+        "lag": charts.lag_chart(lag_tokens, None if bound is None else int(bound)),
+        "lag_facts": _lag_facts(lag_tokens, summary),
+        "groups": groups,
+        "composition": [
+            ("By length", "tokens of an answer", _composition(quarters(groups, "tokens"))),
+            ("By difficulty", "mean reward", _composition(quarters(groups, "reward"))),
+            ("By outcome", "outcome", _composition(outcomes(groups))),
+        ],
+        "processes": _processes(paths.timeline, training, steps, ended=meta.get("train_ended") is not None),
+        "ledgers": [
+            [what, *[thousands(summary[key][state]) for state in ("admitted", *STATES)]]
+            for what, key in (("groups", "ledger"), ("rollouts", "ledger_rollouts"))
+        ],
+        "reasons": [
+            [reason or "no reason recorded", f"{what} {state}", thousands(count)]
+            for what, reasons in (("groups", summary["reasons"]), ("rollouts", summary["reasons_rollouts"]))
+            for state in ("dropped", "failed")
+            for reason, count in reasons[state].items()
+        ],
+        "deliveries": [
+            _of_deliveries(deliveries, title, column, unit)
+            for title, column, unit in (
+                ("Canary error", "canary_error", "nats"),
+                ("Time to stage", "stage_seconds", "s"),
+                ("Time to swap", "swap_seconds", "s"),
+            )
+            if deliveries
+        ],
+        "refused": [
+            [f"version {row.version} on {row.engine}: {row.reason}", "quarantined" if row.quarantined else "rejected"]
+            for row in deliveries
+            if not row.proved
+        ],
+        "samples": _samples(samples),
+        "config": paths.config.read_text(encoding="utf-8", errors="replace") if paths.config.is_file() else None,
+    }
+
+
+# ---- learning
+
+
+def _reward(steps: Sequence[StepRecord], axis: str) -> Drawing | None:
+    points = charts.finite([(getattr(step, axis), step.reward_mean) for step in steps])
+    if not points:
+        return None
+    window = max(1, min(50, len(points) // 20))
+    each = Series(label=f"reward, {axis}", points=points, tone="faint" if window > 1 else "a")
+    mean = Series(label=f"mean of {window}", points=charts.moving_mean(points, window), hover=False)
+    # The mean is drawn first, because marks that react to the pointer must be on top.
+    lines = [mean, each] if window > 1 else [each]
+    chart = charts.line_chart(lines, name="Reward by step", x_label=axis, y_label="mean reward")
+    keys = [("faint", "each step"), ("a", f"mean of {window} steps")] if window > 1 else [("a", "each step")]
+    return Drawing(chart, keys)
+
+
+def _heldout(evaluations: list[dict[str, Any]]) -> Drawing | None:
+    if not evaluations:
+        return None
+    prompts = " or ".join(thousands(count) for count in sorted({e["prompts"] for e in evaluations}))
+    k = max(e["samples"] for e in evaluations)
+    shown = [("pass@1", "pass_1", "b", f"pass@1 on {prompts} prompts")]
+    if k > 1:
+        shown.append((f"pass@{k}", "pass_k", "c", f"pass@{k}"))
+    lines = []
+    for label, column, tone, _ in shown:
+        points = sorted(charts.finite([(e["version"], e[column]) for e in evaluations]))
+        lines.append(Series(label=f"{label}, version", points=points, tone=tone, dots=True))
+    chart = charts.line_chart(
+        lines, name="Held-out accuracy", x_label="version", y_label="accuracy", y_range=(0.0, 1.02)
+    )
+    return Drawing(chart, [(tone, key) for _, _, tone, key in shown])
+
+
+def _of_steps(
+    steps: Sequence[StepRecord], axis: str, title: str, column: str, tone: str, *, from_zero: bool = True
+) -> Titled:
+    """Draw one number of the optimizer steps."""
+    points = charts.finite([(getattr(step, axis), getattr(step, column)) for step in steps])
+    if not points:
+        return title, None
+    line = Series(label=f"{title.lower()}, {axis}", points=points, tone=tone)
+    chart = charts.line_chart([line], name=title, x_label=axis, width=400, height=210, from_zero=from_zero)
+    return title, Drawing(chart)
+
+
+# ---- lag
+
+
+def _lag_facts(tokens: dict[int, int], summary: dict[str, Any]) -> list[list[str]]:
+    bound = summary["lag_bound"]
+    over = sum(count for lag, count in tokens.items() if bound is not None and lag > bound)
+    return [
+        ["tokens trained", thousands(sum(tokens.values()))],
+        ["tokens at lag 0", thousands(tokens.get(0, 0))],
+        ["tokens over the bound", "no bound recorded" if bound is None else thousands(over)],
+        ["mean lag", number(summary["lag_mean"], 3)],
+        ["largest lag", whole(summary["lag_max"])],
+    ]
+
+
+# ---- composition: which groups were trained and which were not. Survivor bias would show here.
+
+
+def quarters(groups: Sequence[EndedGroup], key: str) -> list[tuple[str, list[EndedGroup]]]:
+    """Split the groups into up to four parts of about equal size, by the number `key`. Equal numbers stay together."""
+
+    def of(group: EndedGroup) -> float:
+        return float(getattr(group, key))
+
+    known = sorted((group for group in groups if getattr(group, key) is not None), key=of)
+    cuts = [of(known[len(known) * part // QUARTERS]) for part in range(1, QUARTERS)] if known else []
+    edges = [float("-inf"), *sorted(set(cuts)), float("inf")]
+    parts = [[group for group in known if low <= of(group) < high] for low, high in pairwise(edges)]
+    spans = [(of(part[0]), of(part[-1]), part) for part in parts if part]
+    return [(f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}", part) for low, high, part in spans]
+
+
+def outcomes(groups: Sequence[EndedGroup]) -> list[tuple[str, list[EndedGroup]]]:
+    """Return the groups by how they ended, the most frequent ending first."""
+    ends: dict[str, list[EndedGroup]] = {}
+    for group in groups:
+        ends.setdefault(group.state if group.state == "trained" else group.reason, []).append(group)
+    return sorted(ends.items(), key=lambda item: (-len(item[1]), item[0]))
+
+
+def _composition(parts: list[tuple[str, list[EndedGroup]]]) -> list[list[str]]:
+    """Return a line for each part: its size, the trained fraction, and the means over its groups."""
+    return [
+        [
+            name,
+            thousands(len(part)),
+            percent(sum(group.state == "trained" for group in part) / len(part)),
+            *[number(_mean(part, key), 2) for key in ("tokens", "reward", "age", "seconds")],
+        ]
+        for name, part in parts
+    ]
+
+
+def _mean(part: list[EndedGroup], key: str) -> float | None:
+    found = [float(value) for group in part if (value := getattr(group, key)) is not None]
+    return sum(found) / len(found) if found else None
+
+
+# ---- processes
+
+
+def _processes(
+    timeline: Path, training: tuple[float, float] | None, steps: Sequence[StepRecord], *, ended: bool
+) -> list[Titled]:
+    """Draw the timeline, whole and for a few seconds; empty if the run left none."""
+    if not timeline.exists():
+        return []
+    started = timeline_started(timeline)
+    inside = None
+    if started is not None and training is not None:
+        inside = (training[0] - started, training[1] - started)
+    activity = charts.read_activity(timeline, _window(inside, steps))
+    if activity is None:
+        return []
+    marks = []
+    if inside is not None:
+        marks = [(max(0.0, inside[0]), "training begins")]
+        if ended:
+            marks.append((min(inside[1], activity.seconds), "ends"))
+    begin, end = activity.window
+    return [
+        ("Whole run, busy fraction", charts.overview(activity, marks)),
+        (f"A close look: {end - begin:.1f} s from {duration(begin)} on", charts.close_up(activity)),
+    ]
+
+
+def _window(training: tuple[float, float] | None, steps: Sequence[StepRecord]) -> tuple[float, float] | None:
+    """Choose 2 to 10 seconds from the middle of training, which hold a few optimizer steps."""
+    if training is None or training[1] <= training[0]:
+        return None
+    taken = sorted(step.seconds for step in steps if step.seconds)
+    typical = taken[len(taken) // 2] if taken else 1.0
+    half = min(10.0, max(2.0, 4 * typical), training[1] - training[0]) / 2
+    middle = (training[0] + training[1]) / 2
+    return max(0.0, middle - half), middle + half
+
+
+# ---- deliveries and samples
+
+
+def _of_deliveries(deliveries: Sequence[DeliveryRecord], title: str, column: str, unit: str) -> Titled:
+    """Draw one number of all deliveries over versions, with a line for each engine."""
+    engines = sorted({row.engine for row in deliveries})[:7]
+    series = []
+    for engine, tone in zip(engines, "dfacbeg", strict=False):
+        points = charts.finite([(row.version, getattr(row, column)) for row in deliveries if row.engine == engine])
+        if points:
+            series.append(Series(label=f"{engine}, version", points=sorted(points), tone=tone))
+    if not series:
+        return title, None
+    most = max(y for line in series for _, y in line.points)
+    chart = charts.line_chart(series, name=title, x_label="version", width=400, height=210, from_zero=True)
+    keys = [(line.tone, line.label.split(",")[0]) for line in series] if len(series) > 1 else []
+    largest = f"{1e3 * most:.1f} ms" if unit == "s" and most < 1 else f"{charts.tick_label(most)} {unit}"
+    return f"{title} · at most {largest}", Drawing(chart, keys)
+
+
+def _samples(samples: Sequence[SampleRecord]) -> list[dict[str, list[SampleRecord]]]:
+    """Return the samples of a few prompts, by the moment of their answers: `before` and `after` training."""
+    prompts: dict[str, dict[str, list[SampleRecord]]] = {}
+    for sample in samples:
+        prompts.setdefault(sample.prompt, {"before": [], "after": []})[sample.moment].append(sample)
+    # Prompts that were answered at both moments come first; otherwise the order of recording stays.
+    return sorted(prompts.values(), key=lambda moments: not (moments["before"] and moments["after"]))[:MOST_SAMPLES]

@@ -233,7 +233,7 @@ async def main():
     pool = AgentPool(setup, workers=1, concurrency=1)
     await pool.start()
     data = {"mark": sys.argv[1], "way": "hangs"}
-    job = Job(id="a", base_url="", api_key="", model="", prompt="p", messages=[], data=data)
+    job = Job(base_url="", api_key="", model="", session="a", prompt="p", messages=[], data=data)
     running = asyncio.create_task(pool.run(job))
     print("started", flush=True)
     await running

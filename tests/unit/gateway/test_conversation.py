@@ -14,10 +14,8 @@ A, B = CHAT.token_id("a"), CHAT.token_id("b")
 
 def say(conversation: Conversation, opening: Opening, ids: list[int], version: int = 0) -> ConversationTurn:
     text = CHAT.decode([token for token in ids if token != END])
-    logprobs = np.linspace(-2.0, -0.1, len(ids)).astype(np.float32)
-    return conversation.record(
-        opening, np.array(ids, np.int32), logprobs, np.full(len(ids), version, np.int32), assistant(text)
-    )
+    logprobs = np.linspace(-2.0, -0.1, len(ids)).astype(np.float32).tolist()
+    return conversation.record(opening, ids, logprobs, [version] * len(ids), assistant(text))
 
 
 def test_a_second_turn_extends_the_sampled_tokens_although_text_would_give_others() -> None:

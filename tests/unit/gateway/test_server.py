@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import openai
 import pytest
@@ -15,7 +16,7 @@ from gateway_parts import END, client, fake_engine, merging_chat, opened, post, 
 from headrace.engines.base import Sampling
 from headrace.engines.fake_policy import FakePolicy
 from headrace.errors import UserError
-from headrace.gateway.session import turn_sampling
+from headrace.rollouts.base import derive_seed
 
 CHAT = merging_chat()
 HI = [user("hi")]
@@ -37,7 +38,8 @@ async def test_an_answer_is_what_the_engine_sampled() -> None:
     (turn,) = session.conversation.turns
     prompt = CHAT.open(HI)
     policy, position = FakePolicy(64), len(prompt)
-    sampling = turn_sampling(session, max_tokens=40, request=0, choice=0)
+    seed = derive_seed(session.sampling.seed, "request 0", 0)
+    sampling = msgspec.structs.replace(session.sampling, seed=seed)
     assert len(turn.sampled) == 5 and turn.sampled[-1] == END
     for offset, token in enumerate(turn.sampled[:-1]):
         drawn, logprob, _ = policy.draw(sampling, position + offset, 3)

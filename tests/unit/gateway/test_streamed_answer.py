@@ -51,7 +51,7 @@ def test_pieces_joined_are_the_text_and_no_piece_is_half_a_character(text: str, 
     streamed = StreamedAnswer(BYTES)
     pieces = spoken(streamed, ids, cuts)
     assert "".join(pieces) == text == streamed.text == BYTES.decode(ids)
-    assert streamed.token_ids.tolist() == ids
+    assert streamed.token_ids == ids
 
 
 @settings(max_examples=150, deadline=None)
@@ -70,7 +70,7 @@ def test_an_end_token_is_recorded_and_not_said() -> None:
     streamed = StreamedAnswer(MERGING)
     assert streamed.hear(delta([MERGING.token_id("a")])) == "a"
     assert streamed.hear(delta([MERGING.token_id("b"), END], "stop")) == "b"
-    assert streamed.token_ids.tolist()[-1] == END
+    assert streamed.token_ids[-1] == END
     assert streamed.message() == {"role": "assistant", "content": "ab"}
 
 
@@ -80,8 +80,8 @@ def test_calls_are_taken_out_of_the_text_whole() -> None:
     pieces = spoken(streamed, BYTES.encode(text).tolist(), list(range(0, 90, 3)))
     assert "".join(pieces) == "Let me see."
     (call,) = streamed.calls
-    assert (call.name, call.arguments) == ("add", '{"a":1,"b":[2]}')
-    assert streamed.message()["tool_calls"][0]["function"]["name"] == "add"
+    assert call["function"] == {"name": "add", "arguments": '{"a":1,"b":[2]}'}
+    assert streamed.message()["tool_calls"] == [call]
     assert spoken(StreamedAnswer(BYTES), BYTES.encode(text).tolist(), [])[0] == text
 
 

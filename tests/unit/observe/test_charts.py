@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe.charts import Series, bar_chart, finite, line_chart, moving_mean, nice_ticks, thin
+from headrace.observe.charts import Series, finite, lag_chart, line_chart, moving_mean, nice_ticks, thin
 
 
 @given(st.floats(-1000, 1000), st.floats(1e-5, 1e6), st.integers(2, 10))
@@ -65,11 +65,13 @@ def test_one_point_and_equal_points_are_drawn():
 
 
 def test_the_bound_separates_good_from_bad_bars():
-    shares, tips = {0: 0.5, 1: 0.25, 3: 0.25}, {0: "zero", 1: "one", 3: "three"}
-    chart = ElementTree.fromstring(bar_chart(shares, tips, name="lag", x_label="lag", bound=1))
+    drawing = lag_chart({0: 2000, 1: 1000, 3: 1000}, bound=1)
+    assert drawing is not None and lag_chart({}, bound=1) is None
+    chart = ElementTree.fromstring(drawing.svg)
     bars = {bar.find("title").text: bar for bar in chart.iter("rect")}  # type: ignore[union-attr]
-    assert [bars[tip].attrib["class"] for tip in ("zero", "one", "three")] == ["bar a", "bar a", "bar bad"]
+    zero, one, three = "lag 0: 2,000 tokens (50.0%)", "lag 1: 1,000 tokens (25.0%)", "lag 3: 1,000 tokens (25.0%)"
+    assert [bars[tip].attrib["class"] for tip in (zero, one, three)] == ["bar a", "bar a", "bar bad"]
     heights = {tip: float(bar.attrib["height"]) for tip, bar in bars.items()}
-    assert math.isclose(heights["zero"], 2 * heights["one"], rel_tol=0.01)
+    assert math.isclose(heights[zero], 2 * heights[one], rel_tol=0.01)
     line = next(node for node in chart.iter("line") if node.attrib["class"] == "bound")
-    assert float(bars["one"].attrib["x"]) < float(line.attrib["x1"]) < float(bars["three"].attrib["x"])
+    assert float(bars[one].attrib["x"]) < float(line.attrib["x1"]) < float(bars[three].attrib["x"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headrace.observe.drift import FEWEST, LengthDrift, ks_distance
 from headrace.observe.records import EndedGroup
-from headrace.observe.report import outcomes, quarters
+from headrace.review.summary import outcomes, quarters
 
 SAMPLES = st.lists(st.integers(0, 30), min_size=1, max_size=40)
 
@@ -28,8 +28,8 @@ def test_a_warning_is_said_once_and_again_only_after_it_was_well() -> None:
 
     def step(cut: int) -> str | None:
         lengths = rng.integers(1, 101, FEWEST)
-        drift.generated(lengths.tolist())
-        drift.trained([int(length) for length in lengths if length <= cut])
+        drift.generated.extend(lengths.tolist())
+        drift.trained.extend([int(length) for length in lengths if length <= cut])
         return drift.warning()
 
     assert [step(100) for _ in range(4)] == [None] * 4
@@ -43,8 +43,8 @@ def test_a_warning_is_said_once_and_again_only_after_it_was_well() -> None:
 
 def test_too_few_rollouts_say_nothing() -> None:
     drift = LengthDrift()
-    drift.generated(range(1000))
-    drift.trained(range(FEWEST - 1))
+    drift.generated.extend(range(1000))
+    drift.trained.extend(range(FEWEST - 1))
     assert drift.distance() is None and drift.warning() is None
 
 

@@ -6,8 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from headrace.observe.progress import Glyphs, LiveProgress, NoProgress, PlainProgress, make_progress
-from headrace.observe.snapshot import ProcessActivity, Rates, RunSnapshot, SlidingRate
+from headrace.observe.progress import (
+    Glyphs,
+    LiveProgress,
+    NoProgress,
+    PlainProgress,
+    ProcessActivity,
+    Rates,
+    RunSnapshot,
+    SlidingRate,
+    make_progress,
+)
 
 
 class Clock:
@@ -197,20 +206,16 @@ def test_live_without_a_terminal_says_why_it_is_plain():
 @given(st.floats(0.1, 1e4), st.floats(1.0, 60.0), st.integers(2, 200))
 def test_a_steady_total_gives_its_rate_whatever_the_window(rate: float, window: float, ticks: int):
     sliding = SlidingRate(window)
-    for tick in range(ticks):
-        sliding.add(tick * 0.5, rate * tick * 0.5)
-    assert sliding.per_second == pytest.approx(rate)
+    rates = [sliding.add(tick * 0.5, rate * tick * 0.5) for tick in range(ticks)]
+    assert rates == [None, *[pytest.approx(rate)] * (ticks - 1)]
 
 
 def test_a_rate_forgets_what_is_older_than_its_window():
     sliding = SlidingRate(10.0)
-    for second in range(101):
-        sliding.add(float(second), 1000.0 * min(second, 50))
-    assert sliding.per_second == 0.0
-    sliding.add(101.0, 5.0)
-    assert sliding.per_second is None
-    sliding.add(102.0, 8.0)
-    assert sliding.per_second == 3.0
+    rates = [sliding.add(float(second), 1000.0 * min(second, 50)) for second in range(101)]
+    assert rates[-1] == 0.0
+    assert sliding.add(101.0, 5.0) is None
+    assert sliding.add(102.0, 8.0) == 3.0
 
 
 def test_the_time_left_counts_training_only():

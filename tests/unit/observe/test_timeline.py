@@ -1,12 +1,13 @@
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe.clock import RunClock, compact, duration
-from headrace.observe.spans import TimeSpan
+from headrace.observe.spans import RunClock, TimeSpan
+from headrace.observe.summary import compact, duration
 from headrace.observe.timeline import Timeline, read_timeline, timeline_started
 
 CLOCK = RunClock(wall=1000.0, monotonic=50.0)
@@ -14,7 +15,7 @@ CLOCK = RunClock(wall=1000.0, monotonic=50.0)
 
 def test_events_are_what_trace_viewers_read(tmp_path: Path):
     path = tmp_path / "timeline.json"
-    with Timeline(path, CLOCK) as timeline:
+    with closing(Timeline(path, CLOCK)) as timeline:
         timeline.add("engine-0", [TimeSpan("decode", 50.5, 51.0), TimeSpan("wait for work", 51.0, 51.25, False)])
         timeline.add("trainer-0", [TimeSpan("step", 50.75, 52.0)])
         timeline.add("engine-0", [TimeSpan("decode", 51.25, 51.5)])
@@ -39,11 +40,11 @@ def test_a_cut_file_loads_up_to_the_cut(tmp_path: Path):
     timeline.add("engine-0", [TimeSpan("decode", 50.0, 51.0)])
     timeline.add("engine-0", [TimeSpan("swap", 51.0, 52.0)])
     whole = path.read_bytes()
-    assert [span.name for span in read_timeline(path)] == ["decode", "swap"]
+    assert [span.name for _, span in read_timeline(path)] == ["decode", "swap"]
     # The rule of the trace-event format: only the closing bracket may be missing.
     json.loads(whole + b"]")
     path.write_bytes(whole[:-10])
-    assert [span.name for span in read_timeline(path)] == ["decode"]
+    assert [span.name for _, span in read_timeline(path)] == ["decode"]
 
 
 @pytest.mark.parametrize("ending", ["closed", "open", "torn"])
@@ -64,7 +65,7 @@ def test_a_resumed_run_goes_on_in_the_same_file_and_time(tmp_path: Path, ending:
     events = json.loads(path.read_text())
     assert sum(event["ph"] == "i" for event in events) == 1
     assert len({(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"}) == 2
-    spans = [(span.process, span.name, span.start, span.end) for span in read_timeline(path)]
+    spans = [(process, span.name, span.start, span.end) for process, span in read_timeline(path)]
     assert spans == [
         ("engine-0", "decode", 0.0, 1.0),
         ("trainer-0", "step", 101.0, 102.0),
@@ -85,7 +86,7 @@ times = st.integers(0, 40).map(lambda tenth: 50.0 + tenth / 10)
 @given(st.lists(st.tuples(times, times), max_size=30))
 def test_no_two_spans_of_one_lane_overlap(tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[float, float]]):
     path = tmp_path_factory.mktemp("timeline") / "timeline.json"
-    with Timeline(path, CLOCK) as timeline:
+    with closing(Timeline(path, CLOCK)) as timeline:
         timeline.add("engine-0", [TimeSpan("work", min(pair), max(pair)) for pair in sorted(pairs, key=max)])
     lanes: dict[int, list[tuple[int, int]]] = {}
     for event in json.loads(path.read_text()):

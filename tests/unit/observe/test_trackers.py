@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def module_of(mine: str) -> object:
 
 def test_they_get_what_the_file_gets(tmp_path: Path, mine: str) -> None:
     trackers = Trackers([f"{mine}:Listening"], "run", {"a": 1}, pytest.fail)
-    with MetricsLog(tmp_path / "metrics.jsonl", trackers=trackers) as log:
+    with closing(MetricsLog(tmp_path / "metrics.jsonl", trackers=trackers)) as log:
         log.write("step", step=1, loss=float("nan"))
         log.write("version", version=1)
     started, *records, closed = module_of(mine)["heard"]

@@ -17,9 +17,9 @@ from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.pool import EnginePool
 from headrace.errors import PeerDied
-from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import NoProgress
+from headrace.observe.spans import RunClock
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.launch import first_cause
 from headrace.pipeline.parts import Parts

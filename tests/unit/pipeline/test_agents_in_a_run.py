@@ -27,7 +27,7 @@ def with_gateway(run: FakeRun, seconds: float) -> Gateway:
         run.controller.parts.pool, ChatFormat.load(MODEL), model="m", max_length=200, max_tokens=40, max_turns=4,
         session_seconds=seconds,
     )  # fmt: skip
-    run.controller = Controller(replace(run.controller.parts, agents=gateway))
+    run.controller = Controller(replace(run.controller.parts, agents=gateway.episode))
     return gateway
 
 

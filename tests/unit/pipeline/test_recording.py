@@ -11,9 +11,9 @@ import pytest
 from headrace.algorithms.assemble import assemble_demonstrations
 from headrace.buffer.journal import Journal
 from headrace.buffer.window import Window
-from headrace.observe.clock import RunClock
 from headrace.observe.metrics import MetricsLog, read_metrics
 from headrace.observe.progress import NoProgress
+from headrace.observe.spans import RunClock
 from headrace.pipeline.recording import Outputs, Recorder
 from headrace.training.base import StepReport
 

@@ -1,4 +1,5 @@
 import re
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -6,12 +7,10 @@ import pytest
 from journals import JournalMaker
 
 from headrace.errors import UserError
-from headrace.observe.clock import RunClock
-from headrace.observe.gantt import BINS, close_up, read_activity
-from headrace.observe.report import templates, values
-from headrace.observe.spans import TimeSpan
+from headrace.observe.charts import BINS, close_up, read_activity
+from headrace.observe.spans import RunClock, TimeSpan
 from headrace.observe.timeline import Timeline
-from headrace.review.summary import read_report, write_report
+from headrace.review.summary import templates, values, write_report
 
 VOID = {"meta", "br", "link", "img"}
 
@@ -50,7 +49,7 @@ def read(run_dir: Path) -> tuple[str, Page]:
 
 
 def test_a_whole_run_shows_its_figures(finished_run: JournalMaker):
-    with Timeline(finished_run.run_dir / "timeline.json", RunClock(wall=90.0, monotonic=0.0)) as timeline:
+    with closing(Timeline(finished_run.run_dir / "timeline.json", RunClock(wall=90.0, monotonic=0.0))) as timeline:
         timeline.add("engine-0", [TimeSpan("decode & sample", i * 0.5, i * 0.5 + 0.4) for i in range(70)])
         timeline.add("trainer-0", [TimeSpan("step", 10.0 + i, 10.8 + i) for i in range(20)])
         timeline.add("trainer-0", [TimeSpan("wait for batch", 29.8, 30.0, False)])
@@ -133,7 +132,7 @@ def test_without_a_journal_there_is_one_clear_line(tmp_path: Path):
 
 def test_busy_fractions_by_hand(tmp_path: Path):
     path = tmp_path / "timeline.json"
-    with Timeline(path, RunClock(wall=0.0, monotonic=0.0)) as timeline:
+    with closing(Timeline(path, RunClock(wall=0.0, monotonic=0.0))) as timeline:
         # Two threads overlap from 30 to 60 s of 240: a moment that is busy twice is busy once.
         timeline.add(
             "trainer-0",
@@ -145,12 +144,12 @@ def test_busy_fractions_by_hand(tmp_path: Path):
     assert list(activity.busy) == ["engine-0", "trainer-0"]
     assert activity.busy["trainer-0"] == pytest.approx([1.0] * 90 + [0.5] + [0.0] * (BINS - 91))
     assert activity.busy["engine-0"] == pytest.approx([0.0] * 120 + [1.0] * 120)
-    assert [span.name for span in activity.spans] == ["publish", "wait"]
+    assert [span.name for _, span in activity.spans] == ["publish", "wait"]
 
 
 def test_what_a_role_does_most_has_its_colour(tmp_path: Path):
     path = tmp_path / "timeline.json"
-    with Timeline(path, RunClock(wall=0.0, monotonic=0.0)) as timeline:
+    with closing(Timeline(path, RunClock(wall=0.0, monotonic=0.0))) as timeline:
         timeline.add("trainer-0", [TimeSpan("train", 0.0, 4.0), TimeSpan("publish", 4.0, 4.5)])
         timeline.add("engine-0", [TimeSpan("prefill", 0.0, 0.5), TimeSpan("decode", 0.5, 3.0)])
         timeline.add("scorer-0", [TimeSpan(f"judge {i}", i * 0.1, i * 0.1 + 0.1) for i in range(10)])
@@ -172,7 +171,7 @@ def test_another_page_can_extend_the_report(journal: JournalMaker):
         "{% block tiles %}{% call tile(name, 'now') %}{{ summary.steps | thousands }}{% endcall %}{% endblock %}"
     )
     journal.meta(name="a & b")
-    html = page.render(values(read_report(journal.run_dir)))
+    html = page.render(values(journal.run_dir))
     assert "<script></script>" in html.partition("</head>")[0]
     assert '<span class="what">a &amp; b</span><b>0</b><small>now</small>' in html
     assert "Trained tokens per second" not in html
