@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.cluster.launchers.fork_server import ROOM
-from headrace.cluster.launchers.fork_server_connection import SHARED
+from headrace.cluster.launchers.local import SHARED
 
 
 @contextmanager

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from runs import small_config
 
-from headrace.channel.spoke import Incoming
 from headrace.channel.turns import FILE, EngineTurns, TrainerTurns
-from headrace.channel.worker_link import WorkerLink
+from headrace.channel.worker_link import Incoming, WorkerLink
 from headrace.training.layers import warm_up_batches
 from headrace.training.messages import Published, Train, Trained
 from headrace.training.serving import FIRST_RANK, TrainerRole

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 from headrace.channel.codec import Message, decode, encode
 from headrace.channel.heartbeats import Heartbeat, Hello, Stop
 from headrace.channel.hub import Hub
-from headrace.channel.spoke import Spoke
+from headrace.channel.worker_link import Spoke
 from headrace.errors import ChannelError, DeadlineError, PeerDied
 from headrace.types import Trace
 

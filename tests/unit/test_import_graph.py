@@ -23,7 +23,7 @@ ASSEMBLIES = {
     "headrace.bench": "measures single parts",
     "headrace.cli": "the command line",
     "headrace.cluster.launchers.fork_server": "loads the libraries of workers ahead",
-    "headrace.cluster.roles": "assembles the roles of a worker",
+    "headrace.cluster.worker_main": "assembles the roles of a worker",
     "headrace.pipeline.assembly": "assembles a run",
     "headrace.pipeline.inputs": "makes tasks, scorers and tokenizers",
     "headrace.pipeline.replay": "assembles a trainer alone",

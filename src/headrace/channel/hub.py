@@ -15,9 +15,8 @@ from typing import TypeVar
 import zmq
 import zmq.asyncio
 
-from headrace.channel.codec import Message
+from headrace.channel.codec import Failure, Kind, Message, pack, unpack
 from headrace.channel.heartbeats import BEAT_SECONDS, SILENCE_SECONDS, Alive
-from headrace.channel.wire import Failure, Kind, pack, unpack
 from headrace.errors import ChannelError, DeadlineError, PeerDied
 
 M = TypeVar("M", bound=Message)

@@ -1,17 +1,126 @@
-"""A worker process's link to its controller: its name, its connection, its phase, and the spans of its work."""
+"""A worker's end of the channel: `Spoke` is its connection to the controller, `WorkerLink` what its roles use of it.
+
+The connection is one DEALER socket in a thread of its own, with queues to the threads that compute. That thread sends
+heartbeats, also while the computing threads are busy. It calls `on_lost` if the controller is silent for too long.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.channel.heartbeats import Heartbeat, Ready
-from headrace.channel.spoke import Incoming, Spoke
+import msgspec
+import zmq
+
+from headrace.channel.codec import Failure, Frame, Message, pack, unpack
+from headrace.channel.heartbeats import BEAT_SECONDS, SILENCE_SECONDS, Alive, Heartbeat, Hello, Ready
 from headrace.observe.spans import SpanRecorder
+
+
+class Incoming(msgspec.Struct, frozen=True):
+    """A message from the controller. `request_id` is 0 when no answer is expected."""
+
+    request_id: int
+    message: Message
+
+
+class Spoke:
+    """A worker's connection to the controller. `send`, `reply` and `fail` may be called from any thread.
+
+    `beat` makes the next heartbeat. `on_lost` is called when nothing was heard from the controller for
+    `SILENCE_SECONDS`, and again at every later heartbeat while the silence lasts. Both run in the thread of the
+    channel, so nothing is sent or received until they return.
+    """
+
+    def __init__(self, address: str, name: str, *, beat: Callable[[], Heartbeat], on_lost: Callable[[], None]) -> None:
+        self.name = name
+        self.inbox: queue.Queue[Incoming] = queue.Queue()
+        self._address = address
+        self._beat = beat
+        self._on_lost = on_lost
+        self._outgoing: deque[list[Frame]] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
+
+    def start(self) -> None:
+        """Queue the first message, `Hello`, and start the thread, which connects and sends heartbeats.
+
+        This returns at once, before the connection exists.
+        """
+        self.send(Hello(pid=os.getpid()))
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        """Send a message without waiting for an answer. Messages stay in order."""
+        self._enqueue(pack("event", 0, message))
+
+    def reply(self, incoming: Incoming, message: Message) -> None:
+        """Answer a request."""
+        self._enqueue(pack("reply", incoming.request_id, message))
+
+    def fail(self, incoming: Incoming, text: str) -> None:
+        """Answer a request with an error of one line."""
+        self._enqueue(pack("error", incoming.request_id, Failure(text=text)))
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Make the thread send all queued messages and stop. Wait for that at most `timeout` seconds. Idempotent."""
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self._wake()
+            if self._thread.is_alive():
+                self._thread.join(timeout)
+
+    def _enqueue(self, frames: list[Frame]) -> None:
+        self._outgoing.append(frames)
+        self._wake()
+
+    def _wake(self) -> None:
+        # If the pipe is full, the write fails, but the bytes in the pipe wake the thread all the same.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"x")
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, self.name.encode())
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(self._address)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        next_beat = heard = time.monotonic()
+        while not self._stopping.is_set() or self._outgoing:
+            ready = dict(poller.poll(int(max(0.0, next_beat - time.monotonic()) * 1000)))
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+            while self._outgoing:
+                socket.send_multipart(self._outgoing.popleft(), copy=False)
+            if socket in ready:
+                heard = time.monotonic()
+                self._receive(socket)
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + BEAT_SECONDS
+                socket.send_multipart(pack("event", 0, self._beat()), copy=False)
+                if time.monotonic() - heard > SILENCE_SECONDS:
+                    self._on_lost()
+        socket.close()
+        context.term()
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        while socket.poll(0):
+            header, message = unpack(socket.recv_multipart(copy=False))
+            if not isinstance(message, Alive):
+                self.inbox.put(Incoming(header.id, message))
 
 
 class WorkerLink:

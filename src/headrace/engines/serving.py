@@ -14,8 +14,7 @@ from typing import Protocol, TypeVar
 
 from headrace.channel.codec import Message
 from headrace.channel.heartbeats import Stop
-from headrace.channel.spoke import Incoming
-from headrace.channel.worker_link import WorkerLink
+from headrace.channel.worker_link import Incoming, WorkerLink
 from headrace.config import Config
 from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Delta, Request

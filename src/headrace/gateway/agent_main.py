@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.channel.worker_side import Owner, die_with_owner, end_descendants
+from headrace.channel.worker_side import Owner, die_with_parent, end_descendants
 from headrace.errors import ConfigError
 from headrace.reference import describe, import_function
 
@@ -216,7 +216,7 @@ def load(setup: AgentSetup) -> Agent:
     if setup.command is not None:
         # No foreign code runs in this process, and the process must outlive its owner to end the commands.
         return CommandAgent(setup.command)
-    die_with_owner()
+    die_with_parent()
     return FunctionAgent(setup.function or "")
 
 

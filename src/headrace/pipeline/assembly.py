@@ -1,6 +1,7 @@
 """This module assembles a run: `assemble` makes the controller of every run, real, simulated or in a test.
 
-On the controller's side, only this file and `inputs` know concrete classes; on the workers' side, only `cluster.roles`.
+On the controller's side, only this file and `inputs` know concrete classes; on the workers' side, only
+`cluster.worker_main`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from headrace.buffer.journal import Journal, Recovered
 from headrace.buffer.window import Window
 from headrace.channel.events import Events
 from headrace.cluster.base import NoProcesses, Processes
-from headrace.cluster.launchers.choice import make_launcher
+from headrace.cluster.launchers.local import make_launcher
 from headrace.cluster.mps import Mps, environment_of_workers, start_mps, sweep_daemons
 from headrace.cluster.supervision import Fleet
 from headrace.config import Config

@@ -64,7 +64,7 @@ def check_schedule(reader: JournalReader, path: str | Path) -> int:
 
 def _digests(config: Config, run_dir: RunDir, last: int) -> Iterator[tuple[int, int]]:
     """Yield (optimizer steps, digest as published) at every step where a version may have been published."""
-    from headrace.cluster.threads import fix_threads
+    from headrace.cluster.worker_main import fix_threads
 
     fix_threads(config.training.threads)
     from headrace.training.building import build_trainer

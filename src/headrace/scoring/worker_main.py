@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from headrace.channel.worker_side import Owner, die_with_owner, end_descendants
+from headrace.channel.worker_side import Owner, die_with_parent, end_descendants
 from headrace.reference import call_factory, import_function
 from headrace.scoring.base import ScoreError
 from headrace.scoring.functions import (
@@ -33,7 +33,7 @@ class Loaded:
 
 def main() -> None:
     """Load the reward function, then answer questions until the owner closes the pipe."""
-    die_with_owner()
+    die_with_parent()
     owner = Owner()
     loaded = owner.greet(RewardSetup, load)
     if loaded is None:

@@ -10,7 +10,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from headrace.channel.frames import encode
+import msgspec
+
 from headrace.channel.worker_pool import PoolClosed, WorkerDied, WorkerPool
 from headrace.errors import ConfigError
 from headrace.scoring.base import Judgement, ScoreError
@@ -65,7 +66,7 @@ class WorkerScorer(RewardScorer):
         """Judge an answer. Raises `ScoreError` if the function raised, gave no number, took too long, or died."""
         question = Question(completion=completion, messages=prompt.messages or [], text=prompt.text, data=prompt.data)
         try:
-            body = encode(question)
+            body = msgspec.json.encode(question)
         except (TypeError, ValueError) as error:
             raise ScoreError(f"the prompt's data cannot be sent to a reward worker: {error}") from error
         await self._take_place()

@@ -20,10 +20,9 @@ from typing import TypeVar
 from safetensors import SafetensorError
 
 from headrace.channel.heartbeats import Stop
-from headrace.channel.spoke import Incoming
 from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import TrainerTurns
-from headrace.channel.worker_link import WorkerLink
+from headrace.channel.worker_link import Incoming, WorkerLink
 from headrace.config import Config
 from headrace.delivery.base import Manifest
 from headrace.delivery.canary import Score

@@ -9,10 +9,9 @@ import pytest
 
 from headrace.channel.events import Died, Events
 from headrace.channel.heartbeats import Heartbeat, Ready
-from headrace.channel.spoke import Spoke
+from headrace.channel.worker_link import Spoke
 from headrace.cluster import supervision
-from headrace.cluster.exit_codes import EXIT_LOST, EXIT_USER_ERROR
-from headrace.cluster.launchers.base import Exit, WorkerSpec
+from headrace.cluster.launchers.base import EXIT_LOST, EXIT_USER_ERROR, Exit, WorkerSpec
 from headrace.cluster.supervision import Fleet
 from headrace.errors import PeerDied, UserError
 

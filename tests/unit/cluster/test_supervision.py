@@ -14,7 +14,7 @@ from headrace.channel.codec import Message
 from headrace.channel.events import Events, Returned
 from headrace.channel.heartbeats import Heartbeat, Ready, Stop
 from headrace.channel.hub import Hub
-from headrace.channel.spoke import Spoke
+from headrace.channel.worker_link import Spoke
 from headrace.cluster import supervision
 from headrace.cluster.launchers.base import Exit, WorkerSpec
 from headrace.cluster.supervision import Fleet

@@ -14,7 +14,7 @@ from controller_parts import FakeRun
 from headrace.channel import worker_link
 from headrace.channel.heartbeats import Heartbeat
 from headrace.channel.worker_link import WorkerLink
-from headrace.cluster.roles import peak_gpu_memory
+from headrace.cluster.worker_main import peak_gpu_memory
 
 
 def test_a_beat_says_what_the_process_has_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from typing import NoReturn
 
 import msgspec
 
-from headrace.cluster.worker_main import die_with_parent, leave
+from headrace.channel.worker_side import die_with_parent
+from headrace.cluster.worker_main import leave
 from headrace.cluster.worker_main import main as work
 
 ROOM = 1024
