@@ -32,10 +32,8 @@ from headrace.engines.embedded.loop import EngineLoop
 from headrace.engines.event_loop import EventLoopServer, Opened
 from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
-from headrace.engines.messages import Deltas
 from headrace.engines.pool import EnginePool
-from headrace.engines.remote import RemoteEngine
-from headrace.engines.serving import Build, Emit, serve
+from headrace.engines.serving import Build, Deltas, Emit, RemoteEngine, serve
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array, Int32Array
 

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
 
+class Processes:
+    """The worker processes of a run (`supervision.Fleet`). Deaths and returns of workers arrive as events.
 
-class Processes(Protocol):
-    """The worker processes of a run (`supervision.Fleet`). Deaths and returns of workers arrive as events."""
+    This base class is for runs whose engines and trainer live in the controller's own process: it does nothing.
+    """
 
     def kill(self, name: str) -> None:
         """End a worker that no longer works. It is then started again, like a worker that died."""
-        ...
 
     def rejoined(self, name: str) -> None:
         """Report that a restarted worker does its work again, which completes its return."""
-        ...
-
-
-class NoProcesses:
-    """The `Processes` of a run whose engines and trainer live in the controller's own process: nothing can be ended."""
-
-    def kill(self, name: str) -> None:
-        """See `Processes.kill`."""
-
-    def rejoined(self, name: str) -> None:
-        """See `Processes.rejoined`."""

@@ -18,6 +18,7 @@ from headrace.channel.codec import Message
 from headrace.channel.events import Died, Events, Heard, Returned
 from headrace.channel.heartbeats import Heartbeat, Hello, Ready, Stop
 from headrace.channel.hub import Hub
+from headrace.cluster.base import Processes
 from headrace.cluster.launchers.base import EXIT_LOST, EXIT_USER_ERROR, Exit, Launcher, WorkerSpec
 from headrace.cluster.socket_dir import SocketDir, sweep_socket_dirs
 from headrace.errors import ChannelError, DeadlineError, PeerDied, UserError
@@ -30,7 +31,7 @@ HEALTHY_SECONDS = 60.0
 EXIT_NEWS_SECONDS = 3.0
 
 
-class Fleet:
+class Fleet(Processes):
     """The workers of a run by name, and the hub that they talk to."""
 
     def __init__(
@@ -74,11 +75,7 @@ class Fleet:
         return [spec.name for spec in self._specs]
 
     def facts(self, name: str) -> dict[str, int | float | str]:
-        """Return what a worker reported about itself when it became ready."""
-        return self._ready[name].facts
-
-    def known_facts(self, name: str) -> dict[str, int | float | str]:
-        """Like `facts`, but empty while the worker is not ready."""
+        """Return what a worker reported about itself when it became ready. Empty while the worker is not ready."""
         return self._ready[name].facts if name in self._ready else {}
 
     async def start(self, deadline: float) -> None:

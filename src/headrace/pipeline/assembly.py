@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from headrace.buffer.journal import Journal, Recovered
 from headrace.buffer.window import Window
 from headrace.channel.events import Events
-from headrace.cluster.base import NoProcesses, Processes
+from headrace.cluster.base import Processes
 from headrace.cluster.launchers.local import make_launcher
 from headrace.cluster.mps import Mps, environment_of_workers, start_mps, sweep_daemons
 from headrace.cluster.supervision import Fleet
@@ -23,7 +23,7 @@ from headrace.config import Config
 from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import prepare
 from headrace.engines.pool import EnginePool
-from headrace.engines.remote import RemoteEngine
+from headrace.engines.serving import RemoteEngine
 from headrace.gateway.agents import AgentTask
 from headrace.gateway.base import EpisodeMaker
 from headrace.observe.clock import RunClock
@@ -122,7 +122,7 @@ def assemble(
             scoring=scoring or Stage(),
             agents=agents,
             remote=remote or {},
-            processes=processes or NoProcesses(),
+            processes=processes or Processes(),
             checkpoint=checkpoint,
             first_step=before.resume_step,
             unfinished=left,

@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.channel.heartbeats import Heartbeat
-from headrace.engines.messages import Deltas
+from headrace.engines.serving import Deltas
 from headrace.pipeline.attempts import INTERRUPTED, SURPLUS, Attempts
 from headrace.pipeline.batches import make_batch
 from headrace.pipeline.deliveries import Deliveries

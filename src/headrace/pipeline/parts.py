@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from headrace.buffer.recovery import UnfinishedGroup
 from headrace.buffer.window import Window
 from headrace.channel.events import Events
-from headrace.cluster.base import NoProcesses, Processes
+from headrace.cluster.base import Processes
 from headrace.config import Config
-from headrace.engines.base import EngineProcess
 from headrace.engines.pool import EnginePool
+from headrace.engines.streams import StreamedEngine
 from headrace.gateway.base import EpisodeMaker
 from headrace.pipeline.recording import Recorder
 from headrace.pipeline.steps import StepRequest
@@ -44,9 +44,9 @@ class Parts:
     reward."""
     agents: EpisodeMaker | None = None
     """The maker of episodes if agents take the turns. If None, episodes come from the task's environments."""
-    remote: Mapping[str, EngineProcess] = field(default_factory=dict)
+    remote: Mapping[str, StreamedEngine] = field(default_factory=dict)
     """The engines of the pool that run in their own processes, by name."""
-    processes: Processes = field(default_factory=NoProcesses)
+    processes: Processes = field(default_factory=Processes)
     """The supervisor of the engine and trainer processes."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     """The checkpoint that the trainer started from."""

@@ -165,7 +165,7 @@ class RunSession:
     def _trainer_has_the_gpu(self, workers: Workers) -> bool:
         """Return whether engines may be waiting for their turn on the GPU, so that their silence is no fault."""
         turns = self.config.pipeline.one_gpu == "turns" or bool(workers.no_mps)
-        facts = workers.fleet.known_facts(TRAINER)
+        facts = workers.fleet.facts(TRAINER)
         return turns and facts.get("device") != "cpu" and workers.fleet.phases.get(TRAINER) == "stepping"
 
     @contextlib.contextmanager

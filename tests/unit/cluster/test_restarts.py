@@ -86,7 +86,7 @@ async def test_what_lost_what_it_depends_on_is_started_again_and_says_what(tmp_p
         await until(lambda: launcher.starts == 2)
         assert fleet.restarting == {ENGINE}
         launcher.becomes_ready()
-        await until(lambda: fleet.known_facts(ENGINE) == {"start": 2})
+        await until(lambda: fleet.facts(ENGINE) == {"start": 2})
         fleet.rejoined(ENGINE)
         assert not fleet.restarting
 
@@ -136,9 +136,9 @@ async def test_what_ends_by_itself_before_it_is_killed_keeps_its_own_reason(
         fleet.kill(ENGINE)
         await until(lambda: launcher.starts == 2)
         launcher.becomes_ready()
-        await until(lambda: fleet.known_facts(ENGINE) == {"start": 2})
+        await until(lambda: fleet.facts(ENGINE) == {"start": 2})
         await asyncio.sleep(0.3)
-        assert fleet.known_facts(ENGINE) == {"start": 2}, "the second kill was meant for the process that is gone"
+        assert fleet.facts(ENGINE) == {"start": 2}, "the second kill was meant for the process that is gone"
 
     (death,) = await supervised(tmp_path, goes_on)
     assert str(death) == "engine-0 died: killed by signal 9"
