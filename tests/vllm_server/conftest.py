@@ -21,7 +21,7 @@ from engine_subjects import MAX_LENGTH, SLOTS, Factory, Setting, Subject, TinyTr
 
 from headrace.config.model_dir import model_facts
 from headrace.config.schema import EngineConfig, LoraConfig
-from headrace.engines.vllm.checks import examine
+from headrace.engines.vllm.building import examine
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.engine import VllmEngine
 from headrace.engines.vllm.server import ServerPlan, VllmServer

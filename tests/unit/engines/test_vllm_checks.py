@@ -9,9 +9,17 @@ import pytest
 from vllm_stub import FACTS, Stub, serving
 
 from headrace.config.schema import EngineConfig
-from headrace.engines.vllm.checks import check_hosts, check_interpreter, examine, refusals
+from headrace.engines.vllm.building import check_hosts, examine, refusals
 from headrace.engines.vllm.client import VllmClient
-from headrace.engines.vllm.server import ServerPlan, VllmServer, arguments, choose_port, environment, last_word
+from headrace.engines.vllm.server import (
+    ServerPlan,
+    VllmServer,
+    arguments,
+    check_interpreter,
+    choose_port,
+    environment,
+    last_word,
+)
 from headrace.errors import UserError
 from headrace_vllm_plugin.wire import Facts
 

@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import mmap
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.channel.worker_side import die_with_parent
 from headrace.config.model_dir import model_facts
 from headrace.config.schema import EngineConfig
-from headrace.engines.vllm.checks import EXTENSION, KEY_VARIABLE, NOISE, TRANSFER, check_interpreter
 from headrace.engines.vllm.client import VllmClient
 from headrace.errors import ChannelError, DeadlineError, HttpError, PeerDied, UserError
 from headrace_vllm_plugin import ORPHANS
 
+EXTENSION = "headrace_vllm_plugin.worker.HeadraceWorker"
+TRANSFER = '{"backend": "headrace"}'
+NOISE = "headrace_vllm_plugin.noise:PositionNoise"
+KEY_VARIABLE = "VLLM_API_KEY"
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
 POLL_SECONDS = 0.25
@@ -41,7 +43,6 @@ ENDING_SECONDS = 5.0
 """How long to wait for the process of a broken server to end, because its end tells the reason."""
 CPU_BLOCK = 32
 """On a CPU, the number of tokens in a block of vLLM's cache must be a multiple of this."""
-PR_SET_PDEATHSIG = 1
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 UNBOUND = "nobind"
 SPLIT = "VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -105,7 +106,7 @@ class VllmServer:
                 stderr=subprocess.STDOUT,
                 env=environment(plan),
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     async def ready(self, deadline: float, progress: Callable[[str], None] = lambda stage: None) -> None:
@@ -291,6 +292,20 @@ def environment(plan: ServerPlan) -> dict[str, str]:
     return {**theirs, **ours}
 
 
+def check_interpreter(python: str) -> Path:
+    """Return the path of the interpreter of the vLLM environment. Raises `UserError` if it is not there."""
+    if not python:
+        raise UserError(
+            '[engine] python: engine kind "vllm" needs the interpreter of an environment with vLLM '
+            "(`make vllm` creates .venv-vllm/bin/python), or [engine] urls"
+        )
+    path = Path(python).expanduser()
+    if not path.is_file():
+        raise UserError(f"[engine] python: {path} is not there (`make vllm` creates .venv-vllm/bin/python)")
+    # Links are not resolved, because the link to an interpreter decides which environment it uses.
+    return path.absolute()
+
+
 def choose_port(wanted: int = 0, patience: float = 0.0) -> int:
     """Return a free port on loopback (`wanted` = 0) or the wanted port.
 
@@ -348,8 +363,3 @@ def _fatal(log: Path, size: int = 1 << 16) -> str:
 def _signal(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
