@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
-import time
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,16 +20,14 @@ import msgspec
 
 from headrace.cluster.launchers.base import Exit, Launcher, WorkerSpec
 from headrace.cluster.launchers.fork_server import ROOM, Kill, Start, WorkerEnded
-from headrace.cluster.socket_dir import SocketDir
 from headrace.config import Config
-from headrace.errors import ConfigError, DeadlineError
+from headrace.errors import ConfigError
 from headrace.reference import call_factory, import_function
 
 LAST_LINES = 12
 KILL_SECONDS = 5.0
 SHARED = "HEADRACE_FORK_SERVER"
-LISTEN_SECONDS = 30.0
-"""Seconds in which a new fork server must listen. It listens before it loads anything."""
+"""This variable names the socket of a process that gives every launcher a loaded fork server."""
 LEAVE_SECONDS = 5.0
 """Seconds that a fork server which closed its connection has to exit, so that its exit code tells why."""
 GPU_DRIVER = Path("/dev/nvidiactl")
@@ -97,8 +95,8 @@ class LocalLauncher(_HostLauncher):
 class ForkedLauncher(_HostLauncher):
     """A `Launcher` that forks workers from a fork server, so that they start and restart in a moment.
 
-    The fork server loads the workers' libraries at the first start, once for all workers of the run. It belongs to this
-    launcher and ends with it, or it is a shared one that `HEADRACE_FORK_SERVER` names.
+    The fork server loads the workers' libraries at the first start, once for all workers of the run. It ends with this
+    launcher.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
@@ -111,7 +109,6 @@ class ForkedLauncher(_HostLauncher):
         self._server: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
         self._process: Process | None = None
-        self._sockets: SocketDir | None = None
 
     async def start(self, spec: WorkerSpec) -> None:
         """See `Launcher.start`."""
@@ -149,25 +146,16 @@ class ForkedLauncher(_HostLauncher):
         await self._end_server()
 
     async def _connect(self, log: Path) -> None:
-        """Connect to the shared fork server, or to a new one if none is shared. The server may still be loading."""
-        path = os.environ.get(SHARED, "")
-        if not path:
-            self._sockets = SocketDir()
-            path = str(self._sockets.path / "fork")
-            command = [sys.executable, "-m", "headrace.cluster.launchers.fork_server", path, " " * ROOM]
+        """Start a fork server, which may load its libraries for a while, or connect to a loaded one."""
+        if shared := os.environ.get(SHARED):
+            reader, self._server = await asyncio.open_unix_connection(shared)
+        else:
+            ours, theirs = socket.socketpair()
+            command = [sys.executable, "-m", "headrace.cluster.launchers.fork_server", " " * ROOM]
             environment = {**self._environment, "PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
-            self._process = await _spawn(command, log, environment)
-        began = time.monotonic()
-        while True:
-            try:
-                reader, self._server = await asyncio.open_unix_connection(path)
-                break
-            except OSError as error:
-                gone = self._process is not None and self._process.returncode is not None
-                if gone or time.monotonic() - began > LISTEN_SECONDS:
-                    await self._end_server()
-                    raise DeadlineError(f"no process to fork workers from at {path}: {error}; see {log}") from None
-                await asyncio.sleep(0.01)
+            with theirs:
+                self._process = await _spawn(command, log, environment, theirs.fileno())
+            reader, self._server = await asyncio.open_unix_connection(sock=ours)
         self._listener = asyncio.create_task(self._listen(reader, log), name="listen to the fork server")
 
     def _send(self, message: Start | Kill) -> None:
@@ -210,9 +198,7 @@ class ForkedLauncher(_HostLauncher):
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             code = await self._process.wait()
-        if self._sockets is not None:
-            self._sockets.remove()
-        self._server = self._process = self._sockets = None
+        self._server = self._process = None
         return code
 
 
@@ -244,10 +230,10 @@ def _forks_are_safe(config: Config) -> bool:
     return sys.platform == "linux" and on_cpu
 
 
-async def _spawn(command: list[str], log: Path, environment: Mapping[str, str]) -> Process:
+async def _spawn(command: list[str], log: Path, environment: Mapping[str, str], stdin: int = DEVNULL) -> Process:
     with log.open("ab") as output:
         return await asyncio.create_subprocess_exec(
-            *command, stdin=DEVNULL, stdout=output, stderr=output, start_new_session=True, env=environment
+            *command, stdin=stdin, stdout=output, stderr=output, start_new_session=True, env=environment
         )
 
 
