@@ -130,19 +130,16 @@ class Hub:
             peer = bytes(identity.buffer).decode()
             self._heard[peer] = time.monotonic()
             header, message = unpack(frames)
-            if header.kind in ("reply", "error"):
-                self._settle(peer, header.id, message)
-            else:
+            if header.kind not in ("reply", "error"):
                 self._on_message(peer, message)
-
-    def _settle(self, peer: str, request_id: int, message: Message) -> None:
-        _, future = self._waiting.get(request_id, (peer, None))
-        if future is None or future.done():
-            return  # The caller has given up; its deadline has already been reported.
-        if isinstance(message, Failure):
-            future.set_exception(ChannelError(f"{peer}: {message.text}"))
-        else:
-            future.set_result(message)
+                continue
+            _, future = self._waiting.get(header.id, (peer, None))
+            if future is None or future.done():
+                continue  # The caller has given up; its deadline has already been reported.
+            if isinstance(message, Failure):
+                future.set_exception(ChannelError(f"{peer}: {message.text}"))
+            else:
+                future.set_result(message)
 
     async def _beat_loop(self) -> None:
         while True:

@@ -22,6 +22,8 @@ from headrace.channel.codec import Failure, Frame, Message, pack, unpack
 from headrace.channel.heartbeats import BEAT_SECONDS, SILENCE_SECONDS, Alive, Heartbeat, Hello, Ready
 from headrace.observe.spans import SpanRecorder
 
+CLOSE_SECONDS = 5.0
+
 
 class Incoming(msgspec.Struct, frozen=True):
     """A message from the controller. `request_id` is 0 when no answer is expected."""
@@ -70,13 +72,13 @@ class Spoke:
         """Answer a request with an error of one line."""
         self._enqueue(pack("error", incoming.request_id, Failure(text=text)))
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Make the thread send all queued messages and stop. Wait for that at most `timeout` seconds. Idempotent."""
+    def close(self) -> None:
+        """Make the thread send all queued messages and stop. Wait for that at most `CLOSE_SECONDS`. Idempotent."""
         if not self._stopping.is_set():
             self._stopping.set()
             self._wake()
             if self._thread.is_alive():
-                self._thread.join(timeout)
+                self._thread.join(CLOSE_SECONDS)
 
     def _enqueue(self, frames: list[Frame]) -> None:
         self._outgoing.append(frames)
@@ -107,7 +109,10 @@ class Spoke:
                 socket.send_multipart(self._outgoing.popleft(), copy=False)
             if socket in ready:
                 heard = time.monotonic()
-                self._receive(socket)
+                while socket.poll(0):
+                    header, message = unpack(socket.recv_multipart(copy=False))
+                    if not isinstance(message, Alive):
+                        self.inbox.put(Incoming(header.id, message))
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_SECONDS
                 socket.send_multipart(pack("event", 0, self._beat()), copy=False)
@@ -115,12 +120,6 @@ class Spoke:
                     self._on_lost()
         socket.close()
         context.term()
-
-    def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        while socket.poll(0):
-            header, message = unpack(socket.recv_multipart(copy=False))
-            if not isinstance(message, Alive):
-                self.inbox.put(Incoming(header.id, message))
 
 
 class WorkerLink:
@@ -147,10 +146,10 @@ class WorkerLink:
         with self._lock:
             self._generated += tokens
 
-    def next_message(self, timeout: float = 0.5) -> Incoming | None:
-        """Return the controller's next message, or None after `timeout`. The spoke notices a silent controller."""
+    def next_message(self) -> Incoming | None:
+        """Return the controller's next message, or None after half a second. The spoke notices a silent controller."""
         try:
-            return self.spoke.inbox.get(timeout=timeout)
+            return self.spoke.inbox.get(timeout=0.5)
         except queue.Empty:
             return None
 

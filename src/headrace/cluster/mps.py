@@ -26,18 +26,14 @@ TURNS_INSTEAD = "HEADRACE_TURNS_INSTEAD_OF_MPS"
 """This variable is set for workers that should share their GPU through a daemon when no daemon could be started."""
 
 
-class NoMps(HeadraceError):
-    """No daemon could be started. The message is one line that says why."""
-
-
 class Mps:
     """A running MPS daemon. Processes started with `environment` share the GPU through it."""
 
     def __init__(self) -> None:
-        """Start the daemon. Raises `NoMps` if that fails."""
+        """Start the daemon. Raises `HeadraceError` with one line if that fails."""
         control = shutil.which(CONTROL)
         if control is None:
-            raise NoMps(f"{CONTROL} is not installed here")
+            raise HeadraceError(f"{CONTROL} is not installed here")
         self._control = control
         # The path must be short: it holds the daemon's socket, whose path may have at most about a hundred characters.
         self._directory = SocketDir(PREFIX)
@@ -47,7 +43,7 @@ class Mps:
         except (OSError, subprocess.SubprocessError) as error:
             # The daemon may have started without saying so.
             self.stop()
-            raise NoMps(f"its daemon does not start: {_first_line(error)}") from error
+            raise HeadraceError(f"its daemon does not start: {_first_line(error)}") from error
 
     def stop(self) -> None:
         """End the daemon. Idempotent."""
@@ -67,7 +63,7 @@ def start_mps(config: Config) -> tuple[Mps | None, str]:
         return None, ""
     try:
         return Mps(), ""
-    except NoMps as error:
+    except HeadraceError as error:
         return None, str(error)
 
 

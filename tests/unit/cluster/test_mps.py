@@ -14,13 +14,13 @@ from headrace.cluster.mps import (
     CONTROL,
     PREFIX,
     Mps,
-    NoMps,
     environment_of_workers,
     start_mps,
     sweep_daemons,
     without_mps,
 )
 from headrace.config import Config, load_config
+from headrace.errors import HeadraceError
 
 QUICKSTART = Path(__file__).parents[3] / "examples/quickstart/quickstart.toml"
 SCRIPT = """#!/bin/sh
@@ -104,7 +104,7 @@ def test_a_daemon_that_does_not_start_leaves_turns_and_a_reason(control: Control
 
 @pytest.mark.usefixtures("missing")
 def test_without_the_program_workers_take_turns() -> None:
-    with pytest.raises(NoMps):
+    with pytest.raises(HeadraceError, match="is not installed here"):
         Mps()
     mps, no_mps = start_mps(asks_for("mps"))
     assert (mps, no_mps) == (None, f"{CONTROL} is not installed here")

@@ -14,6 +14,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -33,9 +34,9 @@ from headrace.engines.vllm.server import (
     KEY_VARIABLE,
     NOISE,
     TRANSFER,
-    ServerHealth,
     ServerPlan,
     VllmServer,
+    check_server,
     until_there,
 )
 from headrace.errors import ChannelError, HttpError, UserError
@@ -105,7 +106,7 @@ async def _opened(link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
                 scaling=None if config.lora is None else config.lora.scaling,
             )
             link.ready(parameters=model.parameters)
-            yield Opened(engine, ServerHealth(client, None if server is None else server.check).check)
+            yield Opened(engine, partial(check_server, client, None if server is None else server.check))
     finally:
         if server is not None:
             await server.stop()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
 import os
 import re
 import signal
@@ -156,72 +155,46 @@ class VllmServer:
         await asyncio.to_thread(self._process.wait, STOP_SECONDS)
 
 
-class ServerHealth:
-    """Whether the server of an engine is still there. If the server is lost, the engine is lost too.
+async def check_server(client: VllmClient, check_process: Callable[[], None] | None = None) -> None:
+    """Raise `PeerDied` if the server of an engine is lost. The engine is then lost too.
 
     A server is lost if its process has ended, or if it twice in a row refuses connections or reports that it is broken.
     A server that is only slow to answer is not lost: its progress is checked by the deadlines for tokens.
+    `check_process` is given if this process started the server. It raises `UserError` if the server's process has
+    ended.
     """
-
-    def __init__(self, client: VllmClient, check_process: Callable[[], None] | None = None) -> None:
-        """Watch the server behind `client`.
-
-        `check_process` is given if this process started the server. It raises `UserError` if the server's process has
-        ended.
-        """
-        self._client = client
-        self._check = check_process
-
-    async def check(self) -> None:
-        """Raise `PeerDied` if the server is lost."""
-        self._check_process()
-        if await self._trouble():
-            await asyncio.sleep(AGAIN_SECONDS)
-            if trouble := await self._trouble():
-                await self._ending()
-                raise PeerDied("vLLM", trouble)
-
-    async def _ending(self) -> None:
+    try:
+        if check_process is not None:
+            check_process()
+        if not await _trouble(client, may_be_slow=True):
+            return
+        await asyncio.sleep(AGAIN_SECONDS)
+        if not (trouble := await _trouble(client, may_be_slow=True)):
+            return
         deadline = time.monotonic() + ENDING_SECONDS
-        while self._check is not None and time.monotonic() < deadline:
-            self._check_process()
+        while check_process is not None and time.monotonic() < deadline:
+            check_process()
             await asyncio.sleep(AGAIN_SECONDS)
-
-    def _check_process(self) -> None:
-        try:
-            if self._check is not None:
-                self._check()
-        except UserError as error:
-            raise PeerDied("vLLM", str(error)) from error
-
-    async def _trouble(self) -> str:
-        try:
-            return await _trouble(self._client)
-        except DeadlineError:
-            return ""
+    except UserError as error:
+        raise PeerDied("vLLM", str(error)) from error
+    raise PeerDied("vLLM", trouble)
 
 
 async def until_there(client: VllmClient, deadline: float) -> None:
     """Wait for a server that somebody else starts or restarts. Raises `UserError` if it is not there in time."""
     began = time.monotonic()
-    while True:
-        try:
-            trouble = await _trouble(client)
-        except DeadlineError as error:
-            trouble = str(error)
-        if not trouble:
-            return
+    while trouble := await _trouble(client, may_be_slow=False):
         if time.monotonic() - began > deadline:
             raise UserError(f"{trouble} (waited for {deadline:g} s)" if deadline else trouble)
         await asyncio.sleep(WATCH_SECONDS)
 
 
-async def _trouble(client: VllmClient) -> str:
-    """Return the sign that a server is lost, or an empty string. Raises `DeadlineError` if it does not answer."""
+async def _trouble(client: VllmClient, *, may_be_slow: bool) -> str:
+    """Return the sign that a server is lost, or an empty string."""
     try:
         await client.call("GET", "/health", timeout=ANSWER_SECONDS)
-    except DeadlineError:
-        raise
+    except DeadlineError as error:
+        return "" if may_be_slow else str(error)
     except HttpError as error:
         return str(error) if error.status >= 500 else ""
     except ChannelError as error:
@@ -328,36 +301,27 @@ def choose_port(wanted: int = 0, patience: float = 0.0) -> int:
 
 def last_word(log: Path) -> str:
     """Return the line of a log that says why its process ended: the first error of its end, else the last line."""
-    lines = [_PREFIX.sub("", line).strip() for line in (_fatal(log) or _tail(log)).splitlines()]
+    lines = [_PREFIX.sub("", line).strip() for line in _end_of(log).splitlines()]
     errors = [line for line in lines if _ERROR.search(line) and not _EMPTY.search(line)]
     word = errors[0] if errors else next((line for line in reversed(lines) if line), "it left no word")
     return word[:400]
 
 
 def _stage(log: Path) -> str:
-    text = _tail(log)
+    text = _end_of(log)
     found = [(text.rfind(mark), stage) for mark, stage in _STAGES]
     return max(found)[1] if max(found)[0] >= 0 else "starting"
 
 
-def _tail(log: Path, size: int = 1 << 16) -> str:
-    if not log.is_file():
-        return ""
-    with log.open("rb") as stream:
-        stream.seek(max(0, log.stat().st_size - size))
-        return stream.read().decode(errors="replace")
+def _end_of(log: Path, size: int = 1 << 16) -> str:
+    """Return the last part of a log or, if the engine had a fatal error, the log from that error on.
 
-
-def _fatal(log: Path, size: int = 1 << 16) -> str:
-    """Return the log from the engine's fatal error on.
-
-    Later tracebacks are of requests that ended with the engine, and there may be too many of them for the tail.
+    Later tracebacks are of requests that ended with the engine, and there may be too many of them for the last part.
     """
-    if not log.is_file() or not log.stat().st_size:
-        return ""
-    with log.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        found = text.rfind(_FATAL)
-        return text[found : found + size].decode(errors="replace") if found >= 0 else ""
+    text = log.read_bytes() if log.is_file() else b""
+    found = text.rfind(_FATAL)
+    start = found if found >= 0 else max(0, len(text) - size)
+    return text[start : start + size].decode(errors="replace")
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
