@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout_parts import Script, done, episode
 
-from headrace.engines.fake import FakeEngine, lognormal_lengths
+from headrace.engines.fake import FakeEngine
 from headrace.rollouts.evaluation import EvaluationResult, evaluate, pass_at_k
 from headrace.rollouts.turns import Episode
 from headrace.scoring.stage import Stage
 from headrace.types import Prompt
+from lengths import lognormal_lengths
 
 PROMPTS = [Prompt(id=f"p{i}", messages=[{"role": "user", "content": f"what is {i}?"}]) for i in range(5)]
 

@@ -6,11 +6,12 @@ import functools
 import pytest
 from rollout_parts import Script, done, episode, until
 
-from headrace.engines.fake import FakeEngine, lognormal_lengths
+from headrace.engines.fake import FakeEngine
 from headrace.rollouts import cancel_group, derive_seed, discard_group, prepare_group, run_group
 from headrace.rollouts.turns import Episode
 from headrace.scoring.stage import Stage
 from headrace.types import Group, Prompt
+from lengths import lognormal_lengths
 
 
 def group() -> Group:
