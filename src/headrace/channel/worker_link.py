@@ -1,7 +1,7 @@
-"""A worker's end of the channel: `Spoke` is its connection to the controller, `WorkerLink` what its roles use of it.
+"""A worker's end of the channel: one DEALER socket in a thread of its own, with queues to the threads that compute.
 
-The connection is one DEALER socket in a thread of its own, with queues to the threads that compute. That thread sends
-heartbeats, also while the computing threads are busy. It calls `on_lost` if the controller is silent for too long.
+The thread of the channel sends heartbeats, also while the computing threads are busy. If the controller is silent for
+too long, it ends the process: nothing that the process computes can reach anyone.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from headrace.channel.heartbeats import BEAT_SECONDS, SILENCE_SECONDS, Alive, He
 from headrace.observe.spans import SpanRecorder
 
 CLOSE_SECONDS = 5.0
+EXIT_ORPHAN = 3
 
 
 class Incoming(msgspec.Struct, frozen=True):
@@ -32,20 +33,28 @@ class Incoming(msgspec.Struct, frozen=True):
     message: Message
 
 
-class Spoke:
-    """A worker's connection to the controller. `send`, `reply` and `fail` may be called from any thread.
+class WorkerLink:
+    """The link that every role of a worker uses. It is made from (name, address, run directory) alone.
 
-    `beat` makes the next heartbeat. `on_lost` is called when nothing was heard from the controller for
-    `SILENCE_SECONDS`, and again at every later heartbeat while the silence lasts. Both run in the thread of the
-    channel, so nothing is sent or received until they return.
+    `send`, `reply`, `fail` and `count_generated` may be called from any thread. `on_lost` is called when nothing was
+    heard from the controller for `SILENCE_SECONDS`, and again at every later heartbeat while the silence lasts. It runs
+    in the thread of the channel, and so does `beat`: nothing is sent or received until they return.
     """
 
-    def __init__(self, address: str, name: str, *, beat: Callable[[], Heartbeat], on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, address: str, run_dir: Path, on_lost: Callable[[], None] = lambda: os._exit(EXIT_ORPHAN)
+    ) -> None:
         self.name = name
-        self.inbox: queue.Queue[Incoming] = queue.Queue()
+        self.run_dir = run_dir
+        self.spans = SpanRecorder()
+        self.phase = "starting"
+        self.peak_memory: Callable[[], int] = int
+        """A function that returns the peak GPU memory of this process in bytes. The thread of the channel calls it."""
+        self._generated = 0
+        self._lock = threading.Lock()
         self._address = address
-        self._beat = beat
         self._on_lost = on_lost
+        self._inbox: queue.Queue[Incoming] = queue.Queue()
         self._outgoing: deque[list[Frame]] = deque()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -60,6 +69,23 @@ class Spoke:
         self.send(Hello(pid=os.getpid()))
         self._thread.start()
 
+    def ready(self, **facts: int | float | str) -> None:
+        """Tell the controller that this role serves from now on."""
+        self.phase = "ready"
+        self.send(Ready(facts=facts))
+
+    def count_generated(self, tokens: int) -> None:
+        """Add to the number of tokens that the next heartbeat reports."""
+        with self._lock:
+            self._generated += tokens
+
+    def next_message(self) -> Incoming | None:
+        """Return the controller's next message, or None after half a second."""
+        try:
+            return self._inbox.get(timeout=0.5)
+        except queue.Empty:
+            return None
+
     def send(self, message: Message) -> None:
         """Send a message without waiting for an answer. Messages stay in order."""
         self._enqueue(pack("event", 0, message))
@@ -71,6 +97,18 @@ class Spoke:
     def fail(self, incoming: Incoming, text: str) -> None:
         """Answer a request with an error of one line."""
         self._enqueue(pack("error", incoming.request_id, Failure(text=text)))
+
+    def beat(self) -> Heartbeat:
+        """Make the next heartbeat."""
+        with self._lock:
+            generated, self._generated = self._generated, 0
+        return Heartbeat(
+            phase=self.phase,
+            time=time.monotonic(),
+            spans=self.spans.drain(),
+            generated_tokens=generated,
+            peak_memory_bytes=self.peak_memory(),
+        )
 
     def close(self) -> None:
         """Make the thread send all queued messages and stop. Wait for that at most `CLOSE_SECONDS`. Idempotent."""
@@ -112,59 +150,11 @@ class Spoke:
                 while socket.poll(0):
                     header, message = unpack(socket.recv_multipart(copy=False))
                     if not isinstance(message, Alive):
-                        self.inbox.put(Incoming(header.id, message))
+                        self._inbox.put(Incoming(header.id, message))
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_SECONDS
-                socket.send_multipart(pack("event", 0, self._beat()), copy=False)
+                socket.send_multipart(pack("event", 0, self.beat()), copy=False)
                 if time.monotonic() - heard > SILENCE_SECONDS:
                     self._on_lost()
         socket.close()
         context.term()
-
-
-class WorkerLink:
-    """The link that every role of a worker uses. It is made from (name, address, run directory) alone."""
-
-    def __init__(self, name: str, address: str, run_dir: Path) -> None:
-        self.name = name
-        self.run_dir = run_dir
-        self.spans = SpanRecorder()
-        self.phase = "starting"
-        self.peak_memory: Callable[[], int] = int
-        """A function that returns the peak GPU memory of this process in bytes. The heartbeat thread calls it."""
-        self._generated = 0
-        self._lock = threading.Lock()
-        self.spoke = Spoke(address, name, beat=self._beat, on_lost=_end_orphan)
-
-    def ready(self, **facts: int | float | str) -> None:
-        """Tell the controller that this role serves from now on."""
-        self.phase = "ready"
-        self.spoke.send(Ready(facts=facts))
-
-    def count_generated(self, tokens: int) -> None:
-        """Add to the number of tokens that the next heartbeat reports. May be called from any thread."""
-        with self._lock:
-            self._generated += tokens
-
-    def next_message(self) -> Incoming | None:
-        """Return the controller's next message, or None after half a second. The spoke notices a silent controller."""
-        try:
-            return self.spoke.inbox.get(timeout=0.5)
-        except queue.Empty:
-            return None
-
-    def _beat(self) -> Heartbeat:
-        with self._lock:
-            generated, self._generated = self._generated, 0
-        return Heartbeat(
-            phase=self.phase,
-            time=time.monotonic(),
-            spans=self.spans.drain(),
-            generated_tokens=generated,
-            peak_memory_bytes=self.peak_memory(),
-        )
-
-
-def _end_orphan() -> None:
-    # The controller is gone without a message, so nothing that this process computes can reach anyone.
-    os._exit(3)

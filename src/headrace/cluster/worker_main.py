@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The controller handles Ctrl-C and asks workers to stop.
     config = without_mps(RunDir(arguments.run).config_to_start_with(), os.environ)
     link = WorkerLink(f"{arguments.role}-{arguments.rank}", arguments.address, arguments.run)
-    link.spoke.start()
+    link.start()
     try:
         if arguments.role == "engine":
             _serve_engine(link, config)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return EXIT_USER_ERROR
     finally:
-        link.spoke.close()
+        link.close()
     return 0
 
 

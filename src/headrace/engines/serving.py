@@ -136,7 +136,7 @@ def serve(link: WorkerLink, config: Config, build: Build) -> None:
 
     def emit(deltas: list[Delta]) -> None:
         link.count_generated(sum(len(delta.token_ids) for delta in deltas))
-        link.spoke.send(Deltas(deltas=deltas))
+        link.send(Deltas(deltas=deltas))
 
     link.phase = "loading"
     server = build(link, config, emit)
@@ -173,9 +173,9 @@ def _answer(link: WorkerLink, incoming: Incoming, future: Future[T], wrap: Calla
     def done(settled: Future[T]) -> None:
         error = settled.exception()
         if error is not None:
-            link.spoke.fail(incoming, f"{type(error).__name__}: {error}")
+            link.fail(incoming, f"{type(error).__name__}: {error}")
         else:
-            link.spoke.reply(incoming, wrap(settled.result()))
+            link.reply(incoming, wrap(settled.result()))
 
     future.add_done_callback(done)
 

@@ -1,15 +1,13 @@
 """Which deaths of a worker are worth another start, and how many in a row; processes are played by the test."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from headrace.channel.events import Died, Events
-from headrace.channel.heartbeats import Heartbeat, Ready
-from headrace.channel.worker_link import Spoke
+from headrace.channel.worker_link import WorkerLink
 from headrace.cluster import supervision
 from headrace.cluster.launchers.base import EXIT_LOST, EXIT_USER_ERROR, Exit, WorkerSpec
 from headrace.cluster.supervision import Fleet
@@ -32,10 +30,9 @@ class Played:
 
     def becomes_ready(self) -> None:
         """What the process of the newest start says over the wire."""
-        beat = Heartbeat(phase="ready", time=time.monotonic())
-        self.spoke = Spoke(self.address, ENGINE, beat=lambda: beat, on_lost=lambda: None)
-        self.spoke.start()
-        self.spoke.send(Ready(facts={"start": self.starts}))
+        self.link = WorkerLink(ENGINE, self.address, Path(), on_lost=lambda: None)
+        self.link.start()
+        self.link.ready(start=self.starts)
 
     async def next_exit(self) -> Exit:
         return await asyncio.wait_for(self.exits.get(), SECONDS)
@@ -44,10 +41,10 @@ class Played:
         self.ends(-9, "")
 
     async def stop(self, grace: float) -> None:
-        self.spoke.close()
+        self.link.close()
 
     def ends(self, code: int, last_line: str) -> None:
-        self.spoke.close()
+        self.link.close()
         self.exits.put_nowait(Exit(name=ENGINE, code=code, last_lines=f"earlier\n{last_line}"))
 
 
