@@ -99,10 +99,6 @@ class VllmSequence:
             return None
         return token_delta(self.request.id, tokens, piece.logprobs[:end], version, finish)
 
-    def ended(self, finish: FinishReason, error: str = "") -> Delta:
-        """Make a last delta without tokens."""
-        return token_delta(self.request.id, [], [], NO_VERSION, finish, error)
-
 
 class VllmEngine(StreamedEngine):
     """An `Engine` on a vLLM server. It is made inside a running event loop, and used from that event loop only."""
@@ -160,20 +156,19 @@ class VllmEngine(StreamedEngine):
         chosen = None if ids is None else set(ids)
         leaving = [one for one in self._waiting if chosen is None or one.request.id in chosen]
         for sequence in leaving:
-            self._hand_out(sequence.ended("aborted"))
+            self._finish(sequence, "aborted")
         self._waiting = [one for one in self._waiting if one not in leaving]
         heapq.heapify(self._waiting)
         running = [one for one in self._running.values() if chosen is None or one.request.id in chosen]
         for sequence in running:
             sequence.cut = "abort"
         if running:
+            grace = GRACE_SECONDS
             try:
                 await self._client.abort([one.server_id for one in running])
             except ChannelError:
-                # Closing their connections also ends these requests.
-                await self._end(running, 0.0)
-            else:
-                await self._end(running, GRACE_SECONDS)
+                grace = 0.0  # Closing their connections also ends these requests.
+            await self._end(running, grace)
 
     async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
         """Raise `UserError`, because vLLM cannot fork a request."""
@@ -231,7 +226,7 @@ class VllmEngine(StreamedEngine):
         self._closed = reason = f"engine {self.name} was closed"
         running = list(self._running.values())
         for sequence in self._waiting:
-            self._hand_out(sequence.ended("failed", reason))
+            self._finish(sequence, "failed", reason)
         self._waiting = []
         try:
             await self._end(running, 0.0)
@@ -240,17 +235,15 @@ class VllmEngine(StreamedEngine):
         self.lost(reason)
         await asyncio.gather(*self._aborts)
 
-    # Running requests
-
     def _submit(self, requests: list[Request]) -> None:
         """Queue these requests. A request that cannot be served fails, and the others are not affected."""
         for request in requests:
             sequence = VllmSequence(request, self._orders)
             self._orders += 1
             if self._closed:
-                self._hand_out(sequence.ended("failed", self._closed))
+                self._finish(sequence, "failed", self._closed)
             elif reason := refusal(request, self._facts, self._max_length):
-                self._hand_out(sequence.ended("failed", f"request {request.id}: {reason}"))
+                self._finish(sequence, "failed", f"request {request.id}: {reason}")
             else:
                 heapq.heappush(self._waiting, sequence)
         self._pump()
@@ -288,26 +281,29 @@ class VllmEngine(StreamedEngine):
 
     async def _run(self, sequence: VllmSequence) -> None:
         """Run one stream until it ends, is cut by us, or breaks."""
-        ended = False
         try:
-            ended = await self._stream(sequence)
+            await self._stream(sequence)
         except asyncio.CancelledError:
             # Swallow only our own cancellation: `_end` cancels streams that were cut or closed.
             if not sequence.cut and not self._closed:
                 raise
-            ended = sequence.finished
-        except HttpError as error:
-            ended = self._broken(sequence, str(error), retry=error.status >= 500)
         except ChannelError as error:
-            ended = self._broken(sequence, str(error), retry=True)
+            sequence.failures += 1
+            retry = sequence.failures <= RETRIES and not (isinstance(error, HttpError) and error.status < 500)
+            if not (sequence.finished or sequence.cut or retry):
+                self._finish(sequence, "failed", f"request {sequence.request.id}: {error}")
         finally:
             del self._running[sequence.request.id]
-        if not ended:
-            self._put_back(sequence)
+        if not sequence.finished and self._closed:
+            self._finish(sequence, "failed", self._closed)
+        elif not sequence.finished and sequence.cut == "abort":
+            self._finish(sequence, "aborted")
+        elif not sequence.finished:
+            heapq.heappush(self._waiting, sequence)
         self._pump()
 
-    async def _stream(self, sequence: VllmSequence) -> bool:
-        """Hand out the tokens of a stream. Return whether the request has ended."""
+    async def _stream(self, sequence: VllmSequence) -> None:
+        """Hand out the tokens of a stream."""
         if sequence.failures:
             await asyncio.sleep(BACKOFF_SECONDS * 2**sequence.failures)
         version = self.version
@@ -319,38 +315,18 @@ class VllmEngine(StreamedEngine):
         try:
             async for piece in stream:
                 if wrong := wrong_version(piece, version):
-                    self._hand_out(sequence.ended("failed", f"request {sequence.request.id}: {wrong}"))
-                    return True
+                    self._finish(sequence, "failed", f"request {sequence.request.id}: {wrong}")
+                    return
                 delta = sequence.take(piece, version)
                 if delta is not None:
-                    self._hand_out(delta)
+                    self._generated += len(delta.token_ids)
+                    self.deliver([delta])
                 # The server does not know this stop, so the stream is closed here. Otherwise its last piece, which
                 # confirms the version, is still to come.
                 if sequence.finished and piece.finish is None:
-                    return True
+                    return
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
-        return sequence.finished
-
-    def _broken(self, sequence: VllmSequence, reason: str, *, retry: bool) -> bool:
-        """Handle a broken stream: resume the request from its prefix, or fail it. Return whether it has ended."""
-        if sequence.finished:
-            return True
-        sequence.failures += 1
-        if sequence.cut or (retry and sequence.failures <= RETRIES):
-            return False
-        self._hand_out(sequence.ended("failed", f"request {sequence.request.id}: {reason}"))
-        return True
-
-    def _put_back(self, sequence: VllmSequence) -> None:
-        if self._closed:
-            self._hand_out(sequence.ended("failed", self._closed))
-        elif sequence.cut == "abort":
-            self._hand_out(sequence.ended("aborted"))
-        else:
-            heapq.heappush(self._waiting, sequence)
-
-    # Making way for new weights
 
     async def _make_way(self) -> None:
         """Wait until none of our requests runs, and pause the server's scheduler."""
@@ -385,11 +361,10 @@ class VllmEngine(StreamedEngine):
         if open_tasks:
             raise DeadlineError(f"{len(open_tasks)} streams of {self.name} did not close in {self._deadline:g} s")
 
-    # Handing out deltas
-
-    def _hand_out(self, delta: Delta) -> None:
-        self._generated += len(delta.token_ids)
-        self.deliver([delta])
+    def _finish(self, sequence: VllmSequence, finish: FinishReason, error: str = "") -> None:
+        """Hand out a last delta without tokens."""
+        sequence.finished = True
+        self.deliver([token_delta(sequence.request.id, [], [], NO_VERSION, finish, error)])
 
 
 def refusal(request: Request, facts: Facts, max_length: int) -> str:
