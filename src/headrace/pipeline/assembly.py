@@ -17,7 +17,7 @@ from headrace.buffer.window import Window
 from headrace.channel.events import Events
 from headrace.cluster.base import Processes
 from headrace.cluster.launchers.local import make_launcher
-from headrace.cluster.mps import Mps, environment_of_workers, start_mps, sweep_daemons
+from headrace.cluster.mps import Mps, sweep_daemons
 from headrace.cluster.supervision import Fleet
 from headrace.config import Config
 from headrace.config.model_dir import model_facts
@@ -178,10 +178,10 @@ def make_workers(config: Config, run_dir: RunDir) -> Workers:
     # Trainer ranks depend on each other: if one of several dies, the run ends and is resumed as a whole.
     restarted = engines if len(trainers) > 1 else [*trainers, *engines]
     sweep_daemons()
-    mps, no_mps = start_mps(config)
+    mps = Mps(config)
     events = Events()
     fleet = Fleet(
-        make_launcher(config, environment_of_workers(mps, no_mps)),
+        make_launcher(config, mps.environment),
         run_dir.path,
         [*trainers, *engines],
         events,
@@ -198,7 +198,7 @@ def make_workers(config: Config, run_dir: RunDir) -> Workers:
         trainer=RemoteTrainer(fleet.hub, TRAINER, deadline=max(stall, config.delivery.deadline), others=others),
         events=events,
         mps=mps,
-        no_mps=no_mps,
+        no_mps=mps.missing,
     )
 
 
