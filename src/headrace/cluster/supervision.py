@@ -122,7 +122,9 @@ class Fleet(Processes):
             last = self._in_a_row[death.peer] >= self._restarted(death.peer)
             if last or (mistake and death.peer not in self.restarting):
                 self._events.put(Died(death, restarts=False))
-                raise _mistake(exited, death) if mistake else death
+                if mistake:
+                    raise UserError(exited.last_lines.splitlines()[-1] if exited.last_lines else str(death))
+                raise death
             self._events.put(Died(death, restarts=True))
             self._deaths[death.peer] += 1
             self._in_a_row[death.peer] += 1
@@ -237,10 +239,6 @@ class Fleet(Processes):
 def _may_follow(exited: Exit) -> bool:
     """Return whether a process ended with an error that the end of another process may have caused."""
     return exited.code > 0 and exited.code != EXIT_USER_ERROR
-
-
-def _mistake(exited: Exit, death: PeerDied) -> UserError:
-    return UserError(exited.last_lines.splitlines()[-1] if exited.last_lines else str(death))
 
 
 def _death(exited: Exit) -> PeerDied:
