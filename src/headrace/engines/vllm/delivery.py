@@ -48,29 +48,24 @@ class Delivery:
         """The version that the live weights are proved to be; `NO_VERSION` before the first and in quarantine."""
         return NO_VERSION if self._quarantined else self._proved
 
-    def rejected(self, version: int, reason: str) -> Proof:
-        """Return the proof of a version that was rejected before the swap."""
-        return Proof(engine=self._engine, version=version, accepted=False, reason=reason)
-
-    async def stage(self, manifest: Manifest) -> Proof | None:
-        """Fetch a version and check its digest. Return the proof that rejects it, or None if it may be swapped in."""
+    async def stage(self, manifest: Manifest) -> str:
+        """Fetch a version and check its digest. Return why it is rejected, or an empty string."""
         version = manifest.version
         if version <= self._proved:
-            return self.rejected(version, f"version {version} is out of order: version {self._proved} is live")
+            return f"version {version} is out of order: version {self._proved} is live"
         wanted = "full" if self._scaling is None else "adapter"
         if manifest.kind != wanted or manifest.parts:
             held = "in several places" if manifest.parts else f"of kind {manifest.kind}, not {wanted}"
-            return self.rejected(version, f"version {version} is {held}, which this engine does not take")
+            return f"version {version} is {held}, which this engine does not take"
         if self._plan not in (None, manifest.plan_digest):
-            return self.rejected(version, f"version {version} has other names or shapes than version {self._proved}")
+            return f"version {version} has other names or shapes than version {self._proved}"
         try:
             async with asyncio.timeout(self._deadline):
-                reason = await self._fetch(manifest)
+                return await self._fetch(manifest)
         except TimeoutError:
-            reason = f"version {version} was not staged in {self._deadline:g} s"
+            return f"version {version} was not staged in {self._deadline:g} s"
         except ChannelError as error:
-            reason = str(error)
-        return self.rejected(version, reason) if reason else None
+            return str(error)
 
     async def swap(self, manifest: Manifest) -> Proof:
         """Load the staged version, resume the server's scheduler, and prove the live weights.

@@ -183,18 +183,9 @@ class VllmEngine(StreamedEngine):
         Weights that are rejected before the swap change nothing.
         """
         async with self._loading:
-            proof = await self._delivery.stage(manifest)
-            if proof is not None:
-                return proof
             try:
-                async with asyncio.timeout(self._deadline):
-                    await self._make_way()
-            except TimeoutError:
-                running = f"{len(self._running)} running requests did not end in {self._deadline:g} s"
-                return self._delivery.rejected(manifest.version, running)
-            except ChannelError as error:
-                return self._delivery.rejected(manifest.version, str(error))
-            else:
+                if reason := await self._delivery.stage(manifest) or await self._make_way():
+                    return Proof(engine=self.name, version=manifest.version, accepted=False, reason=reason)
                 with self._spans.span("swap"):
                     return await self._delivery.swap(manifest)
             finally:
@@ -328,18 +319,29 @@ class VllmEngine(StreamedEngine):
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
 
-    async def _make_way(self) -> None:
-        """Wait until none of our requests runs, and pause the server's scheduler."""
-        if self._interrupt == "block":
-            self._admitted = self._orders - 1
-            while any(one.order <= self._admitted for one in [*self._running.values(), *self._waiting]):
-                await self._changed.wait()
-        self._admitted = -1
-        if self._interrupt in ("drain", "block"):
-            while self._running:
-                await self._changed.wait()
-            await self._client.pause("wait")
-            return
+    async def _make_way(self) -> str:
+        """Wait until none of our requests runs, and pause the server's scheduler. Return why that failed, if it did."""
+        try:
+            async with asyncio.timeout(self._deadline):
+                if self._interrupt == "block":
+                    self._admitted = self._orders - 1
+                    while any(one.order <= self._admitted for one in [*self._running.values(), *self._waiting]):
+                        await self._changed.wait()
+                self._admitted = -1
+                if self._interrupt in ("drain", "block"):
+                    while self._running:
+                        await self._changed.wait()
+                    await self._client.pause("wait")
+                else:
+                    await self._recall()
+        except TimeoutError:
+            return f"{len(self._running)} running requests did not end in {self._deadline:g} s"
+        except ChannelError as error:
+            return str(error)
+        return ""
+
+    async def _recall(self) -> None:
+        """Pause the server's scheduler, and end every stream."""
         running = list(self._running.values())
         for sequence in running:
             sequence.cut = sequence.cut or ("abort" if self._interrupt == "abort" else "recall")
