@@ -80,7 +80,7 @@ class _Chunk(msgspec.Struct):
 
 
 class VllmClient:
-    """A client of one server, until `close`. `key` is sent with every request.
+    """A client of one server, until `close`. It is made inside a running event loop. `key` is sent with every request.
 
     At most `slots` answers are streamed at a time. `deadline` is the longest time for an answer to a call, and between
     two tokens of a stream, in seconds.
@@ -92,9 +92,10 @@ class VllmClient:
             raise UserError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:8000")
         self.url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._connections = slots + CONTROLS
-        self._session: aiohttp.ClientSession | None = None
-        self._closed = False
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=slots + CONTROLS, force_close=True),
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
         self._deadline = deadline
         self._decoder = msgspec.json.Decoder(_Chunk)
         self.prefilled_tokens = 0
@@ -217,9 +218,7 @@ class VllmClient:
 
     async def close(self) -> None:
         """Close all connections. Idempotent. A later request raises `ChannelError`."""
-        self._closed = True
-        if self._session is not None:
-            await self._session.close()
+        await self._session.close()
 
     async def __aenter__(self) -> VllmClient:
         return self
@@ -256,11 +255,13 @@ class VllmClient:
 
         `silence` is the longest time between two reads of the body, in seconds.
         """
+        if self._session.closed:
+            raise ChannelError(f"{self.url}: the connection to it is closed")
         answer: aiohttp.ClientResponse | None = None
         content = None if body is None else msgspec.json.encode(body)
         kind = {} if body is None else {"Content-Type": "application/json"}
         try:
-            answer = await self._opened().request(
+            answer = await self._session.request(
                 method,
                 self.url + path,
                 data=content,
@@ -282,17 +283,6 @@ class VllmClient:
         finally:
             if answer is not None:
                 answer.close()
-
-    def _opened(self) -> aiohttp.ClientSession:
-        """Return the session. It is made on first use, because it needs the running event loop."""
-        if self._closed:
-            raise ChannelError(f"{self.url}: the connection to it is closed")
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._connections, force_close=True),
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._session
 
 
 def _piece(choice: _Choice) -> AnswerPiece:
