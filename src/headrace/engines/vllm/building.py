@@ -34,7 +34,6 @@ from headrace.engines.vllm.server import (
     KEY_VARIABLE,
     NOISE,
     TRANSFER,
-    ServerPlan,
     VllmServer,
     check_server,
     until_there,
@@ -67,17 +66,15 @@ async def _opened(link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
         else:
             key = secrets.token_urlsafe(32)
             server = VllmServer(
-                ServerPlan(
-                    model=Path(config.model.path),
-                    config=config.engine,
-                    log=link.run_dir / "logs" / f"vllm-{rank}.log",
-                    key=key,
-                    max_length=max_length,
-                    weights=config.model.weights,
-                    dtype=config.model.dtype,
-                    seed=config.run.seed,
-                    rank=rank,
-                )
+                model=Path(config.model.path),
+                config=config.engine,
+                log=link.run_dir / "logs" / f"vllm-{rank}.log",
+                key=key,
+                max_length=max_length,
+                weights=config.model.weights,
+                dtype=config.model.dtype,
+                seed=config.run.seed,
+                rank=rank,
             )
             with link.spans.span("load"):
                 server.start()

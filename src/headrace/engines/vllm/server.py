@@ -14,7 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.channel.worker_side import die_with_parent
@@ -65,9 +65,9 @@ _STAGES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerPlan:
-    """Everything that is needed to start a server."""
+@dataclass(kw_only=True)
+class VllmServer:
+    """One server process and the processes that it starts. Call `start`, then `ready`. `stop` ends all of them."""
 
     model: Path
     config: EngineConfig
@@ -78,32 +78,26 @@ class ServerPlan:
     dtype: str = "float32"
     seed: int = 0
     rank: int = 0
-
-
-class VllmServer:
-    """One server process and the processes that it starts. Call `start`, then `ready`. `stop` ends all of them."""
-
-    def __init__(self, plan: ServerPlan) -> None:
-        self._plan = plan
-        self._python = check_interpreter(plan.config.python)
-        # The previous server may still be ending, so wait a little for its port.
-        self.port = choose_port(plan.config.port + plan.rank if plan.config.port else 0, PORT_SECONDS)
-        self.url = f"http://{HOST}:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
+    url: str = field(default="", init=False)
+    """The URL of the server, after `start`."""
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self) -> None:
         """Start the process. Its output goes to the log."""
-        plan = self._plan
-        plan.log.parent.mkdir(parents=True, exist_ok=True)
-        if plan.log.is_file():  # The log of the previous server.
-            plan.log.replace(plan.log.with_suffix(".before.log"))
-        with plan.log.open("wb") as output:
+        python = check_interpreter(self.config.python)
+        # The previous server may still be ending, so wait a little for its port.
+        port = choose_port(self.config.port + self.rank if self.config.port else 0, PORT_SECONDS)
+        self.url = f"http://{HOST}:{port}"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self.log.is_file():  # The log of the previous server.
+            self.log.replace(self.log.with_suffix(".before.log"))
+        with self.log.open("wb") as output:
             self._process = subprocess.Popen(
-                arguments(plan, str(self._python), self.port),
+                self.arguments(str(python), port),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment(plan),
+                env=self.environment(),
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -116,16 +110,71 @@ class VllmServer:
         began = time.monotonic()
         async with VllmClient(self.url) as client:
             while True:
-                progress(f"vLLM {_stage(self._plan.log)}")
+                progress(f"vLLM {_stage(self.log)}")
                 self.check()
                 with contextlib.suppress(ChannelError):
                     await client.call("GET", "/health", timeout=5.0)
                     return
                 if time.monotonic() - began > deadline:
-                    raise DeadlineError(
-                        f"vLLM was not ready within {deadline:g} s: {_stage(self._plan.log)} ({self._plan.log})"
-                    )
+                    raise DeadlineError(f"vLLM was not ready within {deadline:g} s: {_stage(self.log)} ({self.log})")
                 await asyncio.sleep(POLL_SECONDS)
+
+    def arguments(self, python: str, port: int) -> list[str]:
+        """Return the command line of a server."""
+        config = self.config
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model.absolute())]
+        command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--seed", str(self.seed)]
+        command += ["--dtype", self.dtype, "--skip-tokenizer-init", "--max-model-len", str(self.max_length)]
+        command += ["--max-num-seqs", str(config.slots), "--enable-scale-out", "--enable-prompt-tokens-details"]
+        command += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", TRANSFER]
+        command += ["--worker-extension-cls", EXTENSION, "--middleware", "headrace_vllm_plugin.guard.Guard"]
+        command += ["--disable-uvicorn-access-log"]
+        if self.weights == "random":
+            command += ["--load-format", "dummy"]
+        if on_cpu(config):
+            # Only vLLM's first model runner needs this processor. The second one, which needs a GPU, draws noise by
+            # position without it, and takes no processors of this kind.
+            command += ["--logits-processors", NOISE, "--block-size", str(self._block())]
+        if on_cpu(config) or config.cache_tokens:
+            command += ["--kv-cache-memory-bytes", str(self._cache_bytes())]
+        if config.prefill_chunk:
+            command += ["--max-num-batched-tokens", str(max(config.prefill_chunk, config.slots))]
+        return [*command, *config.arguments]
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of a server. The key is in it, not on the command line, which every user can read."""
+        ours = {
+            KEY_VARIABLE: self.key,
+            ORPHANS: "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
+        # The package paths of this interpreter must not reach the interpreter of another environment.
+        theirs = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        if on_cpu(self.config):
+            ours["OMP_NUM_THREADS"] = str(self.config.threads)
+            # By default, vLLM would bind every server of a fleet to the same cores and use all of them.
+            ours[BINDING] = os.environ.get(BINDING, UNBOUND)
+            if ours[BINDING] == UNBOUND:
+                # A worker needs its own process only to be bound to cores. Without it, one process less is started.
+                ours[SPLIT] = os.environ.get(SPLIT, "0")
+        return {**theirs, **ours}
+
+    def _cache_bytes(self) -> int:
+        """Return the bytes of the KV cache: of the configured tokens, or of `slots` sequences of the longest length."""
+        config = self.config
+        tokens = config.cache_tokens or config.slots * self.max_length
+        # One more block for each sequence, because a sequence rarely ends at the end of a block.
+        width = {"float32": 4}.get(self.dtype, 2)
+        per_token = model_facts(self.model, self.weights).kv_bytes_per_token * width // 4
+        return (tokens + self._block() * (config.slots + 1)) * per_token
+
+    def _block(self) -> int:
+        return -(-self.config.block_size // CPU_BLOCK) * CPU_BLOCK
 
     def check(self) -> None:
         """Raise `UserError` if the process has ended."""
@@ -134,8 +183,8 @@ class VllmServer:
         if code is not None:
             how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
             # A process that is killed by SIGKILL writes no reason. Errors in its log have other causes.
-            why = "" if code == -signal.SIGKILL else f": {last_word(self._plan.log)}"
-            raise UserError(f"the vLLM server ended ({how}){why} ({self._plan.log})")
+            why = "" if code == -signal.SIGKILL else f": {last_word(self.log)}"
+            raise UserError(f"the vLLM server ended ({how}){why} ({self.log})")
 
     @property
     def pid(self) -> int:
@@ -202,67 +251,9 @@ async def _trouble(client: VllmClient, *, may_be_slow: bool) -> str:
     return ""
 
 
-def arguments(plan: ServerPlan, python: str, port: int) -> list[str]:
-    """Return the command line of a server."""
-    config = plan.config
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(plan.model.absolute())]
-    command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--seed", str(plan.seed)]
-    command += ["--dtype", plan.dtype, "--skip-tokenizer-init", "--max-model-len", str(plan.max_length)]
-    command += ["--max-num-seqs", str(config.slots), "--enable-scale-out", "--enable-prompt-tokens-details"]
-    command += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", TRANSFER]
-    command += ["--worker-extension-cls", EXTENSION, "--middleware", "headrace_vllm_plugin.guard.Guard"]
-    command += ["--disable-uvicorn-access-log"]
-    if plan.weights == "random":
-        command += ["--load-format", "dummy"]
-    if on_cpu(config):
-        # Only vLLM's first model runner needs this processor. The second one, which needs a GPU, draws noise by
-        # position without it, and takes no processors of this kind.
-        command += ["--logits-processors", NOISE, "--block-size", str(-(-config.block_size // CPU_BLOCK) * CPU_BLOCK)]
-    if on_cpu(config) or config.cache_tokens:
-        command += ["--kv-cache-memory-bytes", str(cache_bytes(plan))]
-    if config.prefill_chunk:
-        command += ["--max-num-batched-tokens", str(max(config.prefill_chunk, config.slots))]
-    return [*command, *config.arguments]
-
-
 def on_cpu(config: EngineConfig) -> bool:
     """Return whether vLLM will compute on a CPU. `auto` looks for an NVIDIA driver, because torch is not loaded."""
     return config.device == "cpu" or (config.device == "auto" and not Path("/proc/driver/nvidia/version").is_file())
-
-
-def cache_bytes(plan: ServerPlan) -> int:
-    """Return the bytes of the KV cache, for the configured tokens or for `slots` sequences of the longest length."""
-    config = plan.config
-    tokens = config.cache_tokens or config.slots * plan.max_length
-    block = -(-config.block_size // CPU_BLOCK) * CPU_BLOCK
-    # One more block for each sequence, because a sequence rarely ends at the end of a block.
-    width = {"float32": 4}.get(plan.dtype, 2)
-    per_token = model_facts(plan.model, plan.weights).kv_bytes_per_token * width // 4
-    return (tokens + block * (config.slots + 1)) * per_token
-
-
-def environment(plan: ServerPlan) -> dict[str, str]:
-    """Return the environment of a server. The key is in it, not on the command line, which every user can read."""
-    ours = {
-        KEY_VARIABLE: plan.key,
-        ORPHANS: "1",
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-    # The package paths of this interpreter must not reach the interpreter of another environment.
-    theirs = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    if on_cpu(plan.config):
-        ours["OMP_NUM_THREADS"] = str(plan.config.threads)
-        # By default, vLLM would bind every server of a fleet to the same cores and use all of them.
-        ours[BINDING] = os.environ.get(BINDING, UNBOUND)
-        if ours[BINDING] == UNBOUND:
-            # A worker needs its own process only to be bound to cores. Without it, one process less must be started.
-            ours[SPLIT] = os.environ.get(SPLIT, "0")
-    return {**theirs, **ours}
 
 
 def check_interpreter(python: str) -> Path:
