@@ -61,8 +61,7 @@ class Hub:
         """The workers that have said hello and are not known to be dead."""
         return [peer for peer in self._heard if peer not in self._dead]
 
-    def silent_for(self, peer: str) -> float:
-        """Return the seconds since this peer was last heard."""
+    def _silent_for(self, peer: str) -> float:
         return time.monotonic() - self._heard.get(peer, time.monotonic())
 
     async def send(self, peer: str, message: Message) -> None:
@@ -99,7 +98,7 @@ class Hub:
 
     def lost(self, peer: str) -> bool:
         """Return whether this peer is dead, or was heard once but not recently."""
-        return peer in self._dead or self.silent_for(peer) > 3 * BEAT_SECONDS
+        return peer in self._dead or self._silent_for(peer) > 3 * BEAT_SECONDS
 
     def forget(self, peer: str) -> None:
         """Accept a new process under a dead peer's name. Until this call, everything sent to that name fails."""
@@ -145,7 +144,7 @@ class Hub:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             for peer in self.peers:
-                if self.silent_for(peer) > SILENCE_SECONDS:
+                if self._silent_for(peer) > SILENCE_SECONDS:
                     death = PeerDied(peer, f"silent for {SILENCE_SECONDS:g} s")
                     self.mark_dead(death)
                     self._on_silence(death)

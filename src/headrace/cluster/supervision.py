@@ -18,8 +18,8 @@ from headrace.channel.codec import Message
 from headrace.channel.events import Died, Events, Heard, Returned
 from headrace.channel.heartbeats import Heartbeat, Hello, Ready, Stop
 from headrace.channel.hub import Hub
-from headrace.cluster.base import Processes
-from headrace.cluster.launchers.base import EXIT_LOST, EXIT_USER_ERROR, Exit, Launcher, WorkerSpec
+from headrace.cluster.base import EXIT_LOST, EXIT_USER_ERROR, Processes
+from headrace.cluster.launchers.base import Exit, Launcher, WorkerSpec
 from headrace.cluster.socket_dir import SocketDir, sweep_socket_dirs
 from headrace.errors import ChannelError, DeadlineError, PeerDied, UserError
 

@@ -19,7 +19,7 @@ from typing import NoReturn
 from headrace.buffer.reader import open_readonly
 from headrace.channel.worker_link import WorkerLink
 from headrace.channel.worker_side import die_with_parent
-from headrace.cluster.launchers.base import EXIT_LOST, EXIT_USER_ERROR
+from headrace.cluster.base import EXIT_LOST, EXIT_USER_ERROR
 from headrace.cluster.mps import without_mps
 from headrace.config import Config
 from headrace.engines.serving import Build

@@ -26,7 +26,6 @@ from headrace.errors import HeadraceError, PeerDied
 from headrace.types import Float32Array, Int32Array
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Message)
 
 
 class Submit(Message):
@@ -204,23 +203,22 @@ class RemoteEngine(StreamedEngine):
         """See `Engine.fork`."""
         await self._submitted()
         fork = Fork(request_id=request_id, at=at, n=n)
-        return (await self._ask(fork, Forked, self._deadline)).requests
+        return (await self._hub.request(self.name, fork, Forked, timeout=self._deadline)).requests
 
     async def load(self, manifest: Manifest) -> Proof:
         """See `Engine.load`."""
-        return (await self._ask(Load(manifest=manifest), LoadProved, self._load_deadline)).proof
+        load = Load(manifest=manifest)
+        return (await self._hub.request(self.name, load, LoadProved, timeout=self._load_deadline)).proof
 
     async def score(self, token_ids: Int32Array) -> Float32Array:
         """See `Engine.score`."""
-        return (await self._ask(ScoreTokens(token_ids=token_ids), TokensScored, self._deadline)).logprobs
+        score = ScoreTokens(token_ids=token_ids)
+        return (await self._hub.request(self.name, score, TokensScored, timeout=self._deadline)).logprobs
 
     async def close(self) -> None:
         """End open requests as failed. The process itself is not touched: it belongs to its launcher."""
         self.lost("the engine was closed")
         await asyncio.gather(*self._sending, return_exceptions=True)
-
-    async def _ask(self, message: Message, reply: type[M], deadline: float) -> M:
-        return await self._hub.request(self.name, message, reply, timeout=deadline)
 
     async def _submitted(self) -> None:
         """Wait until earlier requests are sent. An abort that arrived before its request would do nothing."""

@@ -9,7 +9,8 @@ import pytest
 from headrace.channel.events import Died, Events
 from headrace.channel.worker_link import WorkerLink
 from headrace.cluster import supervision
-from headrace.cluster.launchers.base import EXIT_LOST, EXIT_USER_ERROR, Exit, WorkerSpec
+from headrace.cluster.base import EXIT_LOST, EXIT_USER_ERROR
+from headrace.cluster.launchers.base import Exit, WorkerSpec
 from headrace.cluster.supervision import Fleet
 from headrace.errors import PeerDied, UserError
 

@@ -20,11 +20,6 @@ from typing import Protocol
 
 import msgspec
 
-EXIT_USER_ERROR = 2
-"""The worker's user made a mistake, and the last line of its log names it. A restart would not help."""
-EXIT_LOST = 4
-"""Something that the worker depends on is gone. It is nobody's mistake, and a restart may help."""
-
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The specification of one worker process: everything that it starts from."""

@@ -28,8 +28,7 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.engines.base import Counters, Delta, FinishReason, Interrupt, Request, Sampling, token_delta
 from headrace.engines.requests import first_stop, request_refusal
 from headrace.engines.streams import StreamedEngine
-from headrace.engines.vllm.client import AnswerPiece, VllmClient
-from headrace.engines.vllm.delivery import Delivery
+from headrace.engines.vllm.client import AnswerPiece, Delivery, VllmClient
 from headrace.engines.vllm.server import NOISE
 from headrace.errors import ChannelError, DeadlineError, HttpError, UserError
 from headrace.observe.spans import SpanRecorder
