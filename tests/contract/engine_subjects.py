@@ -32,10 +32,8 @@ from headrace.engines.embedded.loop import EngineLoop
 from headrace.engines.event_loop import EventLoopServer, Opened
 from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
-from headrace.engines.messages import Deltas
 from headrace.engines.pool import EnginePool
-from headrace.engines.remote import RemoteEngine
-from headrace.engines.serving import Build, Emit, serve
+from headrace.engines.serving import Build, Deltas, Emit, RemoteEngine, serve
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array, Int32Array
 
@@ -142,7 +140,7 @@ async def over_the_wire(setting: Setting, build: Build) -> AsyncIterator[RemoteE
     hub = Hub(f"ipc://{sockets}/hub", on_message)
     hub.start()
     link = WorkerLink("engine-0", hub.address, setting.tmp_path)
-    link.spoke.start()
+    link.start()
     engine_config = {"slots": SLOTS, "block_size": 8, "prefill_chunk": 32, "interrupt": setting.interrupt}
     config = make_config(
         {
@@ -161,7 +159,7 @@ async def over_the_wire(setting: Setting, build: Build) -> AsyncIterator[RemoteE
         await engine.close()
         await hub.send("engine-0", Stop())
         await asyncio.to_thread(worker.join, 20)
-        link.spoke.close()
+        link.close()
         await hub.close()
         shutil.rmtree(sockets)
 

@@ -19,7 +19,7 @@ PUBLIC = [
 
 FREE = [
     "headrace", "headrace.types", "headrace.errors", "headrace.channel.hub", "headrace.config", "headrace.tasks.gym",
-    "headrace.tasks.calculator", "headrace.engines.base", "headrace.engines.fake", "headrace.engines.remote",
+    "headrace.tasks.calculator", "headrace.engines.base", "headrace.engines.fake", "headrace.engines.serving",
     "headrace.rollouts.groups", "headrace.scoring.rewards", "headrace.buffer.journal", "headrace.algorithms.assemble",
     "headrace.training.remote", "headrace.delivery.base", "headrace.pipeline.launch", "headrace.review.summary",
     "headrace.api", "headrace.review.audit", "headrace.review.rollouts", "headrace.cli.main",

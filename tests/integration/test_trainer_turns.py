@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 from runs import small_config
 
-from headrace.channel.spoke import Incoming
 from headrace.channel.turns import FILE, EngineTurns, TrainerTurns
-from headrace.channel.worker_link import WorkerLink
+from headrace.channel.worker_link import Incoming, WorkerLink
 from headrace.training.layers import warm_up_batches
 from headrace.training.messages import Published, Train, Trained
 from headrace.training.serving import FIRST_RANK, TrainerRole
@@ -35,7 +34,7 @@ def test_the_canary_is_scored_while_no_engine_computes(tmp_path: Path, monkeypat
         taken.append(engine.take())
         return score(token_ids)
 
-    monkeypatch.setattr(link.spoke, "send", sent.append)
+    monkeypatch.setattr(link, "send", sent.append)
     monkeypatch.setattr(role.trainer, "score", watched)
     try:
         before = score(role.publisher.canary_token_ids)
@@ -55,7 +54,7 @@ def test_the_canary_is_scored_while_no_engine_computes(tmp_path: Path, monkeypat
         role.trainer.close()
         role.turns.close()
         engine.close()
-        link.spoke.close()
+        link.close()
 
 
 def test_a_wait_for_the_turn_is_no_part_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +63,7 @@ def test_a_wait_for_the_turn_is_no_part_of_the_step(tmp_path: Path, monkeypatch:
     role.turns = TrainerTurns(tmp_path / FILE)
     engine = EngineTurns(tmp_path / FILE)
     replies: list[Trained] = []
-    monkeypatch.setattr(link.spoke, "reply", lambda incoming, answer: replies.append(answer))
+    monkeypatch.setattr(link, "reply", lambda incoming, answer: replies.append(answer))
     wait = 1.0
     batch = next(warm_up_batches(role.trainer.model.config.vocab_size, 64))
     assert engine.take()
@@ -80,4 +79,4 @@ def test_a_wait_for_the_turn_is_no_part_of_the_step(tmp_path: Path, monkeypatch:
         role.trainer.close()
         role.turns.close()
         engine.close()
-        link.spoke.close()
+        link.close()

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 from headrace.channel.codec import Message, decode, encode
 from headrace.channel.heartbeats import Heartbeat, Hello, Stop
 from headrace.channel.hub import Hub
-from headrace.channel.spoke import Spoke
+from headrace.channel.worker_link import WorkerLink
 from headrace.errors import ChannelError, DeadlineError, PeerDied
 from headrace.types import Trace
 
@@ -66,22 +66,23 @@ def test_what_is_not_a_message_is_refused() -> None:
 
 
 def _worker(address: str) -> None:
-    spoke = Spoke(
-        address, "worker-0", beat=lambda: Heartbeat(phase="busy", time=time.monotonic()), on_lost=lambda: os._exit(3)
-    )
-    spoke.start()
+    link = WorkerLink("worker-0", address, Path())
+    link.phase = "busy"
+    link.start()
     while True:
-        incoming = spoke.inbox.get(timeout=30)
+        incoming = link.next_message()
+        if incoming is None:
+            continue
         match incoming.message:
             case Echo(text="raise"):
-                spoke.fail(incoming, "told to")
+                link.fail(incoming, "told to")
             case Echo(text=text, traces=traces):
                 total = sum(int(trace.token_ids.sum()) for trace in traces)
-                spoke.reply(incoming, Answer(text=text, total=total))
+                link.reply(incoming, Answer(text=text, total=total))
             case Slow(seconds=seconds):
                 time.sleep(seconds)
             case Stop():
-                spoke.close()
+                link.close()
                 return
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from headrace.channel.frames import HEADER, encode, pack, read, receive
-from headrace.channel.worker_pool import PoolClosed, WorkerDied, WorkerPool
+from headrace.channel.worker_pool import PoolClosed, WorkerDied, WorkerPool, receive
+from headrace.channel.worker_side import HEADER, pack, read
 from headrace.errors import ConfigError
 from waiting import alive, until
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from headrace.channel.worker_side import Owner, die_with_owner, end_descendants
+from headrace.channel.worker_side import Owner, die_with_parent, end_descendants
 from headrace.errors import ConfigError
 
 class Setup(msgspec.Struct):
@@ -45,7 +45,7 @@ def check(setup):
         raise ConfigError("it is not wanted")
     return setup
 
-die_with_owner()
+die_with_parent()
 owner = Owner()
 setup = owner.greet(Setup, check)
 files = {}
@@ -104,7 +104,7 @@ async def pool(setup: Setup | None = None, **options: Any) -> AsyncIterator[Work
 
 async def asked(pool: WorkerPool, timeout: float = 20.0, **question: Any) -> Answer:
     async with pool.places:
-        return await pool.ask(encode(Question(**question)), Answer, timeout)
+        return await pool.ask(msgspec.json.encode(Question(**question)), Answer, timeout)
 
 
 async def test_a_frame_is_read_whole_or_not_at_all() -> None:
@@ -174,7 +174,7 @@ async def test_an_answer_of_the_wrong_kind_costs_the_worker() -> None:
     async with pool() as workers:
         first = (await asked(workers)).pid
         with pytest.raises(WorkerDied, match="spoke nonsense"):
-            await workers.ask(encode(Question()), Other, 20.0)
+            await workers.ask(msgspec.json.encode(Question()), Other, 20.0)
         assert (await asked(workers)).pid != first
 
 

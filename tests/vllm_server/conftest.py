@@ -21,10 +21,10 @@ from engine_subjects import MAX_LENGTH, SLOTS, Factory, Setting, Subject, TinyTr
 
 from headrace.config.model_dir import model_facts
 from headrace.config.schema import EngineConfig, LoraConfig
-from headrace.engines.vllm.checks import examine
+from headrace.engines.vllm.building import examine
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.engine import VllmEngine
-from headrace.engines.vllm.server import ServerPlan, VllmServer
+from headrace.engines.vllm.server import VllmServer
 from headrace.errors import UserError
 
 __all__ = ["fresh", "setting", "subject"]
@@ -61,11 +61,10 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
-    yield from served(ServerPlan(model=tiny_model_dir, config=engine_config(), log=log, key=KEY, max_length=MAX_LENGTH))
+    yield from served(VllmServer(model=tiny_model_dir, config=engine_config(), log=log, key=KEY, max_length=MAX_LENGTH))
 
 
-def served(plan: ServerPlan) -> Iterator[VllmServer]:
-    server = VllmServer(plan)
+def served(server: VllmServer) -> Iterator[VllmServer]:
     server.start()
     try:
         asyncio.run(server.ready(START_SECONDS))

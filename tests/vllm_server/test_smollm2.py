@@ -17,7 +17,7 @@ from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest
 from headrace.engines.base import Request
 from headrace.engines.vllm.engine import VllmEngine
-from headrace.engines.vllm.server import ServerPlan, VllmServer
+from headrace.engines.vllm.server import VllmServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -33,7 +33,7 @@ PROMPT = [504, 3575, 282, 253, 1165, 3365, 2152, 1165, 282, 260, 905, 28] * 4
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     log = tmp_path_factory.mktemp("smollm2") / "vllm.log"
-    yield from served(ServerPlan(model=MODEL, config=CONFIG, log=log, key=KEY, max_length=MAX_LENGTH))
+    yield from served(VllmServer(model=MODEL, config=CONFIG, log=log, key=KEY, max_length=MAX_LENGTH))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from engine_subjects import MAX_LENGTH, save_tiny_llama
 
 from conftest import KEY, START_SECONDS, attach, engine_config, refused
-from headrace.engines.vllm.server import ServerPlan, VllmServer
+from headrace.engines.vllm.server import VllmServer
 from headrace.errors import UserError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 async def start(tmp_path: Path, model: Path, *arguments: str) -> VllmServer:
     config = engine_config(arguments=["--enforce-eager", *arguments])
-    server = VllmServer(ServerPlan(model=model, config=config, log=tmp_path / "v.log", key=KEY, max_length=MAX_LENGTH))
+    server = VllmServer(model=model, config=config, log=tmp_path / "v.log", key=KEY, max_length=MAX_LENGTH)
     server.start()
     try:
         await server.ready(START_SECONDS)
@@ -92,8 +92,8 @@ async def test_servers_that_die_while_they_start(tmp_path: Path) -> None:
 async def test_a_port_that_is_taken(tmp_path: Path, tiny_model_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        plan = ServerPlan(
+        server = VllmServer(
             model=tiny_model_dir, config=engine_config(port=port), log=tmp_path / "v", key=KEY, max_length=MAX_LENGTH
         )
         with pytest.raises(UserError, match=rf"\[engine\] port: {port} on 127\.0\.0\.1 is taken"):
-            VllmServer(plan)
+            server.start()

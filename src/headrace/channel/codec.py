@@ -1,20 +1,24 @@
-"""This module encodes a message as frames: one msgpack body, then each array as a frame of its own, without a copy.
+"""This module encodes a message as frames: a header, one msgpack body, then each array as a frame of its own.
 
-A message is a subclass of `Message`. Its class name is its tag on the wire, and only declared classes can be decoded.
-Nothing is ever pickled.
+Arrays are not copied. A message is a subclass of `Message`. Its class name is its tag on the wire, and only declared
+classes can be decoded. Nothing is ever pickled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
 from headrace.errors import ChannelError
 
+if TYPE_CHECKING:
+    import zmq
+
 Frame = bytes | memoryview
+Kind = Literal["event", "request", "reply", "error"]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -26,6 +30,40 @@ class Message(msgspec.Struct, kw_only=True):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         Message.registry[cls.__name__] = cls
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """The first frame of every message between processes."""
+
+    kind: Kind
+    id: int
+    """The id of the request that this message is, or answers; 0 for an event."""
+    tag: str
+    """The name of the message's class."""
+
+
+class Failure(Message):
+    """The body of an error reply: one line of text."""
+
+    text: str
+
+
+def pack(kind: Kind, request_id: int, message: Message) -> list[Frame]:
+    """Encode a message with its header as frames."""
+    return [msgspec.msgpack.encode(Header(kind, request_id, type(message).__name__)), *encode(message)]
+
+
+def unpack(frames: Sequence[zmq.Frame]) -> tuple[Header, Message]:
+    """Decode the header and the message. Arrays are views of the received memory. Raises `ChannelError`."""
+    buffers = [frame.buffer for frame in frames]
+    try:
+        header = msgspec.msgpack.decode(bytes(buffers[0]), type=Header)
+    except (msgspec.DecodeError, IndexError) as error:
+        raise ChannelError(f"a frame that is no header was received: {error}") from error
+    kind = Message.registry.get(header.tag)
+    if kind is None:
+        raise ChannelError(f"a message of unknown class {header.tag!r} was received")
+    return header, decode(kind, buffers[1:])
 
 
 def encode(message: msgspec.Struct) -> list[Frame]:

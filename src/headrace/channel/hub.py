@@ -15,9 +15,8 @@ from typing import TypeVar
 import zmq
 import zmq.asyncio
 
-from headrace.channel.codec import Message
+from headrace.channel.codec import Failure, Kind, Message, pack, unpack
 from headrace.channel.heartbeats import BEAT_SECONDS, SILENCE_SECONDS, Alive
-from headrace.channel.wire import Failure, Kind, pack, unpack
 from headrace.errors import ChannelError, DeadlineError, PeerDied
 
 M = TypeVar("M", bound=Message)
@@ -62,8 +61,7 @@ class Hub:
         """The workers that have said hello and are not known to be dead."""
         return [peer for peer in self._heard if peer not in self._dead]
 
-    def silent_for(self, peer: str) -> float:
-        """Return the seconds since this peer was last heard."""
+    def _silent_for(self, peer: str) -> float:
         return time.monotonic() - self._heard.get(peer, time.monotonic())
 
     async def send(self, peer: str, message: Message) -> None:
@@ -100,7 +98,7 @@ class Hub:
 
     def lost(self, peer: str) -> bool:
         """Return whether this peer is dead, or was heard once but not recently."""
-        return peer in self._dead or self.silent_for(peer) > 3 * BEAT_SECONDS
+        return peer in self._dead or self._silent_for(peer) > 3 * BEAT_SECONDS
 
     def forget(self, peer: str) -> None:
         """Accept a new process under a dead peer's name. Until this call, everything sent to that name fails."""
@@ -131,25 +129,22 @@ class Hub:
             peer = bytes(identity.buffer).decode()
             self._heard[peer] = time.monotonic()
             header, message = unpack(frames)
-            if header.kind in ("reply", "error"):
-                self._settle(peer, header.id, message)
-            else:
+            if header.kind not in ("reply", "error"):
                 self._on_message(peer, message)
-
-    def _settle(self, peer: str, request_id: int, message: Message) -> None:
-        _, future = self._waiting.get(request_id, (peer, None))
-        if future is None or future.done():
-            return  # The caller has given up; its deadline has already been reported.
-        if isinstance(message, Failure):
-            future.set_exception(ChannelError(f"{peer}: {message.text}"))
-        else:
-            future.set_result(message)
+                continue
+            _, future = self._waiting.get(header.id, (peer, None))
+            if future is None or future.done():
+                continue  # The caller has given up; its deadline has already been reported.
+            if isinstance(message, Failure):
+                future.set_exception(ChannelError(f"{peer}: {message.text}"))
+            else:
+                future.set_result(message)
 
     async def _beat_loop(self) -> None:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             for peer in self.peers:
-                if self.silent_for(peer) > SILENCE_SECONDS:
+                if self._silent_for(peer) > SILENCE_SECONDS:
                     death = PeerDied(peer, f"silent for {SILENCE_SECONDS:g} s")
                     self.mark_dead(death)
                     self._on_silence(death)

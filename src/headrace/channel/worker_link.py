@@ -1,51 +1,105 @@
-"""A worker process's link to its controller: its name, its connection, its phase, and the spans of its work."""
+"""A worker's end of the channel: one DEALER socket in a thread of its own, with queues to the threads that compute.
+
+The thread of the channel sends heartbeats, also while the computing threads are busy. If the controller is silent for
+too long, it ends the process: nothing that the process computes can reach anyone.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from headrace.channel.heartbeats import Heartbeat, Ready
-from headrace.channel.spoke import Incoming, Spoke
+import msgspec
+import zmq
+
+from headrace.channel.codec import Failure, Frame, Message, pack, unpack
+from headrace.channel.heartbeats import BEAT_SECONDS, SILENCE_SECONDS, Alive, Heartbeat, Hello, Ready
 from headrace.observe.spans import SpanRecorder
+
+CLOSE_SECONDS = 5.0
+EXIT_ORPHAN = 3
+
+
+class Incoming(msgspec.Struct, frozen=True):
+    """A message from the controller. `request_id` is 0 when no answer is expected."""
+
+    request_id: int
+    message: Message
 
 
 class WorkerLink:
-    """The link that every role of a worker uses. It is made from (name, address, run directory) alone."""
+    """The link that every role of a worker uses. It is made from (name, address, run directory) alone.
 
-    def __init__(self, name: str, address: str, run_dir: Path) -> None:
+    `send`, `reply`, `fail` and `count_generated` may be called from any thread. `on_lost` is called when nothing was
+    heard from the controller for `SILENCE_SECONDS`, and again at every later heartbeat while the silence lasts. It runs
+    in the thread of the channel, and so does `beat`: nothing is sent or received until they return.
+    """
+
+    def __init__(
+        self, name: str, address: str, run_dir: Path, on_lost: Callable[[], None] = lambda: os._exit(EXIT_ORPHAN)
+    ) -> None:
         self.name = name
         self.run_dir = run_dir
         self.spans = SpanRecorder()
         self.phase = "starting"
         self.peak_memory: Callable[[], int] = int
-        """A function that returns the peak GPU memory of this process in bytes. The heartbeat thread calls it."""
+        """A function that returns the peak GPU memory of this process in bytes. The thread of the channel calls it."""
         self._generated = 0
         self._lock = threading.Lock()
-        self.spoke = Spoke(address, name, beat=self._beat, on_lost=_end_orphan)
+        self._address = address
+        self._on_lost = on_lost
+        self._inbox: queue.Queue[Incoming] = queue.Queue()
+        self._outgoing: deque[list[Frame]] = deque()
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_write, False)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
+
+    def start(self) -> None:
+        """Queue the first message, `Hello`, and start the thread, which connects and sends heartbeats.
+
+        This returns at once, before the connection exists.
+        """
+        self.send(Hello(pid=os.getpid()))
+        self._thread.start()
 
     def ready(self, **facts: int | float | str) -> None:
         """Tell the controller that this role serves from now on."""
         self.phase = "ready"
-        self.spoke.send(Ready(facts=facts))
+        self.send(Ready(facts=facts))
 
     def count_generated(self, tokens: int) -> None:
-        """Add to the number of tokens that the next heartbeat reports. May be called from any thread."""
+        """Add to the number of tokens that the next heartbeat reports."""
         with self._lock:
             self._generated += tokens
 
-    def next_message(self, timeout: float = 0.5) -> Incoming | None:
-        """Return the controller's next message, or None after `timeout`. The spoke notices a silent controller."""
+    def next_message(self) -> Incoming | None:
+        """Return the controller's next message, or None after half a second."""
         try:
-            return self.spoke.inbox.get(timeout=timeout)
+            return self._inbox.get(timeout=0.5)
         except queue.Empty:
             return None
 
-    def _beat(self) -> Heartbeat:
+    def send(self, message: Message) -> None:
+        """Send a message without waiting for an answer. Messages stay in order."""
+        self._enqueue(pack("event", 0, message))
+
+    def reply(self, incoming: Incoming, message: Message) -> None:
+        """Answer a request."""
+        self._enqueue(pack("reply", incoming.request_id, message))
+
+    def fail(self, incoming: Incoming, text: str) -> None:
+        """Answer a request with an error of one line."""
+        self._enqueue(pack("error", incoming.request_id, Failure(text=text)))
+
+    def beat(self) -> Heartbeat:
+        """Make the next heartbeat."""
         with self._lock:
             generated, self._generated = self._generated, 0
         return Heartbeat(
@@ -56,7 +110,51 @@ class WorkerLink:
             peak_memory_bytes=self.peak_memory(),
         )
 
+    def close(self) -> None:
+        """Make the thread send all queued messages and stop. Wait for that at most `CLOSE_SECONDS`. Idempotent."""
+        if not self._stopping.is_set():
+            self._stopping.set()
+            self._wake()
+            if self._thread.is_alive():
+                self._thread.join(CLOSE_SECONDS)
 
-def _end_orphan() -> None:
-    # The controller is gone without a message, so nothing that this process computes can reach anyone.
-    os._exit(3)
+    def _enqueue(self, frames: list[Frame]) -> None:
+        self._outgoing.append(frames)
+        self._wake()
+
+    def _wake(self) -> None:
+        # If the pipe is full, the write fails, but the bytes in the pipe wake the thread all the same.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"x")
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, self.name.encode())
+        socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(self._address)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        next_beat = heard = time.monotonic()
+        while not self._stopping.is_set() or self._outgoing:
+            ready = dict(poller.poll(int(max(0.0, next_beat - time.monotonic()) * 1000)))
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+            while self._outgoing:
+                socket.send_multipart(self._outgoing.popleft(), copy=False)
+            if socket in ready:
+                heard = time.monotonic()
+                while socket.poll(0):
+                    header, message = unpack(socket.recv_multipart(copy=False))
+                    if not isinstance(message, Alive):
+                        self._inbox.put(Incoming(header.id, message))
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + BEAT_SECONDS
+                socket.send_multipart(pack("event", 0, self.beat()), copy=False)
+                if time.monotonic() - heard > SILENCE_SECONDS:
+                    self._on_lost()
+        socket.close()
+        context.term()

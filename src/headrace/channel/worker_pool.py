@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from asyncio.subprocess import Process
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from headrace.channel import pipes
-from headrace.channel.frames import GREETING, WorkerReady, decode, encode, pack, receive
+from headrace.channel.worker_side import GREETING, HEADER, WorkerReady, pack
 from headrace.errors import ConfigError
 
 T = TypeVar("T")
+
+CLOSE_SECONDS = 5.0
 
 
 class WorkerDied(Exception):
@@ -55,7 +59,7 @@ class WorkerPool:
         self.places = asyncio.Semaphore(workers * concurrency)
         """A caller must hold one of these places while it asks. Places are granted in order."""
         self._module = module
-        self._setup = encode(setup)
+        self._setup = msgspec.json.encode(setup)
         self._start_timeout = start_timeout
         self._grace = grace
         self._name = name
@@ -93,16 +97,16 @@ class WorkerPool:
         """End all workers. Open questions fail. Idempotent."""
         self._closed = True
         for worker in list(self._running):
-            self._dismiss(worker, pipes.CLOSE_SECONDS)
+            self._dismiss(worker, CLOSE_SECONDS)
         if self._ending:
-            await asyncio.wait(self._ending, timeout=4 * pipes.CLOSE_SECONDS)
+            await asyncio.wait(self._ending, timeout=4 * CLOSE_SECONDS)
 
     async def _ask(self, worker: _Worker, question: bytes, kind: type[T], timeout: float | None) -> T:
         id = next(self._ids)
         answered = False
         try:
             async with asyncio.timeout(timeout):
-                answer = decode(await worker.ask(id, question), kind)
+                answer = msgspec.json.decode(await worker.ask(id, question), type=kind)
             answered = True
             return answer
         except msgspec.DecodeError as error:
@@ -123,14 +127,14 @@ class WorkerPool:
             return slot.worker
 
     async def _start(self) -> _Worker:
-        worker = _Worker(await pipes.spawn(self._module, self._directory, self._log))
+        worker = _Worker(await _spawn(self._module, self._directory, self._log))
         self._running.add(worker)
         ready = False
         try:
             if self._closed:
                 raise PoolClosed
             async with asyncio.timeout(self._start_timeout):
-                hello = decode(await worker.ask(GREETING, self._setup), WorkerReady)
+                hello = msgspec.json.decode(await worker.ask(GREETING, self._setup), type=WorkerReady)
             if hello.error:
                 raise ConfigError(hello.error)
             ready = True
@@ -199,7 +203,7 @@ class _Worker:
         finally:
             del self._open[id]
         if body is None:
-            raise WorkerDied(f"died ({await pipes.how_it_ended(self._process)})")
+            raise WorkerDied(f"died ({await self._how_it_ended()})")
         return body
 
     def give_up(self, id: int) -> None:
@@ -211,14 +215,30 @@ class _Worker:
 
     async def end(self, grace: float) -> None:
         """Close the worker's pipe, which ends a well-behaved worker, then kill it and everything that it started."""
+        assert self._process.stdin is not None
         self.able = False
-        pipes.close_pipe(self._process)
+        self._process.stdin.close()
         if grace:
-            await pipes.ended(self._process, grace)
-        pipes.kill_group(self._process)
-        await pipes.ended(self._process)
+            await self._ended(grace)
+        # The group outlives its leader if the leader left processes behind. The kernel does not reuse the id of such a
+        # group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await self._ended(CLOSE_SECONDS)
         self._listener.cancel()
-        await asyncio.wait([self._listener], timeout=pipes.CLOSE_SECONDS)
+        await asyncio.wait([self._listener], timeout=CLOSE_SECONDS)
+
+    async def _ended(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._process.wait()
+
+    async def _how_it_ended(self) -> str:
+        await self._ended(CLOSE_SECONDS)
+        code = self._process.returncode
+        if code is None:
+            return "its pipe closed"
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     async def _listen(self) -> None:
         """Pass answers on. Answers that nobody waits for, such as a second one from code that forked, are ignored."""
@@ -231,3 +251,27 @@ class _Worker:
         for answer in self._open.values():
             if not answer.done():
                 answer.set_result(None)
+
+
+async def receive(stream: asyncio.StreamReader) -> tuple[int, bytes] | None:
+    """Wait for the next frame: its id and body, or None at the end of the stream. The caller owns this wait."""
+    try:
+        id, length = HEADER.unpack(await stream.readexactly(HEADER.size))
+        return id, await stream.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+async def _spawn(module: str, directory: Path, log: Path | None) -> Process:
+    """Start a module in this directory. It leads a process group, which is killed as a whole."""
+    with contextlib.ExitStack() as stack:
+        errors = None if log is None else stack.enter_context(log.open("ab"))
+        return await asyncio.create_subprocess_exec(
+            # -P: files in the user's directory must not hide the modules that the worker needs.
+            *(sys.executable, "-P", "-m", module),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=errors,
+            cwd=directory,
+            start_new_session=True,
+        )

@@ -2,6 +2,9 @@
 
 The worker starts from its first frame alone. It ends when its owner ends, even in the middle of a question. What
 foreign code prints never reaches the pipes, and every process that it starts ends with the worker.
+
+A frame is an id, a length, and a JSON body. An answer carries the id of its question. The body is JSON and not msgpack,
+because msgpack integers end at 64 bits: a frame can hold every value that a line of a JSON dataset can hold.
 """
 
 from __future__ import annotations
@@ -10,23 +13,48 @@ import contextlib
 import ctypes
 import os
 import signal
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from headrace.channel.frames import GREETING, WorkerReady, decode, encode, pack, read
 from headrace.errors import ConfigError
 
+HEADER = struct.Struct("<QI")
+"""The header of a frame: the id of the question, and the length of the body."""
+GREETING = 0
+"""The id of the first frame to a worker, and of the `WorkerReady` that answers it. Questions count from 1."""
 GRACE_SECONDS = 2.0
 """Seconds that a worker has to end by itself after its owner closed the pipe or died."""
 
 T = TypeVar("T")
 S = TypeVar("S")
+
+
+class WorkerReady(msgspec.Struct, kw_only=True):
+    """The first frame from a worker: the worker is ready, or `error` says why it never will be."""
+
+    error: str = ""
+
+
+def pack(id: int, body: bytes) -> bytes:
+    """Make a frame. A frame with an empty body cancels its question: nobody waits for that answer any more."""
+    return HEADER.pack(id, len(body)) + body
+
+
+def read(stream: BinaryIO) -> tuple[int, bytes] | None:
+    """Read the next frame of a blocking stream: its id and body, or None at the end of the stream."""
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    id, length = HEADER.unpack(header)
+    body = stream.read(length)
+    return (id, body) if len(body) == length else None
 
 
 class Owner:
@@ -51,7 +79,7 @@ class Owner:
         if first is None:
             return None
         try:
-            made = make(decode(first[1], setup))
+            made = make(msgspec.json.decode(first[1], type=setup))
         except ConfigError as error:
             self.answer(GREETING, WorkerReady(error=str(error)))
             return None
@@ -67,13 +95,13 @@ class Owner:
         threading.Thread(target=self._listen, args=(asked,), daemon=True).start()
         while (frame := asked.get()) is not None:
             id, body = frame
-            yield id, decode(body, kind) if body else None
+            yield id, msgspec.json.decode(body, type=kind) if body else None
 
     def answer(self, id: int, message: msgspec.Struct) -> None:
         """Answer a question."""
         # The owner may be gone already. The end of the other pipe then ends this worker.
         with self._turn, contextlib.suppress(BrokenPipeError):
-            self._answering.write(pack(id, encode(message)))
+            self._answering.write(pack(id, msgspec.json.encode(message)))
             self._answering.flush()
 
     def _listen(self, asked: SimpleQueue[tuple[int, bytes] | None]) -> None:
@@ -85,10 +113,10 @@ class Owner:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def die_with_owner() -> None:
-    """Ask Linux to kill this process when its owner dies.
+def die_with_parent() -> None:
+    """Have the system kill this process when its parent ends. Only Linux can do this.
 
-    `_listen` does the same everywhere, but a function that holds the interpreter's lock stops `_listen`.
+    `Owner` ends its process everywhere, but not while a function holds the interpreter's lock.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -1,27 +1,21 @@
-"""The interface through which the controller acts on the worker processes of its run."""
+"""The interface through which the controller acts on its worker processes, and the exit codes of workers."""
 
 from __future__ import annotations
 
-from typing import Protocol
+EXIT_USER_ERROR = 2
+"""The user made a mistake, and the last line of the worker's log names it. A restart would not help."""
+EXIT_LOST = 4
+"""Something that the worker depends on is gone. It is nobody's mistake, and a restart may help."""
 
 
-class Processes(Protocol):
-    """The worker processes of a run (`supervision.Fleet`). Deaths and returns of workers arrive as events."""
+class Processes:
+    """The worker processes of a run (`supervision.Fleet`). Deaths and returns of workers arrive as events.
+
+    This base class is for runs whose engines and trainer live in the controller's own process: it does nothing.
+    """
 
     def kill(self, name: str) -> None:
         """End a worker that no longer works. It is then started again, like a worker that died."""
-        ...
 
     def rejoined(self, name: str) -> None:
         """Report that a restarted worker does its work again, which completes its return."""
-        ...
-
-
-class NoProcesses:
-    """The `Processes` of a run whose engines and trainer live in the controller's own process: nothing can be ended."""
-
-    def kill(self, name: str) -> None:
-        """See `Processes.kill`."""
-
-    def rejoined(self, name: str) -> None:
-        """See `Processes.rejoined`."""

@@ -17,7 +17,6 @@ import msgspec
 
 from headrace.cluster.socket_dir import SocketDir, sweep_socket_dirs
 from headrace.config import Config
-from headrace.errors import HeadraceError
 
 CONTROL = "nvidia-cuda-mps-control"
 SECONDS = 20.0
@@ -26,56 +25,42 @@ TURNS_INSTEAD = "HEADRACE_TURNS_INSTEAD_OF_MPS"
 """This variable is set for workers that should share their GPU through a daemon when no daemon could be started."""
 
 
-class NoMps(HeadraceError):
-    """No daemon could be started. The message is one line that says why."""
-
-
 class Mps:
-    """A running MPS daemon. Processes started with `environment` share the GPU through it."""
+    """The daemon of a run, if its configuration asks for one and it can be started."""
 
-    def __init__(self) -> None:
-        """Start the daemon. Raises `NoMps` if that fails."""
-        control = shutil.which(CONTROL)
-        if control is None:
-            raise NoMps(f"{CONTROL} is not installed here")
-        self._control = control
+    def __init__(self, config: Config) -> None:
+        self.missing = ""
+        """Why the daemon does not run although it was asked for, in one line."""
+        self.environment: dict[str, str] = {}
+        """The environment variables that tell workers how they share their GPU."""
+        self._directory: SocketDir | None = None
+        if config.pipeline.one_gpu == "mps":
+            self._start()
+            if self.missing:
+                self.environment = {TURNS_INSTEAD: self.missing}
+
+    def _start(self) -> None:
+        if shutil.which(CONTROL) is None:
+            self.missing = f"{CONTROL} is not installed here"
+            return
         # The path must be short: it holds the daemon's socket, whose path may have at most about a hundred characters.
         self._directory = SocketDir(PREFIX)
         self.environment = _environment(self._directory.path)
         try:
-            _call(control, self._directory.path, "-d")
+            _call(self._directory.path, "-d")
         except (OSError, subprocess.SubprocessError) as error:
+            self.missing = f"its daemon does not start: {_first_line(error)}"
             # The daemon may have started without saying so.
             self.stop()
-            raise NoMps(f"its daemon does not start: {_first_line(error)}") from error
 
     def stop(self) -> None:
         """End the daemon. Idempotent."""
-        if self._directory.path.is_dir():
+        if self._directory is not None:
             # If the daemon is gone already, there is nothing to end.
             with suppress(OSError, subprocess.SubprocessError):
-                _call(self._control, self._directory.path, text="quit\n")
+                _call(self._directory.path, text="quit\n")
             self._directory.remove()
-
-
-def start_mps(config: Config) -> tuple[Mps | None, str]:
-    """Start the daemon if the configuration asks for one.
-
-    Returns the daemon, or None and, if the daemon was asked for and could not be started, the reason.
-    """
-    if config.pipeline.one_gpu != "mps":
-        return None, ""
-    try:
-        return Mps(), ""
-    except NoMps as error:
-        return None, str(error)
-
-
-def environment_of_workers(mps: Mps | None, no_mps: str) -> dict[str, str]:
-    """Return the environment variables that tell workers how they share their GPU, after `start_mps`."""
-    if mps is not None:
-        return mps.environment
-    return {TURNS_INSTEAD: no_mps} if no_mps else {}
+            self._directory = None
 
 
 def without_mps(config: Config, environment: Mapping[str, str]) -> Config:
@@ -91,11 +76,10 @@ def sweep_daemons() -> list[str]:
 
 
 def _end_daemon(directory: Path) -> None:
-    control = shutil.which(CONTROL)
-    if control is None:
+    if shutil.which(CONTROL) is None:
         return
     try:
-        _call(control, directory, text="quit\n")
+        _call(directory, text="quit\n")
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"{CONTROL} does not answer") from error
     except subprocess.CalledProcessError:
@@ -106,9 +90,9 @@ def _environment(directory: Path) -> dict[str, str]:
     return dict.fromkeys(("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"), str(directory))
 
 
-def _call(control: str, directory: Path, *arguments: str, text: str = "") -> None:
+def _call(directory: Path, *arguments: str, text: str = "") -> None:
     subprocess.run(
-        [control, *arguments],
+        [CONTROL, *arguments],
         input=text.encode(),
         env={**os.environ, **_environment(directory)},
         timeout=SECONDS,

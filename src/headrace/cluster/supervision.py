@@ -18,7 +18,7 @@ from headrace.channel.codec import Message
 from headrace.channel.events import Died, Events, Heard, Returned
 from headrace.channel.heartbeats import Heartbeat, Hello, Ready, Stop
 from headrace.channel.hub import Hub
-from headrace.cluster.exit_codes import EXIT_LOST, EXIT_USER_ERROR
+from headrace.cluster.base import EXIT_LOST, EXIT_USER_ERROR, Processes
 from headrace.cluster.launchers.base import Exit, Launcher, WorkerSpec
 from headrace.cluster.socket_dir import SocketDir, sweep_socket_dirs
 from headrace.errors import ChannelError, DeadlineError, PeerDied, UserError
@@ -31,7 +31,7 @@ HEALTHY_SECONDS = 60.0
 EXIT_NEWS_SECONDS = 3.0
 
 
-class Fleet:
+class Fleet(Processes):
     """The workers of a run by name, and the hub that they talk to."""
 
     def __init__(
@@ -75,11 +75,7 @@ class Fleet:
         return [spec.name for spec in self._specs]
 
     def facts(self, name: str) -> dict[str, int | float | str]:
-        """Return what a worker reported about itself when it became ready."""
-        return self._ready[name].facts
-
-    def known_facts(self, name: str) -> dict[str, int | float | str]:
-        """Like `facts`, but empty while the worker is not ready."""
+        """Return what a worker reported about itself when it became ready. Empty while the worker is not ready."""
         return self._ready[name].facts if name in self._ready else {}
 
     async def start(self, deadline: float) -> None:
@@ -126,7 +122,9 @@ class Fleet:
             last = self._in_a_row[death.peer] >= self._restarted(death.peer)
             if last or (mistake and death.peer not in self.restarting):
                 self._events.put(Died(death, restarts=False))
-                raise _mistake(exited, death) if mistake else death
+                if mistake:
+                    raise UserError(exited.last_lines.splitlines()[-1] if exited.last_lines else str(death))
+                raise death
             self._events.put(Died(death, restarts=True))
             self._deaths[death.peer] += 1
             self._in_a_row[death.peer] += 1
@@ -241,10 +239,6 @@ class Fleet:
 def _may_follow(exited: Exit) -> bool:
     """Return whether a process ended with an error that the end of another process may have caused."""
     return exited.code > 0 and exited.code != EXIT_USER_ERROR
-
-
-def _mistake(exited: Exit, death: PeerDied) -> UserError:
-    return UserError(exited.last_lines.splitlines()[-1] if exited.last_lines else str(death))
 
 
 def _death(exited: Exit) -> PeerDied:

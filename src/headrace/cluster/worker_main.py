@@ -2,13 +2,13 @@
 
 A worker needs only these four arguments. It inherits no descriptor and no state, and reads no environment variable
 except those that say how a GPU is shared (`mps`), so it may also be a fork of a process that has loaded its libraries.
-It ends when it is told to, when its parent dies, or when the controller falls silent.
+It ends when it is told to, when its parent dies, or when the controller falls silent. On the workers' side, concrete
+engines and trainers are chosen only here.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import sys
@@ -16,14 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from headrace.buffer.reader import open_readonly
 from headrace.channel.worker_link import WorkerLink
-from headrace.cluster.exit_codes import EXIT_LOST, EXIT_USER_ERROR
+from headrace.channel.worker_side import die_with_parent
+from headrace.cluster.base import EXIT_LOST, EXIT_USER_ERROR
 from headrace.cluster.mps import without_mps
-from headrace.cluster.roles import serve
+from headrace.config import Config
+from headrace.engines.serving import Build
+from headrace.engines.serving import serve as serve_engine
 from headrace.errors import HeadraceError, PeerDied
 from headrace.run_dir import RunDir
-
-PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,9 +40,12 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The controller handles Ctrl-C and asks workers to stop.
     config = without_mps(RunDir(arguments.run).config_to_start_with(), os.environ)
     link = WorkerLink(f"{arguments.role}-{arguments.rank}", arguments.address, arguments.run)
-    link.spoke.start()
+    link.start()
     try:
-        serve(arguments.role, link, config)
+        if arguments.role == "engine":
+            _serve_engine(link, config)
+        else:
+            _serve_trainer(link, config)
     except PeerDied as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_LOST
@@ -48,14 +53,8 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return EXIT_USER_ERROR
     finally:
-        link.spoke.close()
+        link.close()
     return 0
-
-
-def die_with_parent() -> None:
-    """Have the system kill this process when its parent ends. Only Linux can do this."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def leave(code: int) -> NoReturn:
@@ -67,6 +66,69 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def fix_threads(threads: int) -> None:
+    """Fix the number of compute threads of this process, because sums depend on it to the last bit.
+
+    Call this before torch is used.
+    """
+    _announce_threads(threads)
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.set_num_interop_threads(1)
+
+
+def peak_gpu_memory() -> int:
+    """Return the peak bytes that torch has reserved on GPUs for this process, without the CUDA context."""
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return 0
+    return sum(torch.cuda.max_memory_reserved(device) for device in range(torch.cuda.device_count()))
+
+
+def _announce_threads(threads: int) -> None:
+    """Set the number of threads in the environment, for libraries that read it on import and for child processes."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[variable] = str(threads)
+
+
+def _serve_engine(link: WorkerLink, config: Config) -> None:
+    build: Build
+    if config.engine.kind == "vllm":
+        # vLLM servers are processes of their own: torch is not loaded in this process.
+        _announce_threads(config.engine.threads)
+        from headrace.engines.vllm.building import build as build_vllm
+
+        build = build_vllm
+    else:
+        fix_threads(config.engine.threads)
+        link.peak_memory = peak_gpu_memory
+        if config.engine.kind == "embedded":
+            from headrace.engines.embedded.building import build as build_embedded
+
+            build = build_embedded
+        else:
+            from headrace.engines.supplied import build as build_supplied
+
+            build = build_supplied
+    serve_engine(link, config, build)
+
+
+def _serve_trainer(link: WorkerLink, config: Config) -> None:
+    fix_threads(config.training.threads)
+    link.peak_memory = peak_gpu_memory
+    from headrace.training.serving import serve as serve_trainer
+
+    # A checkpoint of a later step than the journal's last has no history.
+    journal = link.run_dir / "journal.db"
+    last_step = None
+    if journal.is_file():
+        with open_readonly(journal) as reader:
+            last_step = reader.last_step(config.policy_name)
+    serve_trainer(link, config, last_step)
 
 
 if __name__ == "__main__":

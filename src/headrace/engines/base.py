@@ -137,25 +137,6 @@ class Sampler(Protocol):
         ...
 
 
-class EngineProcess(Protocol):
-    """The handle of an engine in another process.
-
-    The controller passes it the deltas from that process, and tells it when the process has died or is replaced.
-    """
-
-    def deliver(self, deltas: Sequence[Delta]) -> None:
-        """Hand deltas to the requests that wait for them. Deltas of requests that were given up are dropped."""
-        ...
-
-    def lost(self, reason: str) -> None:
-        """End every open request as failed, because the process is gone."""
-        ...
-
-    def back(self) -> None:
-        """Take requests again, because a new process has replaced the lost one."""
-        ...
-
-
 class Engine(Sampler, Protocol):
     """One served model that takes new weights. An engine samples nothing until it has proved a version."""
 

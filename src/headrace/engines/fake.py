@@ -7,7 +7,6 @@ Lengths, latencies and failures follow a script.
 from __future__ import annotations
 
 import asyncio
-import math
 from bisect import insort
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Literal
@@ -15,8 +14,8 @@ from typing import Literal
 import numpy as np
 
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Counters, Delta, FinishReason, Interrupt, Request, failed_delta
-from headrace.engines.fake_policy import FakeDraw, FakePolicy, stable_hash
+from headrace.engines.base import Counters, Delta, FinishReason, Interrupt, Request, failed_delta, token_delta
+from headrace.engines.fake_policy import FakeDraw, FakePolicy
 from headrace.engines.requests import first_stop, fork_requests, sampling_refusal
 from headrace.errors import DeliveryError, PeerDied, UserError
 from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept
@@ -24,16 +23,6 @@ from headrace.types import NO_VERSION, Float32Array, Int32Array, Kept
 Lengths = Callable[[Request], int] | Sequence[int]
 """The length of a completion in tokens, including the stop token: a function of the request, or a list that is used in
 the order of submission and repeated."""
-
-
-def lognormal_lengths(median: float, sigma: float = 0.6, seed: int = 0) -> Callable[[Request], int]:
-    """Return a function that draws completion lengths with a long tail, each from the request's own seed."""
-
-    def length(request: Request) -> int:
-        rng = np.random.default_rng(stable_hash("length", seed, request.sampling.seed))
-        return max(1, round(median * math.exp(sigma * rng.standard_normal())))
-
-    return length
 
 
 class FakeEngine:
@@ -139,18 +128,25 @@ class FakeEngine:
         await self._come_to_rest()
         self._check_alive()
         reason = self._rejection(manifest)
-        if reason:
-            return self._proof(manifest, accepted=False, reason=reason)
-        reason = self._live_mismatch(manifest)
-        self._quarantined = bool(reason)
-        if reason:
-            return self._proof(manifest, accepted=False, reason=reason)
-        self.version = manifest.version
-        if self._interrupt == "abort":
-            for sequence in list(self._running):
-                self._end(sequence, "aborted")
-        self._wake()
-        return self._proof(manifest, accepted=True)
+        if not reason:
+            reason = self._live_mismatch(manifest)
+            self._quarantined = bool(reason)
+        if not reason:
+            self.version = manifest.version
+            if self._interrupt == "abort":
+                await self.abort([sequence.id for sequence in self._running])
+            self._wake()
+        return Proof(
+            engine=self.name,
+            version=manifest.version,
+            accepted=not reason,
+            quarantined=self._quarantined,
+            reason=reason,
+            staged_digest=self.policy.manifest(manifest.version).digest,
+            live_digest=self.policy.manifest(self.version).digest if self.version != NO_VERSION else 0,
+            canary_error=self._canary_error(manifest),
+            stage_seconds=self._load_seconds,
+        )
 
     async def _come_to_rest(self) -> None:
         """With `drain` and `block`, wait until the requests that new weights must not interrupt have ended."""
@@ -188,14 +184,16 @@ class FakeEngine:
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        self._stop("the engine was closed")
+        self.die("the engine was closed")
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.wait([self._driver])
 
     def die(self, reason: str) -> None:
         """Die now: every request fails for this reason, and so does whatever is asked later."""
-        self._stop(reason)
+        self._over = self._over or reason
+        for sequence in list(self._sequences.values()):
+            self._end(sequence, "failed", error=self._over)
 
     @property
     def _serving(self) -> bool:
@@ -260,7 +258,7 @@ class FakeEngine:
             self._prefilled += len(sequence.request.token_ids)
         for sequence in list(self._running):
             if self._die_after is not None and self._generated >= self._die_after:
-                self._stop(f"{self.name} died")
+                self.die(f"{self.name} died")
                 return
             if self._fail_requests.get(sequence.id) == sequence.sampled:
                 self._end(sequence, "failed", error=f"request {sequence.id!r} fails by script")
@@ -274,12 +272,9 @@ class FakeEngine:
         stops = first_stop([drawn.token], sampling, sequence.tokens, sequence.sampled) is not None
         sequence.tokens.append(drawn.token)
         self._generated += 1
-        finish: FinishReason | None = None
-        if stops:
-            finish = "stop"
-        elif sequence.sampled == sampling.max_tokens:
-            finish = "length"
-        sequence.deltas.put_nowait(_delta(sequence.request, drawn, self.version, finish=finish))
+        length: FinishReason | None = "length" if sequence.sampled == sampling.max_tokens else None
+        finish: FinishReason | None = "stop" if stops else length
+        sequence.deltas.put_nowait(_delta(sequence.request, [drawn], self.version, finish))
         if finish:
             self._forget(sequence)
 
@@ -314,18 +309,13 @@ class FakeEngine:
             return
         if sequence.length is not None and finish == "aborted":
             self._rest[sequence.request.sampling.seed, sequence.position] = sequence.length - sequence.sampled
-        sequence.deltas.put_nowait(_delta(sequence.request, finish=finish, error=error))
+        sequence.deltas.put_nowait(_delta(sequence.request, [], NO_VERSION, finish, error))
         self._forget(sequence)
 
     def _forget(self, sequence: _Sequence) -> None:
         del self._sequences[sequence.id]
         self._ended.set()
         (self._running if sequence in self._running else self._waiting).remove(sequence)
-
-    def _stop(self, reason: str) -> None:
-        self._over = self._over or reason
-        for sequence in list(self._sequences.values()):
-            self._end(sequence, "failed", error=self._over)
 
     def _check_alive(self) -> None:
         if self._over is not None:
@@ -351,19 +341,6 @@ class FakeEngine:
     def _canary_error(self, manifest: Manifest) -> float:
         scores = self.policy.score(manifest.canary.token_ids, manifest.version)
         return float(np.abs(scores - manifest.canary.logprobs).max())
-
-    def _proof(self, manifest: Manifest, *, accepted: bool, reason: str = "") -> Proof:
-        return Proof(
-            engine=self.name,
-            version=manifest.version,
-            accepted=accepted,
-            quarantined=self._quarantined,
-            reason=reason,
-            staged_digest=self.policy.manifest(manifest.version).digest,
-            live_digest=self.policy.manifest(self.version).digest if self.version != NO_VERSION else 0,
-            canary_error=self._canary_error(manifest),
-            stage_seconds=self._load_seconds,
-        )
 
 
 class _Sequence:
@@ -395,24 +372,10 @@ def _ends(request: Request) -> list[int]:
 
 
 def _delta(
-    request: Request,
-    drawn: FakeDraw | None = None,
-    version: int = NO_VERSION,
-    *,
-    finish: FinishReason | None = None,
-    error: str = "",
+    request: Request, draws: list[FakeDraw], version: int, finish: FinishReason | None, error: str = ""
 ) -> Delta:
-    draws = [] if drawn is None else [drawn]
-    kept = None
+    delta = token_delta(request.id, [d.token for d in draws], [d.logprob for d in draws], version, finish, error)
     if request.sampling.record_kept:
         counts: Int32Array = np.array([len(d.kept) for d in draws], np.int32)
-        kept = Kept(counts=counts, token_ids=np.concatenate([np.empty(0, np.int32), *(d.kept for d in draws)]))
-    return Delta(
-        id=request.id,
-        token_ids=np.array([d.token for d in draws], np.int32),
-        logprobs=np.array([d.logprob for d in draws], np.float32),
-        versions=np.full(len(draws), version, np.int32),
-        finish=finish,
-        error=error,
-        kept=kept,
-    )
+        delta.kept = Kept(counts=counts, token_ids=np.concatenate([np.empty(0, np.int32), *(d.kept for d in draws)]))
+    return delta

@@ -76,7 +76,9 @@ class FakePolicy:
         )
 
     def _compute_logits(self, position: int, version: int) -> npt.NDArray[np.float64]:
-        return _generator(stable_hash("logits", position, version)).standard_normal(self.vocabulary)
+        return np.random.Generator(np.random.Philox(key=stable_hash("logits", position, version))).standard_normal(
+            self.vocabulary
+        )
 
 
 def noise(seed: int, position: int) -> float:
@@ -95,10 +97,6 @@ def _mix(x: int) -> int:
 def stable_hash(*parts: int | str) -> int:
     """Hash these parts to 64 bits. The result is the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")
-
-
-def _generator(key: int) -> np.random.Generator:
-    return np.random.Generator(np.random.Philox(key=key))
 
 
 def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -50,15 +50,24 @@ class StreamedEngine:
         stream = self._open[request.id] = asyncio.Queue()
         finished = False
         try:
-            self._post(request)
+            self._outbox.append(request)
+            if len(self._outbox) == 1:
+                asyncio.get_running_loop().call_soon(self.flush)
             while not finished:
-                delta = await self._next(request.id, stream)
+                try:
+                    async with asyncio.timeout(self._token_deadline):
+                        delta = await stream.get()
+                except TimeoutError as error:
+                    waited = f"{self.name} sent nothing for request {request.id} in {self._token_deadline:g} s"
+                    raise DeadlineError(waited) from error
                 finished = delta.finish is not None
                 yield delta
         finally:
             del self._open[request.id]
             if not finished:
-                self._give_up(request.id)
+                self._outbox = [waiting for waiting in self._outbox if waiting.id != request.id]
+                if self._death is None:
+                    self._withdraw(request.id)
 
     def deliver(self, deltas: Iterable[Delta]) -> None:
         """Hand deltas to the requests that wait for them. Deltas of requests that were given up are dropped."""
@@ -85,21 +94,3 @@ class StreamedEngine:
         requests, self._outbox = self._outbox, []
         if requests:
             self._submit(requests)
-
-    def _post(self, request: Request) -> None:
-        self._outbox.append(request)
-        if len(self._outbox) == 1:
-            asyncio.get_running_loop().call_soon(self.flush)
-
-    async def _next(self, request_id: str, stream: asyncio.Queue[Delta]) -> Delta:
-        try:
-            async with asyncio.timeout(self._token_deadline):
-                return await stream.get()
-        except TimeoutError as error:
-            waited = f"{self.name} sent nothing for request {request_id} in {self._token_deadline:g} s"
-            raise DeadlineError(waited) from error
-
-    def _give_up(self, request_id: str) -> None:
-        self._outbox = [request for request in self._outbox if request.id != request_id]
-        if self._death is None:
-            self._withdraw(request_id)

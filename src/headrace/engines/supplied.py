@@ -21,7 +21,7 @@ from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.transports.keys import KEYS
 from headrace.engines.base import Request
 from headrace.engines.event_loop import EventLoopServer, Opened
-from headrace.engines.serving import Build, Emit
+from headrace.engines.serving import Emit
 from headrace.errors import ConfigError, UserError
 from headrace.reference import call_factory, import_function
 from headrace.types import Float32Array, Int32Array
@@ -115,14 +115,10 @@ class PlainEngine:
         return scores
 
 
-def builder(reference: str) -> Build:
-    """Return the function with which a worker process builds the engine that `reference` names."""
-
-    def build(link: WorkerLink, config: Config, emit: Emit) -> EventLoopServer:
-        factory = import_function(reference)
-        return EventLoopServer(link.name, lambda: _opened(factory, link, config), emit)
-
-    return build
+def build(link: WorkerLink, config: Config, emit: Emit) -> EventLoopServer:
+    """Build the engine of a worker process: the one that `[engine] kind` names."""
+    factory = import_function(config.engine.kind)
+    return EventLoopServer(link.name, lambda: _opened(factory, link, config), emit)
 
 
 @asynccontextmanager

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.channel.worker_side import Owner, die_with_owner, end_descendants
+from headrace.channel.worker_side import Owner, die_with_parent, end_descendants
 from headrace.errors import ConfigError
 from headrace.reference import describe, import_function
 
@@ -192,7 +192,7 @@ def _load(setup: AgentSetup) -> _FunctionAgent | _CommandAgent:
     if setup.command is not None:
         # No foreign code runs in this process, and the process must outlive its owner to end the commands.
         return _CommandAgent(setup.command)
-    die_with_owner()
+    die_with_parent()
     return _FunctionAgent(setup.function or "")
 
 

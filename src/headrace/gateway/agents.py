@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from headrace.channel.frames import encode
-from headrace.channel.pipes import CLOSE_SECONDS
-from headrace.channel.worker_pool import PoolClosed, WorkerDied, WorkerPool
+import msgspec
+
+from headrace.channel.worker_pool import CLOSE_SECONDS, PoolClosed, WorkerDied, WorkerPool
 from headrace.errors import ConfigError, HeadraceError
 from headrace.gateway.agent_main import AgentResult, AgentSetup, Job
 from headrace.tasks.base import written_answer
@@ -53,7 +53,7 @@ class AgentPool(WorkerPool):
         The caller must hold one of the `places`. The caller owns this wait, because a session has its own deadline.
         """
         try:
-            question = encode(job)
+            question = msgspec.json.encode(job)
         except (TypeError, ValueError) as error:
             raise AgentError(f"the prompt's data cannot be sent to an agent: {error}") from error
         try:

@@ -1,6 +1,7 @@
 """This module assembles a run with worker processes: the workers, the controller and the gateway.
 
-On the controller's side, only this file and `inputs` know concrete classes; on the workers' side, only `cluster.roles`.
+On the controller's side, only this file and `inputs` know concrete classes; on the workers' side, only
+`cluster.worker_main`.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import msgspec
 
 from headrace.buffer.journal import Journal
 from headrace.channel.events import Events
-from headrace.cluster.launchers.choice import make_launcher
-from headrace.cluster.mps import environment_of_workers, start_mps, sweep_daemons
+from headrace.cluster.launchers.local import make_launcher
+from headrace.cluster.mps import Mps, sweep_daemons
 from headrace.cluster.supervision import Fleet
 from headrace.config import Config
 from headrace.config.memory import LONGEST_DEFAULT
 from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import prepare
 from headrace.engines.pool import EnginePool
-from headrace.engines.remote import RemoteEngine
+from headrace.engines.serving import RemoteEngine
 from headrace.gateway.agents import AgentTask
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import Progress
@@ -58,11 +59,10 @@ class Workers:
         # Trainer ranks depend on each other: if one of several dies, the run ends and is resumed as a whole.
         restarted = engines if len(trainers) > 1 else [*trainers, *engines]
         sweep_daemons()
-        self.mps, self.no_mps = start_mps(config)
-        """NVIDIA's MPS daemon, and why it does not run although it was asked for (empty otherwise)."""
+        self.mps = Mps(config)
         self.events = Events()
         self.fleet = Fleet(
-            make_launcher(config, environment_of_workers(self.mps, self.no_mps)),
+            make_launcher(config, self.mps.environment),
             run_dir.path,
             [*trainers, *engines],
             self.events,
@@ -129,7 +129,7 @@ def assemble_with_workers(
     journal.meta("started", clock.wall)
     journal.meta("outcome", "running")
     journal.meta("lag_bound", parts.window.lag_bound)
-    journal.meta("no_mps", workers.no_mps or None)
+    journal.meta("no_mps", workers.mps.missing or None)
     return Controller(parts), gateway
 
 

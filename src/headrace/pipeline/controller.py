@@ -31,7 +31,7 @@ from pathlib import Path
 
 from headrace.channel.events import Died, Event, Heard, Returned
 from headrace.channel.heartbeats import Heartbeat
-from headrace.engines.messages import Deltas
+from headrace.engines.serving import Deltas
 from headrace.pipeline.attempts import INTERRUPTED, SURPLUS, Attempts
 from headrace.pipeline.batches import make_batch, warm_start_batches
 from headrace.pipeline.deliveries import Deliveries, VersionProved

@@ -84,8 +84,8 @@ class RunSession:
         workers: Workers | None = None
         try:
             workers = Workers(self.config, self.run_dir)
-            if workers.no_mps:
-                said = f'[pipeline] one_gpu = "mps": {workers.no_mps}'
+            if workers.mps.missing:
+                said = f'[pipeline] one_gpu = "mps": {workers.mps.missing}'
                 self.progress.note(f"{said}; trainer and engines take turns instead")
             with self._interruptible():
                 await self._supervised(workers)
@@ -97,8 +97,7 @@ class RunSession:
                     await self._gateway.close()
                 await workers.fleet.stop()
                 await self._task.close()
-                if workers.mps is not None:
-                    await asyncio.to_thread(workers.mps.stop)
+                await asyncio.to_thread(workers.mps.stop)
             clean(self.config.delivery, self.run_dir.path)
             self.run_dir.status.unlink(missing_ok=True)
             try:
@@ -154,12 +153,12 @@ class RunSession:
 
     async def _watch_loop(self, workers: Workers, controller: Controller) -> None:
         watch, fleet, limit = controller.watch, workers.fleet, self.config.pipeline.stall_seconds
-        turns = self.config.pipeline.one_gpu == "turns" or bool(workers.no_mps)
+        turns = self.config.pipeline.one_gpu == "turns" or bool(workers.mps.missing)
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             if fleet.restarting:
                 controller.waits.moved()  # Each restart has its own deadline.
-            if turns and fleet.known_facts(TRAINER).get("device") != "cpu" and fleet.phases.get(TRAINER) == "stepping":
+            if turns and fleet.facts(TRAINER).get("device") != "cpu" and fleet.phases.get(TRAINER) == "stepping":
                 # Engines may be waiting for their turn on the GPU, so that their silence is no fault.
                 for name in workers.engines:
                     watch.forget(name)

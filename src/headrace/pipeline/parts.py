@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from headrace.buffer.recovery import Recovered
 from headrace.buffer.window import Window
 from headrace.channel.events import Events
-from headrace.cluster.base import NoProcesses, Processes
+from headrace.cluster.base import Processes
 from headrace.config import Config
-from headrace.engines.base import EngineProcess
 from headrace.engines.pool import EnginePool
+from headrace.engines.streams import StreamedEngine
 from headrace.gateway.base import EpisodeMaker
 from headrace.pipeline.recording import Outputs, Recorder
 from headrace.pipeline.waits import Waits
@@ -39,7 +39,7 @@ class Parts:
         waits: Waits,
         events: Events,
         processes: Processes | None = None,
-        remote: Mapping[str, EngineProcess] | None = None,
+        remote: Mapping[str, StreamedEngine] | None = None,
         scoring: Stage | None = None,
         agents: EpisodeMaker | None = None,
         window: Window | None = None,
@@ -59,7 +59,7 @@ class Parts:
         self.waits = waits
         self.events = events
         """The queue in which workers, group tasks and supervision tell the controller what happened."""
-        self.processes = processes or NoProcesses()
+        self.processes = processes or Processes()
         """The supervisor of the engine and trainer processes."""
         self.remote = remote or {}
         """The engines of the pool that run in their own processes, by name."""

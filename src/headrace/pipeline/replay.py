@@ -49,7 +49,7 @@ def replay_run(path: str | Path, until: int | None = None) -> dict[str, Any]:
 
 def _digests(config: Config, run_dir: RunDir, last: int) -> Iterator[tuple[int, int]]:
     """Yield (optimizer steps, digest as published) at every step where a version may have been published."""
-    from headrace.cluster.threads import fix_threads
+    from headrace.cluster.worker_main import fix_threads
 
     fix_threads(config.training.threads)
     from headrace.delivery.digest import digest_as

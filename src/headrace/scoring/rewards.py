@@ -15,7 +15,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from headrace.channel.frames import encode
+import msgspec
+
 from headrace.channel.worker_pool import PoolClosed, WorkerDied, WorkerPool
 from headrace.errors import ConfigError
 from headrace.scoring.base import Ended, Judgement, ScoreError, Scorer
@@ -120,7 +121,7 @@ class WorkerScorer(RewardScorer):
 
     async def _ask(self, question: Question) -> Judgement:
         try:
-            body = encode(question)
+            body = msgspec.json.encode(question)
         except (TypeError, ValueError) as error:
             raise ScoreError(f"the prompt's data cannot be sent to a reward worker: {error}") from error
         try:

@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from headrace.channel.worker_side import Owner, die_with_owner, end_descendants
+from headrace.channel.worker_side import Owner, die_with_parent, end_descendants
 from headrace.reference import call_factory, import_function
 from headrace.scoring.base import ScoreError
 from headrace.scoring.functions import (
@@ -22,7 +22,7 @@ from headrace.scoring.functions import (
 
 def main() -> None:
     """Load the reward function, then answer questions until the owner closes the pipe."""
-    die_with_owner()
+    die_with_parent()
     owner = Owner()
     loaded = owner.greet(RewardSetup, _load)
     if loaded is None:

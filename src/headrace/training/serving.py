@@ -20,10 +20,9 @@ from typing import TypeVar
 from safetensors import SafetensorError
 
 from headrace.channel.heartbeats import Stop
-from headrace.channel.spoke import Incoming
 from headrace.channel.turns import FILE as TURNS
 from headrace.channel.turns import TrainerTurns
-from headrace.channel.worker_link import WorkerLink
+from headrace.channel.worker_link import Incoming, WorkerLink
 from headrace.config import Config
 from headrace.delivery.base import Manifest
 from headrace.delivery.canary import Score
@@ -175,17 +174,17 @@ class TrainerRole:
                     if publish is not None and self.turns is not None:
                         canary = self._scored_already()
                 if self.first:
-                    self.link.spoke.reply(incoming, Trained(report=report))
+                    self.link.reply(incoming, Trained(report=report))
                 if publish is not None:
                     # The publish is outside the trainer's turn: it may wait for engines, which need steps of their own
                     # to prove a version.
                     self._publish(publish, parent, canary)
                 if save and publish is not None:
-                    self._save(publish, self.link.spoke.send)
+                    self._save(publish, self.link.send)
             case Publish(version=version, parent=parent):
                 self._publish(version, parent, self._score_canary)
             case Save(version=version):
-                self._save(version, lambda saved: self.link.spoke.reply(incoming, saved))
+                self._save(version, lambda saved: self.link.reply(incoming, saved))
             case other:
                 raise HeadraceError(f"the trainer was sent a {type(other).__name__}")
 
@@ -257,9 +256,9 @@ class TrainerRole:
     def _resend(self, incoming: Incoming, manifest: Manifest) -> None:
         def answer(done: Future[Manifest]) -> None:
             if error := done.exception():
-                self.link.spoke.fail(incoming, str(error))
+                self.link.fail(incoming, str(error))
             else:
-                self.link.spoke.reply(incoming, Resent(manifest=done.result()))
+                self.link.reply(incoming, Resent(manifest=done.result()))
 
         self.publisher.resend(manifest).add_done_callback(answer)
 
@@ -287,7 +286,7 @@ class TrainerRole:
 
         def announce(manifest: Manifest) -> None:
             if self.publisher.announces:
-                self.link.spoke.send(Published(manifest=manifest, snapshot_seconds=snapshot_seconds))
+                self.link.send(Published(manifest=manifest, snapshot_seconds=snapshot_seconds))
 
         self._when_done(future, announce)
 

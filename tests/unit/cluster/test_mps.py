@@ -10,16 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.cluster.mps import (
-    CONTROL,
-    PREFIX,
-    Mps,
-    NoMps,
-    environment_of_workers,
-    start_mps,
-    sweep_daemons,
-    without_mps,
-)
+from headrace.cluster.mps import CONTROL, PREFIX, Mps, sweep_daemons, without_mps
 from headrace.config import Config, load_config
 
 QUICKSTART = Path(__file__).parents[3] / "examples/quickstart/quickstart.toml"
@@ -28,8 +19,10 @@ echo "$CUDA_MPS_PIPE_DIRECTORY $CUDA_MPS_LOG_DIRECTORY $* $(cat)" >> "{log}"
 {then}
 """
 OWNER = """
+import sys
 from headrace.cluster.mps import Mps
-mps = Mps()
+from headrace.config import load_config
+mps = Mps(load_config(sys.argv[1], ["pipeline.one_gpu=mps"]))
 print(mps.environment["CUDA_MPS_PIPE_DIRECTORY"], flush=True)
 input()
 """
@@ -78,11 +71,11 @@ def asks_for(mode: str) -> Config:
 
 
 def test_a_daemon_begins_and_ends_with_its_run(control: Control, temporary: Path) -> None:
-    mps, no_mps = start_mps(asks_for("mps"))
-    assert mps is not None and no_mps == ""
+    mps = Mps(asks_for("mps"))
+    assert mps.missing == ""
     (directory,) = temporary.iterdir()
     assert directory.name.startswith(PREFIX)
-    assert environment_of_workers(mps, no_mps) == {
+    assert mps.environment == {
         "CUDA_MPS_PIPE_DIRECTORY": str(directory),
         "CUDA_MPS_LOG_DIRECTORY": str(directory),
     }
@@ -95,31 +88,32 @@ def test_a_daemon_begins_and_ends_with_its_run(control: Control, temporary: Path
 
 def test_a_daemon_that_does_not_start_leaves_turns_and_a_reason(control: Control, temporary: Path) -> None:
     control.then("echo 'no GPU, no daemon' >&2; exit 1")
-    mps, no_mps = start_mps(asks_for("mps"))
-    assert (mps, no_mps) == (None, "its daemon does not start: no GPU, no daemon")
+    mps = Mps(asks_for("mps"))
+    assert mps.missing == "its daemon does not start: no GPU, no daemon"
     assert list(temporary.iterdir()) == []
-    config = without_mps(asks_for("mps"), environment_of_workers(mps, no_mps))
+    config = without_mps(asks_for("mps"), mps.environment)
     assert config.pipeline.one_gpu == "turns"
 
 
 @pytest.mark.usefixtures("missing")
 def test_without_the_program_workers_take_turns() -> None:
-    with pytest.raises(NoMps):
-        Mps()
-    mps, no_mps = start_mps(asks_for("mps"))
-    assert (mps, no_mps) == (None, f"{CONTROL} is not installed here")
-    assert without_mps(asks_for("mps"), environment_of_workers(mps, no_mps)).pipeline.one_gpu == "turns"
+    mps = Mps(asks_for("mps"))
+    assert mps.missing == f"{CONTROL} is not installed here"
+    assert without_mps(asks_for("mps"), mps.environment).pipeline.one_gpu == "turns"
+    mps.stop()
 
 
 @pytest.mark.parametrize("mode", ["turns", "slices"])
 def test_who_does_not_ask_gets_none(control: Control, mode: str) -> None:
-    assert start_mps(asks_for(mode)) == (None, "")
-    assert environment_of_workers(None, "") == {} and control.asked == []
+    mps = Mps(asks_for(mode))
+    assert mps.missing == "" and mps.environment == {} and control.asked == []
     assert without_mps(asks_for(mode), os.environ).pipeline.one_gpu == mode
 
 
 def test_the_daemon_of_a_killed_owner_is_ended_by_the_next(control: Control, temporary: Path) -> None:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(QUICKSTART)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert owner.stdout is not None
     directory = owner.stdout.readline().strip()
     assert sweep_daemons() == [] and len(control.asked) == 1, "its owner lives"

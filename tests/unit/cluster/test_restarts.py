@@ -1,17 +1,15 @@
 """Which deaths of a worker are worth another start, and how many in a row; processes are played by the test."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from headrace.channel.events import Died, Events
-from headrace.channel.heartbeats import Heartbeat, Ready
-from headrace.channel.spoke import Spoke
+from headrace.channel.worker_link import WorkerLink
 from headrace.cluster import supervision
-from headrace.cluster.exit_codes import EXIT_LOST, EXIT_USER_ERROR
+from headrace.cluster.base import EXIT_LOST, EXIT_USER_ERROR
 from headrace.cluster.launchers.base import Exit, WorkerSpec
 from headrace.cluster.supervision import Fleet
 from headrace.errors import PeerDied, UserError
@@ -33,10 +31,9 @@ class Played:
 
     def becomes_ready(self) -> None:
         """What the process of the newest start says over the wire."""
-        beat = Heartbeat(phase="ready", time=time.monotonic())
-        self.spoke = Spoke(self.address, ENGINE, beat=lambda: beat, on_lost=lambda: None)
-        self.spoke.start()
-        self.spoke.send(Ready(facts={"start": self.starts}))
+        self.link = WorkerLink(ENGINE, self.address, Path(), on_lost=lambda: None)
+        self.link.start()
+        self.link.ready(start=self.starts)
 
     async def next_exit(self) -> Exit:
         return await asyncio.wait_for(self.exits.get(), SECONDS)
@@ -45,10 +42,10 @@ class Played:
         self.ends(-9, "")
 
     async def stop(self, grace: float) -> None:
-        self.spoke.close()
+        self.link.close()
 
     def ends(self, code: int, last_line: str) -> None:
-        self.spoke.close()
+        self.link.close()
         self.exits.put_nowait(Exit(name=ENGINE, code=code, last_lines=f"earlier\n{last_line}"))
 
 
@@ -87,7 +84,7 @@ async def test_what_lost_what_it_depends_on_is_started_again_and_says_what(tmp_p
         await until(lambda: launcher.starts == 2)
         assert fleet.restarting == {ENGINE}
         launcher.becomes_ready()
-        await until(lambda: fleet.known_facts(ENGINE) == {"start": 2})
+        await until(lambda: fleet.facts(ENGINE) == {"start": 2})
         fleet.rejoined(ENGINE)
         assert not fleet.restarting
 
@@ -137,9 +134,9 @@ async def test_what_ends_by_itself_before_it_is_killed_keeps_its_own_reason(
         fleet.kill(ENGINE)
         await until(lambda: launcher.starts == 2)
         launcher.becomes_ready()
-        await until(lambda: fleet.known_facts(ENGINE) == {"start": 2})
+        await until(lambda: fleet.facts(ENGINE) == {"start": 2})
         await asyncio.sleep(0.3)
-        assert fleet.known_facts(ENGINE) == {"start": 2}, "the second kill was meant for the process that is gone"
+        assert fleet.facts(ENGINE) == {"start": 2}, "the second kill was meant for the process that is gone"
 
     (death,) = await supervised(tmp_path, goes_on)
     assert str(death) == "engine-0 died: killed by signal 9"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import pytest
 
 from headrace.channel.codec import Message
 from headrace.channel.events import Events, Returned
-from headrace.channel.heartbeats import Heartbeat, Ready, Stop
+from headrace.channel.heartbeats import Stop
 from headrace.channel.hub import Hub
-from headrace.channel.spoke import Spoke
+from headrace.channel.worker_link import WorkerLink
 from headrace.cluster import supervision
 from headrace.cluster.launchers.base import Exit, WorkerSpec
 from headrace.cluster.supervision import Fleet
@@ -23,10 +22,10 @@ from waiting import until
 
 
 class Threads:
-    """Implements `Launcher`: each worker is a spoke, which says hello when `slow` seconds have passed."""
+    """Implements `Launcher`: each worker is a link, which says hello when `slow` seconds have passed."""
 
     def __init__(self) -> None:
-        self.spokes: dict[str, Spoke] = {}
+        self.links: dict[str, WorkerLink] = {}
         self.killed: list[str] = []
         self.started = 0
         self.slow = 0.0
@@ -40,26 +39,25 @@ class Threads:
 
     async def _start(self, spec: WorkerSpec) -> None:
         await asyncio.sleep(self.slow)
-        beat = Heartbeat(phase="ready", time=time.monotonic())
-        spoke = self.spokes[spec.name] = Spoke(spec.address, spec.name, beat=lambda: beat, on_lost=lambda: None)
-        spoke.start()
-        spoke.send(Ready(facts={}))
+        link = self.links[spec.name] = WorkerLink(spec.name, spec.address, Path(spec.run_dir), on_lost=lambda: None)
+        link.start()
+        link.ready()
 
     async def next_exit(self) -> Exit:
         return await self._exits.get()
 
     def die(self, name: str, code: int = -9) -> None:
-        self.spokes.pop(name).close()
+        self.links.pop(name).close()
         self._exits.put_nowait(Exit(name=name, code=code, last_lines=""))
 
     def kill(self, name: str) -> None:
         self.killed.append(name)
-        if name in self.spokes:
+        if name in self.links:
             self.die(name)
 
     async def stop(self, grace: float) -> None:
-        for spoke in self.spokes.values():
-            spoke.close()
+        for link in self.links.values():
+            link.close()
 
 
 @contextlib.asynccontextmanager
@@ -92,7 +90,7 @@ async def test_what_is_sent_to_a_process_that_is_being_started_fails_and_does_no
                 pass
         assert launcher.killed == []
         await fleet.hub.send("trainer-0", Stop())
-        await until(lambda: isinstance(launcher.spokes["trainer-0"].inbox.get(timeout=5).message, Stop))
+        await until(lambda: (said := launcher.links["trainer-0"].next_message()) and isinstance(said.message, Stop))
 
 
 class Doubted(Hub):
@@ -117,7 +115,7 @@ async def test_a_process_that_is_heard_again_is_left_alone_and_one_that_is_not_i
         fleet.hub.doubt(PeerDied("trainer-0", "unreachable (Host unreachable)"))
         await asyncio.sleep(0.3)
         assert launcher.killed == [], "its beats come"
-        launcher.spokes["trainer-0"].close()
+        launcher.links["trainer-0"].close()
         await until(lambda: launcher.killed == ["trainer-0"])
         await until(lambda: launcher.started == 2 and "trainer-0" in fleet.hub.peers)
 

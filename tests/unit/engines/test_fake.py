@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-import statistics
 import subprocess
 import sys
 from typing import Any
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 
 from headrace.engines.base import KEPT_LIMIT, Delta, Request, Sampling
 from headrace.engines.embedded.sampler import draw
-from headrace.engines.fake import FakeEngine, lognormal_lengths
+from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.requests import sampling_refusal
 from headrace.errors import DeliveryError, PeerDied
@@ -90,15 +89,6 @@ async def test_a_scripted_length_survives_an_abort() -> None:
     assert len(partial) + len(tokens(rest)) == 40
     whole = FakeEngine(version=0, lengths=[40])
     assert tokens(await collect(whole, ask("c"))) == partial + tokens(rest)
-
-
-def test_lognormal_lengths_have_the_median_and_spread_asked_for() -> None:
-    length = lognormal_lengths(100, sigma=0.5, seed=1)
-    drawn = [length(ask(seed=seed)) for seed in range(2000)]
-    assert drawn == [length(ask("other", seed=seed, prompt=9)) for seed in range(2000)]
-    logs = [math.log(x) for x in drawn]
-    assert statistics.median(drawn) == pytest.approx(100, rel=0.05)
-    assert statistics.stdev(logs) == pytest.approx(0.5, rel=0.05)
 
 
 def test_samples_follow_the_distribution_that_their_log_probabilities_state() -> None:

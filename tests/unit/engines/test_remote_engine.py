@@ -13,7 +13,7 @@ from headrace.channel.hub import Hub
 from headrace.delivery.base import Proof
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.pool import EnginePool
-from headrace.engines.remote import RemoteEngine
+from headrace.engines.serving import RemoteEngine
 from headrace.errors import PeerDied
 
 

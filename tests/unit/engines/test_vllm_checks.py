@@ -9,9 +9,9 @@ import pytest
 from vllm_stub import FACTS, Stub, serving
 
 from headrace.config.schema import EngineConfig
-from headrace.engines.vllm.checks import check_hosts, check_interpreter, examine, refusals
+from headrace.engines.vllm.building import check_hosts, examine, refusals
 from headrace.engines.vllm.client import VllmClient
-from headrace.engines.vllm.server import ServerPlan, VllmServer, arguments, choose_port, environment, last_word
+from headrace.engines.vllm.server import VllmServer, check_interpreter, choose_port, last_word
 from headrace.errors import UserError
 from headrace_vllm_plugin.wire import Facts
 
@@ -76,33 +76,33 @@ def test_shared_memory_does_not_leave_the_host() -> None:
         check_hosts(["http://127.0.0.1:1", "http://10.0.0.1:1"], "shm")
 
 
-def plan(tmp_path: Path, **config: object) -> ServerPlan:
+def made(tmp_path: Path, **config: object) -> VllmServer:
     engine = EngineConfig(kind="vllm", device="cpu", slots=8, **config)  # type: ignore[arg-type]
     model = Path("examples/quickstart/model")
-    return ServerPlan(
+    return VllmServer(
         model=model, config=engine, log=tmp_path / "v.log", key="secret", max_length=100, weights="random"
     )
 
 
 def test_the_key_is_not_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    here = plan(tmp_path, threads=3, arguments=["--port", "1"])
-    command = arguments(here, "python", 8000)
+    here = made(tmp_path, threads=3, arguments=["--port", "1"])
+    command = here.arguments("python", 8000)
     assert not any("secret" in word for word in command) and command[-2:] == ["--port", "1"]
     assert command[command.index("--host") + 1] == "127.0.0.1"
     assert command[command.index("--load-format") + 1] == "dummy", "random weights are not in the directory"
-    env = environment(here)
+    env = here.environment()
     assert (env["VLLM_API_KEY"], env["OMP_NUM_THREADS"]) == ("secret", "3") and "PYTHONPATH" not in env
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind", "every server of a fleet would be bound to the same cores"
     assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "an unbound worker needs no process of its own"
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "2-4")
-    bound = environment(here)
+    bound = here.environment()
     assert bound["VLLM_CPU_OMP_THREADS_BIND"] == "2-4" and "VLLM_ENABLE_V1_MULTIPROCESSING" not in bound
 
 
 def test_the_cache_holds_every_slot_at_its_longest(tmp_path: Path) -> None:
     per_token = 2 * 3 * 2 * 64 * 4  # keys and values, layers, heads, head size, bytes
-    command = arguments(plan(tmp_path), "python", 1)
+    command = made(tmp_path).arguments("python", 1)
     assert int(command[command.index("--kv-cache-memory-bytes") + 1]) >= 8 * 128 * per_token
 
 
@@ -125,7 +125,7 @@ async def test_a_server_that_dies_at_once_leaves_its_last_word(tmp_path: Path) -
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'starting'\necho \"ModuleNotFoundError: No module named 'vllm'\" >&2\nexit 1\n")
     python.chmod(0o755)
-    server = VllmServer(plan(tmp_path, python=str(python)))
+    server = made(tmp_path, python=str(python))
     server.start()
     with pytest.raises(UserError) as caught:
         await server.ready(10.0)
@@ -140,7 +140,7 @@ async def test_a_server_that_is_killed_has_no_last_word(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'ValueError: of a request'\nkill -9 $$\n")
     python.chmod(0o755)
-    server = VllmServer(plan(tmp_path, python=str(python)))
+    server = made(tmp_path, python=str(python))
     server.start()
     with pytest.raises(UserError) as caught:
         await server.ready(10.0)

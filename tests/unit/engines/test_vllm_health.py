@@ -16,7 +16,7 @@ from headrace.engines.vllm import engine as engine_module
 from headrace.engines.vllm import server as server_module
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.engine import VllmEngine
-from headrace.engines.vllm.server import ServerHealth, until_there
+from headrace.engines.vllm.server import check_server, until_there
 from headrace.errors import PeerDied, UserError
 
 SECONDS = 20.0
@@ -46,17 +46,17 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_lost_is_what_refuses_connections_or_calls_itself_broken(given: Given) -> None:
     async with serving(Stub()) as stub:
-        pulse = ServerHealth(given(stub.url))
-        await pulse.check()
+        client = given(stub.url)
+        await check_server(client)
         stub.statuses["/health"] = (401, {"error": "a key"})
-        await pulse.check()  # It is there, whatever it thinks of us.
+        await check_server(client)  # It is there, whatever it thinks of us.
         stub.statuses["/health"] = (503, {"error": "its engine is dead"})
         with pytest.raises(PeerDied, match=r"vLLM died: .* answered 503: its engine is dead"):
-            await pulse.check()
+            await check_server(client)
         del stub.statuses["/health"]
-        await pulse.check()
+        await check_server(client)
     with pytest.raises(PeerDied, match="cannot be reached"):
-        await asyncio.wait_for(pulse.check(), SECONDS)
+        await asyncio.wait_for(check_server(client), SECONDS)
 
 
 async def test_one_bad_answer_alone_is_not_a_loss(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ async def test_one_bad_answer_alone_is_not_a_loss(given: Given, monkeypatch: pyt
             del stub.statuses["/health"]
 
         monkeypatch.setattr(server_module.asyncio, "sleep", recover)
-        await ServerHealth(given(stub.url)).check()
+        await check_server(given(stub.url))
         assert "/health" not in stub.statuses
 
 
@@ -77,7 +77,7 @@ async def test_a_process_that_has_ended_is_lost_before_anyone_asks(given: Given)
             raise UserError("the vLLM server ended (killed by signal 9): no word (vllm.log)")
 
     with pytest.raises(PeerDied, match="vLLM died: the vLLM server ended \\(killed by signal 9\\)"):
-        await ServerHealth(given("http://127.0.0.1:1"), Ended().check).check()
+        await check_server(given("http://127.0.0.1:1"), Ended().check)
 
 
 async def test_a_process_that_ends_meanwhile_says_why(given: Given) -> None:
@@ -90,7 +90,7 @@ async def test_a_process_that_ends_meanwhile_says_why(given: Given) -> None:
                 raise UserError("the vLLM server ended (killed by signal 9): no word (vllm.log)")
 
     with pytest.raises(PeerDied, match="vLLM died: the vLLM server ended \\(killed by signal 9\\)"):
-        await ServerHealth(given("http://127.0.0.1:1"), Ending().check).check()
+        await check_server(given("http://127.0.0.1:1"), Ending().check)
 
 
 async def test_a_process_that_stays_and_serves_no_more_is_lost_too(
@@ -102,7 +102,7 @@ async def test_a_process_that_stays_and_serves_no_more_is_lost_too(
 
     monkeypatch.setattr(server_module, "ENDING_SECONDS", 0.05)
     with pytest.raises(PeerDied, match="cannot be reached"):
-        await asyncio.wait_for(ServerHealth(given("http://127.0.0.1:1"), Staying().check).check(), SECONDS)
+        await asyncio.wait_for(check_server(given("http://127.0.0.1:1"), Staying().check), SECONDS)
 
 
 async def test_a_server_that_others_start_is_waited_for(given: Given) -> None:
@@ -139,7 +139,7 @@ async def test_requests_of_a_lost_server_do_not_fail(broken: bool) -> None:
                 engine = VllmEngine(client, FACTS, name="e", slots=2, max_length=64)
                 assert (await engine.load(manifest())).accepted
                 stub.faults.extend(["break:3", *["500"] * 50])
-                yield Opened(engine, ServerHealth(client).check)
+                yield Opened(engine, lambda: check_server(client))
 
         server = EventLoopServer("e", opened, deltas.extend)
         server.submit([Request(id="a", token_ids=np.arange(5, dtype=np.int32), sampling=Sampling(max_tokens=20))])

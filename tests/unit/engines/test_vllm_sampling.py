@@ -12,8 +12,7 @@ from vllm_stub import FACTS
 from headrace.engines.base import Request, Sampling
 from headrace.engines.requests import first_stop
 from headrace.engines.vllm.client import AnswerPiece, VersionSpan
-from headrace.engines.vllm.engine import wrong_version
-from headrace.engines.vllm.sequence import VllmSequence, refusal, sampling_params
+from headrace.engines.vllm.engine import VllmSequence, refusal, sampling_params, wrong_version
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 STOPS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from controller_parts import FakeRun
 
-from headrace.engines.fake import lognormal_lengths
 from headrace.errors import DeliveryError, HeadraceError, StallError
+from lengths import lognormal_lengths
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])

@@ -16,7 +16,7 @@ import torch
 from controller_parts import FakeRun, FakeTrainer
 
 from headrace.channel.events import Events
-from headrace.cluster.base import NoProcesses
+from headrace.cluster.base import Processes
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.receiver import Receiver
@@ -73,7 +73,7 @@ class Book:
         self.notes.append(line)
 
 
-class Ended(NoProcesses):
+class Ended(Processes):
     """Which processes deliveries have ended."""
 
     def __init__(self) -> None:

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from controller_parts import FakeRun
 
-from headrace.channel import worker_link
 from headrace.channel.heartbeats import Heartbeat
 from headrace.channel.worker_link import WorkerLink
-from headrace.cluster.roles import peak_gpu_memory
+from headrace.cluster.worker_main import peak_gpu_memory
 
 
-def test_a_beat_says_what_the_process_has_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Callable[[], Heartbeat]] = []
-    monkeypatch.setattr(worker_link, "Spoke", lambda address, name, *, beat, on_lost: made.append(beat))
+def test_a_beat_says_what_the_process_has_held(tmp_path: Path) -> None:
     link = WorkerLink("engine-0", f"ipc://{tmp_path}/hub", tmp_path)
-    (beat,) = made
-    assert beat().peak_memory_bytes == 0
+    assert link.beat().peak_memory_bytes == 0
     link.peak_memory = lambda: 7
-    assert beat().peak_memory_bytes == 7
+    assert link.beat().peak_memory_bytes == 7
 
 
 def test_all_gpus_of_a_process_count_once_it_uses_one(monkeypatch: pytest.MonkeyPatch) -> None:

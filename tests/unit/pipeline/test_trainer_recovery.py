@@ -18,9 +18,9 @@ from headrace.channel.codec import encode
 from headrace.channel.events import Returned
 from headrace.config import make_config
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.fake import lognormal_lengths
 from headrace.pipeline.batches import make_batch
 from headrace.types import Batch, Group, Prompt, Rollout, Trace
+from lengths import lognormal_lengths
 
 
 def content(batch: Batch) -> tuple[bytes, ...]:

@@ -5,11 +5,12 @@ import asyncio
 import pytest
 from rollout_parts import Script, done, episode
 
-from headrace.engines.fake import FakeEngine, lognormal_lengths
+from headrace.engines.fake import FakeEngine
 from headrace.rollouts.evaluation import EvaluationResult, evaluate
 from headrace.rollouts.turns import Episode
 from headrace.scoring.base import Stage
 from headrace.types import Prompt
+from lengths import lognormal_lengths
 
 PROMPTS = [Prompt(id=f"p{i}", messages=[{"role": "user", "content": f"what is {i}?"}]) for i in range(5)]
 

@@ -6,12 +6,13 @@ import functools
 import pytest
 from rollout_parts import Script, done, episode, until
 
-from headrace.engines.fake import FakeEngine, lognormal_lengths
+from headrace.engines.fake import FakeEngine
 from headrace.rollouts.base import derive_seed
 from headrace.rollouts.groups import cancel_group, discard_group, prepare_group, run_group
 from headrace.rollouts.turns import Episode
 from headrace.scoring.base import Stage
 from headrace.types import Group, Prompt
+from lengths import lognormal_lengths
 
 
 def group() -> Group:

@@ -1,9 +1,9 @@
-"""The fork server, from which workers are forked: `python -m headrace.cluster.launchers.fork_server SOCKET ROOM`.
+"""The fork server, from which workers are forked: `python -m headrace.cluster.launchers.fork_server ROOM`.
 
 The fork server has loaded the libraries that every worker needs, which takes seconds, and computes nothing itself. It
-has one thread, no device and no open state, so a fork of it is as good as a new process. Launchers connect to its
-socket and ask for workers. Each launcher is told how its own workers ended, and its workers are killed when its
-connection ends. The fork server ends with its parent.
+has one thread, no device and no open state, so a fork of it is as good as a new process. Its standard input is a socket
+to the launcher, which asks for workers and is told how they ended. The workers are killed when the connection ends. The
+fork server ends with its connection and with its parent.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import contextlib
 import ctypes
 import gc
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
 import traceback
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import msgspec
 
-from headrace.cluster.worker_main import die_with_parent, leave
+from headrace.channel.worker_side import die_with_parent
+from headrace.cluster.worker_main import leave
 from headrace.cluster.worker_main import main as work
 
 ROOM = 1024
@@ -53,75 +53,53 @@ class WorkerEnded(msgspec.Struct, frozen=True, kw_only=True):
     code: int
 
 
-class Client:
-    """A connected launcher, with its workers by process id."""
+class ForkServer:
+    """The server of one launcher, until the launcher closes the connection."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.lines = b""
-        self.workers: dict[int, str] = {}
-
-    def kill(self, name: str | None = None) -> None:
-        """Kill the worker of this name, or all workers of this launcher if no name is given."""
-        for pid, own in self.workers.items():
-            if name in (None, own):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-
-
-class ForkServer:
-    """The server, which runs until its process ends."""
-
-    def __init__(self, path: str) -> None:
-        """Listen on the socket. Launchers can connect from now on; `serve` answers them."""
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(path)
-        self._listener.listen(64)
-        self._selector = selectors.DefaultSelector()
-        self._owners: list[Client] = []
+        self._connection = connection
+        self._line = b""
+        self._workers: dict[int, str] = {}
         self._deaths, self._signalled = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._requests: msgspec.json.Decoder[Start | Kill] = msgspec.json.Decoder(Start | Kill)
 
     def serve(self) -> NoReturn:
-        """Answer launchers, forever."""
+        """Fork, kill and report workers. Ends this process when the connection ends."""
         signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        self._selector.register(self._deaths, selectors.EVENT_READ, self._reap)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        connection = self._connection.fileno()
         while True:
-            for key, _ in self._selector.select():
-                key.data()
+            ready, _, _ = select.select([self._deaths, connection], [], [])
+            if self._deaths in ready:
+                self._reap()
+            if connection in ready:
+                self._hear()
 
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        owner = Client(connection)
-        self._owners.append(owner)
-        self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, owner))
-
-    def _hear(self, owner: Client) -> None:
+    def _hear(self) -> None:
         try:
-            received = owner.connection.recv(1 << 16)
+            received = self._connection.recv(1 << 16)
         except OSError:
             received = b""
         if not received:
-            owner.kill()
-            self._selector.unregister(owner.connection)
-            owner.connection.close()
-            self._forget(owner)
-            return
-        *lines, owner.lines = (owner.lines + received).split(b"\n")
+            self._kill(None)
+            leave(0)
+        *lines, self._line = (self._line + received).split(b"\n")
         for line in lines:
             match self._requests.decode(line):
                 case Start() as start:
-                    self._fork(owner, start)
+                    pid = os.fork()
+                    if pid == 0:
+                        self._become(start)
+                    self._workers[pid] = start.name
                 case Kill(name=name):
-                    owner.kill(name)
+                    self._kill(name)
 
-    def _fork(self, owner: Client, start: Start) -> None:
-        pid = os.fork()
-        if pid == 0:
-            self._become(start)
-        owner.workers[pid] = start.name
+    def _kill(self, name: str | None) -> None:
+        """Kill the worker of this name, or all workers if no name is given."""
+        for pid, own in self._workers.items():
+            if name in (None, own):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
 
     def _become(self, start: Start) -> NoReturn:
         """Run a worker in the forked process. Nothing of the fork server stays open or continues there."""
@@ -129,7 +107,9 @@ class ForkServer:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            self._close()
+            self._connection.close()
+            os.close(self._deaths)
+            os.close(self._signalled)
             os.setsid()
             os.chdir(start.directory)
             _redirect(start.log)
@@ -144,39 +124,18 @@ class ForkServer:
             # Whatever happened, no exception may unwind into the fork server's loop.
             leave(code)
 
-    def _close(self) -> None:
-        self._listener.close()
-        self._selector.close()
-        os.close(self._deaths)
-        os.close(self._signalled)
-        for owner in self._owners:
-            owner.connection.close()
-
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._deaths, 1 << 12)
-        while (ended := _next_ended()) is not None:
-            pid, status = ended
-            owner = next((owner for owner in self._owners if pid in owner.workers), None)
-            if owner is None:
-                continue  # Not a worker, but a process that a library started while it was loaded.
-            message = WorkerEnded(name=owner.workers.pop(pid), code=os.waitstatus_to_exitcode(status))
-            with contextlib.suppress(OSError):  # Its launcher is gone, so nobody needs this message.
-                owner.connection.sendall(msgspec.json.encode(message) + b"\n")
-            self._forget(owner)
-
-    def _forget(self, owner: Client) -> None:
-        """Forget a launcher that has disconnected, once all its workers have ended."""
-        if owner.connection.fileno() < 0 and not owner.workers:
-            self._owners.remove(owner)
-
-
-def _next_ended() -> tuple[int, int] | None:
-    try:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return None
-    return (pid, status) if pid else None
+        # Without children, `waitpid` raises `ChildProcessError`.
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                if pid not in self._workers:
+                    continue  # Not a worker, but a process that a library started while it was loaded.
+                message = WorkerEnded(name=self._workers.pop(pid), code=os.waitstatus_to_exitcode(status))
+                with contextlib.suppress(OSError):  # The launcher is gone, so nobody needs this message.
+                    self._connection.sendall(msgspec.json.encode(message) + b"\n")
 
 
 def _redirect(log: str) -> None:
@@ -198,20 +157,19 @@ def _show_as(command: list[str]) -> None:
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
-def main() -> NoReturn:
-    """Listen on the socket, load the libraries, and serve."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = ForkServer(sys.argv[1])
+def load_libraries() -> None:
+    """Load what every worker needs."""
     import headrace.engines.embedded.building
-    import headrace.engines.serving
     import headrace.training.serving  # noqa: F401
 
     # The loaded objects stay alive, so the garbage collector need not visit them again in any fork.
     gc.collect()
     gc.freeze()
-    server.serve()
 
 
 if __name__ == "__main__":
-    main()
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    load_libraries()
+    # A copy of descriptor 0, because that becomes the standard input of workers.
+    ForkServer(socket.socket(fileno=os.dup(0))).serve()

@@ -3,6 +3,9 @@
 The vLLM server is a process that is started here (`VllmServer`) and ends with this process, or a server that runs
 already at one of `[engine] urls`. The engine is wrapped in an `EventLoopServer`, which answers the controller's calls
 in this process. Torch is not imported.
+
+`examine` checks a server before the first request. Each missing requirement is one line that names the flag to set. A
+server that passes these checks answers with correct log-probabilities and versions, and takes the run's weights.
 """
 
 from __future__ import annotations
@@ -11,20 +14,35 @@ import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
+from headrace.config.declared import transport_facts
 from headrace.config.memory import LONGEST_DEFAULT
 from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import choose
 from headrace.delivery.transports.keys import KEYS
 from headrace.engines.event_loop import EventLoopServer, Opened
 from headrace.engines.serving import Emit
-from headrace.engines.vllm.checks import KEY_VARIABLE, check_hosts, examine
 from headrace.engines.vllm.client import VllmClient
 from headrace.engines.vllm.engine import VllmEngine
-from headrace.engines.vllm.server import ServerHealth, ServerPlan, VllmServer, until_there
+from headrace.engines.vllm.server import (
+    EXTENSION,
+    KEY_VARIABLE,
+    NOISE,
+    TRANSFER,
+    VllmServer,
+    check_server,
+    until_there,
+)
+from headrace.errors import ChannelError, HttpError, UserError
+from headrace_vllm_plugin.wire import BACKEND, PROTOCOL, Facts
+
+OLDEST = (0, 32)
+"""The first version of vLLM that has token-in/token-out, spans of weight versions and pluggable weight transfer."""
 
 
 def build(link: WorkerLink, config: Config, emit: Emit) -> EventLoopServer:
@@ -47,7 +65,17 @@ async def _opened(link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
             url, key = config.engine.urls[rank], os.environ.get(KEY_VARIABLE, "")
         else:
             key = secrets.token_urlsafe(32)
-            server = _server(link, config, rank, key, max_length)
+            server = VllmServer(
+                model=Path(config.model.path),
+                config=config.engine,
+                log=link.run_dir / "logs" / f"vllm-{rank}.log",
+                key=key,
+                max_length=max_length,
+                weights=config.model.weights,
+                dtype=config.model.dtype,
+                seed=config.run.seed,
+                rank=rank,
+            )
             with link.spans.span("load"):
                 server.start()
                 await server.ready(config.pipeline.start_seconds, lambda stage: setattr(link, "phase", stage))
@@ -75,22 +103,114 @@ async def _opened(link: WorkerLink, config: Config) -> AsyncIterator[Opened]:
                 scaling=None if config.lora is None else config.lora.scaling,
             )
             link.ready(parameters=model.parameters)
-            yield Opened(engine, ServerHealth(client, None if server is None else server.check).check)
+            yield Opened(engine, partial(check_server, client, None if server is None else server.check))
     finally:
         if server is not None:
             await server.stop()
 
 
-def _server(link: WorkerLink, config: Config, rank: int, key: str, max_length: int) -> VllmServer:
-    plan = ServerPlan(
-        model=Path(config.model.path),
-        config=config.engine,
-        log=link.run_dir / "logs" / f"vllm-{rank}.log",
-        key=key,
-        max_length=max_length,
-        weights=config.model.weights,
-        dtype=config.model.dtype,
-        seed=config.run.seed,
-        rank=rank,
-    )
-    return VllmServer(plan)
+async def examine(client: VllmClient, *, vocabulary: int, dtype: str, max_length: int) -> Facts:
+    """Return the server's facts if it can serve a run. Raises `UserError` with one line otherwise."""
+    facts = await _hello(client)
+    url = client.url
+    for reason in refusals(facts, vocabulary=vocabulary, dtype=dtype, max_length=max_length):
+        raise UserError(f"{url}: {reason}")
+    # An engine process that died in the middle of a swap leaves its server paused.
+    await client.resume()
+    await _check_tokens(client)
+    return facts
+
+
+def refusals(facts: Facts, *, vocabulary: int, dtype: str, max_length: int) -> list[str]:
+    """Return the reasons why a server with these facts cannot serve a run, the most useful one first."""
+    found = []
+    if facts.protocol != PROTOCOL:
+        found.append(f"its Headrace plugin speaks protocol {facts.protocol}, not {PROTOCOL}: install the same Headrace")
+    if _version(facts.vllm) < OLDEST:
+        found.append(f"vLLM {facts.vllm} is too old: {'.'.join(map(str, OLDEST))} or newer is needed")
+    if facts.vocabulary != vocabulary:
+        found.append(
+            f"it serves another model than [model] path: {facts.model} has a vocabulary of {facts.vocabulary}, "
+            f"not {vocabulary}"
+        )
+    if facts.dtype != dtype:
+        found.append(f"it serves in {facts.dtype}, not in [model] dtype: start it with --dtype {dtype}")
+    if facts.logprobs_mode.split(".")[-1].lower() != "processed_logprobs":
+        found.append(
+            f"its log-probabilities are {facts.logprobs_mode.split('.')[-1].lower()}, not of the distribution that "
+            "tokens are drawn from: start it with --logprobs-mode processed_logprobs"
+        )
+    if facts.backend != BACKEND:
+        found.append(
+            f"it takes no weights from Headrace (weight transfer: {facts.backend or 'none'}): "
+            f"start it with --weight-transfer-config '{TRANSFER}'"
+        )
+    if not facts.position_noise:
+        found.append(
+            "its noise depends on where an answer was interrupted: start it with "
+            f"--logits-processors {NOISE}, or with vLLM's second model runner"
+        )
+    if facts.max_length < max_length:
+        found.append(f"its sequences end at {facts.max_length}: start it with --max-model-len {max_length}")
+    return found
+
+
+def check_hosts(urls: list[str], transport: str) -> None:
+    """Raise `UserError` if one of these servers is on another host that the transport does not reach."""
+    far = [url for url in urls if (urlsplit(url).hostname or "") not in ("localhost", "127.0.0.1", "::1")]
+    if far and not transport_facts(transport).crosses_hosts:
+        raise UserError(
+            f'[delivery] transport: {far[0]} is on another host, which "{transport}" does not reach: '
+            'set "tcp" with [delivery] bind, or "file" with a shared [delivery] directory'
+        )
+
+
+async def _hello(client: VllmClient) -> Facts:
+    url = client.url
+    try:
+        return (await client.hello())[0]
+    except HttpError as error:
+        if error.status in (401, 403):
+            raise _wrong_key(url) from error
+        if error.status == 404:
+            raise UserError(
+                f"{url}: it cannot be controlled (no /collective_rpc): start vLLM with VLLM_SERVER_DEV_MODE=1 in its "
+                "environment"
+            ) from error
+        if "headrace_hello" in error.reason:
+            raise UserError(
+                f"{url}: it runs without Headrace's plugin: start it with --worker-extension-cls {EXTENSION}"
+            ) from error
+        raise UserError(f"{url}: it cannot be asked what it is: {error.reason}") from error
+    except ChannelError as error:
+        raise UserError(str(error)) from error
+
+
+async def _check_tokens(client: VllmClient) -> None:
+    """Generate one token through the endpoint that a run uses.
+
+    This checks that the endpoint exists, and that its answer says which weights drew the token.
+    """
+    url = client.url
+    params = {"max_tokens": 1, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+    try:
+        pieces = [piece async for piece in client.generate("headrace-check", [0], params, salt="headrace-check")]
+    except HttpError as error:
+        if error.status == 401:
+            raise _wrong_key(url) from error
+        if error.status in (403, 404):
+            raise UserError(
+                f"{url}: it has no token-in/token-out endpoint: start it with --enable-scale-out"
+            ) from error
+        raise UserError(f"{url}: it does not generate: {error.reason}") from error
+    if not pieces or not pieces[-1].spans:
+        raise UserError(f"{url}: it does not say which weights drew a token: vLLM 0.32 or newer is needed")
+
+
+def _wrong_key(url: str) -> UserError:
+    return UserError(f"{url}: it does not take our key: put its --api-key into {KEY_VARIABLE}")
+
+
+def _version(text: str) -> tuple[int, ...]:
+    parts = text.split("+")[0].split(".")
+    return tuple(int(part) for part in parts[:2] if part.isdigit())

@@ -8,6 +8,10 @@ Weights change only while none of our requests runs. Before a swap, every stream
 The request is resumed from its prefix under the new version. So a stream has exactly one version: it is known when the
 stream opens, and the server confirms it when the stream ends. The server's prefix cache is keyed by that version. The
 gate is open only while the live weights are proved.
+
+Sampling settings are translated completely, or refused in one line. vLLM stops only at the stop tokens that the request
+lists. Stop sequences are found here, token by token, because vLLM knows them only as text. If several truncation rules
+are combined, our plugin applies them, because vLLM applies them in another order.
 """
 
 from __future__ import annotations
@@ -16,19 +20,20 @@ import asyncio
 import heapq
 import secrets
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Literal
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from headrace.delivery.base import Manifest, Proof
-from headrace.engines.base import Counters, Delta, Interrupt, Request
+from headrace.engines.base import Counters, Delta, FinishReason, Interrupt, Request, Sampling, token_delta
+from headrace.engines.requests import first_stop, request_refusal
 from headrace.engines.streams import StreamedEngine
-from headrace.engines.vllm.client import AnswerPiece, VllmClient
-from headrace.engines.vllm.delivery import Delivery
-from headrace.engines.vllm.sequence import Cut, VllmSequence, refusal, sampling_params
+from headrace.engines.vllm.client import AnswerPiece, Delivery, VllmClient
+from headrace.engines.vllm.server import NOISE
 from headrace.errors import ChannelError, DeadlineError, HttpError, UserError
 from headrace.observe.spans import SpanRecorder
 from headrace.types import NO_VERSION, Float32Array, Int32Array
-from headrace_vllm_plugin.wire import Facts
+from headrace_vllm_plugin.wire import TRUNCATION, Facts
 
 GRACE_SECONDS = 0.5
 """How long a server may take to end a stream. After that the stream is closed from our side, and tokens that were not
@@ -36,6 +41,62 @@ handed out are drawn again."""
 RETRIES = 4
 """A request fails if more than this many streams break in a row without a token between them."""
 BACKOFF_SECONDS = 0.1
+
+
+_FINISHES: dict[str, FinishReason] = {"length": "length", "stop": "stop"}
+
+Cut = Literal["", "recall", "abort"]
+"""Why a stream is ended from our side. `recall`: the request continues later. `abort`: the request ends."""
+
+FORBID = -1e30
+"""The bias that is added to the logit of a forbidden token. Its probability becomes 0 in float32, and JSON can express
+this number, unlike -inf."""
+
+
+@dataclass(eq=False)
+class VllmSequence:
+    """A request and the tokens that were sampled for it."""
+
+    request: Request
+    order: int
+    """The order of submission. Requests of equal priority are served in this order, also after a recall."""
+    sampled: list[int] = field(default_factory=list)
+    finished: bool = False
+    """Whether the last delta was handed out."""
+    cut: Cut = ""
+    failures: int = 0
+    """The number of streams that broke since the last token."""
+    server_id: str = ""
+    """The server's id of the stream that is open now."""
+    task: asyncio.Task[None] | None = None
+
+    def __lt__(self, other: VllmSequence) -> bool:
+        return (self.request.priority, self.order) < (other.request.priority, other.order)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens, prompt included."""
+        return len(self.request.token_ids) + len(self.sampled)
+
+    def room(self, max_length: int) -> int:
+        """Return how many tokens may still be sampled."""
+        return min(self.request.sampling.max_tokens - len(self.sampled), max_length - self.length)
+
+    def take(self, piece: AnswerPiece, version: int) -> Delta | None:
+        """Add a piece and return the next delta, or None if there is nothing new.
+
+        `finish` is set if a stop that we or the server found, or the length limit, ends the answer.
+        """
+        end = first_stop(piece.token_ids, self.request.sampling, self.sampled, len(self.sampled))
+        finish: FinishReason | None = "stop" if end is not None else _FINISHES.get(piece.finish or "")
+        tokens = piece.token_ids[:end]
+        self.sampled += tokens
+        self.finished = finish is not None
+        if tokens:
+            self.failures = 0
+        if not tokens and finish is None:
+            return None
+        return token_delta(self.request.id, tokens, piece.logprobs[:end], version, finish)
 
 
 class VllmEngine(StreamedEngine):
@@ -67,7 +128,7 @@ class VllmEngine(StreamedEngine):
         self._interrupt = interrupt
         self._deadline = deadline
         self._delivery = Delivery(client, name, deadline=deadline, keys=keys, scaling=scaling)
-        self._spans = spans
+        self._spans = spans or SpanRecorder()
         self._decoding: ExitStack | None = None
         self._salt = secrets.token_hex(16)
         self._waiting: list[VllmSequence] = []
@@ -94,20 +155,19 @@ class VllmEngine(StreamedEngine):
         chosen = None if ids is None else set(ids)
         leaving = [one for one in self._waiting if chosen is None or one.request.id in chosen]
         for sequence in leaving:
-            self._hand_out(sequence.ended("aborted"))
+            self._finish(sequence, "aborted")
         self._waiting = [one for one in self._waiting if one not in leaving]
         heapq.heapify(self._waiting)
         running = [one for one in self._running.values() if chosen is None or one.request.id in chosen]
         for sequence in running:
             sequence.cut = "abort"
         if running:
+            grace = GRACE_SECONDS
             try:
                 await self._client.abort([one.server_id for one in running])
             except ChannelError:
-                # Closing their connections also ends these requests.
-                await self._end(running, 0.0)
-            else:
-                await self._end(running, GRACE_SECONDS)
+                grace = 0.0  # Closing their connections also ends these requests.
+            await self._end(running, grace)
 
     async def fork(self, request_id: str, at: int, n: int) -> list[Request]:
         """Raise `UserError`, because vLLM cannot fork a request."""
@@ -122,19 +182,10 @@ class VllmEngine(StreamedEngine):
         Weights that are rejected before the swap change nothing.
         """
         async with self._loading:
-            proof = await self._delivery.stage(manifest)
-            if proof is not None:
-                return proof
             try:
-                async with asyncio.timeout(self._deadline):
-                    await self._make_way()
-            except TimeoutError:
-                running = f"{len(self._running)} running requests did not end in {self._deadline:g} s"
-                return self._delivery.rejected(manifest.version, running)
-            except ChannelError as error:
-                return self._delivery.rejected(manifest.version, str(error))
-            else:
-                with self._span("swap"):
+                if reason := await self._delivery.stage(manifest) or await self._make_way():
+                    return Proof(engine=self.name, version=manifest.version, accepted=False, reason=reason)
+                with self._spans.span("swap"):
                     return await self._delivery.swap(manifest)
             finally:
                 self._admitted = None
@@ -165,7 +216,7 @@ class VllmEngine(StreamedEngine):
         self._closed = reason = f"engine {self.name} was closed"
         running = list(self._running.values())
         for sequence in self._waiting:
-            self._hand_out(sequence.ended("failed", reason))
+            self._finish(sequence, "failed", reason)
         self._waiting = []
         try:
             await self._end(running, 0.0)
@@ -174,17 +225,15 @@ class VllmEngine(StreamedEngine):
         self.lost(reason)
         await asyncio.gather(*self._aborts)
 
-    # Running requests
-
     def _submit(self, requests: list[Request]) -> None:
         """Queue these requests. A request that cannot be served fails, and the others are not affected."""
         for request in requests:
             sequence = VllmSequence(request, self._orders)
             self._orders += 1
             if self._closed:
-                self._hand_out(sequence.ended("failed", self._closed))
+                self._finish(sequence, "failed", self._closed)
             elif reason := refusal(request, self._facts, self._max_length):
-                self._hand_out(sequence.ended("failed", f"request {request.id}: {reason}"))
+                self._finish(sequence, "failed", f"request {request.id}: {reason}")
             else:
                 heapq.heappush(self._waiting, sequence)
         self._pump()
@@ -211,13 +260,10 @@ class VllmEngine(StreamedEngine):
         """Record a span `decode` for the time in which any of our requests runs."""
         if self._running and self._decoding is None:
             self._decoding = ExitStack()
-            self._decoding.enter_context(self._span("decode"))
+            self._decoding.enter_context(self._spans.span("decode"))
         elif not self._running and self._decoding is not None:
             self._decoding.close()
             self._decoding = None
-
-    def _span(self, name: str) -> AbstractContextManager[None]:
-        return self._spans.span(name) if self._spans is not None else nullcontext()
 
     def _may_run(self, sequence: VllmSequence) -> bool:
         admitted = self._admitted is None or sequence.order <= self._admitted
@@ -225,26 +271,29 @@ class VllmEngine(StreamedEngine):
 
     async def _run(self, sequence: VllmSequence) -> None:
         """Run one stream until it ends, is cut by us, or breaks."""
-        ended = False
         try:
-            ended = await self._stream(sequence)
+            await self._stream(sequence)
         except asyncio.CancelledError:
             # Swallow only our own cancellation: `_end` cancels streams that were cut or closed.
             if not sequence.cut and not self._closed:
                 raise
-            ended = sequence.finished
-        except HttpError as error:
-            ended = self._broken(sequence, str(error), retry=error.status >= 500)
         except ChannelError as error:
-            ended = self._broken(sequence, str(error), retry=True)
+            sequence.failures += 1
+            retry = sequence.failures <= RETRIES and not (isinstance(error, HttpError) and error.status < 500)
+            if not (sequence.finished or sequence.cut or retry):
+                self._finish(sequence, "failed", f"request {sequence.request.id}: {error}")
         finally:
             del self._running[sequence.request.id]
-        if not ended:
-            self._put_back(sequence)
+        if not sequence.finished and self._closed:
+            self._finish(sequence, "failed", self._closed)
+        elif not sequence.finished and sequence.cut == "abort":
+            self._finish(sequence, "aborted")
+        elif not sequence.finished:
+            heapq.heappush(self._waiting, sequence)
         self._pump()
 
-    async def _stream(self, sequence: VllmSequence) -> bool:
-        """Hand out the tokens of a stream. Return whether the request has ended."""
+    async def _stream(self, sequence: VllmSequence) -> None:
+        """Hand out the tokens of a stream."""
         if sequence.failures:
             await asyncio.sleep(BACKOFF_SECONDS * 2**sequence.failures)
         version = self.version
@@ -256,60 +305,47 @@ class VllmEngine(StreamedEngine):
         try:
             async for piece in stream:
                 if wrong := wrong_version(piece, version):
-                    self._hand_out(sequence.ended("failed", f"request {sequence.request.id}: {wrong}"))
-                    return True
+                    self._finish(sequence, "failed", f"request {sequence.request.id}: {wrong}")
+                    return
                 delta = sequence.take(piece, version)
                 if delta is not None:
-                    self._hand_out(delta)
+                    self._generated += len(delta.token_ids)
+                    self.deliver([delta])
                 # The server does not know this stop, so the stream is closed here. Otherwise its last piece, which
                 # confirms the version, is still to come.
                 if sequence.finished and piece.finish is None:
-                    return True
+                    return
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
-        return sequence.finished
 
-    def _broken(self, sequence: VllmSequence, reason: str, *, retry: bool) -> bool:
-        """Handle a broken stream: resume the request from its prefix, or fail it. Return whether it has ended."""
-        if sequence.finished:
-            return True
-        sequence.failures += 1
-        if sequence.cut or (retry and sequence.failures <= RETRIES):
-            return False
-        self._hand_out(sequence.ended("failed", f"request {sequence.request.id}: {reason}"))
-        return True
+    async def _make_way(self) -> str:
+        """Wait until none of our requests runs, and pause the server's scheduler. Return why that failed, if it did."""
+        try:
+            async with asyncio.timeout(self._deadline):
+                if self._interrupt == "block":
+                    self._admitted = self._orders - 1
+                    while any(one.order <= self._admitted for one in [*self._running.values(), *self._waiting]):
+                        await self._changed.wait()
+                self._admitted = -1
+                if self._interrupt in ("drain", "block"):
+                    while self._running:
+                        await self._changed.wait()
+                    await self._client.pause("wait")
+                else:
+                    await self._recall()
+        except TimeoutError:
+            return f"{len(self._running)} running requests did not end in {self._deadline:g} s"
+        except ChannelError as error:
+            return str(error)
+        return ""
 
-    def _put_back(self, sequence: VllmSequence) -> None:
-        if self._closed:
-            self._hand_out(sequence.ended("failed", self._closed))
-        elif sequence.cut == "abort":
-            self._hand_out(sequence.ended("aborted"))
-        else:
-            heapq.heappush(self._waiting, sequence)
-
-    # Making way for new weights
-
-    async def _make_way(self) -> None:
-        """Wait until none of our requests runs, and pause the server's scheduler."""
-        if self._interrupt == "block":
-            self._admitted = self._orders - 1
-            while any(one.order <= self._admitted for one in [*self._running.values(), *self._waiting]):
-                await self._changed.wait()
-        self._admitted = -1
-        if self._interrupt in ("drain", "block"):
-            while self._running:
-                await self._changed.wait()
-            await self._client.pause("wait")
-        else:
-            await self._recall("abort" if self._interrupt == "abort" else "recall", "abort")
-
-    async def _recall(self, cut: Cut, mode: Literal["abort", "wait"]) -> None:
+    async def _recall(self) -> None:
         """Pause the server's scheduler, and end every stream."""
         running = list(self._running.values())
         for sequence in running:
-            sequence.cut = sequence.cut or cut
+            sequence.cut = sequence.cut or ("abort" if self._interrupt == "abort" else "recall")
         try:
-            await self._client.pause(mode)
+            await self._client.pause("abort")
         finally:
             await self._end(running, GRACE_SECONDS)
 
@@ -326,11 +362,46 @@ class VllmEngine(StreamedEngine):
         if open_tasks:
             raise DeadlineError(f"{len(open_tasks)} streams of {self.name} did not close in {self._deadline:g} s")
 
-    # Handing out deltas
+    def _finish(self, sequence: VllmSequence, finish: FinishReason, error: str = "") -> None:
+        """Hand out a last delta without tokens."""
+        sequence.finished = True
+        self.deliver([token_delta(sequence.request.id, [], [], NO_VERSION, finish, error)])
 
-    def _hand_out(self, delta: Delta) -> None:
-        self._generated += len(delta.token_ids)
-        self.deliver([delta])
+
+def refusal(request: Request, facts: Facts, max_length: int) -> str:
+    """Return why this request cannot be served, or an empty string if it can."""
+    if reason := request_refusal(request, facts.vocabulary, max_length):
+        return reason
+    if request.sampling.record_kept:
+        return "record_kept: this vLLM server cannot say which tokens truncation kept"
+    # The order of `top_k` and `min_p` alone makes no difference: the tokens that both keep are kept.
+    if not facts.truncation and _together(request.sampling) and request.sampling.top_p < 1:
+        return (
+            "min_p together with top_p: vLLM's second model runner applies them in another order; start the server "
+            f"with VLLM_USE_V2_MODEL_RUNNER=0 in its environment and --logits-processors {NOISE}"
+        )
+    return ""
+
+
+def sampling_params(sampling: Sampling, max_tokens: int, facts: Facts) -> dict[str, Any]:
+    """Return vLLM's `SamplingParams` for the next `max_tokens` tokens, which ask for log-probabilities too."""
+    forbidden = {str(token): FORBID for token in sampling.forbidden if 0 <= token < facts.vocabulary}
+    singles = [stop[0] for stop in sampling.stop_sequences if len(stop) == 1]
+    rules: dict[str, Any] = {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+    if facts.truncation and _together(sampling):
+        rules = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "extra_args": {TRUNCATION: rules}}
+    return {
+        "max_tokens": max_tokens,
+        "temperature": sampling.temperature,
+        **rules,
+        "seed": sampling.seed & (1 << 63) - 1,
+        "stop_token_ids": sorted({*sampling.stop_token_ids, *singles}),
+        "logit_bias": forbidden or None,
+        "logprobs": 0,
+        "ignore_eos": True,
+        "detokenize": False,
+        "skip_special_tokens": False,
+    }
 
 
 def wrong_version(piece: AnswerPiece, version: int) -> str:
@@ -339,3 +410,8 @@ def wrong_version(piece: AnswerPiece, version: int) -> str:
     if found in ([], [str(version)]):
         return ""
     return f"the server drew under version {', '.join(found)} what was asked of version {version}"
+
+
+def _together(sampling: Sampling) -> bool:
+    """Return whether `min_p` is combined with another truncation. Greedy sampling truncates nothing."""
+    return sampling.temperature > 0 and sampling.min_p > 0 and (sampling.top_k > 0 or sampling.top_p < 1)

@@ -7,26 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import mmap
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from headrace.channel.worker_side import die_with_parent
 from headrace.config.model_dir import model_facts
 from headrace.config.schema import EngineConfig
-from headrace.engines.vllm.checks import EXTENSION, KEY_VARIABLE, NOISE, TRANSFER, check_interpreter
 from headrace.engines.vllm.client import VllmClient
 from headrace.errors import ChannelError, DeadlineError, HttpError, PeerDied, UserError
 from headrace_vllm_plugin import ORPHANS
 
+EXTENSION = "headrace_vllm_plugin.worker.HeadraceWorker"
+TRANSFER = '{"backend": "headrace"}'
+NOISE = "headrace_vllm_plugin.noise:PositionNoise"
+KEY_VARIABLE = "VLLM_API_KEY"
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
 POLL_SECONDS = 0.25
@@ -41,7 +42,6 @@ ENDING_SECONDS = 5.0
 """How long to wait for the process of a broken server to end, because its end tells the reason."""
 CPU_BLOCK = 32
 """On a CPU, the number of tokens in a block of vLLM's cache must be a multiple of this."""
-PR_SET_PDEATHSIG = 1
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 UNBOUND = "nobind"
 SPLIT = "VLLM_ENABLE_V1_MULTIPROCESSING"
@@ -65,9 +65,9 @@ _STAGES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerPlan:
-    """Everything that is needed to start a server."""
+@dataclass(kw_only=True)
+class VllmServer:
+    """One server process and the processes that it starts. Call `start`, then `ready`. `stop` ends all of them."""
 
     model: Path
     config: EngineConfig
@@ -78,34 +78,28 @@ class ServerPlan:
     dtype: str = "float32"
     seed: int = 0
     rank: int = 0
-
-
-class VllmServer:
-    """One server process and the processes that it starts. Call `start`, then `ready`. `stop` ends all of them."""
-
-    def __init__(self, plan: ServerPlan) -> None:
-        self._plan = plan
-        self._python = check_interpreter(plan.config.python)
-        # The previous server may still be ending, so wait a little for its port.
-        self.port = choose_port(plan.config.port + plan.rank if plan.config.port else 0, PORT_SECONDS)
-        self.url = f"http://{HOST}:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
+    url: str = field(default="", init=False)
+    """The URL of the server, after `start`."""
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     def start(self) -> None:
         """Start the process. Its output goes to the log."""
-        plan = self._plan
-        plan.log.parent.mkdir(parents=True, exist_ok=True)
-        if plan.log.is_file():  # The log of the previous server.
-            plan.log.replace(plan.log.with_suffix(".before.log"))
-        with plan.log.open("wb") as output:
+        python = check_interpreter(self.config.python)
+        # The previous server may still be ending, so wait a little for its port.
+        port = choose_port(self.config.port + self.rank if self.config.port else 0, PORT_SECONDS)
+        self.url = f"http://{HOST}:{port}"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        if self.log.is_file():  # The log of the previous server.
+            self.log.replace(self.log.with_suffix(".before.log"))
+        with self.log.open("wb") as output:
             self._process = subprocess.Popen(
-                arguments(plan, str(self._python), self.port),
+                self.arguments(str(python), port),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment(plan),
+                env=self.environment(),
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     async def ready(self, deadline: float, progress: Callable[[str], None] = lambda stage: None) -> None:
@@ -116,16 +110,71 @@ class VllmServer:
         began = time.monotonic()
         async with VllmClient(self.url) as client:
             while True:
-                progress(f"vLLM {_stage(self._plan.log)}")
+                progress(f"vLLM {_stage(self.log)}")
                 self.check()
                 with contextlib.suppress(ChannelError):
                     await client.call("GET", "/health", timeout=5.0)
                     return
                 if time.monotonic() - began > deadline:
-                    raise DeadlineError(
-                        f"vLLM was not ready within {deadline:g} s: {_stage(self._plan.log)} ({self._plan.log})"
-                    )
+                    raise DeadlineError(f"vLLM was not ready within {deadline:g} s: {_stage(self.log)} ({self.log})")
                 await asyncio.sleep(POLL_SECONDS)
+
+    def arguments(self, python: str, port: int) -> list[str]:
+        """Return the command line of a server."""
+        config = self.config
+        command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model.absolute())]
+        command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--seed", str(self.seed)]
+        command += ["--dtype", self.dtype, "--skip-tokenizer-init", "--max-model-len", str(self.max_length)]
+        command += ["--max-num-seqs", str(config.slots), "--enable-scale-out", "--enable-prompt-tokens-details"]
+        command += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", TRANSFER]
+        command += ["--worker-extension-cls", EXTENSION, "--middleware", "headrace_vllm_plugin.guard.Guard"]
+        command += ["--disable-uvicorn-access-log"]
+        if self.weights == "random":
+            command += ["--load-format", "dummy"]
+        if on_cpu(config):
+            # Only vLLM's first model runner needs this processor. The second one, which needs a GPU, draws noise by
+            # position without it, and takes no processors of this kind.
+            command += ["--logits-processors", NOISE, "--block-size", str(self._block())]
+        if on_cpu(config) or config.cache_tokens:
+            command += ["--kv-cache-memory-bytes", str(self._cache_bytes())]
+        if config.prefill_chunk:
+            command += ["--max-num-batched-tokens", str(max(config.prefill_chunk, config.slots))]
+        return [*command, *config.arguments]
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of a server. The key is in it, not on the command line, which every user can read."""
+        ours = {
+            KEY_VARIABLE: self.key,
+            ORPHANS: "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
+        # The package paths of this interpreter must not reach the interpreter of another environment.
+        theirs = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        if on_cpu(self.config):
+            ours["OMP_NUM_THREADS"] = str(self.config.threads)
+            # By default, vLLM would bind every server of a fleet to the same cores and use all of them.
+            ours[BINDING] = os.environ.get(BINDING, UNBOUND)
+            if ours[BINDING] == UNBOUND:
+                # A worker needs its own process only to be bound to cores. Without it, one process less is started.
+                ours[SPLIT] = os.environ.get(SPLIT, "0")
+        return {**theirs, **ours}
+
+    def _cache_bytes(self) -> int:
+        """Return the bytes of the KV cache: of the configured tokens, or of `slots` sequences of the longest length."""
+        config = self.config
+        tokens = config.cache_tokens or config.slots * self.max_length
+        # One more block for each sequence, because a sequence rarely ends at the end of a block.
+        width = {"float32": 4}.get(self.dtype, 2)
+        per_token = model_facts(self.model, self.weights).kv_bytes_per_token * width // 4
+        return (tokens + self._block() * (config.slots + 1)) * per_token
+
+    def _block(self) -> int:
+        return -(-self.config.block_size // CPU_BLOCK) * CPU_BLOCK
 
     def check(self) -> None:
         """Raise `UserError` if the process has ended."""
@@ -134,8 +183,8 @@ class VllmServer:
         if code is not None:
             how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
             # A process that is killed by SIGKILL writes no reason. Errors in its log have other causes.
-            why = "" if code == -signal.SIGKILL else f": {last_word(self._plan.log)}"
-            raise UserError(f"the vLLM server ended ({how}){why} ({self._plan.log})")
+            why = "" if code == -signal.SIGKILL else f": {last_word(self.log)}"
+            raise UserError(f"the vLLM server ended ({how}){why} ({self.log})")
 
     @property
     def pid(self) -> int:
@@ -155,72 +204,46 @@ class VllmServer:
         await asyncio.to_thread(self._process.wait, STOP_SECONDS)
 
 
-class ServerHealth:
-    """Whether the server of an engine is still there. If the server is lost, the engine is lost too.
+async def check_server(client: VllmClient, check_process: Callable[[], None] | None = None) -> None:
+    """Raise `PeerDied` if the server of an engine is lost. The engine is then lost too.
 
     A server is lost if its process has ended, or if it twice in a row refuses connections or reports that it is broken.
     A server that is only slow to answer is not lost: its progress is checked by the deadlines for tokens.
+    `check_process` is given if this process started the server. It raises `UserError` if the server's process has
+    ended.
     """
-
-    def __init__(self, client: VllmClient, check_process: Callable[[], None] | None = None) -> None:
-        """Watch the server behind `client`.
-
-        `check_process` is given if this process started the server. It raises `UserError` if the server's process has
-        ended.
-        """
-        self._client = client
-        self._check = check_process
-
-    async def check(self) -> None:
-        """Raise `PeerDied` if the server is lost."""
-        self._check_process()
-        if await self._trouble():
-            await asyncio.sleep(AGAIN_SECONDS)
-            if trouble := await self._trouble():
-                await self._ending()
-                raise PeerDied("vLLM", trouble)
-
-    async def _ending(self) -> None:
+    try:
+        if check_process is not None:
+            check_process()
+        if not await _trouble(client, may_be_slow=True):
+            return
+        await asyncio.sleep(AGAIN_SECONDS)
+        if not (trouble := await _trouble(client, may_be_slow=True)):
+            return
         deadline = time.monotonic() + ENDING_SECONDS
-        while self._check is not None and time.monotonic() < deadline:
-            self._check_process()
+        while check_process is not None and time.monotonic() < deadline:
+            check_process()
             await asyncio.sleep(AGAIN_SECONDS)
-
-    def _check_process(self) -> None:
-        try:
-            if self._check is not None:
-                self._check()
-        except UserError as error:
-            raise PeerDied("vLLM", str(error)) from error
-
-    async def _trouble(self) -> str:
-        try:
-            return await _trouble(self._client)
-        except DeadlineError:
-            return ""
+    except UserError as error:
+        raise PeerDied("vLLM", str(error)) from error
+    raise PeerDied("vLLM", trouble)
 
 
 async def until_there(client: VllmClient, deadline: float) -> None:
     """Wait for a server that somebody else starts or restarts. Raises `UserError` if it is not there in time."""
     began = time.monotonic()
-    while True:
-        try:
-            trouble = await _trouble(client)
-        except DeadlineError as error:
-            trouble = str(error)
-        if not trouble:
-            return
+    while trouble := await _trouble(client, may_be_slow=False):
         if time.monotonic() - began > deadline:
             raise UserError(f"{trouble} (waited for {deadline:g} s)" if deadline else trouble)
         await asyncio.sleep(WATCH_SECONDS)
 
 
-async def _trouble(client: VllmClient) -> str:
-    """Return the sign that a server is lost, or an empty string. Raises `DeadlineError` if it does not answer."""
+async def _trouble(client: VllmClient, *, may_be_slow: bool) -> str:
+    """Return the sign that a server is lost, or an empty string."""
     try:
         await client.call("GET", "/health", timeout=ANSWER_SECONDS)
-    except DeadlineError:
-        raise
+    except DeadlineError as error:
+        return "" if may_be_slow else str(error)
     except HttpError as error:
         return str(error) if error.status >= 500 else ""
     except ChannelError as error:
@@ -228,67 +251,23 @@ async def _trouble(client: VllmClient) -> str:
     return ""
 
 
-def arguments(plan: ServerPlan, python: str, port: int) -> list[str]:
-    """Return the command line of a server."""
-    config = plan.config
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(plan.model.absolute())]
-    command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--seed", str(plan.seed)]
-    command += ["--dtype", plan.dtype, "--skip-tokenizer-init", "--max-model-len", str(plan.max_length)]
-    command += ["--max-num-seqs", str(config.slots), "--enable-scale-out", "--enable-prompt-tokens-details"]
-    command += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", TRANSFER]
-    command += ["--worker-extension-cls", EXTENSION, "--middleware", "headrace_vllm_plugin.guard.Guard"]
-    command += ["--disable-uvicorn-access-log"]
-    if plan.weights == "random":
-        command += ["--load-format", "dummy"]
-    if on_cpu(config):
-        # Only vLLM's first model runner needs this processor. The second one, which needs a GPU, draws noise by
-        # position without it, and takes no processors of this kind.
-        command += ["--logits-processors", NOISE, "--block-size", str(-(-config.block_size // CPU_BLOCK) * CPU_BLOCK)]
-    if on_cpu(config) or config.cache_tokens:
-        command += ["--kv-cache-memory-bytes", str(cache_bytes(plan))]
-    if config.prefill_chunk:
-        command += ["--max-num-batched-tokens", str(max(config.prefill_chunk, config.slots))]
-    return [*command, *config.arguments]
-
-
 def on_cpu(config: EngineConfig) -> bool:
     """Return whether vLLM will compute on a CPU. `auto` looks for an NVIDIA driver, because torch is not loaded."""
     return config.device == "cpu" or (config.device == "auto" and not Path("/proc/driver/nvidia/version").is_file())
 
 
-def cache_bytes(plan: ServerPlan) -> int:
-    """Return the bytes of the KV cache, for the configured tokens or for `slots` sequences of the longest length."""
-    config = plan.config
-    tokens = config.cache_tokens or config.slots * plan.max_length
-    block = -(-config.block_size // CPU_BLOCK) * CPU_BLOCK
-    # One more block for each sequence, because a sequence rarely ends at the end of a block.
-    width = {"float32": 4}.get(plan.dtype, 2)
-    per_token = model_facts(plan.model, plan.weights).kv_bytes_per_token * width // 4
-    return (tokens + block * (config.slots + 1)) * per_token
-
-
-def environment(plan: ServerPlan) -> dict[str, str]:
-    """Return the environment of a server. The key is in it, not on the command line, which every user can read."""
-    ours = {
-        KEY_VARIABLE: plan.key,
-        ORPHANS: "1",
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-    }
-    # The package paths of this interpreter must not reach the interpreter of another environment.
-    theirs = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    if on_cpu(plan.config):
-        ours["OMP_NUM_THREADS"] = str(plan.config.threads)
-        # By default, vLLM would bind every server of a fleet to the same cores and use all of them.
-        ours[BINDING] = os.environ.get(BINDING, UNBOUND)
-        if ours[BINDING] == UNBOUND:
-            # A worker needs its own process only to be bound to cores. Without it, one process less must be started.
-            ours[SPLIT] = os.environ.get(SPLIT, "0")
-    return {**theirs, **ours}
+def check_interpreter(python: str) -> Path:
+    """Return the path of the interpreter of the vLLM environment. Raises `UserError` if it is not there."""
+    if not python:
+        raise UserError(
+            '[engine] python: engine kind "vllm" needs the interpreter of an environment with vLLM '
+            "(`make vllm` creates .venv-vllm/bin/python), or [engine] urls"
+        )
+    path = Path(python).expanduser()
+    if not path.is_file():
+        raise UserError(f"[engine] python: {path} is not there (`make vllm` creates .venv-vllm/bin/python)")
+    # Links are not resolved, because the link to an interpreter decides which environment it uses.
+    return path.absolute()
 
 
 def choose_port(wanted: int = 0, patience: float = 0.0) -> int:
@@ -313,43 +292,29 @@ def choose_port(wanted: int = 0, patience: float = 0.0) -> int:
 
 def last_word(log: Path) -> str:
     """Return the line of a log that says why its process ended: the first error of its end, else the last line."""
-    lines = [_PREFIX.sub("", line).strip() for line in (_fatal(log) or _tail(log)).splitlines()]
+    lines = [_PREFIX.sub("", line).strip() for line in _end_of(log).splitlines()]
     errors = [line for line in lines if _ERROR.search(line) and not _EMPTY.search(line)]
     word = errors[0] if errors else next((line for line in reversed(lines) if line), "it left no word")
     return word[:400]
 
 
 def _stage(log: Path) -> str:
-    text = _tail(log)
+    text = _end_of(log)
     found = [(text.rfind(mark), stage) for mark, stage in _STAGES]
     return max(found)[1] if max(found)[0] >= 0 else "starting"
 
 
-def _tail(log: Path, size: int = 1 << 16) -> str:
-    if not log.is_file():
-        return ""
-    with log.open("rb") as stream:
-        stream.seek(max(0, log.stat().st_size - size))
-        return stream.read().decode(errors="replace")
+def _end_of(log: Path, size: int = 1 << 16) -> str:
+    """Return the last part of a log or, if the engine had a fatal error, the log from that error on.
 
-
-def _fatal(log: Path, size: int = 1 << 16) -> str:
-    """Return the log from the engine's fatal error on.
-
-    Later tracebacks are of requests that ended with the engine, and there may be too many of them for the tail.
+    Later tracebacks are of requests that ended with the engine, and there may be too many of them for the last part.
     """
-    if not log.is_file() or not log.stat().st_size:
-        return ""
-    with log.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        found = text.rfind(_FATAL)
-        return text[found : found + size].decode(errors="replace") if found >= 0 else ""
+    text = log.read_bytes() if log.is_file() else b""
+    found = text.rfind(_FATAL)
+    start = found if found >= 0 else max(0, len(text) - size)
+    return text[start : start + size].decode(errors="replace")
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
