@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,21 +32,6 @@ from headrace.types import NO_VERSION, Float32Array, Int32Array, held_back_secon
 PHASES = 8
 """Sequences that began together are sent at this many different moments, spread over the time that tokens are held
 back."""
-
-
-@dataclass
-class _Unproved:
-    """Weights that are live but not proved yet."""
-
-    manifest: Manifest
-    installed: Installed
-    canary: PendingScores | None = None
-    """The scores of the canary, once requested. Where steps are launched ahead, the canary is scored after the first
-    step under the new weights, so that the token of that step is not delayed."""
-
-    def ready(self) -> bool:
-        """Return whether the proof can be made without waiting."""
-        return self.installed.ready() and self.canary is not None and self.canary.ready()
 
 
 class EngineCore:
@@ -81,7 +65,6 @@ class EngineCore:
             slots=config.slots,
             prefill_chunk=config.prefill_chunk or self._runner.prefill_chunk,
             gather=self._runner.gather,
-            max_length=max_length,
         )
         weights = adapter.weights() if adapter is not None else named_weights(model)
         self._receiver = Receiver(
@@ -95,7 +78,11 @@ class EngineCore:
         self._sequences: dict[str, Sequence] = {}
         self._ready: list[Delta] = []
         """Deltas that the next step returns in any case."""
-        self._unproved: _Unproved | None = None
+        self._unproved: Installed | None = None
+        """Weights that are live but not proved yet."""
+        self._canary: PendingScores | None = None
+        """The scores of their canary, once requested. Where steps are launched ahead, the canary is scored after the
+        first step under the new weights, so that the token of that step is not delayed."""
         self._proof: Proof | None = None
         self._submitted = 0
         self._generated = 0
@@ -151,6 +138,7 @@ class EngineCore:
             if request.id in self._sequences:
                 raise ValueError(f"request {request.id} is already being served")
             sequence = Sequence(request, self._submitted)
+            sequence.limit = min(sequence.limit, self.max_length)
             self._submitted += 1
             if reason := request_refusal(request, self._vocabulary, self.max_length):
                 self._ready.append(sequence.delta("failed", f"request {request.id}: {reason}"))
@@ -181,7 +169,7 @@ class EngineCore:
         deltas, self._ready = self._ready, []
         for sequence in list(self._sequences.values()):
             sequence.in_flight = 0
-            if unproved is not None and (wrong := sequence.sampled_under(unproved.manifest.version)):
+            if unproved is not None and (wrong := sequence.sampled_under(unproved.staged.manifest.version)):
                 self._scheduler.truncate(sequence, sequence.sampled - wrong)
             self._scheduler.remove(sequence)
             deltas.append(sequence.delta("aborted"))
@@ -246,7 +234,7 @@ class EngineCore:
                 self._prefilled += sum(c.count for c in plan.chunks if not c.decodes)
                 deltas += self._take(sampled)
             if self._unproved is not None and (self.drawn_version >= self._live or not self._runner.busy):
-                self._score_canary()
+                self._score_canary(self._unproved)
         return deltas + self._flush_due()
 
     def stage(self, manifest: Manifest) -> Staged:
@@ -268,20 +256,20 @@ class EngineCore:
         with self._span("swap"), self._runner.active():
             if not self._keep_kv or self._unproved is not None:
                 self._ready += self._settle()
-            installed = self._receiver.install(staged)
+            self._unproved = self._receiver.install(staged)
+            self._canary = None
             self._go_live(staged.manifest.version)
-            self._unproved = _Unproved(staged.manifest, installed)
             if not (self._runner.overlaps and self._sequences):
-                self._score_canary()
+                self._score_canary(self._unproved)
 
     def proof(self, *, wait: bool) -> Proof | None:
         """Return the proof of the weights that `install` made live.
 
         Return None if the proof is not known yet, or was already returned. With `wait`, wait for the proof.
         """
-        unproved = self._unproved
-        if unproved is not None and (wait or unproved.ready()):
-            self._ready += self._prove(unproved)
+        installed, canary = self._unproved, self._canary
+        if installed is not None and (wait or (installed.ready() and canary is not None and canary.ready())):
+            self._ready += self._prove(installed)
         proof, self._proof = self._proof, None
         return proof
 
@@ -335,14 +323,14 @@ class EngineCore:
             deltas = self._prove(self._unproved) if self._unproved is not None else []
             return deltas + self._take(self._runner.drain())
 
-    def _prove(self, unproved: _Unproved) -> list[Delta]:
+    def _prove(self, installed: Installed) -> list[Delta]:
         with self._runner.active():
-            self._proof = self._receiver.prove(unproved.installed, self._score_canary().result())
+            self._proof = self._receiver.prove(installed, self._score_canary(installed).result())
             self._unproved = None
             if self._proof.accepted:
                 self.version = self._proof.version
             else:
-                self._withdraw(unproved.manifest.version)
+                self._withdraw(installed.staged.manifest.version)
             return [self._finish(s, s.ending) for s in list(self._sequences.values()) if s.ending is not None]
 
     def _go_live(self, version: int) -> None:
@@ -350,26 +338,28 @@ class EngineCore:
         self._live = version
         with self._runner.active():
             self._runner.installed(version)
-        self._scheduler.forget_prefixes()
-        if not self._keep_kv:
-            for sequence in self._scheduler.running:
-                self._runner.release(sequence)
-            self._scheduler.recompute_all()
+        if self._keep_kv:
+            self._scheduler.forget_prefixes()
+        else:
+            self._recompute_all()
 
-    def _score_canary(self) -> PendingScores:
-        assert self._unproved is not None
-        if self._unproved.canary is None:
-            self._unproved.canary = self._runner.score(self._unproved.manifest.canary.token_ids.copy(), again=True)
-        return self._unproved.canary
+    def _recompute_all(self) -> None:
+        for sequence in self._scheduler.running:
+            self._runner.release(sequence)
+        self._scheduler.recompute_all()
+
+    def _score_canary(self, installed: Installed) -> PendingScores:
+        if self._canary is None:
+            # Copied, because arrays from a channel are read-only and torch warns about read-only arrays.
+            token_ids = installed.staged.manifest.canary.token_ids.copy()
+            self._canary = self._runner.score(token_ids, again=True)
+        return self._canary
 
     def _withdraw(self, version: int) -> None:
         """Undo everything that was drawn under this version, because the live weights are wrong."""
         self._take(self._runner.drain(), finish=False)
         self.version = self._live = NO_VERSION
-        for sequence in self._scheduler.running:
-            self._runner.release(sequence)
-        self._scheduler.recompute_all()
-        self._scheduler.forget_prefixes()
+        self._recompute_all()
         for sequence in self._sequences.values():
             if wrong := sequence.sampled_under(version):
                 self._generated -= wrong
@@ -385,21 +375,16 @@ class EngineCore:
             # The device may have continued a sequence that had ended by a rule which only the host knows.
             if sequence.ending is not None or self._sequences.get(sequence.id) is not sequence:
                 continue
-            sequence.ending = end = self._record(new)
+            sequence.ending = end = ending(new)
+            if end is not None:
+                new.cut(end.tokens)
+            sequence.extend(new)
+            self._generated += len(new.tokens)
+            if new.versions and new.versions[-1] > self.drawn_version:
+                self.drawn_version, self.drawn_at = int(new.versions[-1]), self._clock()
             if end is not None and finish and self._unproved is None:
                 deltas.append(self._finish(sequence, end))
         return deltas
-
-    def _record(self, new: Sampled) -> Ending | None:
-        """Append the new tokens, up to the end of the sequence if it ends. Return the ending, if any."""
-        end = ending(new)
-        if end is not None:
-            new.cut(end.tokens)
-        new.sequence.extend(new.tokens, new.logprobs, new.versions, kept=new.kept, routing=new.routing)
-        self._generated += len(new.tokens)
-        if new.versions and new.versions[-1] > self.drawn_version:
-            self.drawn_version, self.drawn_at = int(new.versions[-1]), self._clock()
-        return end
 
     def _finish(self, sequence: Sequence, end: Ending) -> Delta:
         blocks = list(sequence.blocks)
@@ -407,8 +392,9 @@ class EngineCore:
         self._runner.release(sequence)
         self._scheduler.remove(sequence)
         if end.finish == "failed":
-            self._scheduler.forget_blocks(blocks)
-            self._runner.clear([block for block in blocks if self._pool.is_free(block)])
+            # Let no other sequence find or read these blocks, because their content is wrong.
+            self._pool.forget(blocks)
+            self._runner.clear([block for block in blocks if not self._pool.references(block)])
         return sequence.delta(end.finish, end.error)
 
     def _flush_due(self) -> list[Delta]:

@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 from headrace.channel.turns import EngineTurns
@@ -24,8 +24,6 @@ from headrace.types import Float32Array, Int32Array
 
 _WAKE_SECONDS = 1.0
 """The longest sleep of an idle loop. Commands wake it at once."""
-
-
 _TURN_SECONDS = 1e-3
 """How often an engine checks whether the trainer has given the GPU back."""
 
@@ -57,16 +55,17 @@ class EngineLoop:
         self._loads: deque[tuple[Manifest, Future[Proof]]] = deque()
         self._loading: Future[Proof] | None = None
         self._awaited: Staged | None = None
-        """Staged weights that are installed once the requests that they must not interrupt have ended."""
+        """Staged weights that are installed between two steps, once the requests that they wait for have ended."""
         self._stopping = False
         self._ended = False
+        self._gone = f"engine {core.name} has stopped"
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{core.name}-stage")
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests. All requests of one call enter between the same two steps."""
         requests = list(requests)
         if not self._post(lambda: self._core.submit(requests)):
-            self._emit([failed_delta(request.id, self._gone()) for request in requests])
+            self._emit([failed_delta(request.id, self._gone) for request in requests])
 
     def abort(self, ids: Sequence[str] | None = None) -> Future[None]:
         """End these requests (all requests if None). The future is done when their last deltas were emitted."""
@@ -77,7 +76,7 @@ class EngineLoop:
         future: Future[Proof] = Future()
         with self._changed:
             if self._ended or self._stopping:
-                future.set_exception(HeadraceError(self._gone()))
+                future.set_exception(HeadraceError(self._gone))
                 return future
             self._futures.add(future)
             self._loads.append((manifest, future))
@@ -105,11 +104,11 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until stopped. An internal error is raised after all open requests and futures have been answered."""
-        reason = self._gone()
+        reason = self._gone
         try:
             while not self._stopping:
                 self._obey()
-                self._swap_at_rest()
+                self._install_awaited()
                 self._report_proof()
                 if self._core.has_work and not self._stopping:
                     if self._our_turn():
@@ -143,16 +142,20 @@ class EngineLoop:
             self._deliver(deltas)
         if turns.take():
             return True
-        with self._wait_span(), self._changed:
-            self._changed.wait_for(lambda: self._commands or self._stopping, timeout=_TURN_SECONDS)
+        self._wait(_TURN_SECONDS)
         return False
 
     def _sleep(self) -> None:
         self._deliver(self._core.flush())
         if self._turns is not None:
             self._turns.give()
-        with self._wait_span(), self._changed:
-            self._changed.wait_for(lambda: self._commands or self._stopping, timeout=_WAKE_SECONDS)
+        self._wait(_WAKE_SECONDS)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for a command or `stop`, at most for this many seconds."""
+        spans = self._core.spans
+        with spans.span("wait", busy=False) if spans is not None else nullcontext(), self._changed:
+            self._changed.wait_for(lambda: self._commands or self._stopping, timeout=seconds)
 
     def _next_load(self) -> None:
         """Begin to stage the next version, unless a load is running: there is only one staging buffer."""
@@ -161,35 +164,33 @@ class EngineLoop:
                 return
             manifest, self._loading = self._loads.popleft()
             staging = self._stager.submit(self._core.stage, manifest)
-        staging.add_done_callback(lambda staged: self._post(lambda: self._swap(manifest, staged)))
+        staging.add_done_callback(lambda staged: self._post(lambda: self._await_rest(manifest, staged)))
 
-    def _swap(self, manifest: Manifest, staging: Future[Staged]) -> None:
+    def _await_rest(self, manifest: Manifest, staging: Future[Staged]) -> None:
+        """Let the staged weights be installed as soon as `interrupt` allows it."""
         try:
-            staged = staging.result(timeout=0)
-            if self._interrupt == "abort":
-                self._deliver(self._core.abort_started())
-            elif self._interrupt in ("drain", "block"):
-                self._awaited = staged
-                self._core.hold(submitted=self._interrupt == "block")
-                return
-            self._core.install(staged)
+            self._awaited = staging.result(timeout=0)
         except DeliveryError as error:
-            self._refused(manifest.version, error)
+            self._refused(manifest, error)
+            return
+        if self._interrupt == "abort":
+            self._deliver(self._core.abort_started())
+        elif self._interrupt in ("drain", "block"):
+            self._core.hold(submitted=self._interrupt == "block")
 
-    def _swap_at_rest(self) -> None:
-        """Install the awaited weights if the requests that they wait for have ended."""
+    def _install_awaited(self) -> None:
         staged = self._awaited
-        if staged is None or not self._core.at_rest():
+        if staged is None or (self._interrupt in ("drain", "block") and not self._core.at_rest()):
             return
         self._awaited = None
         self._core.let_go()
         try:
             self._core.install(staged)
         except DeliveryError as error:
-            self._refused(staged.manifest.version, error)
+            self._refused(staged.manifest, error)
 
-    def _refused(self, version: int, error: DeliveryError) -> None:
-        self._loaded(Proof(engine=self._core.name, version=version, accepted=False, reason=str(error)))
+    def _refused(self, manifest: Manifest, error: DeliveryError) -> None:
+        self._loaded(Proof(engine=self._core.name, version=manifest.version, accepted=False, reason=str(error)))
 
     def _report_proof(self) -> None:
         """Report the proof of new weights. Wait for the proof only if there are no steps to make meanwhile."""
@@ -201,7 +202,7 @@ class EngineLoop:
         with self._changed:
             future, self._loading = self._loading, None
         assert future is not None
-        self._settle(future, proof)
+        self._answer(future, lambda: proof)
         self._next_load()
 
     def _deliver(self, deltas: list[Delta]) -> None:
@@ -222,27 +223,24 @@ class EngineLoop:
     def _ask(self, command: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         if not self._post(lambda: self._answer(future, command), future):
-            future.set_exception(HeadraceError(self._gone()))
+            future.set_exception(HeadraceError(self._gone))
         return future
 
     def _answer(self, future: Future[Any], command: Callable[[], Any]) -> None:
         """Run a command and settle its future. A `UserError` goes to the caller alone and does not end the loop."""
+        result, refusal = None, None
         try:
             result = command()
         except UserError as error:
-            with self._changed:
-                self._futures.discard(future)
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-        else:
-            self._settle(future, result)
-
-    def _settle(self, future: Future[Any], result: Any) -> None:
+            refusal = error
         with self._changed:
             self._futures.discard(future)
         # False if the caller cancelled the future: then nobody wants the result.
         if future.set_running_or_notify_cancel():
-            future.set_result(result)
+            if refusal is not None:
+                future.set_exception(refusal)
+            else:
+                future.set_result(result)
 
     def _end(self, reason: str) -> None:
         with self._changed:
@@ -253,23 +251,14 @@ class EngineLoop:
         if self._turns is not None:
             self._turns.close()
         try:
-            self._deliver(self._last_deltas())
+            try:
+                deltas = self._core.abort()
+            except (HeadraceError, RuntimeError):
+                # The device no longer answers. Its tokens in flight are lost, but the known tokens are not.
+                deltas = self._core.abandon()
+            self._deliver(deltas)
             self._core.close()
         finally:
             for future in futures:
                 if future.set_running_or_notify_cancel():
                     future.set_exception(HeadraceError(reason))
-
-    def _last_deltas(self) -> list[Delta]:
-        try:
-            return self._core.abort()
-        except (HeadraceError, RuntimeError):
-            # The device no longer answers. Its tokens in flight are lost, but the known tokens are not.
-            return self._core.abandon()
-
-    def _gone(self) -> str:
-        return f"engine {self._core.name} has stopped"
-
-    def _wait_span(self) -> AbstractContextManager[None]:
-        spans = self._core.spans
-        return spans.span("wait", busy=False) if spans is not None else nullcontext()

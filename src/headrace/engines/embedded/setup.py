@@ -16,7 +16,7 @@ import torch
 
 from headrace.config.schema import EngineConfig
 from headrace.engines.embedded.base import Runner
-from headrace.engines.embedded.kv_cache import BlockPool, KVCache
+from headrace.engines.embedded.kv_cache import BlockPool
 from headrace.engines.embedded.runner import HostRunner
 from headrace.errors import UserError
 from headrace.models.compiling import prepare_to_compile
@@ -55,7 +55,7 @@ def make_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runn
 def make_host_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
     """Return the host's runner, which computes each plan at once with plain torch, on any device."""
     blocks = _wanted_blocks(config, max_length)
-    runner = HostRunner(model, KVCache(blocks, config.block_size), _recorded_experts(model))
+    runner = HostRunner(model, blocks, config.block_size, _recorded_experts(model))
     return runner, BlockPool(blocks, config.block_size)
 
 
