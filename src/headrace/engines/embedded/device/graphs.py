@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -106,15 +105,6 @@ class StepGraphs:
             self._step.run(bucket, variant)
 
 
-@dataclass(frozen=True)
-class _Captured:
-    """A captured pass over `ids`. A replay writes its log-probabilities to `scores`."""
-
-    replay: Replay
-    ids: torch.Tensor
-    scores: torch.Tensor
-
-
 class TokenScores:
     """Scores sequences without the cache, on the current stream.
 
@@ -126,7 +116,8 @@ class TokenScores:
         self._model = model
         self._device = device
         self._record = record
-        self._captured: dict[int, _Captured] = {}
+        # By length: a replay, the ids that it reads, and the log-probabilities that it writes.
+        self._captured: dict[int, tuple[Replay, torch.Tensor, torch.Tensor]] = {}
 
     def prepare(self, length: int) -> None:
         """Capture the pass over sequences of this length once, so that they are scored by replay from now on."""
@@ -141,7 +132,7 @@ class TokenScores:
             logger.warning("canaries are scored uncaptured: %s", first_line(error))
             self._record = None
         else:
-            self._captured[length] = _Captured(replay, ids, scores)
+            self._captured[length] = replay, ids, scores
 
     def begin(self, token_ids: Int32Array) -> Arriving:
         """Begin to score tokens 1..n given their prefix."""
@@ -151,6 +142,7 @@ class TokenScores:
         captured = self._captured.get(len(host))
         if captured is None:
             return Arriving(score_ids(self._model, host.to(self._device, non_blocking=True)))
-        captured.ids.copy_(host, non_blocking=True)
-        captured.replay()
-        return Arriving(captured.scores)
+        replay, ids, scores = captured
+        ids.copy_(host, non_blocking=True)
+        replay()
+        return Arriving(scores)

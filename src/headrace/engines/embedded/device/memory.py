@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from headrace.engines.embedded.kernels.cache import copy_blocks
 from headrace.errors import UserError
 from headrace.models.attention import AttentionCall, attending
 
@@ -42,8 +41,9 @@ class DeviceCache:
 
     def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy whole blocks in all layers. Every source is read before any target is written."""
-        for keys, values in self.layers:
-            copy_blocks(keys, values, sources, targets)
+        for stores in self.layers:
+            for store in stores:
+                store.index_copy_(0, targets.long(), store.index_select(0, sources))
 
 
 def layer_shapes(model: Any) -> list[LayerShape]:

@@ -17,16 +17,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.engines.embedded.device.context import PrefillContext
 from headrace.engines.embedded.device.graphs import CAPTURE_ERRORS, Record, Replay, first_line
 from headrace.engines.embedded.device.memory import DeviceCache
 from headrace.engines.embedded.device.state import DeviceState
 from headrace.engines.embedded.device.step import DecodeStep, Variant
-from headrace.engines.embedded.kernels.cache import find_places
-from headrace.engines.embedded.kernels.prefill import choose_queries, tiles_of
+from headrace.engines.embedded.kernels.cache import find_places, write_cache
+from headrace.engines.embedded.kernels.prefill import choose_queries, paged_prefill, tiles_of
 from headrace.engines.embedded.kernels.rows import IDLE
 from headrace.engines.embedded.scheduler import Chunk
-from headrace.models.attention import attending
+from headrace.models.attention import AttentionCall, attending
 from headrace.models.experts import RoutingRecorder, RoutingShape, recording
 
 logger = logging.getLogger(__name__)
@@ -69,6 +68,24 @@ class PassShape:
             "entries": (self.chunks, 0),
             "positions": (self.chunks, IDLE),
         }
+
+
+@dataclass(frozen=True)
+class _PrefillContext:
+    """Attention of packed chunks of prompts. All keys that a chunk sees, its own included, are in the cache."""
+
+    cache: DeviceCache
+    tables: torch.Tensor
+    part: dict[str, torch.Tensor]
+    """The fields of the pass's description."""
+    slots: torch.Tensor
+    queries: int
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        (keys, values), part = self.cache.layers[call.layer], self.part
+        write_cache(call.key[0].transpose(0, 1), call.value[0].transpose(0, 1), keys, values, self.slots)
+        chunks = part["rows"], part["starts"], part["offsets"], part["tiles"].view(2, -1)
+        return paged_prefill(call, keys, values, self.tables, *chunks, queries=self.queries)[None]
 
 
 @dataclass(eq=False)
@@ -140,18 +157,9 @@ class PromptPasses:
         state, part = self._state, split_table(shape, told)
         ids, positions = part["ids"].long(), torch.empty(shape.tokens, dtype=torch.int64, device=told.device)
         slots = torch.empty_like(part["ids"])
-        rows, starts, offsets = part["rows"], part["starts"], part["offsets"]
-        find_places(part["owners"], rows, starts, offsets, state.tables, self._cache.block_size, positions, slots)
-        context = PrefillContext(
-            self._cache,
-            state.tables,
-            rows=rows,
-            starts=starts,
-            offsets=offsets,
-            slots=slots,
-            tiles=part["tiles"].view(2, -1),
-            queries=shape.queries,
-        )
+        chunks = part["rows"], part["starts"], part["offsets"]
+        find_places(part["owners"], *chunks, state.tables, self._cache.block_size, positions, slots)
+        context = _PrefillContext(self._cache, state.tables, part, slots, shape.queries)
         kept = part["kept"].long()
         with attending(context), recording(recorder):
             logits = self._model(

@@ -14,45 +14,22 @@ import numpy.typing as npt
 import torch
 
 from headrace.engines.embedded.device.transfer import Uploads
-from headrace.engines.embedded.kernels.sampling_rows import SamplingRows
+from headrace.engines.embedded.kernels.rows import STOPS, RowBuffers
+from headrace.engines.embedded.kernels.sampling import SamplingRows
 from headrace.engines.embedded.sequence import Sequence
 
-STOPS = 16
-"""The number of stop tokens per row that the device knows. The host checks all stop tokens, and its result counts."""
-RECORDS = 3
-"""The number of values that the ring holds for a token: the token, the bits of its log-probability, its version."""
 
-
-class DeviceState:
-    """The buffers of all rows, at fixed addresses, with one entry per row."""
+class DeviceState(RowBuffers):
+    """The buffers of all rows, and what the host knows of them."""
 
     def __init__(self, rows: int, table_width: int, ring_slots: int, device: torch.device) -> None:
-        self.rows = rows
-        self.spare = rows
-        self.device = device
-
-        def ints(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        self.token = ints(rows + 1)
-        """The last token of the row, which the next step computes."""
-        self.position = ints(rows + 1)
-        """The position of that token in the sequence."""
-        self.limit = ints(rows + 1)
-        """The largest number of tokens that the sequence may have."""
-        self.capacity = ints(rows + 1)
-        """The number of tokens that fit into the row's blocks."""
-        self.live = ints(rows + 1)
-        self.stops = torch.full((rows + 1, STOPS), -1, dtype=torch.int32, device=device)
-        self.tables = ints(rows + 1, table_width)
+        super().__init__(rows, ring_slots, device)
+        self.tables = self._ints(rows + 1, table_width)
         self.sampling = SamplingRows(rows + 1, device)
-        self.version = torch.full((1,), -1, dtype=torch.int32, device=device)
-        self.entries = torch.full((rows,), self.spare, dtype=torch.int32, device=device)
+        self.entries = self._ints(rows, fill=self.spare)
         """The rows of the current batch."""
         # The host's copy of `entries`, as the device has them.
         self._chosen: list[int | None] = []
-        self.ring = ints(ring_slots, RECORDS, rows)
-        self.cursor = ints(1)
         self._free = list(range(rows - 1, -1, -1))
         # The number of blocks of each row that are in the tables.
         self._known = [0] * rows
@@ -91,7 +68,7 @@ class DeviceState:
             buffer.index_copy_(0, rows, column)
         self.stops.index_copy_(0, rows, self.upload(stops))
         self.tables.index_copy_(0, rows, self.upload(tables))
-        self.sampling.set(rows, self.sampling.pack([s.sampling for s in sequences]))
+        self.sampling.set(rows, [s.sampling for s in sequences])
 
     def grow(self, sequences: Seq[Sequence], block_size: int) -> None:
         """Add the new blocks of these sequences to their rows."""

@@ -5,18 +5,18 @@ The step reads and writes only buffers at fixed addresses, so it can be captured
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from headrace.engines.base import KEPT_LIMIT, Sampling
-from headrace.engines.embedded.device.context import DecodeContext
 from headrace.engines.embedded.device.memory import DeviceCache
 from headrace.engines.embedded.device.state import DeviceState
-from headrace.engines.embedded.kernels.decode import choose_splits
+from headrace.engines.embedded.kernels.decode import choose_splits, paged_decode
 from headrace.engines.embedded.kernels.rows import advance, begin
 from headrace.engines.embedded.kernels.sampling import sample
-from headrace.models.attention import attending
+from headrace.models.attention import AttentionCall, attending
 from headrace.models.experts import RoutingRecorder, RoutingShape, recording
 
 Variant = Literal["plain", "filtered", "recorded"]
@@ -30,6 +30,21 @@ def variant_of(sampling: Sampling) -> Variant:
         return "recorded"
     truncated = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0 or bool(sampling.forbidden)
     return "filtered" if truncated else "plain"
+
+
+@dataclass(frozen=True)
+class _DecodeContext:
+    """Attention of one new token per entry. The kernel stores its key and value and attends over the row's blocks."""
+
+    cache: DeviceCache
+    tables: torch.Tensor
+    rows: torch.Tensor
+    positions: torch.Tensor
+    splits: int
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        keys, values = self.cache.layers[call.layer]
+        return paged_decode(call, keys, values, self.tables, self.rows, self.positions, splits=self.splits)[None]
 
 
 class DecodeStep:
@@ -61,10 +76,10 @@ class DecodeStep:
         state = self._state
         entries, positions = state.entries[:bucket], self._positions[:bucket]
         ids, places = self._input_ids[:bucket], self._position_ids[:bucket]
-        begin(entries, state.token, state.position, state.capacity, state.live, positions, ids, places)
+        begin(state, entries, positions, ids, places)
         heads = self._cache.layers[0][0].shape[1]
         splits = choose_splits(bucket, heads, self._processors)
-        context = DecodeContext(self._cache, state.tables, entries, positions, splits)
+        context = _DecodeContext(self._cache, state.tables, entries, positions, splits)
         with attending(context), recording(self.recorder):
             logits = self._model(
                 input_ids=ids[None], position_ids=places[None], use_cache=False, logits_to_keep=0
@@ -94,20 +109,7 @@ class DecodeStep:
             counts[:, :count].index_copy_(0, slot, kept_counts[None])
         if self.recorder is not None and self.routing_ring is not None:
             self.routing_ring[:, :count].index_copy_(0, slot, self.recorder.chosen[None, :count])
-        advance(
-            entries,
-            positions,
-            tokens,
-            logprobs,
-            state.token,
-            state.position,
-            state.limit,
-            state.live,
-            state.stops,
-            state.version,
-            state.ring,
-            state.cursor,
-        )
+        advance(state, entries, positions, tokens, logprobs)
 
     def _kept_rings(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.kept_ring is None or self.count_ring is None:

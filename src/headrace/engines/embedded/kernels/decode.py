@@ -21,6 +21,7 @@ from headrace.engines.embedded.kernels.tiles import (
     tile_blocks,
     tile_slots,
 )
+from headrace.models.attention import AttentionCall
 
 MAX_SPLITS = 32
 _TILE_BYTES = 16384
@@ -40,59 +41,27 @@ def choose_tile(size: int, itemsize: int) -> int:
 
 
 def paged_decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    call: AttentionCall,
     keys: torch.Tensor,
     values: torch.Tensor,
     tables: torch.Tensor,
     rows: torch.Tensor,
     positions: torch.Tensor,
     *,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     splits: int = 1,
-) -> torch.Tensor:
-    """Return the attention output, `[B, H, Dv]`, of the new token of each row, and store its key and value.
-
-    The new token of entry i is at `positions[i]` of row `rows[i]`. `query` is `[B, H, D]`, `key` and `value` are
-    `[B, Hk, D]` and `[B, Hk, Dv]`; the last stride of each must be 1. `keys` and `values` are
-    `[blocks, Hk, block_size, D]` and change only in the slots of the new tokens. An entry whose position is negative is
-    idle: it writes nothing to the cache and its output is zero.
-    """
-    return launch_decode(
-        *(query, key, value, keys, values, tables, rows, positions),
-        scaling=scaling,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        splits=splits,
-        tile=choose_tile(max(keys.shape[3], values.shape[3]), keys.element_size()),
-    )
-
-
-def launch_decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    splits: int,
-    tile: int,
+    tile: int | None = None,
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> torch.Tensor:
-    """Do the same as `paged_decode`, with explicit launch parameters of the kernel."""
+    """Return the attention output, `[B, H, Dv]`, of the new token of each row, and store its key and value.
+
+    Token i of the call is the new token of entry i, at `positions[i]` of row `rows[i]`. The last stride of its query,
+    key and value must be 1. `keys` and `values` are `[blocks, Hk, block_size, D]` and change only in the slots of the
+    new tokens. An entry whose position is negative is idle: it writes nothing to the cache and its output is zero.
+    """
+    query, key, value = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
+    tile = tile or choose_tile(max(keys.shape[3], values.shape[3]), keys.element_size())
+    window = UNBOUNDED if call.window is None else call.window
     batch, heads, size = query.shape
     kv_heads, block_size, value_size = keys.shape[1], keys.shape[2], values.shape[3]
     assert keys.is_contiguous() and values.is_contiguous() and tables.stride(1) == 1
@@ -104,12 +73,12 @@ def launch_decode(
         partials = torch.empty(batch, heads, splits, value_size, dtype=torch.float32, device=query.device)
         stats = torch.empty(2, batch, heads, splits, dtype=torch.float32, device=query.device)
     _decode_kernel[(kv_heads, batch, splits)](
-        *(query, key, value, keys, values, tables, rows, positions, sinks, out, partials, stats),
+        *(query, key, value, keys, values, tables, rows, positions, call.sinks, out, partials, stats),
         *(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], tables.stride(0)),
-        scaling,
-        UNBOUNDED if window is None else window,
-        1.0 if softcap is None else softcap,
-        CAPPED=softcap is not None,
+        call.scaling,
+        window,
+        1.0 if call.softcap is None else call.softcap,
+        CAPPED=call.softcap is not None,
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         GROUP_PAD=padded(heads // kv_heads),
@@ -125,8 +94,7 @@ def launch_decode(
     )
     if splits > 1:
         _combine_kernel[(heads, batch)](
-            *(partials, stats, positions, out),
-            UNBOUNDED if window is None else window,
+            *(partials, stats, positions, out, window),
             HEADS=heads,
             DV=value_size,
             DV_PAD=padded(value_size),

@@ -24,6 +24,7 @@ from headrace.engines.embedded.kernels.tiles import (
     tile_blocks,
     tile_slots,
 )
+from headrace.models.attention import AttentionCall
 
 
 def choose_queries(longest: int, size: int, itemsize: int) -> int:
@@ -44,7 +45,7 @@ def tiles_of(counts: npt.NDArray[np.integer], queries: int) -> npt.NDArray[np.in
 
 
 def paged_prefill(
-    query: torch.Tensor,
+    call: AttentionCall,
     keys: torch.Tensor,
     values: torch.Tensor,
     tables: torch.Tensor,
@@ -54,51 +55,17 @@ def paged_prefill(
     tiles: torch.Tensor,
     *,
     queries: int,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
+    tile: int | None = None,
+    num_warps: int | None = None,
+    num_stages: int = 3,
 ) -> torch.Tensor:
-    """Return the attention output, `[T, H, Dv]`, for the queries, `[T, H, D]`, of chunks packed one after the other.
+    """Return the attention output, `[T, H, Dv]`, for the queries of chunks that are packed one after the other.
 
     Chunk c holds the tokens `offsets[c]:offsets[c + 1]`, which begin at position `starts[c]` of row `rows[c]`. `tiles`
     is the result of `tiles_of` for the same number of queries, in any order. A tile of chunk -1 is skipped. Tokens of
     no tile get zeros.
     """
-    size = max(keys.shape[3], values.shape[3])
-    return launch_prefill(
-        *(query, keys, values, tables, rows, starts, offsets, tiles),
-        queries=queries,
-        scaling=scaling,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        tile=min(64, choose_tile(size, keys.element_size())),
-        num_warps=8 if queries == 128 else 4,
-        num_stages=3,
-    )
-
-
-def launch_prefill(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    rows: torch.Tensor,
-    starts: torch.Tensor,
-    offsets: torch.Tensor,
-    tiles: torch.Tensor,
-    *,
-    queries: int,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    tile: int,
-    num_warps: int,
-    num_stages: int,
-) -> torch.Tensor:
-    """Do the same as `paged_prefill`, with explicit launch parameters of the kernel."""
+    query = call.query[0].transpose(0, 1)
     tokens, heads, size = query.shape
     kv_heads, block_size, value_size = keys.shape[1], keys.shape[2], values.shape[3]
     assert keys.is_contiguous() and values.is_contiguous() and query.stride(2) == tables.stride(1) == 1
@@ -108,12 +75,12 @@ def launch_prefill(
     if tiles.shape[1] == 0:
         return out
     _prefill_kernel[(tiles.shape[1], heads)](
-        *(query, keys, values, tables, rows, starts, offsets, tiles, sinks, out),
+        *(query, keys, values, tables, rows, starts, offsets, tiles, call.sinks, out),
         *(*query.stride()[:2], tables.stride(0), tiles.stride(0)),
-        scaling,
-        UNBOUNDED if window is None else window,
-        1.0 if softcap is None else softcap,
-        CAPPED=softcap is not None,
+        call.scaling,
+        UNBOUNDED if call.window is None else call.window,
+        1.0 if call.softcap is None else call.softcap,
+        CAPPED=call.softcap is not None,
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=size,
@@ -122,8 +89,8 @@ def launch_prefill(
         DV_PAD=padded(value_size),
         BLOCK=block_size,
         QUERIES=queries,
-        TILE=tile,
-        num_warps=num_warps,
+        TILE=tile or choose_tile(max(size, value_size), keys.element_size()),
+        num_warps=num_warps or (8 if queries == 128 else 4),
         num_stages=num_stages,
     )
     return out
