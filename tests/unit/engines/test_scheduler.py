@@ -304,7 +304,7 @@ def test_what_is_wrong_is_not_found() -> None:
     h.step()
     blocks = list(broken.blocks)
     h.remove(broken)
-    h.scheduler.forget_blocks(blocks)
+    h.pool.forget(blocks)
     h.submit("b", 9, 1)
     h.step()
     assert h.log[-1] == [("b", 0, 9)]

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,11 @@ from headrace.engines.embedded.base import Runner, Timings
 from headrace.engines.embedded.sampler import draw
 from headrace.engines.embedded.scheduler import Chunk, StepPlan
 from headrace.engines.embedded.sequence import Sampled
+from headrace.engines.embedded.transfer import Arriving
 from headrace.models.attention import AttentionCall, attending
 from headrace.models.experts import RoutingRecorder, RoutingShape, recording
 from headrace.models.prepack import PackedLinears, can_pack, small_products
-from headrace.types import Float32Array, Int32Array
+from headrace.types import Int32Array
 
 BAND_TOKENS = 512
 """The cost of one more band, in padded tokens. Rows are split into two bands if that saves more than this."""
@@ -96,25 +96,10 @@ class HostRunner(Runner):
         self._cache.clear(blocks)
 
     @torch.inference_mode()
-    def score(self, token_ids: Int32Array, *, again: bool = False) -> ReadyScores:
+    def score(self, token_ids: Int32Array, *, again: bool = False) -> Arriving:
         """See `Runner.score`. There is nothing to prepare."""
         ids = torch.from_numpy(np.array(token_ids, np.int64)).to(self._device)
-        return ReadyScores(score_ids(self._model, ids).cpu())
-
-
-@dataclass(frozen=True)
-class ReadyScores:
-    """Log-probabilities that are already computed."""
-
-    logprobs: torch.Tensor
-
-    def ready(self) -> bool:
-        """See `PendingScores.ready`."""
-        return True
-
-    def result(self) -> Float32Array:
-        """See `PendingScores.result`."""
-        return np.asarray(self.logprobs.numpy(), np.float32)
+        return Arriving(score_ids(self._model, ids))
 
 
 def score_ids(model: Any, ids: torch.Tensor) -> torch.Tensor:

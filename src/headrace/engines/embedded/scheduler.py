@@ -239,14 +239,12 @@ class Scheduler:
     def _may_begin(self, sequence: Sequence) -> bool:
         return self.held is None or sequence.sampled > 0 or sequence.rank[1] < self.held
 
-    def _gathered(self) -> bool:
-        """Return whether enough prompts wait to be computed together, or they have waited long enough."""
-        coming = min(len(self.waiting), self.slots - len(self.running))
-        return not self._gather or coming * self._gather >= len(self.running) or self._held_plans >= HELD_PLANS
-
     def _admit(self, plan: StepPlan, budget: int) -> None:
         self._origins.clear()
-        gathered, held = self._gathered(), 0
+        # New prompts wait for others, so that more are computed together, unless they have waited long enough.
+        coming = min(len(self.waiting), self.slots - len(self.running))
+        gathered = not self._gather or coming * self._gather >= len(self.running) or self._held_plans >= HELD_PLANS
+        held = 0
         self._held_plans = 0 if gathered else self._held_plans + 1
         for sequence in list(self.waiting):
             if not self._may_begin(sequence):

@@ -2,5 +2,5 @@
 
 `runner` launches several steps at a time and reads their tokens while later steps already run. `pace` decides how many.
 `state` holds the rows, `step` is one decode step, `prompts` computes prompts, and `graphs` captures steps by batch
-size, and scores sequences. `transfer` copies numbers, and `memory` sizes the cache.
+size, and scores sequences. `memory` sizes the cache.
 """

@@ -16,8 +16,8 @@ import torch
 
 from headrace.engines.embedded.device.state import DeviceState
 from headrace.engines.embedded.device.step import DecodeStep, Variant
-from headrace.engines.embedded.device.transfer import Arriving
 from headrace.engines.embedded.runner import score_ids
+from headrace.engines.embedded.transfer import Arriving
 from headrace.types import Int32Array
 
 logger = logging.getLogger(__name__)

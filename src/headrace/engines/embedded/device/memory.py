@@ -29,7 +29,6 @@ class DeviceCache:
     def __init__(
         self, shapes: Seq[LayerShape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.blocks = blocks
         self.block_size = block_size
         self.layers = [
             (
@@ -56,17 +55,17 @@ def layer_shapes(model: Any) -> list[LayerShape]:
     return [probe.shapes[layer] for layer in sorted(probe.shapes)]
 
 
-def bytes_per_block(shapes: Seq[LayerShape], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block over all layers."""
-    return block_size * dtype.itemsize * sum(heads * (key + value) for heads, key, value in shapes)
-
-
-def affordable_blocks(block_bytes: int, weight_bytes: int, device: torch.device, fraction: float | None = None) -> int:
-    """Return how many blocks the device has room for beside a second copy of the weights and the margin.
+def affordable_blocks(model: Any, shapes: Seq[LayerShape], block_size: int, fraction: float | None) -> int:
+    """Return how many blocks the model's device has room for beside a second copy of the weights and the margin.
 
     With `fraction`, the cache and everything else in this process stay within that share of the device's memory. Raises
     `UserError` if there is no room for one block.
     """
+    parameter = next(model.parameters())
+    device = parameter.device
+    weight_bytes: int = sum(p.nbytes for p in model.parameters())
+    per_token = sum(heads * (key + value) for heads, key, value in shapes)
+    block_bytes: int = block_size * per_token * parameter.element_size()
     free, total = torch.cuda.mem_get_info(device)
     if fraction is not None:
         free = min(free, int(fraction * total) - torch.cuda.memory_reserved(device))

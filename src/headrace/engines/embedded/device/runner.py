@@ -23,10 +23,10 @@ from headrace.engines.embedded.device.pace import LAUNCHES, STEPS, Pace
 from headrace.engines.embedded.device.prompts import MOST_TOKENS, PromptPasses
 from headrace.engines.embedded.device.state import DeviceState
 from headrace.engines.embedded.device.step import DecodeStep, Variant, variant_of
-from headrace.engines.embedded.device.transfer import Arriving, StreamMark
 from headrace.engines.embedded.kernels.rows import IDLE
 from headrace.engines.embedded.scheduler import Chunk, StepPlan
 from headrace.engines.embedded.sequence import Sampled, Sequence
+from headrace.engines.embedded.transfer import Arriving, StreamMark
 from headrace.models.experts import RoutingShape
 from headrace.types import Int32Array
 

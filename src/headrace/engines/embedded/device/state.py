@@ -7,16 +7,14 @@ changes go through the engine's stream, so a launch that is in flight never sees
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from headrace.engines.embedded.device.transfer import Uploads
 from headrace.engines.embedded.kernels.rows import STOPS, RowBuffers
 from headrace.engines.embedded.kernels.sampling import SamplingRows
 from headrace.engines.embedded.sequence import Sequence
+from headrace.engines.embedded.transfer import Uploads
 
 
 class DeviceState(RowBuffers):
@@ -33,7 +31,7 @@ class DeviceState(RowBuffers):
         self._free = list(range(rows - 1, -1, -1))
         # The number of blocks of each row that are in the tables.
         self._known = [0] * rows
-        self._uploads = Uploads(device)
+        self.upload = Uploads(device).send
 
     def take(self) -> int:
         """Take a free row."""
@@ -93,7 +91,3 @@ class DeviceState(RowBuffers):
         if rows != self._chosen:
             self.entries[:bucket].copy_(self.upload(np.array(rows, np.int32)))
             self._chosen = rows
-
-    def upload(self, values: npt.NDArray[Any], into: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy these numbers to the device, into a new tensor or into `into`, without waiting for the device."""
-        return self._uploads.send(values, into)
