@@ -25,7 +25,7 @@ from headrace.config.schema import LoraConfig
 from headrace.delivery.digest import digest_as
 from headrace.delivery.transports.keys import KEYS
 from headrace.engines.embedded.core import EngineCore
-from headrace.engines.embedded.loop import EngineLoop
+from headrace.engines.embedded.engine import EngineLoop
 from headrace.engines.embedded.setup import choose_device, give_way_to_decoding
 from headrace.engines.serving import Emit
 from headrace.errors import UserError

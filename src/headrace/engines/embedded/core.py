@@ -280,10 +280,6 @@ class EngineCore:
                 self._ready += self._prove(self._unproved)
             return self._runner.score(token_ids).result()
 
-    def forget_prefixes(self) -> None:
-        """Forget the keys and values of sequences that have ended. Later sequences compute their whole prompts."""
-        self.scheduler.forget_prefixes()
-
     def counters(self) -> Counters:
         """Return the counters and the occupancy of the engine."""
         return Counters(

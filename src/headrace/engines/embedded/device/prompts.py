@@ -55,19 +55,11 @@ class PassShape:
         return self.tokens // self.queries + self.chunks
 
     @property
-    def fields(self) -> dict[str, tuple[int, int]]:
-        """The fields of a pass's description: for each name its length, and the value of unused places."""
-        return {
-            "ids": (self.tokens, 0),
-            "owners": (self.tokens, -1),
-            "tiles": (2 * self.tiles, -1),
-            "rows": (self.chunks, 0),
-            "starts": (self.chunks, 0),
-            "offsets": (self.chunks + 1, 0),
-            "kept": (self.chunks, 0),
-            "entries": (self.chunks, 0),
-            "positions": (self.chunks, IDLE),
-        }
+    def lengths(self) -> dict[str, int]:
+        """The fields of a pass's description, and the length of each."""
+        per_token = dict.fromkeys(("ids", "owners"), self.tokens)
+        per_chunk = dict.fromkeys(("rows", "starts", "kept", "entries", "positions"), self.chunks)
+        return {**per_token, **per_chunk, "offsets": self.chunks + 1, "tiles": 2 * self.tiles}
 
 
 @dataclass(frozen=True)
@@ -130,14 +122,12 @@ class PromptPasses:
             told = self._state.upload(describe(shape, chunks, counts, self._state.spare))
             self._compute(shape, told, self._recorder(shape), variant)
             return
-        captured = self._passes.get(shape)
-        if captured is None:
+        if shape not in self._passes:
             told = torch.empty(_size(shape), dtype=torch.int32, device=self._state.device)
-            captured = self._passes[shape] = _Pass(told, self._recorder(shape))
+            self._passes[shape] = _Pass(told, self._recorder(shape))
+        captured = self._passes[shape]
         self._state.upload(describe(shape, chunks, counts, self._state.spare), into=captured.told)
-        self._replay(shape, captured, variant)
 
-    def _replay(self, shape: PassShape, captured: _Pass, variant: Variant) -> None:
         def compute() -> None:
             self._compute(shape, captured.told, captured.recorder, variant)
 
@@ -195,28 +185,32 @@ class PromptPasses:
 
 def describe(shape: PassShape, chunks: Seq[Chunk], counts: npt.NDArray[np.int32], spare: int) -> npt.NDArray[np.int32]:
     """Return the description of a pass for the device, in one array. Unused entries draw for the spare row."""
-    table = np.empty(_size(shape), np.int32)
-    part = split_table(shape, table)
-    for name, (_, nothing) in shape.fields.items():
-        part[name].fill(nothing)
-    part["entries"].fill(spare)
     ends = counts.cumsum()
     tokens = itertools.chain.from_iterable(c.sequence.tokens[c.start : c.start + c.count] for c in chunks)
-    part["ids"][: ends[-1]] = np.fromiter(tokens, np.int32, int(ends[-1]))
-    part["owners"][: ends[-1]] = np.repeat(np.arange(len(chunks)), counts)
-    tiles = tiles_of(counts, shape.queries)
-    part["tiles"].reshape(2, -1)[:, : tiles.shape[1]] = tiles
-    part["rows"][: len(chunks)] = [c.sequence.row for c in chunks]
-    part["starts"][: len(chunks)] = [c.start for c in chunks]
-    part["offsets"][1:] = ends[-1]
-    part["offsets"][1 : len(chunks) + 1] = ends
+    tiles = np.full((2, shape.tiles), -1, np.int32)
+    found = tiles_of(counts, shape.queries)
+    tiles[:, : found.shape[1]] = found
     sampled = [
         (end - 1, c.sequence.row, c.start + c.count - 1) for c, end in zip(chunks, ends, strict=True) if c.samples
     ]
-    if sampled:
-        kept, entries, positions = zip(*sampled, strict=True)
-        part["kept"][: len(sampled)], part["entries"][: len(sampled)] = kept, entries
-        part["positions"][: len(sampled)] = positions
+    kept, entries, positions = np.array(sampled, np.int32).reshape(-1, 3).T
+    # The values of each field, and the value of its unused places.
+    fields: dict[str, tuple[Any, int]] = {
+        "ids": (np.fromiter(tokens, np.int32, int(ends[-1])), 0),
+        "owners": (np.repeat(np.arange(len(chunks)), counts), -1),
+        "tiles": (tiles.reshape(-1), -1),
+        "rows": ([c.sequence.row for c in chunks], 0),
+        "starts": ([c.start for c in chunks], 0),
+        "offsets": ([0, *ends], ends[-1]),
+        "kept": (kept, 0),
+        "entries": (entries, spare),
+        "positions": (positions, IDLE),
+    }
+    table = np.empty(_size(shape), np.int32)
+    for name, part in split_table(shape, table).items():
+        values, nothing = fields[name]
+        part.fill(nothing)
+        part[: len(values)] = values
     return table
 
 
@@ -226,14 +220,14 @@ def split_table(shape: PassShape, whole: Any) -> dict[str, Any]:
     Each field begins at a multiple of 16 bytes, because kernels would be compiled again for another alignment.
     """
     parts, begin = {}, 0
-    for name, (length, _) in shape.fields.items():
+    for name, length in shape.lengths.items():
         parts[name] = whole[begin : begin + length]
         begin += _aligned(length)
     return parts
 
 
 def _size(shape: PassShape) -> int:
-    return sum(_aligned(length) for length, _ in shape.fields.values())
+    return sum(_aligned(length) for length in shape.lengths.values())
 
 
 def _aligned(length: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from headrace.engines.embedded.base import Haste, Timings
-from headrace.engines.embedded.device.graphs import StepGraphs, TokenScores, make_recorder
+from headrace.engines.embedded.device.graphs import TokenScores, make_recorder
 from headrace.engines.embedded.device.memory import DeviceCache
 from headrace.engines.embedded.device.pace import LAUNCHES, STEPS, Pace
 from headrace.engines.embedded.device.prompts import MOST_TOKENS, PromptPasses
@@ -83,9 +83,8 @@ class DeviceRunner:
             self._stream.wait_stream(torch.cuda.current_stream(device))
         with self.active():
             self._state = DeviceState(max(rows, 2), -(-max_length // cache.block_size), STEPS, device)
-            self._step = DecodeStep(model, self._state, cache, routing)
             record = make_recorder(device, capture=capture)
-            self._graphs = StepGraphs(self._step, self._state, record)
+            self._step = DecodeStep(model, self._state, cache, routing=routing, record=record)
             self._prompts = PromptPasses(model, cache, self._state, self._step, routing=routing, record=record)
             self._scores = TokenScores(model, device, record)
         self._decoding: dict[str, Sequence] = {}
@@ -232,13 +231,13 @@ class DeviceRunner:
         if not entries:
             return
         steps = min(steps, longest)
-        bucket, variant = self._graphs.bucket(len(entries)), self._variant(entries)
-        self._graphs.prepare(bucket, variant)
+        bucket, variant = self._step.bucket(len(entries)), self._variant(entries)
+        self._step.prepare(bucket, variant)
         begun = StreamMark(self._state.device)
         self._state.choose(entries, bucket)
         self._state.cursor.zero_()
         for _ in range(steps):
-            self._graphs.step(bucket, variant)
+            self._step.run(bucket, variant)
         self._pace.single = False
         self._launched(entries, steps, variant, begun, decodes=True)
 
@@ -305,7 +304,7 @@ class DeviceRunner:
         return time.perf_counter() - began
 
     def _read(self, launch: _Launch) -> list[Sampled]:
-        records = launch.records.numpy()
+        records = launch.records.result()
         started = time.perf_counter()
         seconds = launch.records.mark.seconds_since(launch.begun)
         if launch.decodes:
@@ -341,8 +340,8 @@ class DeviceRunner:
 def _add_records(launch: _Launch, entry: int, new: Sampled) -> None:
     count = len(new.tokens)
     if launch.kept is not None and launch.counts is not None and new.sequence.sampling.record_kept:
-        ids, sizes = launch.kept.numpy(), launch.counts.numpy()
+        ids, sizes = launch.kept.result(), launch.counts.result()
         new.kept = [ids[step, entry, : sizes[step, entry]].copy() for step in range(count)]
     if launch.routing is not None:
         # Copied, because a view would keep the records of the whole launch in memory as long as the sequence lives.
-        new.routing = list(launch.routing.numpy()[:count, entry].copy())
+        new.routing = list(launch.routing.result()[:count, entry].copy())

@@ -1,16 +1,20 @@
 """One decode step, which runs entirely on the device: embed, run the layers, sample, record, advance.
 
-The step reads and writes only buffers at fixed addresses, so it can be captured once per batch size and replayed.
+The step reads and writes only buffers at fixed addresses, so it can be captured once per batch size and variant, when
+it is first needed, and replayed from then on.
 """
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from headrace.engines.base import KEPT_LIMIT, Sampling
+from headrace.engines.embedded.device.graphs import CAPTURE_ERRORS, Record, Replay, first_line
 from headrace.engines.embedded.device.memory import DeviceCache
 from headrace.engines.embedded.device.state import DeviceState
 from headrace.engines.embedded.kernels.decode import choose_splits, paged_decode
@@ -18,6 +22,8 @@ from headrace.engines.embedded.kernels.rows import advance, begin
 from headrace.engines.embedded.kernels.sampling import sample
 from headrace.models.attention import AttentionCall, attending
 from headrace.models.experts import RoutingRecorder, RoutingShape, recording
+
+logger = logging.getLogger(__name__)
 
 Variant = Literal["plain", "filtered", "recorded"]
 """The kind of sampling of a step. `plain`: every token may be drawn. `filtered`: some tokens may not be drawn.
@@ -30,6 +36,17 @@ def variant_of(sampling: Sampling) -> Variant:
         return "recorded"
     truncated = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0 or bool(sampling.forbidden)
     return "filtered" if truncated else "plain"
+
+
+def _buckets(rows: int) -> list[int]:
+    """Return the batch sizes that are captured: powers of two and their halfway points, up to `rows`."""
+    sizes = {2, rows}
+    size = 4
+    while size < rows:
+        sizes |= {size, size + size // 2}
+        size *= 2
+    # A compiler treats a batch of one as a special shape, so it runs as a batch of two.
+    return sorted(size for size in sizes if size <= max(rows, 2))
 
 
 @dataclass(frozen=True)
@@ -50,11 +67,22 @@ class _DecodeContext:
 class DecodeStep:
     """The decode step of one model over one state and one cache."""
 
-    def __init__(self, model: Any, state: DeviceState, cache: DeviceCache, routing: RoutingShape | None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        state: DeviceState,
+        cache: DeviceCache,
+        *,
+        routing: RoutingShape | None,
+        record: Record | None,
+    ) -> None:
         device, rows = state.device, state.rows
         self._model = model
         self._state = state
         self._cache = cache
+        self._record = record
+        self._buckets = _buckets(rows)
+        self._replays: dict[tuple[int, Variant], Replay] = {}
         self._processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         )
@@ -71,8 +99,36 @@ class DecodeStep:
         self.kept_ring: torch.Tensor | None = None
         self.count_ring: torch.Tensor | None = None
 
+    def bucket(self, entries: int) -> int:
+        """Return the smallest batch size that holds this many entries."""
+        return self._buckets[bisect_left(self._buckets, entries)]
+
+    def prepare(self, bucket: int, variant: Variant) -> None:
+        """Capture the step, unless that was done before.
+
+        This changes the current batch and the ring, so call it before they are set.
+        """
+        if self._record is not None and (bucket, variant) not in self._replays:
+            self._state.choose([], bucket)
+            self._state.cursor.zero_()
+            # Run once outside of the graph, so that kernels are compiled and library handles are made.
+            self._compute(bucket, variant)
+            self._state.cursor.zero_()
+            try:
+                self._replays[bucket, variant] = self._record(lambda: self._compute(bucket, variant))
+            except CAPTURE_ERRORS as error:
+                logger.warning("decode steps run uncaptured: %s", first_line(error))
+                self._record = None
+
     def run(self, bucket: int, variant: Variant) -> None:
         """Run one step for the first `bucket` entries of the batch, and write the next slot of the ring."""
+        replay = self._replays.get((bucket, variant))
+        if replay is not None:
+            replay()
+        else:
+            self._compute(bucket, variant)
+
+    def _compute(self, bucket: int, variant: Variant) -> None:
         state = self._state
         entries, positions = state.entries[:bucket], self._positions[:bucket]
         ids, places = self._input_ids[:bucket], self._position_ids[:bucket]
