@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from gpu_timing import gpu_seconds
 
-from headrace.engines.embedded.kernels.decode import choose_splits, choose_tile, paged_decode
+from headrace.engines.embedded.kernels.attention import choose_splits, choose_tile, paged_decode
 from headrace.models.attention import AttentionCall
 
 SECONDS = 50.0

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from headrace.engines.embedded.kernels.attention import choose_queries, paged_decode, paged_prefill, tiles_of
 from headrace.engines.embedded.kernels.cache import write_cache
-from headrace.engines.embedded.kernels.decode import paged_decode
-from headrace.engines.embedded.kernels.prefill import choose_queries, paged_prefill, tiles_of
 from headrace.models.attention import AttentionCall
 
 

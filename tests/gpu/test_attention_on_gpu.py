@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention_cases import Case, World, check_decode, check_prefill, with_options
-from headrace.engines.embedded.kernels.decode import choose_splits, paged_decode
+from headrace.engines.embedded.kernels.attention import choose_splits, paged_decode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from attention_cases import Case, World, check_decode, check_prefill, heads_first, with_options
 from headrace.engines.embedded.device.memory import DeviceCache
+from headrace.engines.embedded.kernels.attention import MAX_SPLITS, choose_splits, choose_tile, paged_decode
 from headrace.engines.embedded.kernels.cache import write_cache
-from headrace.engines.embedded.kernels.decode import MAX_SPLITS, choose_splits, choose_tile, paged_decode
 
 # Small on purpose: the interpreter takes milliseconds for every tile of every program.
 BASE = Case((1, 0, 50, 17), kv_heads=1)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.device.graphs import Record
 from headrace.engines.embedded.device.prompts import HOST_BOUND, PassShape, PromptPasses, describe, split_table
+from headrace.engines.embedded.kernels.attention import choose_queries, tiles_of
 from headrace.engines.embedded.kernels.cache import find_places
-from headrace.engines.embedded.kernels.prefill import choose_queries, tiles_of
 from headrace.engines.embedded.kernels.rows import IDLE
 from headrace.engines.embedded.scheduler import Chunk
 from headrace.engines.embedded.sequence import Sequence

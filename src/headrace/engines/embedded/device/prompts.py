@@ -21,8 +21,8 @@ from headrace.engines.embedded.device.graphs import CAPTURE_ERRORS, Record, Repl
 from headrace.engines.embedded.device.memory import DeviceCache
 from headrace.engines.embedded.device.state import DeviceState
 from headrace.engines.embedded.device.step import DecodeStep, Variant
+from headrace.engines.embedded.kernels.attention import choose_queries, paged_prefill, tiles_of
 from headrace.engines.embedded.kernels.cache import find_places, write_cache
-from headrace.engines.embedded.kernels.prefill import choose_queries, paged_prefill, tiles_of
 from headrace.engines.embedded.kernels.rows import IDLE
 from headrace.engines.embedded.scheduler import Chunk
 from headrace.models.attention import AttentionCall, attending

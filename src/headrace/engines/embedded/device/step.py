@@ -17,7 +17,7 @@ from headrace.engines.base import KEPT_LIMIT, Sampling
 from headrace.engines.embedded.device.graphs import CAPTURE_ERRORS, Record, Replay, first_line
 from headrace.engines.embedded.device.memory import DeviceCache
 from headrace.engines.embedded.device.state import DeviceState
-from headrace.engines.embedded.kernels.decode import choose_splits, paged_decode
+from headrace.engines.embedded.kernels.attention import choose_splits, paged_decode
 from headrace.engines.embedded.kernels.rows import advance, begin
 from headrace.engines.embedded.kernels.sampling import sample
 from headrace.models.attention import AttentionCall, attending
