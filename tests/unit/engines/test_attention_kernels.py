@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention_cases import Case, World, check_decode, check_prefill, heads_first, with_options
-from headrace.engines.embedded.device.memory import DeviceCache
+from headrace.engines.embedded.device.state import DeviceCache
 from headrace.engines.embedded.kernels.attention import MAX_SPLITS, choose_splits, choose_tile, paged_decode
 from headrace.engines.embedded.kernels.cache import write_cache
 

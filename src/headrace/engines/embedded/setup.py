@@ -67,8 +67,8 @@ def _wanted_blocks(config: EngineConfig, max_length: int) -> int:
 def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
     """Return the GPU's runner. If the model is not on a GPU, Triton's interpreter must run the kernels."""
     # Imported here, because Triton is needed only with a GPU, and may be installed only there.
-    from headrace.engines.embedded.device.memory import DeviceCache, affordable_blocks, layer_shapes
     from headrace.engines.embedded.device.runner import DeviceRunner
+    from headrace.engines.embedded.device.state import DeviceCache, affordable_blocks, layer_shapes
 
     parameter = next(model.parameters())
     routing = _recorded_experts(model)

@@ -18,15 +18,14 @@ import numpy.typing as npt
 import torch
 
 from headrace.engines.embedded.device.graphs import CAPTURE_ERRORS, Record, Replay, first_line
-from headrace.engines.embedded.device.memory import DeviceCache
-from headrace.engines.embedded.device.state import DeviceState
+from headrace.engines.embedded.device.state import DeviceCache
 from headrace.engines.embedded.device.step import DecodeStep, Variant
 from headrace.engines.embedded.kernels.attention import choose_queries, paged_prefill, tiles_of
 from headrace.engines.embedded.kernels.cache import find_places, write_cache
 from headrace.engines.embedded.kernels.rows import IDLE
 from headrace.engines.embedded.scheduler import Chunk
 from headrace.models.attention import AttentionCall, attending
-from headrace.models.experts import RoutingRecorder, RoutingShape, recording
+from headrace.models.experts import RoutingRecorder, recording
 
 logger = logging.getLogger(__name__)
 
@@ -93,23 +92,11 @@ class _Pass:
 class PromptPasses:
     """Computes chunks, stores their keys and values, and draws the next token of each sequence that is complete."""
 
-    def __init__(
-        self,
-        model: Any,
-        cache: DeviceCache,
-        state: DeviceState,
-        step: DecodeStep,
-        *,
-        routing: RoutingShape | None,
-        record: Record | None,
-    ) -> None:
-        self._model = model
-        self._cache = cache
-        self._state = state
+    def __init__(self, step: DecodeStep, record: Record | None) -> None:
+        self._model, self._cache, self._state, self._routing = step.model, step.cache, step.state, step.routing
         self._step = step
-        self._routing = routing
         self._record = record
-        self._parameters = sum(p.numel() for p in model.parameters())
+        self._parameters = sum(p.numel() for p in self._model.parameters())
         self._passes: dict[PassShape, _Pass] = {}
 
     def run(self, chunks: Seq[Chunk], variant: Variant) -> None:

@@ -18,10 +18,9 @@ import torch
 
 from headrace.engines.embedded.base import Haste, Timings
 from headrace.engines.embedded.device.graphs import TokenScores, make_recorder
-from headrace.engines.embedded.device.memory import DeviceCache
 from headrace.engines.embedded.device.pace import LAUNCHES, STEPS, Pace
 from headrace.engines.embedded.device.prompts import MOST_TOKENS, PromptPasses
-from headrace.engines.embedded.device.state import DeviceState
+from headrace.engines.embedded.device.state import DeviceCache, DeviceState
 from headrace.engines.embedded.device.step import DecodeStep, Variant, variant_of
 from headrace.engines.embedded.kernels.rows import IDLE
 from headrace.engines.embedded.scheduler import Chunk, StepPlan
@@ -85,7 +84,7 @@ class DeviceRunner:
             self._state = DeviceState(max(rows, 2), -(-max_length // cache.block_size), STEPS, device)
             record = make_recorder(device, capture=capture)
             self._step = DecodeStep(model, self._state, cache, routing=routing, record=record)
-            self._prompts = PromptPasses(model, cache, self._state, self._step, routing=routing, record=record)
+            self._prompts = PromptPasses(self._step, record)
             self._scores = TokenScores(model, device, record)
         self._decoding: dict[str, Sequence] = {}
         self._variants: dict[str, Variant] = {}

@@ -15,8 +15,7 @@ import torch
 
 from headrace.engines.base import KEPT_LIMIT, Sampling
 from headrace.engines.embedded.device.graphs import CAPTURE_ERRORS, Record, Replay, first_line
-from headrace.engines.embedded.device.memory import DeviceCache
-from headrace.engines.embedded.device.state import DeviceState
+from headrace.engines.embedded.device.state import DeviceCache, DeviceState
 from headrace.engines.embedded.kernels.attention import choose_splits, paged_decode
 from headrace.engines.embedded.kernels.rows import advance, begin
 from headrace.engines.embedded.kernels.sampling import sample
@@ -77,9 +76,10 @@ class DecodeStep:
         record: Record | None,
     ) -> None:
         device, rows = state.device, state.rows
-        self._model = model
-        self._state = state
-        self._cache = cache
+        self.model = model
+        self.state = state
+        self.cache = cache
+        self.routing = routing
         self._record = record
         self._buckets = _buckets(rows)
         self._replays: dict[tuple[int, Variant], Replay] = {}
@@ -109,11 +109,11 @@ class DecodeStep:
         This changes the current batch and the ring, so call it before they are set.
         """
         if self._record is not None and (bucket, variant) not in self._replays:
-            self._state.choose([], bucket)
-            self._state.cursor.zero_()
+            self.state.choose([], bucket)
+            self.state.cursor.zero_()
             # Run once outside of the graph, so that kernels are compiled and library handles are made.
             self._compute(bucket, variant)
-            self._state.cursor.zero_()
+            self.state.cursor.zero_()
             try:
                 self._replays[bucket, variant] = self._record(lambda: self._compute(bucket, variant))
             except CAPTURE_ERRORS as error:
@@ -129,22 +129,22 @@ class DecodeStep:
             self._compute(bucket, variant)
 
     def _compute(self, bucket: int, variant: Variant) -> None:
-        state = self._state
+        state = self.state
         entries, positions = state.entries[:bucket], self._positions[:bucket]
         ids, places = self._input_ids[:bucket], self._position_ids[:bucket]
         begin(state, entries, positions, ids, places)
-        heads = self._cache.layers[0][0].shape[1]
+        heads = self.cache.layers[0][0].shape[1]
         splits = choose_splits(bucket, heads, self._processors)
-        context = _DecodeContext(self._cache, state.tables, entries, positions, splits)
+        context = _DecodeContext(self.cache, state.tables, entries, positions, splits)
         with attending(context), recording(self.recorder):
-            logits = self._model(
+            logits = self.model(
                 input_ids=ids[None], position_ids=places[None], use_cache=False, logits_to_keep=0
             ).logits[0]
         self.draw(logits, entries, positions, variant)
 
     def draw(self, logits: torch.Tensor, entries: torch.Tensor, positions: torch.Tensor, variant: Variant) -> None:
         """Sample the token after `positions` for these rows, record it in the ring, and advance the rows."""
-        state, count = self._state, len(entries)
+        state, count = self.state, len(entries)
         kept_ids = kept_counts = None
         if variant == "recorded":
             kept_ids = torch.empty((count, KEPT_LIMIT), dtype=torch.int32, device=state.device)
@@ -169,7 +169,7 @@ class DecodeStep:
 
     def _kept_rings(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.kept_ring is None or self.count_ring is None:
-            slots, rows, device = self._state.ring.shape[0], self._state.rows, self._state.device
+            slots, rows, device = self.state.ring.shape[0], self.state.rows, self.state.device
             self.kept_ring = torch.zeros((slots, rows, KEPT_LIMIT), dtype=torch.int32, device=device)
             self.count_ring = torch.zeros((slots, rows), dtype=torch.int32, device=device)
         return self.kept_ring, self.count_ring
