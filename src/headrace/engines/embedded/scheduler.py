@@ -428,9 +428,7 @@ class Scheduler:
         return sequence.chain
 
     def _drop(self, key: PrefixKey) -> None:
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            self.pool.release(reversed(kept.blocks))
+        self.pool.release(reversed(self._kept.pop(key).blocks))
 
 
 def _common(one: list[int], other: list[int]) -> int:
