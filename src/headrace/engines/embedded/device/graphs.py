@@ -22,7 +22,6 @@ Replay = Callable[[], object]
 """Repeats recorded work on the current content of its buffers."""
 Record = Callable[[Callable[[], object]], Replay]
 """Records the work that a function enqueues, without executing it. The function must have run once before."""
-CAPTURE_ERRORS = (RuntimeError, torch.AcceleratorError)
 
 
 def make_recorder(device: torch.device, *, capture: bool) -> Record | None:
@@ -45,9 +44,14 @@ def make_recorder(device: torch.device, *, capture: bool) -> Record | None:
     return record
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def try_to_record(record: Record, what: str, body: Callable[[], object]) -> Replay | None:
+    """Record work. If that fails, say in one line of the log that `what` happens uncaptured, and return None."""
+    try:
+        return record(body)
+    except (RuntimeError, torch.AcceleratorError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        logger.warning("%s uncaptured: %s", what, line)
+        return None
 
 
 class TokenScores:
@@ -71,10 +75,8 @@ class TokenScores:
         ids = torch.zeros(length, dtype=torch.int64, device=self._device)
         # Run once outside of the graph, so that kernels are compiled and library handles are made.
         scores = torch.empty_like(score_ids(self._model, ids))
-        try:
-            replay = self._record(lambda: scores.copy_(score_ids(self._model, ids)))
-        except CAPTURE_ERRORS as error:
-            logger.warning("canaries are scored uncaptured: %s", first_line(error))
+        replay = try_to_record(self._record, "canaries are scored", lambda: scores.copy_(score_ids(self._model, ids)))
+        if replay is None:
             self._record = None
         else:
             self._captured[length] = replay, ids, scores

@@ -8,7 +8,6 @@ second time, and replayed from then on.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.engines.embedded.device.graphs import CAPTURE_ERRORS, Record, Replay, first_line
+from headrace.engines.embedded.device.graphs import Record, Replay, try_to_record
 from headrace.engines.embedded.device.state import DeviceCache
 from headrace.engines.embedded.device.step import DecodeStep, Variant
 from headrace.engines.embedded.kernels.attention import choose_queries, paged_prefill, tiles_of
@@ -26,8 +25,6 @@ from headrace.engines.embedded.kernels.rows import IDLE
 from headrace.engines.embedded.scheduler import Chunk
 from headrace.models.attention import AttentionCall, attending
 from headrace.models.experts import RoutingRecorder, recording
-
-logger = logging.getLogger(__name__)
 
 LEAST_TOKENS, MOST_TOKENS = 256, 16384
 """The smallest and the largest captured size, in tokens. Captured sizes are powers of two."""
@@ -120,11 +117,11 @@ class PromptPasses:
 
         # The first pass of a kind runs uncaptured: it compiles the kernels, and most sizes never come again.
         if variant in captured.ran and variant not in captured.replays and self._record is not None:
-            try:
-                captured.replays[variant] = self._record(compute)
-            except CAPTURE_ERRORS as error:
-                logger.warning("passes over prompts run uncaptured: %s", first_line(error))
+            replay = try_to_record(self._record, "passes over prompts run", compute)
+            if replay is None:
                 self._record = None
+            else:
+                captured.replays[variant] = replay
         captured.ran.add(variant)
         captured.replays.get(variant, compute)()
 

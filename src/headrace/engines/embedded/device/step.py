@@ -6,7 +6,6 @@ it is first needed, and replayed from then on.
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,15 +13,13 @@ from typing import Any, Literal
 import torch
 
 from headrace.engines.base import KEPT_LIMIT, Sampling
-from headrace.engines.embedded.device.graphs import CAPTURE_ERRORS, Record, Replay, first_line
+from headrace.engines.embedded.device.graphs import Record, Replay, try_to_record
 from headrace.engines.embedded.device.state import DeviceCache, DeviceState
 from headrace.engines.embedded.kernels.attention import choose_splits, paged_decode
 from headrace.engines.embedded.kernels.rows import advance, begin
 from headrace.engines.embedded.kernels.sampling import sample
 from headrace.models.attention import AttentionCall, attending
 from headrace.models.experts import RoutingRecorder, RoutingShape, recording
-
-logger = logging.getLogger(__name__)
 
 Variant = Literal["plain", "filtered", "recorded"]
 """The kind of sampling of a step. `plain`: every token may be drawn. `filtered`: some tokens may not be drawn.
@@ -114,11 +111,11 @@ class DecodeStep:
             # Run once outside of the graph, so that kernels are compiled and library handles are made.
             self._compute(bucket, variant)
             self.state.cursor.zero_()
-            try:
-                self._replays[bucket, variant] = self._record(lambda: self._compute(bucket, variant))
-            except CAPTURE_ERRORS as error:
-                logger.warning("decode steps run uncaptured: %s", first_line(error))
+            replay = try_to_record(self._record, "decode steps run", lambda: self._compute(bucket, variant))
+            if replay is None:
                 self._record = None
+            else:
+                self._replays[bucket, variant] = replay
 
     def run(self, bucket: int, variant: Variant) -> None:
         """Run one step for the first `bucket` entries of the batch, and write the next slot of the ring."""
