@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from gpu_timing import gpu_seconds
 
-from headrace.engines.embedded.kernels.decode import choose_splits, choose_tile, launch_decode
+from headrace.engines.embedded.kernels.attention import choose_splits, choose_tile, paged_decode
+from headrace.models.attention import AttentionCall
 
 SECONDS = 50.0
 REPEATS = 10
@@ -81,16 +82,15 @@ def decode_call(workload: Workload, block_size: int) -> Callable[[Shape], Callab
     tables = torch.randperm(total, device="cuda").int().view(workload.batch, blocks_each)
     rows = torch.arange(workload.batch, device="cuda", dtype=torch.int32)
     positions = torch.full_like(rows, workload.length - 1)
-    query = torch.randn(workload.batch, workload.heads, workload.size, **options)
-    key, value = (torch.randn(workload.batch, workload.kv_heads, workload.size, **options) for _ in range(2))
+    heads = (workload.heads, workload.kv_heads, workload.kv_heads)
+    query, key, value = (
+        torch.randn(workload.batch, count, workload.size, **options).transpose(0, 1)[None] for count in heads
+    )
+    call = AttentionCall(0, query, key, value, workload.size**-0.5, window=None, softcap=None, sinks=None)
 
     def shaped(shape: Shape) -> Callable[[], object]:
-        return lambda: launch_decode(
-            *(query, key, value, keys, values, tables, rows, positions),
-            scaling=workload.size**-0.5,
-            window=None,
-            softcap=None,
-            sinks=None,
+        return lambda: paged_decode(
+            *(call, keys, values, tables, rows, positions),
             splits=shape.splits,
             tile=shape.tile,
             num_warps=shape.num_warps,

@@ -37,7 +37,7 @@ def measure(batch: int, vocabulary: int, scale: float) -> None:
     for name, rule in RULES.items():
         params = SamplingRows(batch, "cuda")
         samplings = [Sampling(max_tokens=1, seed=i, **rule) for i in range(batch)]  # type: ignore[arg-type]
-        params.set(torch.arange(batch), params.pack(samplings))
+        params.set(torch.arange(batch), samplings)
 
         def step(params: SamplingRows = params, plain: bool = name == "plain", record: bool = name == "record") -> None:
             recorders = {"kept_ids": ids, "kept_counts": counts} if record else {}

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from headrace.engines.embedded.kernels.attention import choose_queries, paged_decode, paged_prefill, tiles_of
 from headrace.engines.embedded.kernels.cache import write_cache
-from headrace.engines.embedded.kernels.decode import launch_decode, paged_decode
-from headrace.engines.embedded.kernels.prefill import choose_queries, launch_prefill, paged_prefill, tiles_of
+from headrace.models.attention import AttentionCall
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,11 @@ class World:
     def index(self, numbers: list[int]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=self.device)
 
+    def call(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> AttentionCall:
+        """The call of a layer with these queries, keys and values, each `[T, H, D]`."""
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        return AttentionCall(0, query, key, value, self.scaling, self.case.window, self.case.softcap, self.sinks)
+
     def reference(self, row: int, query: torch.Tensor, start: int) -> torch.Tensor:
         """The exact attention of the row's queries, `[n, H, D]`, from this position on."""
         case = self.case
@@ -135,14 +140,10 @@ def check_decode(
             key[row], value[row] = world.keys_by_row[row][-1], world.values_by_row[row][-1]
             blocks, at = world.places(row, length - 1, length)
             keys_after[blocks, :, at], values_after[blocks, :, at] = key[row], value[row]
-    arguments = (heads_first(query), heads_first(key), heads_first(value), world.keys, world.values, world.tables)
+    call = world.call(heads_first(query), heads_first(key), heads_first(value))
     places = (world.index(world.row_of), world.index([n - 1 for n in case.lengths]))
-    options = {"scaling": world.scaling, "window": case.window, "softcap": case.softcap, "sinks": world.sinks}
     with fresh_memory_is_nan():
-        if tile is None:
-            out = paged_decode(*arguments, *places, **options, splits=splits)
-        else:
-            out = launch_decode(*arguments, *places, **options, splits=splits, tile=tile, **launch)
+        out = paged_decode(call, world.keys, world.values, world.tables, *places, splits=splits, tile=tile, **launch)
     for row, length in enumerate(case.lengths):
         if length:
             assert_close(out[row : row + 1], world.reference(row, query[row : row + 1], length - 1), case.dtype)
@@ -165,18 +166,16 @@ def check_prefill(case: Case, counts: tuple[int, ...], *, device: str = "cpu", s
     slots = torch.cat([blocks * case.block_size + at for blocks, at in places])
     write_cache(heads_first(key), heads_first(value), world.keys, world.values, slots)
     offsets = torch.tensor([0, *counts]).cumsum(0).tolist()
-    arguments = (heads_first(query), world.keys, world.values, world.tables, world.index(world.row_of))
-    options = {"scaling": world.scaling, "window": case.window, "softcap": case.softcap, "sinks": world.sinks}
+    call = world.call(heads_first(query), heads_first(key), heads_first(value))
+    cache = (world.keys, world.values, world.tables, world.index(world.row_of))
     queries = launch.pop("queries", 0) or choose_queries(max(counts), case.size, query.element_size())
     # Some that are none, as in a pass that is filled up.
     tiles = np.pad(tiles_of(np.array(counts), queries), ((0, 0), (1, 2)), constant_values=-1)
     chunks = (world.index(list(starts)), world.index(offsets), torch.tensor(tiles, device=device))
-    options["queries"] = queries
+    if launch:
+        launch |= {"num_warps": 4, "num_stages": 2}
     with fresh_memory_is_nan():
-        if launch:
-            out = launch_prefill(*arguments, *chunks, **options, **launch, num_warps=4, num_stages=2)
-        else:
-            out = paged_prefill(*arguments, *chunks, **options)
+        out = paged_prefill(call, *cache, *chunks, queries=queries, **launch)
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
         mine = slice(offsets[row], offsets[row] + count)
         if count:

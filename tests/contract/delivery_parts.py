@@ -26,7 +26,7 @@ from headrace.delivery.transports.base import Sender, SenderSettings
 from headrace.delivery.transports.nccl import NcclSender
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.core import EngineCore
-from headrace.engines.embedded.loop import EngineLoop
+from headrace.engines.embedded.engine import EngineLoop
 from headrace.models.attention import ATTENTION
 from headrace.models.loading import named_weights
 from headrace.models.lora import Adapter, LoraSpec

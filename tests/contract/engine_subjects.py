@@ -27,8 +27,7 @@ from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports.shm import ShmSender
 from headrace.engines.base import Counters, Interrupt, Sampler
 from headrace.engines.embedded.building import build
-from headrace.engines.embedded.engine import EmbeddedEngine
-from headrace.engines.embedded.loop import EngineLoop
+from headrace.engines.embedded.engine import EmbeddedEngine, EngineLoop
 from headrace.engines.event_loop import EventLoopServer, Opened
 from headrace.engines.fake import FakeEngine
 from headrace.engines.fake_policy import FakePolicy

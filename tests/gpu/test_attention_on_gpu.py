@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention_cases import Case, World, check_decode, check_prefill, with_options
-from headrace.engines.embedded.kernels.decode import choose_splits, paged_decode
+from headrace.engines.embedded.kernels.attention import choose_splits, paged_decode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -59,12 +59,12 @@ def test_a_captured_decode_follows_the_positions() -> None:
     rows, positions = world.index(world.row_of), world.index([-1, -1, -1])
     query = world.random(3, case.heads, case.size)
     key, value = world.random(3, 2, 64), world.random(3, 2, 64)
+    world.scaling = 0.1
     splits = choose_splits(3, 2, torch.cuda.get_device_properties(0).multi_processor_count)
 
     def step() -> torch.Tensor:
-        return paged_decode(
-            query, key, value, world.keys, world.values, world.tables, rows, positions, scaling=0.1, splits=splits
-        )
+        call = world.call(query, key, value)
+        return paged_decode(call, world.keys, world.values, world.tables, rows, positions, splits=splits)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -76,7 +76,6 @@ def test_a_captured_decode_follows_the_positions() -> None:
             if place >= 0:
                 key[row], value[row] = world.keys_by_row[row][place], world.values_by_row[row][place]
         graph.replay()
-        world.scaling = 0.1
         for row, place in enumerate(places):
             if place < 0:
                 assert (out[row] == 0).all()

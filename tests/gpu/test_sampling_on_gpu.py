@@ -26,7 +26,7 @@ MIXED: list[dict] = [
 def on_device(samplings: list[Sampling]) -> tuple[SamplingRows, torch.Tensor]:
     params = SamplingRows(len(samplings) + 1, "cuda")
     rows = torch.arange(len(samplings)).flip(0)
-    params.set(rows.pin_memory(), params.pack(samplings))
+    params.set(rows.pin_memory(), samplings)
     return params, rows.to("cuda", torch.int32)
 
 
@@ -107,7 +107,7 @@ def test_a_captured_call_sees_new_logits_and_new_parameters(filtered: bool) -> N
     for turn in range(3):
         rule: dict = {"top_p": 0.5 + 0.2 * turn} if filtered else {"temperature": 0.5 + turn}
         samplings = [Sampling(max_tokens=1, seed=turn * 1000 + i, **rule) for i in range(batch)]
-        params.set(torch.arange(batch).pin_memory(), params.pack(samplings))
+        params.set(torch.arange(batch).pin_memory(), samplings)
         fresh = torch.randn(batch, vocabulary, generator=torch.Generator().manual_seed(turn)).bfloat16()
         logits.copy_(fresh)
         positions.fill_(turn)

@@ -141,7 +141,7 @@ def test_a_synchronous_run_killed_between_steps_ends_as_if_undisturbed(
     tmp_path: Path, stop: Callable[..., Path], more: tuple[str, ...]
 ) -> None:
     mine = ["buffer.depth=0", "run.versions=6", "training.checkpoint_every=2", "evaluate.prompts=0", *more]
-    stopped = stop("engine", "headrace.engines.embedded.loop:EngineLoop.submit", 4, "nobody")
+    stopped = stop("engine", "headrace.engines.embedded.engine:EngineLoop.submit", 4, "nobody")
     run_dir = tmp_path / "run"
     run = start("train", str(QUICKSTART), *settings(tmp_path, *mine))
     wait_until_training(run_dir, 3)

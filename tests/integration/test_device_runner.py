@@ -21,9 +21,9 @@ from headrace.engines.embedded.base import Runner
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.device import prompts, runner
 from headrace.engines.embedded.device.pace import Pace
-from headrace.engines.embedded.device.transfer import StreamMark
 from headrace.engines.embedded.kv_cache import BlockPool
 from headrace.engines.embedded.setup import MakeRunner, make_device_runner, make_host_runner
+from headrace.engines.embedded.transfer import StreamMark
 from headrace.models.attention import ATTENTION
 from headrace.models.loading import named_weights
 

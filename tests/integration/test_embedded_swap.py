@@ -26,9 +26,8 @@ from headrace.delivery.transports.base import SenderSettings
 from headrace.engines.base import Delta
 from headrace.engines.embedded.base import Runner
 from headrace.engines.embedded.core import EngineCore
-from headrace.engines.embedded.engine import EmbeddedEngine
+from headrace.engines.embedded.engine import EmbeddedEngine, EngineLoop
 from headrace.engines.embedded.kv_cache import BlockPool
-from headrace.engines.embedded.loop import EngineLoop
 from headrace.engines.embedded.setup import make_runner
 from headrace.errors import DeliveryError, HeadraceError
 from headrace.models.loading import named_weights

@@ -13,7 +13,7 @@ from headrace.channel.turns import EngineTurns, TrainerTurns
 from headrace.config.schema import EngineConfig
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.core import EngineCore
-from headrace.engines.embedded.loop import EngineLoop
+from headrace.engines.embedded.engine import EngineLoop
 
 TOKENS = 400
 

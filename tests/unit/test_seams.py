@@ -113,7 +113,7 @@ def test_no_test_reaches_for_a_private_name() -> None:
         ("monkeypatch.setattr(sender, '_answer', None)", "_answer"),
         ("getattr(sender, '_answer')", "_answer"),
         ("monkeypatch.setattr('headrace.delivery.digest._BAND', 0)", "_BAND"),
-        ("stop('engine', 'headrace.engines.embedded.loop:EngineLoop._submit', 4)", "_submit"),
+        ("stop('engine', 'headrace.engines.embedded.engine:EngineLoop._submit', 4)", "_submit"),
     ],
 )
 def test_a_private_name_is_found(text: str, name: str) -> None:

@@ -241,7 +241,7 @@ def bench_fork(driver: Driver, work: Work, count: int, at: int, length: int) -> 
     """
     prefix, pivot = _run_to_pivot(driver, work, at, length)
     forked = driver.run([work.request(f"fork/{i}", prefix, length, seed=1 + i, parent=pivot.id) for i in range(count)])
-    driver.core.forget_prefixes()
+    driver.core.scheduler.forget_prefixes()
     fresh = driver.run([work.request(f"fresh/{i}", prefix, length, seed=1 + i) for i in range(count)])
     pairs = list(zip(forked.answers, fresh.answers, strict=True))
     return {

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention_cases import Case, World, check_decode, check_prefill, heads_first, with_options
-from headrace.engines.embedded.kernels.cache import copy_blocks, write_cache
-from headrace.engines.embedded.kernels.decode import MAX_SPLITS, choose_splits, choose_tile, launch_decode
+from headrace.engines.embedded.device.state import DeviceCache
+from headrace.engines.embedded.kernels.attention import MAX_SPLITS, choose_splits, choose_tile, paged_decode
+from headrace.engines.embedded.kernels.cache import write_cache
 
 # Small on purpose: the interpreter takes milliseconds for every tile of every program.
 BASE = Case((1, 0, 50, 17), kv_heads=1)
@@ -60,9 +61,9 @@ def test_logits_too_large_for_exp_do_not_overflow(splits: int) -> None:
     world = World(Case((40,), kv_heads=1, group=1), (39,), "cpu")
     query, new = torch.full((1, 1, 16), 100.0), torch.full((1, 1, 16), -1.0)
     world.keys.mul_(100.0)
-    arguments = (query, new, new, world.keys, world.values, world.tables, world.index(world.row_of))
-    options = {"scaling": 1.0, "window": None, "softcap": None, "sinks": None}
-    found = launch_decode(*arguments, world.index([39]), **options, splits=splits, tile=16)
+    world.scaling = 1.0
+    cache = (world.keys, world.values, world.tables, world.index(world.row_of))
+    found = paged_decode(world.call(query, new, new), *cache, world.index([39]), splits=splits, tile=16)
     best = world.keys_by_row[0][:39, 0].sum(-1).argmax()
     torch.testing.assert_close(found[0, 0], world.values_by_row[0][best, 0])
 
@@ -89,10 +90,11 @@ def test_a_write_touches_its_slots_alone(index: torch.dtype) -> None:
 
 
 def test_copies_read_before_they_write() -> None:
-    keys, values = torch.randn(4, 2, 8, 4), torch.randn(4, 2, 8, 4)
-    before = keys.clone(), values.clone()
-    copy_blocks(keys, values, torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1, 3], dtype=torch.int32))
-    for store, old in zip((keys, values), before, strict=True):
+    cache = DeviceCache([(2, 4, 4)] * 2, 4, 8, torch.float32, torch.device("cpu"))
+    stores = [store.copy_(torch.randn(4, 2, 8, 4)) for stores in cache.layers for store in stores]
+    before = [store.clone() for store in stores]
+    cache.copy(torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1, 3], dtype=torch.int32))
+    for store, old in zip(stores, before, strict=True):
         assert torch.equal(store, old[[0, 0, 2, 1]])
 
 

@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engines.embedded.attention import bands
+from headrace.engines.embedded.runner import bands
 
 
 def total(cut: list[tuple[int, int]], widths: list[int], cost: float) -> float:

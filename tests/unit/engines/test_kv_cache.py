@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engines.embedded.kv_cache import BlockPool, KVCache
+from headrace.engines.embedded.kv_cache import BlockPool, Chain
+from headrace.engines.embedded.runner import KVCache
 
 OPERATIONS = st.lists(st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 20)), max_size=60)
 
@@ -47,38 +48,45 @@ def test_a_free_block_is_neither_shared_nor_freed_again() -> None:
         pool.share(blocks)
 
 
-def test_remembered_blocks_are_reused_last_and_the_longest_free_first() -> None:
+def offer(pool: BlockPool, block: int) -> None:
+    """Make the block findable as the beginning of a list of tokens that is its own."""
+    pool.offer(Chain(0, 4).keys([block] * 5, 1)[0], block)
+
+
+def findable(pool: BlockPool) -> set[int]:
+    return {block for block in range(pool.total) if pool.find(Chain(0, 4), [block] * 5) == [block]}
+
+
+def test_findable_blocks_are_reused_last_and_the_longest_free_first() -> None:
     pool = BlockPool(4, 4)
-    reused: list[int] = []
-    pool.on_reuse = reused.append
     blocks = pool.take(3)
     for block in blocks:
-        pool.remember(block)
+        offer(pool, block)
     pool.release([blocks[1]])
     pool.release([blocks[0]])
     pool.release([blocks[2]])
-    assert pool.free == 4 and all(pool.is_free(block) for block in blocks)
+    assert pool.free == 4 and not any(pool.references(block) for block in blocks)
     pool.share([blocks[1]])
     pool.release([blocks[1]])
-    assert set(pool.take(1)).isdisjoint(blocks) and reused == []
-    assert pool.take(2) == [blocks[0], blocks[2]] == reused
+    assert set(pool.take(1)).isdisjoint(blocks) and findable(pool) == set(blocks)
+    assert pool.take(2) == [blocks[0], blocks[2]] and findable(pool) == {blocks[1]}
     with pytest.raises(RuntimeError, match="2 blocks wanted, 1 free"):
         pool.take(2)
-    assert pool.take(1) == [blocks[1]]
+    assert pool.take(1) == [blocks[1]] and findable(pool) == set()
 
 
 def test_a_forgotten_block_is_an_ordinary_one() -> None:
     pool = BlockPool(2, 4)
     held, idle = pool.take(2)
     for block in (held, idle):
-        pool.remember(block)
+        offer(pool, block)
     pool.release([idle])
-    for block in (held, idle):
-        pool.forget(block)
+    pool.forget([held, idle])
+    assert findable(pool) == set()
     with pytest.raises(RuntimeError, match="cannot be shared"):
         pool.share([idle])
-    with pytest.raises(RuntimeError, match="cannot be remembered"):
-        pool.remember(idle)
+    with pytest.raises(RuntimeError, match="cannot be offered"):
+        offer(pool, idle)
     pool.release([held])
     assert pool.free == 2 and pool.references(held) == 0
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.engines.embedded.kv_cache import BlockPool
-from headrace.engines.embedded.prefix_cache import Chain, PrefixCache
+from headrace.engines.embedded.kv_cache import BlockPool, Chain
 
 SIZE = 2
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=9)
 
 
-def blocks_of(cache: PrefixCache, pool: BlockPool, tokens: list[int], version: int) -> list[int]:
+def blocks_of(pool: BlockPool, tokens: list[int], version: int) -> list[int]:
     """Compute tokens into blocks of their own, and offer the full ones."""
     full = len(tokens) // SIZE
     blocks = pool.take(full)
     for key, block in zip(Chain(version, SIZE).keys(tokens, full), blocks, strict=True):
-        cache.offer(key, block)
+        pool.offer(key, block)
     return blocks
 
 
@@ -27,12 +26,11 @@ def test_the_longest_known_beginning_is_found_and_never_all(
     known: list[tuple[list[int], int]], tokens: list[int], version: int
 ) -> None:
     pool = BlockPool(64, SIZE)
-    cache = PrefixCache(pool)
     held: dict[int, tuple[int, list[int]]] = {}
     for other, under in known:
-        for i, block in enumerate(blocks_of(cache, pool, other, under)):
+        for i, block in enumerate(blocks_of(pool, other, under)):
             held[block] = (under, other[: (i + 1) * SIZE])
-    found = cache.find(Chain(version, SIZE), tokens)
+    found = pool.find(Chain(version, SIZE), tokens)
     for i, block in enumerate(found):
         assert held[block] == (version, tokens[: (i + 1) * SIZE])
     prefixes = [tokens[:n] for n in range(SIZE, len(tokens), SIZE)]
@@ -54,27 +52,28 @@ def test_keys_differ_exactly_where_tokens_or_versions_do(a: list[int], b: list[i
 
 def test_a_block_is_found_until_the_pool_needs_it_its_end_first() -> None:
     pool = BlockPool(4, SIZE)
-    cache = PrefixCache(pool)
     tokens = [1, 2, 3, 4, 5, 6, 7]
-    blocks = blocks_of(cache, pool, tokens, 0)
+    blocks = blocks_of(pool, tokens, 0)
     pool.release(reversed(blocks))
-    assert cache.find(Chain(0, SIZE), tokens) == blocks and pool.free == 4
+    assert pool.find(Chain(0, SIZE), tokens) == blocks and pool.free == 4
     pool.take(2)
-    assert cache.find(Chain(0, SIZE), tokens) == blocks[:2] and len(cache) == 2
+    assert pool.find(Chain(0, SIZE), tokens) == blocks[:2]
     pool.share(blocks[:1])
     pool.take(1)
-    assert cache.find(Chain(0, SIZE), tokens) == blocks[:1] and pool.free == 0
+    assert pool.find(Chain(0, SIZE), tokens) == blocks[:1] and pool.free == 0
 
 
 def test_the_first_block_with_a_key_is_the_one_that_is_found() -> None:
     pool = BlockPool(8, SIZE)
-    cache = PrefixCache(pool)
-    first = blocks_of(cache, pool, [1, 2, 3, 4, 5], 0)
-    second = blocks_of(cache, pool, [1, 2, 3, 4, 6, 7, 8], 0)
-    assert cache.find(Chain(0, SIZE), [1, 2, 3, 4, 6, 7, 8]) == [*first, second[2]]
+    first = blocks_of(pool, [1, 2, 3, 4, 5], 0)
+    second = blocks_of(pool, [1, 2, 3, 4, 6, 7, 8], 0)
+    assert pool.find(Chain(0, SIZE), [1, 2, 3, 4, 6, 7, 8]) == [*first, second[2]]
     pool.release(second)
     assert pool.take(6)[-1] == second[2], "only what is found is remembered"
-    cache.forget(first[:1])
-    assert cache.find(Chain(0, SIZE), [1, 2, 3, 4, 5]) == []
-    cache.clear()
-    assert len(cache) == 0
+    pool.forget(first[:1])
+    assert pool.find(Chain(0, SIZE), [1, 2, 3, 4, 5]) == []
+    second_tokens = [1, 2, 3, 4, 6, 7, 8]
+    pool.offer(Chain(0, SIZE).keys(second_tokens, 1)[0], first[0])
+    assert pool.find(Chain(0, SIZE), second_tokens) == first
+    pool.forget()
+    assert pool.find(Chain(0, SIZE), second_tokens) == []

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.device.graphs import Record
 from headrace.engines.embedded.device.prompts import HOST_BOUND, PassShape, PromptPasses, describe, split_table
+from headrace.engines.embedded.kernels.attention import choose_queries, tiles_of
 from headrace.engines.embedded.kernels.cache import find_places
-from headrace.engines.embedded.kernels.prefill import choose_queries, tiles_of
 from headrace.engines.embedded.kernels.rows import IDLE
 from headrace.engines.embedded.scheduler import Chunk
 from headrace.engines.embedded.sequence import Sequence
@@ -98,6 +98,8 @@ class FakePart:
     spare = SPARE
 
     def __init__(self, parameters: int, rows: int) -> None:
+        self.model = self.cache = self.state = self
+        self.routing = None
         self.rows = rows
         self.layers = [(torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16),) * 2]
         self._parameters = parameters
@@ -113,7 +115,7 @@ class FakePart:
 class Watched(PromptPasses):
     def __init__(self, parameters: int, rows: int, record: Record | None) -> None:
         part: Any = FakePart(parameters, rows)
-        super().__init__(part, part, part, part, routing=None, record=record)
+        super().__init__(part, record)
         self.computed: list[tuple[PassShape, int]] = []
 
     def _compute(self, shape: PassShape, told: torch.Tensor, recorder: Any, variant: Any) -> None:

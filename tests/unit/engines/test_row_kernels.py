@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from headrace.engines.embedded.kernels.rows import advance, begin
+from headrace.engines.embedded.kernels.rows import RowBuffers, advance, begin
 
 ROWS, WIDTH, SLOTS = 7, 6, 3
 
@@ -31,11 +31,14 @@ def test_begin_and_advance_follow_the_rules_of_a_row() -> None:
         version, cursor = ints([9]), ints([1])
         ring = torch.full((SLOTS, 3, WIDTH), -7, dtype=torch.int32)
         before = [t.clone() for t in (token, position, live)]
+        state = RowBuffers(WIDTH, SLOTS, torch.device("cpu"))
+        state.token, state.position, state.capacity, state.limit = token, position, capacity, limit
+        state.live, state.stops, state.version, state.ring, state.cursor = live, stops, version, ring, cursor
 
         positions = torch.full((4,), -9, dtype=torch.int32)
         ids, places = torch.full((4,), -9), torch.full((4,), -9)
-        begin(entries, token, position, capacity, live, positions, ids, places)
-        advance(entries, positions, drawn, logprobs, token, position, limit, live, stops, version, ring, cursor)
+        begin(state, entries, positions, ids, places)
+        advance(state, entries, positions, drawn, logprobs)
 
         assert cursor.item() == 2
         assert bool((ring[[0, 2]] == -7).all()) and bool((ring[1, :, 4:] == -7).all())

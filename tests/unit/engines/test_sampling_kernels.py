@@ -28,7 +28,7 @@ def run(
     batch = len(samplings)
     params = SamplingRows(batch + 5, DEVICE)
     rows = torch.randperm(batch + 5, generator=torch.Generator().manual_seed(batch))[:batch]
-    params.set(rows, params.pack(samplings))
+    params.set(rows, samplings)
     ids = torch.full((batch, KEPT_LIMIT), -7, dtype=torch.int32, device=DEVICE)
     counts = torch.full((batch,), -7, dtype=torch.int32, device=DEVICE)
     recorders = {"kept_ids": ids, "kept_counts": counts} if filtered else {}

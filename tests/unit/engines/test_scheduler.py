@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.kv_cache import BlockPool
 from headrace.engines.embedded.scheduler import HELD_PLANS, Chunk, Scheduler, StepPlan
-from headrace.engines.embedded.sequence import Sequence
+from headrace.engines.embedded.sequence import Sampled, Sequence
 
 
 class Harness:
@@ -27,11 +27,10 @@ class Harness:
         block_size: int = 4,
         slots: int = 4,
         chunk: int = 8,
-        max_length: int | None = None,
         gather: int = 0,
     ) -> None:
         self.pool = BlockPool(blocks, block_size)
-        self.scheduler = Scheduler(self.pool, slots=slots, prefill_chunk=chunk, max_length=max_length, gather=gather)
+        self.scheduler = Scheduler(self.pool, slots=slots, prefill_chunk=chunk, gather=gather)
         self.order = 0
         self.log: list[Any] = []
         self.slots: dict[int, list[Any]] = {block: [None] * block_size for block in range(blocks)}
@@ -103,7 +102,8 @@ class Harness:
             if only in (None, sequence.id):
                 landed = self.flying.pop(sequence.id, [])
                 sequence.in_flight -= len(landed)
-                sequence.extend([t for t, _ in landed], [0.0] * len(landed), [v for _, v in landed])
+                new = Sampled(sequence, [t for t, _ in landed], [0.0] * len(landed), [v for _, v in landed])
+                sequence.extend(new)
                 if len(sequence.tokens) >= sequence.limit:
                     self.scheduler.remove(sequence)
 
@@ -304,7 +304,7 @@ def test_what_is_wrong_is_not_found() -> None:
     h.step()
     blocks = list(broken.blocks)
     h.remove(broken)
-    h.scheduler.forget_blocks(blocks)
+    h.pool.forget(blocks)
     h.submit("b", 9, 1)
     h.step()
     assert h.log[-1] == [("b", 0, 9)]
@@ -401,8 +401,8 @@ def test_forks_of_a_parent_that_is_gone_compute_their_prompt_once() -> None:
 
 
 def test_blocks_are_given_ahead_up_to_the_limit() -> None:
-    h = Harness(block_size=4, chunk=64, max_length=13)
-    long = h.submit("long", 4, 50)
+    h = Harness(block_size=4, chunk=64)
+    long = h.submit("long", 4, 9)
     short = h.submit("short", list(range(50, 54)), 5)
     h.launch()
     h.land()
@@ -534,7 +534,7 @@ def test_a_plan_without_changes_is_cheap() -> None:
         h.submit(f"{i}", [i % 7] * 17, 60)
     h.scheduler.advance(h.scheduler.plan(0), 0)
     for sequence in h.scheduler.running:
-        sequence.extend([1], [0.0], [0])
+        sequence.extend(Sampled(sequence, [1], [0.0], [0]))
     h.submit("waits", 20, 9)
     seconds = []
     for _ in range(20):

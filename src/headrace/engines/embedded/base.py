@@ -13,7 +13,8 @@ from typing import Any, Literal, Protocol
 
 from headrace.engines.embedded.scheduler import StepPlan
 from headrace.engines.embedded.sequence import Sampled, Sequence
-from headrace.types import Float32Array, Int32Array
+from headrace.engines.embedded.transfer import Arriving
+from headrace.types import Int32Array
 
 Haste = Literal["none", "soon", "now"]
 """How urgent a swap of weights is. `soon`: new weights have arrived and are being checked. `now`: they are checked and
@@ -35,18 +36,6 @@ class Timings:
     def reset(self) -> None:
         """Set all timings to zero."""
         self.steps, self.host_seconds, self.device_seconds, self.longest_gap_seconds = 0, 0.0, 0.0, 0.0
-
-
-class PendingScores(Protocol):
-    """Log-probabilities that may still be being computed."""
-
-    def ready(self) -> bool:
-        """Return whether `result` would return without waiting."""
-        ...
-
-    def result(self) -> Float32Array:
-        """Return the log-probabilities, and wait for them if necessary."""
-        ...
 
 
 class Runner(Protocol):
@@ -116,7 +105,7 @@ class Runner(Protocol):
         """Make these blocks safe to reuse, because they may hold numbers that are not finite."""
         ...
 
-    def score(self, token_ids: Int32Array, *, again: bool = False) -> PendingScores:
+    def score(self, token_ids: Int32Array, *, again: bool = False) -> Arriving:
         """Begin to score tokens 1..n given their prefix, untempered, without the cache.
 
         With `again`, sequences of this length will be scored often, so the runner may prepare to score them faster.

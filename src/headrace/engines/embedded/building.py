@@ -25,7 +25,7 @@ from headrace.config.schema import LoraConfig
 from headrace.delivery.digest import digest_as
 from headrace.delivery.transports.keys import KEYS
 from headrace.engines.embedded.core import EngineCore
-from headrace.engines.embedded.loop import EngineLoop
+from headrace.engines.embedded.engine import EngineLoop
 from headrace.engines.embedded.setup import choose_device, give_way_to_decoding
 from headrace.engines.serving import Emit
 from headrace.errors import UserError
@@ -47,11 +47,6 @@ def longest_sequence(configured: int, model: Any) -> int:
 def lora_spec(lora: LoraConfig) -> LoraSpec:
     """Return the LoRA settings of `[lora]` that an engine needs."""
     return LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=tuple(lora.targets), modules=tuple(lora.modules))
-
-
-def trains_on_gpu(config: Config) -> bool:
-    """Return whether the run's trainer is on a GPU of this host too."""
-    return config.training.device == "cuda" or (config.training.device == "auto" and torch.cuda.is_available())
 
 
 def share_beside_trainer(config: Config, total: int) -> float:
@@ -81,12 +76,12 @@ def share_beside_trainer(config: Config, total: int) -> float:
     return given
 
 
-def _round_as_the_trainer(model: Any, config: Config) -> None:
+def _round_as_the_trainer(model: Any, config: Config, lora: LoraConfig) -> None:
     """Round the model's weights to the values that the trainer holds in 4 bits.
 
     They are rounded from float32, whatever dtype is served.
     """
-    spared = tuple(config.lora.modules) if config.lora is not None else ()
+    spared = tuple(lora.modules)
     sources = None
     if config.model.dtype != "float32":
         whole = load_model(config.model.path, weights=config.model.weights, dtype="float32", seed=config.run.seed)
@@ -99,7 +94,7 @@ def build(link: WorkerLink, config: Config, emit: Emit) -> EngineLoop:
     link.phase = "loading"
     device = choose_device(config.engine.device)
     engine = config.engine
-    shared = device == "cuda" and trains_on_gpu(config)
+    shared = device == "cuda" and choose_device(config.training.device) == "cuda"
     if shared:
         total = torch.cuda.get_device_properties(0).total_memory
         engine = msgspec.structs.replace(engine, memory_fraction=share_beside_trainer(config, total))
@@ -111,23 +106,25 @@ def build(link: WorkerLink, config: Config, emit: Emit) -> EngineLoop:
             seed=config.run.seed,
             device=device,
         )
-        if config.lora is not None and config.lora.base == "nf4":
-            _round_as_the_trainer(model, config)
-        base_digest = digest_as(named_weights(model), config.model.dtype) if config.lora is not None else None
-        adapter = Adapter(model, lora_spec(config.lora), config.lora.serve) if config.lora is not None else None
-        check_model(model, longest_sequence(config.engine.max_length, model))
+        base_digest = adapter = None
+        if config.lora is not None:
+            if config.lora.base == "nf4":
+                _round_as_the_trainer(model, config, config.lora)
+            base_digest = digest_as(named_weights(model), config.model.dtype)
+            adapter = Adapter(model, lora_spec(config.lora), config.lora.serve)
+        max_length = longest_sequence(config.engine.max_length, model)
+        check_model(model, max_length)
     link.phase = "preparing"
     core = EngineCore(
         model,
         engine,
         name=link.name,
-        max_length=longest_sequence(config.engine.max_length, model),
+        max_length=max_length,
         adapter=adapter,
         base_digest=base_digest,
         spans=link.spans,
         keys=link.run_dir / KEYS,
     )
-
     turns = EngineTurns(link.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
     loop = EngineLoop(core, emit, interrupt=engine.interrupt, turns=turns)
     give_way_to_decoding()

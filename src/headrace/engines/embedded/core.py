@@ -8,21 +8,20 @@ proof is being made. Tokens of the new version leave the engine only after the p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Installed, Receiver, Staged
 from headrace.engines.base import Counters, Delta, Request
-from headrace.engines.embedded.base import Haste, PendingScores, Timings
+from headrace.engines.embedded.base import Haste
 from headrace.engines.embedded.scheduler import Scheduler
 from headrace.engines.embedded.sequence import Ending, Sampled, Sequence, ending
 from headrace.engines.embedded.setup import MakeRunner, make_runner
+from headrace.engines.embedded.transfer import Arriving
 from headrace.engines.requests import fork_requests, request_refusal
 from headrace.errors import DeliveryError, UserError
 from headrace.models.loading import named_weights
@@ -33,21 +32,6 @@ from headrace.types import NO_VERSION, Float32Array, Int32Array, held_back_secon
 PHASES = 8
 """Sequences that began together are sent at this many different moments, spread over the time that tokens are held
 back."""
-
-
-@dataclass
-class _Unproved:
-    """Weights that are live but not proved yet."""
-
-    manifest: Manifest
-    installed: Installed
-    canary: PendingScores | None = None
-    """The scores of the canary, once requested. Where steps are launched ahead, the canary is scored after the first
-    step under the new weights, so that the token of that step is not delayed."""
-
-    def ready(self) -> bool:
-        """Return whether the proof can be made without waiting."""
-        return self.installed.ready() and self.canary is not None and self.canary.ready()
 
 
 class EngineCore:
@@ -76,12 +60,11 @@ class EngineCore:
         self._swaps_soon = config.interrupt in ("never", "abort")
         """Whether staged weights are installed at once, and wait only for the work in flight."""
         self._runner, self._pool = make_runner(model, config, max_length)
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             self._pool,
             slots=config.slots,
             prefill_chunk=config.prefill_chunk or self._runner.prefill_chunk,
             gather=self._runner.gather,
-            max_length=max_length,
         )
         weights = adapter.weights() if adapter is not None else named_weights(model)
         self._receiver = Receiver(
@@ -92,10 +75,16 @@ class EngineCore:
             base_digest=base_digest,
         )
         self._vocabulary = int(model.get_input_embeddings().weight.shape[0])
-        self._sequences: dict[str, Sequence] = {}
+        self.timings = self._runner.timings
+        self.sequences: dict[str, Sequence] = {}
+        """The requests that were accepted and have not ended, by their ids."""
         self._ready: list[Delta] = []
         """Deltas that the next step returns in any case."""
-        self._unproved: _Unproved | None = None
+        self._unproved: Installed | None = None
+        """Weights that are live but not proved yet."""
+        self._canary: Arriving | None = None
+        """The scores of their canary, once requested. Where steps are launched ahead, the canary is scored after the
+        first step under the new weights, so that the token of that step is not delayed."""
         self._proof: Proof | None = None
         self._submitted = 0
         self._generated = 0
@@ -116,22 +105,7 @@ class EngineCore:
         if self._ready or self._runner.busy:
             return True
         # A sequence that has ended only waits for the proof.
-        return self._live != NO_VERSION and any(s.ending is None for s in self._sequences.values())
-
-    @property
-    def timings(self) -> Timings:
-        """How the time of decode steps was spent."""
-        return self._runner.timings
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The scheduler, which knows the running and the waiting sequences. Nothing outside of the core changes it."""
-        return self._scheduler
-
-    @property
-    def sequences(self) -> Mapping[str, Sequence]:
-        """The requests that were accepted and have not ended, by their ids."""
-        return MappingProxyType(self._sequences)
+        return self._live != NO_VERSION and any(s.ending is None for s in self.sequences.values())
 
     def adopt(self, version: int) -> None:
         """Serve the weights that the model holds now as this version, without a proof.
@@ -148,105 +122,110 @@ class EngineCore:
         Raises `ValueError` if an id is in use, because that is a bug of the caller.
         """
         for request in requests:
-            if request.id in self._sequences:
+            if request.id in self.sequences:
                 raise ValueError(f"request {request.id} is already being served")
             sequence = Sequence(request, self._submitted)
+            sequence.limit = min(sequence.limit, self.max_length)
             self._submitted += 1
             if reason := request_refusal(request, self._vocabulary, self.max_length):
                 self._ready.append(sequence.delta("failed", f"request {request.id}: {reason}"))
             else:
-                self._sequences[request.id] = sequence
-                self._scheduler.add(sequence)
+                self.sequences[request.id] = sequence
+                self.scheduler.add(sequence)
 
     def fork(self, request_id: str, at: int, n: int) -> list[Request]:
         """See `Engine.fork`. The new requests share keys and values if they are submitted while the parent runs."""
         self._ready += self._settle()
-        sequence = self._sequences.get(request_id)
+        sequence = self.sequences.get(request_id)
         if sequence is None:
             raise UserError(f"fork of request {request_id}: it is not running")
         return fork_requests(sequence.request, sequence.tokens, at, n)
 
     def abort(self, ids: Iterable[str] | None = None) -> list[Delta]:
         """End these requests (all requests if None), each with its partial completion. Unknown ids are ignored."""
-        chosen = list(self._sequences) if ids is None else [i for i in ids if i in self._sequences]
+        chosen = list(self.sequences) if ids is None else [i for i in ids if i in self.sequences]
         if not chosen:
             return []
         deltas = self._settle()
-        remaining = (self._sequences[i] for i in dict.fromkeys(chosen) if i in self._sequences)
+        remaining = (self.sequences[i] for i in dict.fromkeys(chosen) if i in self.sequences)
         return deltas + [self._finish(sequence, Ending("aborted")) for sequence in list(remaining)]
 
     def abandon(self) -> list[Delta]:
         """End everything without using the device, which may not answer. Return all known tokens that are proved."""
         unproved, self._unproved = self._unproved, None
         deltas, self._ready = self._ready, []
-        for sequence in list(self._sequences.values()):
+        for sequence in list(self.sequences.values()):
             sequence.in_flight = 0
-            if unproved is not None and (wrong := sequence.sampled_under(unproved.manifest.version)):
-                self._scheduler.truncate(sequence, sequence.sampled - wrong)
-            self._scheduler.remove(sequence)
+            if unproved is not None and (wrong := sequence.sampled_under(unproved.staged.manifest.version)):
+                self.scheduler.truncate(sequence, sequence.sampled - wrong)
+            self.scheduler.remove(sequence)
             deltas.append(sequence.delta("aborted"))
-        self._sequences.clear()
+        self.sequences.clear()
         return deltas
 
     def abort_started(self) -> list[Delta]:
         """End the requests that are running or have sampled tokens. Requests that never began keep waiting."""
         started = self._started()
-        return self.abort(i for i in list(self._sequences) if i in started)
+        return self.abort(i for i in list(self.sequences) if i in started)
 
     def hold(self, *, submitted: bool) -> None:
         """Let no new requests begin until `let_go`. Requests that have begun continue.
 
         With `submitted`, requests that were submitted before this call may still begin.
         """
-        self._scheduler.held = self._submitted if submitted else 0
+        self.scheduler.held = self._submitted if submitted else 0
 
     def let_go(self) -> None:
         """Let requests begin again."""
-        self._scheduler.held = None
+        self.scheduler.held = None
 
     def at_rest(self) -> bool:
         """Return whether the requests that `hold` did not hold have ended. It is always True without live weights."""
         if self._live == NO_VERSION:
             return True
-        held = self._scheduler.held
-        return not (any(s.rank[1] < held for s in self._sequences.values()) if held else self._started())
+        held = self.scheduler.held
+        return not (any(s.rank[1] < held for s in self.sequences.values()) if held else self._started())
 
     def flush(self) -> list[Delta]:
         """Wait for everything in flight, and return every token that was not handed out yet."""
         self._ready += self._settle()
         deltas, self._ready = self._ready, []
-        return deltas + [s.delta() for s in self._sequences.values() if s.unsent]
+        return deltas + [s.delta() for s in self.sequences.values() if s.unsent]
 
     def step(self) -> list[Delta]:
         """Begin one plan. Return last deltas of sequences that ended, and tokens that were held back long enough."""
         deltas, self._ready = self._ready, []
         with self._runner.active():
-            if self._live == NO_VERSION or not self._sequences:
+            if self._live == NO_VERSION or not self.sequences:
                 return deltas + self._take(self._runner.drain())
             if self._runner.holds:
                 return deltas + self._take(self._runner.collect()) + self._flush_due()
             ahead = self._runner.ahead
-            if self._scheduler.shortage(ahead):
+            if self.scheduler.shortage(ahead):
                 deltas += self._take(self._runner.drain())
                 ahead = 1
-            plan = self._scheduler.plan(self._live, ahead)
+            plan = self.scheduler.plan(self._live, ahead)
             for sequence in plan.refused:
                 if self._unproved is not None:
                     # Its tokens may not leave before the proof. It is queued, and refused again later.
-                    self._scheduler.add(sequence)
+                    self.scheduler.add(sequence)
                     continue
-                del self._sequences[sequence.id]
-                deltas.append(sequence.delta("failed", self._too_long(sequence)))
+                del self.sequences[sequence.id]
+                reason = (
+                    f"request {sequence.id}: {len(sequence.tokens)} tokens do not fit into the KV cache of"
+                    f" {self._pool.total * self._pool.block_size} (raise [engine] cache_tokens)"
+                )
+                deltas.append(sequence.delta("failed", reason))
             for sequence in plan.preempted:
                 self._runner.release(sequence)
             if plan.chunks or self._runner.busy:
                 with self._span("decode" if all(c.count == 1 for c in plan.chunks) else "prefill"):
                     sampled = self._runner.run(plan, self._live)
-                self._scheduler.advance(plan, self._live)
+                self.scheduler.advance(plan, self._live)
                 self._prefilled += sum(c.count for c in plan.chunks if not c.decodes)
                 deltas += self._take(sampled)
             if self._unproved is not None and (self.drawn_version >= self._live or not self._runner.busy):
-                self._score_canary()
+                self._score_canary(self._unproved)
         return deltas + self._flush_due()
 
     def stage(self, manifest: Manifest) -> Staged:
@@ -268,20 +247,20 @@ class EngineCore:
         with self._span("swap"), self._runner.active():
             if not self._keep_kv or self._unproved is not None:
                 self._ready += self._settle()
-            installed = self._receiver.install(staged)
+            self._unproved = self._receiver.install(staged)
+            self._canary = None
             self._go_live(staged.manifest.version)
-            self._unproved = _Unproved(staged.manifest, installed)
-            if not (self._runner.overlaps and self._sequences):
-                self._score_canary()
+            if not (self._runner.overlaps and self.sequences):
+                self._score_canary(self._unproved)
 
     def proof(self, *, wait: bool) -> Proof | None:
         """Return the proof of the weights that `install` made live.
 
         Return None if the proof is not known yet, or was already returned. With `wait`, wait for the proof.
         """
-        unproved = self._unproved
-        if unproved is not None and (wait or unproved.ready()):
-            self._ready += self._prove(unproved)
+        installed, canary = self._unproved, self._canary
+        if installed is not None and (wait or (installed.ready() and canary is not None and canary.ready())):
+            self._ready += self._prove(installed)
         proof, self._proof = self._proof, None
         return proof
 
@@ -301,19 +280,15 @@ class EngineCore:
                 self._ready += self._prove(self._unproved)
             return self._runner.score(token_ids).result()
 
-    def forget_prefixes(self) -> None:
-        """Forget the keys and values of sequences that have ended. Later sequences compute their whole prompts."""
-        self._scheduler.forget_prefixes()
-
     def counters(self) -> Counters:
         """Return the counters and the occupancy of the engine."""
         return Counters(
             version=self.version,
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
             generated_tokens=self._generated,
             prefilled_tokens=self._prefilled,
-            preemptions=self._scheduler.preemptions,
+            preemptions=self.scheduler.preemptions,
             free_blocks=self._pool.free,
             total_blocks=self._pool.total,
         )
@@ -327,7 +302,7 @@ class EngineCore:
             self._runner.hurry(haste)
 
     def _started(self) -> set[str]:
-        return {s.id for s in self._scheduler.running} | {s.id for s in self._sequences.values() if s.sampled}
+        return {s.id for s in self.scheduler.running} | {s.id for s in self.sequences.values() if s.sampled}
 
     def _settle(self) -> list[Delta]:
         """Wait for the proof and for all tokens in flight, and record the tokens."""
@@ -335,45 +310,47 @@ class EngineCore:
             deltas = self._prove(self._unproved) if self._unproved is not None else []
             return deltas + self._take(self._runner.drain())
 
-    def _prove(self, unproved: _Unproved) -> list[Delta]:
+    def _prove(self, installed: Installed) -> list[Delta]:
         with self._runner.active():
-            self._proof = self._receiver.prove(unproved.installed, self._score_canary().result())
+            self._proof = self._receiver.prove(installed, self._score_canary(installed).result())
             self._unproved = None
             if self._proof.accepted:
                 self.version = self._proof.version
             else:
-                self._withdraw(unproved.manifest.version)
-            return [self._finish(s, s.ending) for s in list(self._sequences.values()) if s.ending is not None]
+                self._withdraw(installed.staged.manifest.version)
+            return [self._finish(s, s.ending) for s in list(self.sequences.values()) if s.ending is not None]
 
     def _go_live(self, version: int) -> None:
         """Record that passes see this version from now on. The content of the KV cache belongs to an older version."""
         self._live = version
         with self._runner.active():
             self._runner.installed(version)
-        self._scheduler.forget_prefixes()
-        if not self._keep_kv:
-            for sequence in self._scheduler.running:
-                self._runner.release(sequence)
-            self._scheduler.recompute_all()
+        if self._keep_kv:
+            self.scheduler.forget_prefixes()
+        else:
+            self._recompute_all()
 
-    def _score_canary(self) -> PendingScores:
-        assert self._unproved is not None
-        if self._unproved.canary is None:
-            self._unproved.canary = self._runner.score(self._unproved.manifest.canary.token_ids.copy(), again=True)
-        return self._unproved.canary
+    def _recompute_all(self) -> None:
+        for sequence in self.scheduler.running:
+            self._runner.release(sequence)
+        self.scheduler.recompute_all()
+
+    def _score_canary(self, installed: Installed) -> Arriving:
+        if self._canary is None:
+            # Copied, because arrays from a channel are read-only and torch warns about read-only arrays.
+            token_ids = installed.staged.manifest.canary.token_ids.copy()
+            self._canary = self._runner.score(token_ids, again=True)
+        return self._canary
 
     def _withdraw(self, version: int) -> None:
         """Undo everything that was drawn under this version, because the live weights are wrong."""
         self._take(self._runner.drain(), finish=False)
         self.version = self._live = NO_VERSION
-        for sequence in self._scheduler.running:
-            self._runner.release(sequence)
-        self._scheduler.recompute_all()
-        self._scheduler.forget_prefixes()
-        for sequence in self._sequences.values():
+        self._recompute_all()
+        for sequence in self.sequences.values():
             if wrong := sequence.sampled_under(version):
                 self._generated -= wrong
-                self._scheduler.truncate(sequence, sequence.sampled - wrong)
+                self.scheduler.truncate(sequence, sequence.sampled - wrong)
             if sequence.ending is not None and sequence.ending.version == version:
                 sequence.ending = None
 
@@ -383,40 +360,36 @@ class EngineCore:
         for new in sampled:
             sequence = new.sequence
             # The device may have continued a sequence that had ended by a rule which only the host knows.
-            if sequence.ending is not None or self._sequences.get(sequence.id) is not sequence:
+            if sequence.ending is not None or self.sequences.get(sequence.id) is not sequence:
                 continue
-            sequence.ending = end = self._record(new)
+            sequence.ending = end = ending(new)
+            if end is not None:
+                new.cut(end.tokens)
+            sequence.extend(new)
+            self._generated += len(new.tokens)
+            if new.versions and new.versions[-1] > self.drawn_version:
+                self.drawn_version, self.drawn_at = int(new.versions[-1]), self._clock()
             if end is not None and finish and self._unproved is None:
                 deltas.append(self._finish(sequence, end))
         return deltas
 
-    def _record(self, new: Sampled) -> Ending | None:
-        """Append the new tokens, up to the end of the sequence if it ends. Return the ending, if any."""
-        end = ending(new)
-        if end is not None:
-            new.cut(end.tokens)
-        new.sequence.extend(new.tokens, new.logprobs, new.versions, kept=new.kept, routing=new.routing)
-        self._generated += len(new.tokens)
-        if new.versions and new.versions[-1] > self.drawn_version:
-            self.drawn_version, self.drawn_at = int(new.versions[-1]), self._clock()
-        return end
-
     def _finish(self, sequence: Sequence, end: Ending) -> Delta:
         blocks = list(sequence.blocks)
-        del self._sequences[sequence.id]
+        del self.sequences[sequence.id]
         self._runner.release(sequence)
-        self._scheduler.remove(sequence)
+        self.scheduler.remove(sequence)
         if end.finish == "failed":
-            self._scheduler.forget_blocks(blocks)
-            self._runner.clear([block for block in blocks if self._pool.is_free(block)])
+            # Let no other sequence find or read these blocks, because their content is wrong.
+            self._pool.forget(blocks)
+            self._runner.clear([block for block in blocks if not self._pool.references(block)])
         return sequence.delta(end.finish, end.error)
 
     def _flush_due(self) -> list[Delta]:
         if self._unproved is not None:
             return []
-        now, patience = self._clock(), held_back_seconds(len(self._sequences))
+        now, patience = self._clock(), held_back_seconds(len(self.sequences))
         due = []
-        for sequence in self._sequences.values():
+        for sequence in self.sequences.values():
             if not sequence.unsent:
                 continue
             if sequence.flushed_at is None:
@@ -428,13 +401,6 @@ class EngineCore:
                 continue
             due.append(sequence.delta())
         return due
-
-    def _too_long(self, sequence: Sequence) -> str:
-        held = self._pool.total * self._pool.block_size
-        return (
-            f"request {sequence.id}: {len(sequence.tokens)} tokens do not fit into the KV cache of {held}"
-            " (raise [engine] cache_tokens)"
-        )
 
     def _span(self, name: str) -> AbstractContextManager[None]:
         return self.spans.span(name) if self.spans is not None else nullcontext()

@@ -1,43 +1,75 @@
-"""The paged KV cache: blocks of token slots with reference counts, and the tensors that store them.
+"""The blocks of the KV cache: their reference counts, and the prefix cache that finds blocks by their content.
 
-A block is free exactly when it has no references. Each reference is released exactly once. A free block may be
-remembered because its content is still useful. Remembered blocks are reused only when no other block is free, the least
-recently used first. Only the owner of a block's last slots writes to the block. Other sharers read only the slots that
-were filled when they joined, or copy the block first.
+A block is free exactly when it has no references. Each reference is released exactly once. A free block that the prefix
+cache can find is reused only when no other block is free, the least recently used first. Only the owner of a block's
+last slots writes to the block. Other sharers read only the slots that were filled when they joined, or copy the block
+first.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from math import prod
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
 
-import numpy as np
-import torch
+
+class Chain:
+    """The keys of the full blocks of one token list under one version, by which the prefix cache finds the blocks.
+
+    Each key is a hash of the previous key and the block's own tokens. So it stands for one version and all tokens up to
+    the end of the block, and a sequence finds only blocks whose keys and values it would compute itself.
+    """
+
+    def __init__(self, version: int, block_size: int) -> None:
+        self.version = version
+        self._block_size = block_size
+        self._keys: list[bytes] = []
+
+    def keys(self, tokens: Sequence[int], count: int) -> list[bytes]:
+        """Return the keys of at least the first `count` blocks.
+
+        Since the last call, tokens may have been added at the end of `tokens`, and nothing else may have changed.
+        """
+        keys, size = self._keys, self._block_size
+        parent = keys[-1] if keys else self.version.to_bytes(8, "little", signed=True)
+        while len(keys) < count:
+            first = len(keys) * size
+            # A hash of 16 bytes, not a cheaper one: two prefixes with the same key would silently give wrong tokens.
+            content = array("i", tokens[first : first + size]).tobytes()
+            parent = blake2b(parent + content, digest_size=16).digest()
+            keys.append(parent)
+        return keys
+
+    def fork(self, blocks: int) -> Chain:
+        """Return a chain for another token list whose first `blocks` blocks are equal."""
+        other = Chain(self.version, self._block_size)
+        other._keys = self._keys[:blocks]
+        return other
 
 
 class BlockPool:
-    """The reference counts of all blocks and the list of free blocks. It has no tensors."""
+    """The reference counts of all blocks, the free blocks, and the prefix cache, which holds no references."""
 
     def __init__(self, total: int, block_size: int) -> None:
         self.total = total
         self.block_size = block_size
-        self.on_reuse: Callable[[int], None] | None = None
-        """Called with every remembered block that is taken for something else."""
         self._references = [0] * total
         # Last in, first out, so that little memory is touched when the cache is larger than needed.
         self._free = list(range(total - 1, -1, -1))
-        self._remembered: set[int] = set()
-        # Blocks that are free and remembered. The block that has been free for longest comes first.
+        # The prefix cache: from key to block, and back.
+        self._blocks: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}
+        # Free blocks that the prefix cache can find. The block that has been free for longest comes first.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def free(self) -> int:
-        """The number of blocks without references, remembered or not."""
+        """The number of blocks without references."""
         return len(self._free) + len(self._idle)
 
     def free_blocks(self) -> list[int]:
-        """Return the blocks without references, remembered or not, each once."""
+        """Return the blocks without references, each once."""
         return [*self._free, *self._idle]
 
     def blocks_for(self, tokens: int) -> int:
@@ -48,21 +80,21 @@ class BlockPool:
         """Return the number of references to this block."""
         return self._references[block]
 
-    def is_free(self, block: int) -> bool:
-        """Return whether this block has no references."""
-        return self._references[block] == 0
-
     def take(self, count: int) -> list[int]:
-        """Take free blocks, remembered ones last. There must be enough free blocks."""
+        """Take free blocks, findable ones last. There must be enough free blocks."""
         if count > self.free:
             raise RuntimeError(f"{count} blocks wanted, {self.free} free")
-        taken = [self._free.pop() if self._free else self._reuse() for _ in range(count)]
-        for block in taken:
+        taken = []
+        for _ in range(count):
+            if not self._free:
+                self.forget([next(iter(self._idle))])
+            block = self._free.pop()
             self._references[block] = 1
+            taken.append(block)
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each of these blocks, which must be in use or remembered."""
+        """Add one reference to each of these blocks, which must be in use or findable."""
         for block in blocks:
             if self._references[block] == 0:
                 if block not in self._idle:
@@ -77,78 +109,38 @@ class BlockPool:
                 raise RuntimeError(f"block {block} is already free")
             self._references[block] -= 1
             if self._references[block] == 0:
-                if block in self._remembered:
+                if block in self._keys:
                     self._idle[block] = None
                 else:
                     self._free.append(block)
 
-    def remember(self, block: int) -> None:
-        """Mark this block as useful, so that it is reused only when no other block is free. It must be in use now."""
-        if self._references[block] == 0:
-            raise RuntimeError(f"block {block} is free and cannot be remembered")
-        self._remembered.add(block)
+    def find(self, chain: Chain, tokens: Sequence[int]) -> list[int]:
+        """Return the blocks that hold the longest cached prefix of these tokens.
 
-    def forget(self, block: int) -> None:
-        """Unmark this block, because its content is useful only to its current holders."""
-        self._remembered.discard(block)
-        if block in self._idle:
-            del self._idle[block]
-            self._free.append(block)
-
-    def _reuse(self) -> int:
-        block, _ = self._idle.popitem(last=False)
-        self._remembered.discard(block)
-        if self.on_reuse is not None:
-            self.on_reuse(block)
-        return block
-
-
-class KVCache:
-    """The keys and values of each layer, `[blocks, block_size, heads, head size]`.
-
-    A layer is allocated at its first write.
-    """
-
-    def __init__(self, blocks: int, block_size: int) -> None:
-        self.blocks = blocks
-        self.block_size = block_size
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store the keys and values (`[T, heads, head size]`) of T tokens in these slots."""
-        if layer not in self._layers:
-            self._layers[layer] = (self._allocate(key), self._allocate(value))
-        for store, new in zip(self._layers[layer], (key, value), strict=True):
-            store.flatten(0, 1).index_copy_(0, slots, new)
-
-    def read(self, layer: int, blocks: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values in these blocks, `[rows, tokens, heads, head size]`.
-
-        `blocks` lists the blocks of all rows in order, and each row has equally many blocks.
+        The last token is never part of that prefix, because it must be computed to give the next logits.
         """
-        keys, values = (store.index_select(0, blocks) for store in self._layers[layer])
-        return keys.view(rows, -1, *keys.shape[2:]), values.view(rows, -1, *values.shape[2:])
+        found: list[int] = []
+        for count in range(1, (len(tokens) - 1) // self.block_size + 1):
+            block = self._blocks.get(chain.keys(tokens, count)[count - 1])
+            if block is None:
+                break
+            found.append(block)
+        return found
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Zero these blocks. Stale slots are read with weight 0, so they may hold any finite number, but not NaN."""
-        for stores in self._layers.values():
-            for store in stores:
-                store[torch.tensor(blocks, dtype=torch.long, device=store.device)] = 0
+    def offer(self, key: bytes, block: int) -> None:
+        """Make a full block findable. The block must be in use. If two blocks have one key, the first is found."""
+        if self._references[block] == 0:
+            raise RuntimeError(f"block {block} is free and cannot be offered")
+        if key not in self._blocks and block not in self._keys:
+            self._blocks[key] = block
+            self._keys[block] = key
 
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, `(from, to)`, in all layers. Every source is read before any target is written."""
-        if not pairs:
-            return
-        sources, targets = torch.tensor(pairs).unbind(1)
-        for stores in self._layers.values():
-            for store in stores:
-                store.index_copy_(0, targets.to(store.device), store.index_select(0, sources.to(store.device)))
-
-    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        shape = (self.blocks, self.block_size, *like.shape[1:])
-        if like.device.type != "cpu":
-            return torch.zeros(shape, dtype=like.dtype, device=like.device)
-        # Zeroed, because padding is read with weight 0. numpy zeroes with calloc, which does not touch the memory, and
-        # most of a large cache is never used.
-        zeros = torch.from_numpy(np.zeros(prod(shape) * like.element_size(), np.uint8))
-        return zeros.view(like.dtype).view(shape)
+    def forget(self, blocks: Iterable[int] | None = None) -> None:
+        """Make these blocks (all blocks if None) unfindable, because their content is useful only to their holders."""
+        for block in list(self._keys) if blocks is None else blocks:
+            key = self._keys.pop(block, None)
+            if key is not None:
+                del self._blocks[key]
+                if block in self._idle:
+                    del self._idle[block]
+                    self._free.append(block)

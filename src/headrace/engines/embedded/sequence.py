@@ -7,15 +7,14 @@ token becomes known, and survive preemption and a swap of weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 
 from headrace.engines.base import Delta, FinishReason, Request
-from headrace.engines.embedded.prefix_cache import Chain
+from headrace.engines.embedded.kv_cache import Chain
 from headrace.engines.requests import first_stop
-from headrace.types import NO_VERSION, Float32Array, Int16Array, Int32Array, Kept
+from headrace.types import NO_VERSION, Int16Array, Int32Array, Kept
 
 PrefixKey = tuple[str, bytes]
 """A group, and the bytes of the prompt that its requests share."""
@@ -93,42 +92,28 @@ class Sequence:
             count += 1
         return count
 
-    def extend(
-        self,
-        tokens: list[int],
-        logprobs: list[float],
-        versions: list[int],
-        *,
-        kept: Seq[Int32Array] | None = None,
-        routing: Seq[Int16Array] | None = None,
-    ) -> None:
+    def extend(self, new: Sampled) -> None:
         """Record sampled tokens.
 
         Each token was drawn by a pass under its version, and the same pass computed the keys and values of the token
-        before it. `kept` (ascending ids) and `routing` ([layers, k]) are given for every token of a sequence or for
-        none. The arrays are not copied.
+        before it. Kept sets and experts are given for every token of a sequence or for none.
         """
-        last = len(self.tokens) + len(tokens) - 1
-        if tokens and last > self.computed and versions[0] == versions[-1]:
+        versions, last = new.versions, len(self.tokens) + len(new.tokens) - 1
+        if versions and last > self.computed and versions[0] == versions[-1]:
             self.cover(last, versions[0])
         else:
             for end, version in enumerate(versions, len(self.tokens)):
                 if end > self.computed:
                     self.cover(end, version)
-        self.tokens += tokens
-        self._logprobs += logprobs
+        self.tokens += new.tokens
+        self._logprobs += new.logprobs
         self._versions += versions
-        self._check(self._versions)
-        if kept is not None or self._kept:
-            self._kept += kept or ()
-            self._check(self._kept)
-        if routing is not None or self._routing:
-            self._routing += routing or ()
-            self._check(self._routing)
-
-    def _check(self, records: Seq[object]) -> None:
-        if len(records) != len(self._logprobs):
-            raise RuntimeError(f"sequence {self.id}: {len(records)} records of {len(self._logprobs)} tokens")
+        self._kept += new.kept or ()
+        self._routing += new.routing or ()
+        count = len(self._logprobs)
+        for records in (len(self._versions), len(self._kept) or count, len(self._routing) or count):
+            if records != count:
+                raise RuntimeError(f"sequence {self.id}: {records} records of {count} tokens")
 
     def cover(self, end: int, version: int) -> None:
         """Record that the first `end` tokens are now in the cache. The new ones were computed under this version."""
@@ -159,31 +144,24 @@ class Sequence:
     def delta(self, finish: FinishReason | None = None, error: str = "") -> Delta:
         """Return a delta with the tokens that were not sent before, and count them as sent."""
         first, self._sent = self._sent, len(self._logprobs)
-        token_ids: Int32Array = np.array(self.tokens[self.prompt_length + first :], np.int32)
-        logprobs: Float32Array = np.array(self._logprobs[first:], np.float32)
-        versions: Int32Array = np.array(self._versions[first:], np.int32)
+        routing: Int16Array | None = None
+        if self._routing:
+            routing = np.array(self._routing[first:], np.int16).reshape(-1, *self._routing[0].shape)
         return Delta(
             id=self.id,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            versions=versions,
+            token_ids=np.array(self.tokens[self.prompt_length + first :], np.int32),
+            logprobs=np.array(self._logprobs[first:], np.float32),
+            versions=np.array(self._versions[first:], np.int32),
             finish=finish,
             error=error,
             kept=_joined(self._kept[first:]) if self._kept else None,
-            routing=self._routing_from(first) if self._routing else None,
+            routing=routing,
         )
-
-    def _routing_from(self, first: int) -> Int16Array:
-        records = np.empty((len(self._routing) - first, *self._routing[0].shape), np.int16)
-        for row, record in enumerate(self._routing[first:]):
-            records[row] = record
-        return records
 
 
 def _joined(kept: list[Int32Array]) -> Kept:
     counts: Int32Array = np.array([len(ids) for ids in kept], np.int32)
-    token_ids: Int32Array = np.concatenate([np.empty(0, np.int32), *kept]).astype(np.int32)
-    return Kept(counts=counts, token_ids=token_ids)
+    return Kept(counts=counts, token_ids=np.concatenate([np.empty(0, np.int32), *kept]).astype(np.int32))
 
 
 @dataclass(slots=True)
@@ -197,7 +175,9 @@ class Sampled:
     sound: bool = True
     """Whether all log-probabilities are finite."""
     kept: list[Int32Array] | None = None
+    """The kept ids of each token, ascending."""
     routing: list[Int16Array] | None = None
+    """The experts of each token, [layers, k]."""
 
     def cut(self, count: int) -> None:
         """Drop all but the first `count` tokens."""

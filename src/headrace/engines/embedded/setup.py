@@ -16,7 +16,7 @@ import torch
 
 from headrace.config.schema import EngineConfig
 from headrace.engines.embedded.base import Runner
-from headrace.engines.embedded.kv_cache import BlockPool, KVCache
+from headrace.engines.embedded.kv_cache import BlockPool
 from headrace.engines.embedded.runner import HostRunner
 from headrace.errors import UserError
 from headrace.models.compiling import prepare_to_compile
@@ -55,21 +55,20 @@ def make_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runn
 def make_host_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
     """Return the host's runner, which computes each plan at once with plain torch, on any device."""
     blocks = _wanted_blocks(config, max_length)
-    runner = HostRunner(model, KVCache(blocks, config.block_size), _recorded_experts(model))
+    runner = HostRunner(model, blocks, config.block_size, _recorded_experts(model))
     return runner, BlockPool(blocks, config.block_size)
 
 
 def _wanted_blocks(config: EngineConfig, max_length: int) -> int:
     """Return the number of blocks that is configured, or that `slots` sequences of the longest length need."""
-    per_sequence = -(-max_length // config.block_size)
-    return -(-config.cache_tokens // config.block_size) or config.slots * per_sequence
+    return -(-config.cache_tokens // config.block_size) or config.slots * -(-max_length // config.block_size)
 
 
 def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tuple[Runner, BlockPool]:
     """Return the GPU's runner. If the model is not on a GPU, Triton's interpreter must run the kernels."""
     # Imported here, because Triton is needed only with a GPU, and may be installed only there.
-    from headrace.engines.embedded.device.memory import DeviceCache, affordable_blocks, bytes_per_block, layer_shapes
     from headrace.engines.embedded.device.runner import DeviceRunner
+    from headrace.engines.embedded.device.state import DeviceCache, affordable_blocks, layer_shapes
 
     parameter = next(model.parameters())
     routing = _recorded_experts(model)
@@ -83,13 +82,12 @@ def make_device_runner(model: Any, config: EngineConfig, max_length: int) -> tup
         if not compiled:
             raise
         logger.warning("layers run uncompiled: %s", str(error).strip().splitlines()[0])
-        _undo_compile(model)
+        for layer in model.get_decoder().layers:
+            layer.__dict__.pop("forward", None)
         shapes = layer_shapes(model)
     blocks = _wanted_blocks(config, max_length)
     if parameter.device.type == "cuda":
-        weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-        block_bytes = bytes_per_block(shapes, config.block_size, parameter.dtype)
-        affordable = affordable_blocks(block_bytes, weight_bytes, parameter.device, config.memory_fraction)
+        affordable = affordable_blocks(model, shapes, config.block_size, config.memory_fraction)
         if config.cache_tokens and blocks > affordable:
             raise UserError(
                 f"[engine] cache_tokens = {config.cache_tokens} do not fit:"
@@ -125,12 +123,6 @@ def _compile_layers(model: Any) -> bool:
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True)
     return True
-
-
-def _undo_compile(model: Any) -> None:
-    """Restore the original forward of every layer."""
-    for layer in model.get_decoder().layers:
-        layer.__dict__.pop("forward", None)
 
 
 def give_way_to_decoding() -> None:

@@ -1,24 +1,19 @@
-"""CUDA graphs: a recorder for any work, the graphs of decode steps, and the graphs of scored sequences.
+"""CUDA graphs: a recorder for any work, and the graphs of scored sequences.
 
-Decode steps have one graph per batch size and variant. A step is captured when it is first needed. All graphs share one
-memory pool. If a capture fails, one line of the log says so, and that kind of work runs uncaptured from then on.
+If a capture fails, one line of the log says so, and that kind of work runs uncaptured from then on.
 """
 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from headrace.engines.embedded.device.state import DeviceState
-from headrace.engines.embedded.device.step import DecodeStep, Variant
-from headrace.engines.embedded.device.transfer import Arriving
 from headrace.engines.embedded.runner import score_ids
+from headrace.engines.embedded.transfer import Arriving
 from headrace.types import Int32Array
 
 logger = logging.getLogger(__name__)
@@ -27,7 +22,6 @@ Replay = Callable[[], object]
 """Repeats recorded work on the current content of its buffers."""
 Record = Callable[[Callable[[], object]], Replay]
 """Records the work that a function enqueues, without executing it. The function must have run once before."""
-CAPTURE_ERRORS = (RuntimeError, torch.AcceleratorError)
 
 
 def make_recorder(device: torch.device, *, capture: bool) -> Record | None:
@@ -50,69 +44,14 @@ def make_recorder(device: torch.device, *, capture: bool) -> Record | None:
     return record
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def buckets(rows: int) -> list[int]:
-    """Return the batch sizes that are captured: powers of two and their halfway points, up to `rows`."""
-    sizes = {2, rows}
-    size = 4
-    while size < rows:
-        sizes |= {size, size + size // 2}
-        size *= 2
-    # A compiler treats a batch of one as a special shape, so it runs as a batch of two.
-    return sorted(size for size in sizes if size <= max(rows, 2))
-
-
-class StepGraphs:
-    """Runs decode steps, by replay of a captured graph if possible."""
-
-    def __init__(self, step: DecodeStep, state: DeviceState, record: Record | None) -> None:
-        self._step = step
-        self._state = state
-        self._record = record
-        self._buckets = buckets(state.rows)
-        self._replays: dict[tuple[int, Variant], Replay] = {}
-
-    def bucket(self, entries: int) -> int:
-        """Return the smallest batch size that holds this many entries."""
-        return self._buckets[bisect_left(self._buckets, entries)]
-
-    def prepare(self, bucket: int, variant: Variant) -> None:
-        """Capture the step, unless that was done before.
-
-        This changes the current batch and the ring, so call it before they are set.
-        """
-        if self._record is not None and (bucket, variant) not in self._replays:
-            self._state.choose([], bucket)
-            self._state.cursor.zero_()
-            # Run once outside of the graph, so that kernels are compiled and library handles are made.
-            self._step.run(bucket, variant)
-            self._state.cursor.zero_()
-            try:
-                self._replays[bucket, variant] = self._record(lambda: self._step.run(bucket, variant))
-            except CAPTURE_ERRORS as error:
-                logger.warning("decode steps run uncaptured: %s", first_line(error))
-                self._record = None
-
-    def step(self, bucket: int, variant: Variant) -> None:
-        """Run one step of the current batch."""
-        replay = self._replays.get((bucket, variant))
-        if replay is not None:
-            replay()
-        else:
-            self._step.run(bucket, variant)
-
-
-@dataclass(frozen=True)
-class _Captured:
-    """A captured pass over `ids`. A replay writes its log-probabilities to `scores`."""
-
-    replay: Replay
-    ids: torch.Tensor
-    scores: torch.Tensor
+def try_to_record(record: Record, what: str, body: Callable[[], object]) -> Replay | None:
+    """Record work. If that fails, say in one line of the log that `what` happens uncaptured, and return None."""
+    try:
+        return record(body)
+    except (RuntimeError, torch.AcceleratorError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        logger.warning("%s uncaptured: %s", what, line)
+        return None
 
 
 class TokenScores:
@@ -126,7 +65,8 @@ class TokenScores:
         self._model = model
         self._device = device
         self._record = record
-        self._captured: dict[int, _Captured] = {}
+        # By length: a replay, the ids that it reads, and the log-probabilities that it writes.
+        self._captured: dict[int, tuple[Replay, torch.Tensor, torch.Tensor]] = {}
 
     def prepare(self, length: int) -> None:
         """Capture the pass over sequences of this length once, so that they are scored by replay from now on."""
@@ -135,13 +75,11 @@ class TokenScores:
         ids = torch.zeros(length, dtype=torch.int64, device=self._device)
         # Run once outside of the graph, so that kernels are compiled and library handles are made.
         scores = torch.empty_like(score_ids(self._model, ids))
-        try:
-            replay = self._record(lambda: scores.copy_(score_ids(self._model, ids)))
-        except CAPTURE_ERRORS as error:
-            logger.warning("canaries are scored uncaptured: %s", first_line(error))
+        replay = try_to_record(self._record, "canaries are scored", lambda: scores.copy_(score_ids(self._model, ids)))
+        if replay is None:
             self._record = None
         else:
-            self._captured[length] = _Captured(replay, ids, scores)
+            self._captured[length] = replay, ids, scores
 
     def begin(self, token_ids: Int32Array) -> Arriving:
         """Begin to score tokens 1..n given their prefix."""
@@ -151,6 +89,7 @@ class TokenScores:
         captured = self._captured.get(len(host))
         if captured is None:
             return Arriving(score_ids(self._model, host.to(self._device, non_blocking=True)))
-        captured.ids.copy_(host, non_blocking=True)
-        captured.replay()
-        return Arriving(captured.scores)
+        replay, ids, scores = captured
+        ids.copy_(host, non_blocking=True)
+        replay()
+        return Arriving(scores)

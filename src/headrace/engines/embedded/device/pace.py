@@ -75,27 +75,30 @@ class Pace:
     @property
     def steps(self) -> int:
         """The number of steps of the next launch."""
-        if self.single or self.haste != "none":
-            return 1
-        if not self._step or self._turn is None:
-            return STEPS
-        wanted = max(LAUNCH_SECONDS, SLACK * self._turn)
-        return math.ceil(min(STEPS, wanted / self._step))
+        return self._steps_for(self._wanted)
 
     @property
     def cover(self) -> int:
         """The number of steps that last about as long as the host needs to enqueue a pass over prompts."""
-        if self.single or self.haste != "none":
-            return 1
-        if not self._step or self._prompts is None:
-            return STEPS
-        return max(1, math.ceil(min(STEPS, self._prompts / self._step)))
+        return self._steps_for(self._prompts)
 
     def spare(self, steps: int) -> float:
         """Return by how many seconds a launch of this many steps outlasts the host's preparation of the next one."""
-        if not self._step or self._turn is None:
+        if not self._step or self._wanted is None:
             return 0.0
-        return max(0.0, steps * self._step - max(LAUNCH_SECONDS, SLACK * self._turn))
+        return max(0.0, steps * self._step - self._wanted)
+
+    @property
+    def _wanted(self) -> float | None:
+        """The seconds that a launch should last; None if the host's turns are not known yet."""
+        return None if self._turn is None else max(LAUNCH_SECONDS, SLACK * self._turn)
+
+    def _steps_for(self, seconds: float | None) -> int:
+        if self.single or self.haste != "none":
+            return 1
+        if not self._step or seconds is None:
+            return STEPS
+        return max(1, math.ceil(min(STEPS, seconds / self._step)))
 
     def stepped(self, seconds: float) -> None:
         """Record how long a decode step took on the device."""

@@ -8,7 +8,6 @@ second time, and replayed from then on.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,19 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from headrace.engines.embedded.device.context import PrefillContext
-from headrace.engines.embedded.device.graphs import CAPTURE_ERRORS, Record, Replay, first_line
-from headrace.engines.embedded.device.memory import DeviceCache
-from headrace.engines.embedded.device.state import DeviceState
+from headrace.engines.embedded.device.graphs import Record, Replay, try_to_record
+from headrace.engines.embedded.device.state import DeviceCache
 from headrace.engines.embedded.device.step import DecodeStep, Variant
-from headrace.engines.embedded.kernels.cache import find_places
-from headrace.engines.embedded.kernels.prefill import choose_queries, tiles_of
+from headrace.engines.embedded.kernels.attention import choose_queries, paged_prefill, tiles_of
+from headrace.engines.embedded.kernels.cache import find_places, write_cache
 from headrace.engines.embedded.kernels.rows import IDLE
 from headrace.engines.embedded.scheduler import Chunk
-from headrace.models.attention import attending
-from headrace.models.experts import RoutingRecorder, RoutingShape, recording
-
-logger = logging.getLogger(__name__)
+from headrace.models.attention import AttentionCall, attending
+from headrace.models.experts import RoutingRecorder, recording
 
 LEAST_TOKENS, MOST_TOKENS = 256, 16384
 """The smallest and the largest captured size, in tokens. Captured sizes are powers of two."""
@@ -56,19 +51,29 @@ class PassShape:
         return self.tokens // self.queries + self.chunks
 
     @property
-    def fields(self) -> dict[str, tuple[int, int]]:
-        """The fields of a pass's description: for each name its length, and the value of unused places."""
-        return {
-            "ids": (self.tokens, 0),
-            "owners": (self.tokens, -1),
-            "tiles": (2 * self.tiles, -1),
-            "rows": (self.chunks, 0),
-            "starts": (self.chunks, 0),
-            "offsets": (self.chunks + 1, 0),
-            "kept": (self.chunks, 0),
-            "entries": (self.chunks, 0),
-            "positions": (self.chunks, IDLE),
-        }
+    def lengths(self) -> dict[str, int]:
+        """The fields of a pass's description, and the length of each."""
+        per_token = dict.fromkeys(("ids", "owners"), self.tokens)
+        per_chunk = dict.fromkeys(("rows", "starts", "kept", "entries", "positions"), self.chunks)
+        return {**per_token, **per_chunk, "offsets": self.chunks + 1, "tiles": 2 * self.tiles}
+
+
+@dataclass(frozen=True)
+class _PrefillContext:
+    """Attention of packed chunks of prompts. All keys that a chunk sees, its own included, are in the cache."""
+
+    cache: DeviceCache
+    tables: torch.Tensor
+    part: dict[str, torch.Tensor]
+    """The fields of the pass's description."""
+    slots: torch.Tensor
+    queries: int
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        (keys, values), part = self.cache.layers[call.layer], self.part
+        write_cache(call.key[0].transpose(0, 1), call.value[0].transpose(0, 1), keys, values, self.slots)
+        chunks = part["rows"], part["starts"], part["offsets"], part["tiles"].view(2, -1)
+        return paged_prefill(call, keys, values, self.tables, *chunks, queries=self.queries)[None]
 
 
 @dataclass(eq=False)
@@ -84,23 +89,11 @@ class _Pass:
 class PromptPasses:
     """Computes chunks, stores their keys and values, and draws the next token of each sequence that is complete."""
 
-    def __init__(
-        self,
-        model: Any,
-        cache: DeviceCache,
-        state: DeviceState,
-        step: DecodeStep,
-        *,
-        routing: RoutingShape | None,
-        record: Record | None,
-    ) -> None:
-        self._model = model
-        self._cache = cache
-        self._state = state
+    def __init__(self, step: DecodeStep, record: Record | None) -> None:
+        self._model, self._cache, self._state, self._routing = step.model, step.cache, step.state, step.routing
         self._step = step
-        self._routing = routing
         self._record = record
-        self._parameters = sum(p.numel() for p in model.parameters())
+        self._parameters = sum(p.numel() for p in self._model.parameters())
         self._passes: dict[PassShape, _Pass] = {}
 
     def run(self, chunks: Seq[Chunk], variant: Variant) -> None:
@@ -113,24 +106,22 @@ class PromptPasses:
             told = self._state.upload(describe(shape, chunks, counts, self._state.spare))
             self._compute(shape, told, self._recorder(shape), variant)
             return
-        captured = self._passes.get(shape)
-        if captured is None:
+        if shape not in self._passes:
             told = torch.empty(_size(shape), dtype=torch.int32, device=self._state.device)
-            captured = self._passes[shape] = _Pass(told, self._recorder(shape))
+            self._passes[shape] = _Pass(told, self._recorder(shape))
+        captured = self._passes[shape]
         self._state.upload(describe(shape, chunks, counts, self._state.spare), into=captured.told)
-        self._replay(shape, captured, variant)
 
-    def _replay(self, shape: PassShape, captured: _Pass, variant: Variant) -> None:
         def compute() -> None:
             self._compute(shape, captured.told, captured.recorder, variant)
 
         # The first pass of a kind runs uncaptured: it compiles the kernels, and most sizes never come again.
         if variant in captured.ran and variant not in captured.replays and self._record is not None:
-            try:
-                captured.replays[variant] = self._record(compute)
-            except CAPTURE_ERRORS as error:
-                logger.warning("passes over prompts run uncaptured: %s", first_line(error))
+            replay = try_to_record(self._record, "passes over prompts run", compute)
+            if replay is None:
                 self._record = None
+            else:
+                captured.replays[variant] = replay
         captured.ran.add(variant)
         captured.replays.get(variant, compute)()
 
@@ -140,18 +131,9 @@ class PromptPasses:
         state, part = self._state, split_table(shape, told)
         ids, positions = part["ids"].long(), torch.empty(shape.tokens, dtype=torch.int64, device=told.device)
         slots = torch.empty_like(part["ids"])
-        rows, starts, offsets = part["rows"], part["starts"], part["offsets"]
-        find_places(part["owners"], rows, starts, offsets, state.tables, self._cache.block_size, positions, slots)
-        context = PrefillContext(
-            self._cache,
-            state.tables,
-            rows=rows,
-            starts=starts,
-            offsets=offsets,
-            slots=slots,
-            tiles=part["tiles"].view(2, -1),
-            queries=shape.queries,
-        )
+        chunks = part["rows"], part["starts"], part["offsets"]
+        find_places(part["owners"], *chunks, state.tables, self._cache.block_size, positions, slots)
+        context = _PrefillContext(self._cache, state.tables, part, slots, shape.queries)
         kept = part["kept"].long()
         with attending(context), recording(recorder):
             logits = self._model(
@@ -187,28 +169,32 @@ class PromptPasses:
 
 def describe(shape: PassShape, chunks: Seq[Chunk], counts: npt.NDArray[np.int32], spare: int) -> npt.NDArray[np.int32]:
     """Return the description of a pass for the device, in one array. Unused entries draw for the spare row."""
-    table = np.empty(_size(shape), np.int32)
-    part = split_table(shape, table)
-    for name, (_, nothing) in shape.fields.items():
-        part[name].fill(nothing)
-    part["entries"].fill(spare)
     ends = counts.cumsum()
     tokens = itertools.chain.from_iterable(c.sequence.tokens[c.start : c.start + c.count] for c in chunks)
-    part["ids"][: ends[-1]] = np.fromiter(tokens, np.int32, int(ends[-1]))
-    part["owners"][: ends[-1]] = np.repeat(np.arange(len(chunks)), counts)
-    tiles = tiles_of(counts, shape.queries)
-    part["tiles"].reshape(2, -1)[:, : tiles.shape[1]] = tiles
-    part["rows"][: len(chunks)] = [c.sequence.row for c in chunks]
-    part["starts"][: len(chunks)] = [c.start for c in chunks]
-    part["offsets"][1:] = ends[-1]
-    part["offsets"][1 : len(chunks) + 1] = ends
+    tiles = np.full((2, shape.tiles), -1, np.int32)
+    found = tiles_of(counts, shape.queries)
+    tiles[:, : found.shape[1]] = found
     sampled = [
         (end - 1, c.sequence.row, c.start + c.count - 1) for c, end in zip(chunks, ends, strict=True) if c.samples
     ]
-    if sampled:
-        kept, entries, positions = zip(*sampled, strict=True)
-        part["kept"][: len(sampled)], part["entries"][: len(sampled)] = kept, entries
-        part["positions"][: len(sampled)] = positions
+    kept, entries, positions = np.array(sampled, np.int32).reshape(-1, 3).T
+    # The values of each field, and the value of its unused places.
+    fields: dict[str, tuple[Any, int]] = {
+        "ids": (np.fromiter(tokens, np.int32, int(ends[-1])), 0),
+        "owners": (np.repeat(np.arange(len(chunks)), counts), -1),
+        "tiles": (tiles.reshape(-1), -1),
+        "rows": ([c.sequence.row for c in chunks], 0),
+        "starts": ([c.start for c in chunks], 0),
+        "offsets": ([0, *ends], ends[-1]),
+        "kept": (kept, 0),
+        "entries": (entries, spare),
+        "positions": (positions, IDLE),
+    }
+    table = np.empty(_size(shape), np.int32)
+    for name, part in split_table(shape, table).items():
+        values, nothing = fields[name]
+        part.fill(nothing)
+        part[: len(values)] = values
     return table
 
 
@@ -218,14 +204,14 @@ def split_table(shape: PassShape, whole: Any) -> dict[str, Any]:
     Each field begins at a multiple of 16 bytes, because kernels would be compiled again for another alignment.
     """
     parts, begin = {}, 0
-    for name, (length, _) in shape.fields.items():
+    for name, length in shape.lengths.items():
         parts[name] = whole[begin : begin + length]
         begin += _aligned(length)
     return parts
 
 
 def _size(shape: PassShape) -> int:
-    return sum(_aligned(length) for length, _ in shape.fields.values())
+    return sum(_aligned(length) for length in shape.lengths.values())
 
 
 def _aligned(length: int) -> int:

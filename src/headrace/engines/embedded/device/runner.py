@@ -14,20 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from headrace.engines.embedded.base import Haste, Timings
-from headrace.engines.embedded.device.graphs import StepGraphs, TokenScores, make_recorder
-from headrace.engines.embedded.device.memory import DeviceCache
+from headrace.engines.embedded.device.graphs import TokenScores, make_recorder
 from headrace.engines.embedded.device.pace import LAUNCHES, STEPS, Pace
 from headrace.engines.embedded.device.prompts import MOST_TOKENS, PromptPasses
-from headrace.engines.embedded.device.state import DeviceState
+from headrace.engines.embedded.device.state import DeviceCache, DeviceState
 from headrace.engines.embedded.device.step import DecodeStep, Variant, variant_of
-from headrace.engines.embedded.device.transfer import Arriving, StreamMark
 from headrace.engines.embedded.kernels.rows import IDLE
 from headrace.engines.embedded.scheduler import Chunk, StepPlan
 from headrace.engines.embedded.sequence import Sampled, Sequence
+from headrace.engines.embedded.transfer import Arriving, StreamMark
 from headrace.models.experts import RoutingShape
 from headrace.types import Int32Array
 
@@ -84,13 +82,12 @@ class DeviceRunner:
             self._stream.wait_stream(torch.cuda.current_stream(device))
         with self.active():
             self._state = DeviceState(max(rows, 2), -(-max_length // cache.block_size), STEPS, device)
-            self._step = DecodeStep(model, self._state, cache, routing)
             record = make_recorder(device, capture=capture)
-            self._graphs = StepGraphs(self._step, self._state, record)
-            self._prompts = PromptPasses(model, cache, self._state, self._step, routing=routing, record=record)
+            self._step = DecodeStep(model, self._state, cache, routing=routing, record=record)
+            self._prompts = PromptPasses(self._step, record)
             self._scores = TokenScores(model, device, record)
-        self._decoding: dict[int, Sequence] = {}
-        self._variants: dict[int, Variant] = {}
+        self._decoding: dict[str, Sequence] = {}
+        self._variants: dict[str, Variant] = {}
         self._launches: deque[_Launch] = deque()
         self._ended: StreamMark | None = None
         """The end of the last launch; see `_Launch.after`."""
@@ -143,7 +140,7 @@ class DeviceRunner:
             # work meanwhile.
             self._decode(min(plan.ahead, self._pace.cover if prefill else self._pace.steps))
         if prefill:
-            self._enqueue_prompts(prefill)
+            self._prefill(prefill)
         self.timings.host_seconds += time.perf_counter() - started
         return self._collect(idle=not prefill and len(self._launches) == launched)
 
@@ -168,8 +165,8 @@ class DeviceRunner:
     def release(self, sequence: Sequence) -> None:
         """See `Runner.release`."""
         if sequence.row is not None:
-            self._decoding.pop(sequence.row, None)
-            self._variants.pop(sequence.row, None)
+            self._decoding.pop(sequence.id, None)
+            self._variants.pop(sequence.id, None)
             self._state.release(sequence.row)
             sequence.row = None
 
@@ -194,34 +191,21 @@ class DeviceRunner:
             sources, targets = self._state.upload(np.array(plan.copies, np.int64)).unbind(1)
             self._cache.copy(sources, targets)
         # A sequence for which only the last token is missing in the cache needs no prefill: it decodes at once.
-        new = [c for c in plan.chunks if c.sequence.row is None or (c.decodes and c.sequence.row not in self._decoding)]
+        new = [c for c in plan.chunks if c.sequence.row is None or (c.decodes and c.sequence.id not in self._decoding)]
         for sequence in (c.sequence for c in new if c.sequence.row is None):
             sequence.row = self._state.take()
-            self._variants[sequence.row] = variant_of(sequence.sampling)
+            self._variants[sequence.id] = variant_of(sequence.sampling)
         if new:
             live = [c.decodes for c in new]
             self._state.set_rows([c.sequence for c in new], self._cache.block_size, live)
-            self._begin_decoding([c.sequence for c in new if c.decodes])
+            self._decoding |= {c.sequence.id: c.sequence for c in new if c.decodes}
         fresh = {c.sequence.id for c in new}
         if grown := [s for s in plan.grown if s.row is not None and s.id not in fresh]:
             self._state.grow(grown, self._cache.block_size)
 
-    def _begin_decoding(self, sequences: Seq[Sequence]) -> None:
-        for sequence in sequences:
-            assert sequence.row is not None
-            self._decoding[sequence.row] = sequence
-
-    def _enqueue_prompts(self, chunks: list[Chunk]) -> None:
-        started = time.perf_counter()
-        self._prefill(chunks)
-        seconds = time.perf_counter() - started
-        self._pace.enqueued_prompts(seconds)
-        if self._busy_since is not None:
-            # This time does not count as part of the turn, because the device had steps meanwhile.
-            self._busy_since += seconds
-
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Compute chunks of prompts. Sequences that are complete get their next token and decode from now on."""
+        started = time.perf_counter()
         begun = StreamMark(self._state.device)
         sampled = [c.sequence for c in chunks if c.samples]
         variant = self._variant(sampled)
@@ -229,7 +213,12 @@ class DeviceRunner:
         self._prompts.run(chunks, variant)
         if sampled:
             self._launched(sampled, 1, variant, begun, decodes=False)
-            self._begin_decoding(sampled)
+            self._decoding |= {sequence.id: sequence for sequence in sampled}
+        seconds = time.perf_counter() - started
+        self._pace.enqueued_prompts(seconds)
+        if self._busy_since is not None:
+            # This time does not count as part of the turn, because the device had steps meanwhile.
+            self._busy_since += seconds
 
     def _decode(self, steps: int) -> None:
         entries, longest = [], 0
@@ -241,18 +230,18 @@ class DeviceRunner:
         if not entries:
             return
         steps = min(steps, longest)
-        bucket, variant = self._graphs.bucket(len(entries)), self._variant(entries)
-        self._graphs.prepare(bucket, variant)
+        bucket, variant = self._step.bucket(len(entries)), self._variant(entries)
+        self._step.prepare(bucket, variant)
         begun = StreamMark(self._state.device)
         self._state.choose(entries, bucket)
         self._state.cursor.zero_()
         for _ in range(steps):
-            self._graphs.step(bucket, variant)
+            self._step.run(bucket, variant)
         self._pace.single = False
         self._launched(entries, steps, variant, begun, decodes=True)
 
     def _variant(self, sequences: Seq[Sequence]) -> Variant:
-        found = {self._variants[s.row] for s in sequences if s.row is not None}
+        found = {self._variants[s.id] for s in sequences}
         return "recorded" if "recorded" in found else "filtered" if "filtered" in found else "plain"
 
     def _launched(
@@ -314,7 +303,7 @@ class DeviceRunner:
         return time.perf_counter() - began
 
     def _read(self, launch: _Launch) -> list[Sampled]:
-        records = launch.records.numpy()
+        records = launch.records.result()
         started = time.perf_counter()
         seconds = launch.records.mark.seconds_since(launch.begun)
         if launch.decodes:
@@ -335,36 +324,23 @@ class DeviceRunner:
             )
         ]
         if not ran.all():
-            sampled = _without_idle(sampled, ran)
+            # An entry runs from the first step on, if at all, and stops once.
+            for new, steps in zip(sampled, ran.sum(1).tolist(), strict=True):
+                new.cut(steps)
         for sequence in launch.entries:
             sequence.in_flight -= launch.steps
         if launch.kept is not None or launch.routing is not None:
-            _add_records(launch, sampled)
+            for entry, new in enumerate(sampled):
+                _add_records(launch, entry, new)
         self.timings.host_seconds += time.perf_counter() - started
-        return sampled
+        return [new for new in sampled if new.tokens]
 
 
-def _without_idle(sampled: list[Sampled], ran: npt.NDArray[np.bool_]) -> list[Sampled]:
-    """Remove the steps in which an entry was idle. An entry runs from the first step on, if at all, and stops once."""
-    for new, steps in zip(sampled, ran.sum(1).tolist(), strict=True):
-        new.cut(steps)
-    return [new for new in sampled if new.tokens]
-
-
-def _add_records(launch: _Launch, sampled: list[Sampled]) -> None:
-    places = {sequence.id: entry for entry, sequence in enumerate(launch.entries)}
-    for new in sampled:
-        entry, count = places[new.sequence.id], len(new.tokens)
-        new.kept, new.routing = _kept(launch, entry, count), _routing(launch, entry, count)
-
-
-def _kept(launch: _Launch, entry: int, count: int) -> list[Int32Array] | None:
-    if launch.kept is None or launch.counts is None or not launch.entries[entry].sampling.record_kept:
-        return None
-    ids, sizes = launch.kept.numpy(), launch.counts.numpy()
-    return [ids[step, entry, : sizes[step, entry]].copy() for step in range(count)]
-
-
-def _routing(launch: _Launch, entry: int, count: int) -> list[Any] | None:
-    # Copied, because a view would keep the records of the whole launch in memory as long as the sequence lives.
-    return None if launch.routing is None else list(launch.routing.numpy()[:count, entry].copy())
+def _add_records(launch: _Launch, entry: int, new: Sampled) -> None:
+    count = len(new.tokens)
+    if launch.kept is not None and launch.counts is not None and new.sequence.sampling.record_kept:
+        ids, sizes = launch.kept.result(), launch.counts.result()
+        new.kept = [ids[step, entry, : sizes[step, entry]].copy() for step in range(count)]
+    if launch.routing is not None:
+        # Copied, because a view would keep the records of the whole launch in memory as long as the sequence lives.
+        new.routing = list(launch.routing.result()[:count, entry].copy())

@@ -1,7 +1,9 @@
-"""The state of every row on the device, and the changes to it that the host enqueues between two launches.
+"""What lives on the device at fixed addresses: the KV cache, sized from the free memory, and the state of every row.
 
-The last row is a spare that is never live: entries that only fill a batch up to its bucket point at the spare row. All
-changes go through the engine's stream, so a launch that is in flight never sees them.
+The cache may take the memory that is free after the model is loaded, minus a second copy of the weights, which a
+delivery stages beside the live ones, and minus a margin for activations and captured graphs. The last row is a spare
+that is never live: entries that only fill a batch up to its bucket point at the spare row. The host changes rows only
+through the engine's stream, so a launch that is in flight never sees a change.
 """
 
 from __future__ import annotations
@@ -10,53 +12,106 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from headrace.engines.embedded.device.transfer import Uploads
-from headrace.engines.embedded.kernels.sampling_rows import SamplingRows
+from headrace.engines.embedded.kernels.rows import STOPS, RowBuffers
+from headrace.engines.embedded.kernels.sampling import SamplingRows
 from headrace.engines.embedded.sequence import Sequence
+from headrace.engines.embedded.transfer import Uploads
+from headrace.errors import UserError
+from headrace.models.attention import AttentionCall, attending
 
-STOPS = 16
-"""The number of stop tokens per row that the device knows. The host checks all stop tokens, and its result counts."""
-RECORDS = 3
-"""The number of values that the ring holds for a token: the token, the bits of its log-probability, its version."""
+LayerShape = tuple[int, int, int]
+"""The number of key/value heads, the size of a key, the size of a value."""
+MARGIN = 0.10
+"""The share of the device's memory that the cache leaves to activations and graphs."""
 
 
-class DeviceState:
-    """The buffers of all rows, at fixed addresses, with one entry per row."""
+class DeviceCache:
+    """The keys and values of each layer, `[blocks, heads, block_size, head size]`.
+
+    The part of a block that belongs to one head is one piece of memory.
+    """
+
+    def __init__(
+        self, shapes: Seq[LayerShape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.block_size = block_size
+        self.layers = [
+            (
+                torch.zeros((blocks, heads, block_size, key), dtype=dtype, device=device),
+                torch.zeros((blocks, heads, block_size, value), dtype=dtype, device=device),
+            )
+            for heads, key, value in shapes
+        ]
+
+    def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy whole blocks in all layers. Every source is read before any target is written."""
+        for stores in self.layers:
+            for store in stores:
+                store.index_copy_(0, targets.long(), store.index_select(0, sources))
+
+
+def layer_shapes(model: Any) -> list[LayerShape]:
+    """Return the shapes of what each layer stores for a token, found by a pass through the model."""
+    probe = _Probe()
+    with torch.inference_mode(), attending(probe):
+        # Made in inference mode, as in every pass. Otherwise the layers would be compiled again.
+        ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
+        model(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=1)
+    return [probe.shapes[layer] for layer in sorted(probe.shapes)]
+
+
+def affordable_blocks(model: Any, shapes: Seq[LayerShape], block_size: int, fraction: float | None) -> int:
+    """Return how many blocks the model's device has room for beside a second copy of the weights and the margin.
+
+    With `fraction`, the cache and everything else in this process stay within that share of the device's memory. Raises
+    `UserError` if there is no room for one block.
+    """
+    parameter = next(model.parameters())
+    device = parameter.device
+    weight_bytes: int = sum(p.nbytes for p in model.parameters())
+    per_token = sum(heads * (key + value) for heads, key, value in shapes)
+    block_bytes: int = block_size * per_token * parameter.element_size()
+    free, total = torch.cuda.mem_get_info(device)
+    if fraction is not None:
+        free = min(free, int(fraction * total) - torch.cuda.memory_reserved(device))
+    room = free - weight_bytes - int(MARGIN * total * (fraction or 1.0))
+    if room < block_bytes:
+        raise UserError(
+            f"no memory is left for a KV cache on {torch.cuda.get_device_name(device)}: {free / 2**30:.1f} GiB are"
+            f" free, and a second copy of the weights and a margin need {(free - room) / 2**30:.1f} GiB"
+        )
+    return room // block_bytes
+
+
+class _Probe:
+    """An attention context that returns zeros and records the shapes of what each layer would store."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.shapes[call.layer] = (call.key.shape[1], call.key.shape[3], call.value.shape[3])
+        _, heads, tokens, _ = call.query.shape
+        return call.query.new_zeros(1, tokens, heads, call.value.shape[3])
+
+
+class DeviceState(RowBuffers):
+    """The buffers of all rows, and what the host knows of them."""
 
     def __init__(self, rows: int, table_width: int, ring_slots: int, device: torch.device) -> None:
-        self.rows = rows
-        self.spare = rows
-        self.device = device
-
-        def ints(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        self.token = ints(rows + 1)
-        """The last token of the row, which the next step computes."""
-        self.position = ints(rows + 1)
-        """The position of that token in the sequence."""
-        self.limit = ints(rows + 1)
-        """The largest number of tokens that the sequence may have."""
-        self.capacity = ints(rows + 1)
-        """The number of tokens that fit into the row's blocks."""
-        self.live = ints(rows + 1)
-        self.stops = torch.full((rows + 1, STOPS), -1, dtype=torch.int32, device=device)
-        self.tables = ints(rows + 1, table_width)
+        super().__init__(rows, ring_slots, device)
+        self.tables = self._ints(rows + 1, table_width)
         self.sampling = SamplingRows(rows + 1, device)
-        self.version = torch.full((1,), -1, dtype=torch.int32, device=device)
-        self.entries = torch.full((rows,), self.spare, dtype=torch.int32, device=device)
+        self.entries = self._ints(rows, fill=self.spare)
         """The rows of the current batch."""
         # The host's copy of `entries`, as the device has them.
         self._chosen: list[int | None] = []
-        self.ring = ints(ring_slots, RECORDS, rows)
-        self.cursor = ints(1)
         self._free = list(range(rows - 1, -1, -1))
         # The number of blocks of each row that are in the tables.
         self._known = [0] * rows
-        self._uploads = Uploads(device)
+        self.upload = Uploads(device).send
 
     def take(self) -> int:
         """Take a free row."""
@@ -91,7 +146,7 @@ class DeviceState:
             buffer.index_copy_(0, rows, column)
         self.stops.index_copy_(0, rows, self.upload(stops))
         self.tables.index_copy_(0, rows, self.upload(tables))
-        self.sampling.set(rows, self.sampling.pack([s.sampling for s in sequences]))
+        self.sampling.set(rows, [s.sampling for s in sequences])
 
     def grow(self, sequences: Seq[Sequence], block_size: int) -> None:
         """Add the new blocks of these sequences to their rows."""
@@ -116,7 +171,3 @@ class DeviceState:
         if rows != self._chosen:
             self.entries[:bucket].copy_(self.upload(np.array(rows, np.int32)))
             self._chosen = rows
-
-    def upload(self, values: npt.NDArray[Any], into: torch.Tensor | None = None) -> torch.Tensor:
-        """Copy these numbers to the device, into a new tensor or into `into`, without waiting for the device."""
-        return self._uploads.send(values, into)

@@ -1,1 +1,1 @@
-"""The embedded engine's Triton kernels. `headrace.engines.embedded.attention` and `.sampler` are their references."""
+"""The embedded engine's Triton kernels. `headrace.engines.embedded.runner` and `.sampler` are their references."""

@@ -1,4 +1,4 @@
-"""Writes to the paged cache, `[blocks, kv_heads, block_size, D]`, outside of decode: chunks, and copies of blocks.
+"""Writes to the paged cache, `[blocks, kv_heads, block_size, D]`, outside of decode.
 
 A write touches only the slots that it is given. Nothing is read back to the host, so a write may be captured in a CUDA
 graph. A slot is block * block_size + offset.
@@ -76,12 +76,6 @@ def _places_kernel(
     tl.store(positions + token, tl.where(owned, position, 0).to(positions.dtype.element_ty), mask=inside)
     slot = block.to(slots.dtype.element_ty) * BLOCK + position % BLOCK
     tl.store(slots + token, tl.where(owned, slot, -1), mask=inside)
-
-
-def copy_blocks(keys: torch.Tensor, values: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> None:
-    """Copy whole blocks. Every source is read before any target is written."""
-    for store in (keys, values):
-        store.index_copy_(0, targets.long(), store.index_select(0, sources))
 
 
 @triton.jit

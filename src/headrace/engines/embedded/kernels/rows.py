@@ -12,10 +12,39 @@ import triton.language as tl
 
 IDLE = -1
 """The position of an idle entry, and the token that it reports."""
-
-
 LEAST_SIZE = 256
 """The smallest size that is computed. A smaller batch would not be faster, and every size is compiled separately."""
+
+
+STOPS = 16
+"""The number of stop tokens per row that the device knows. The host checks all stop tokens, and its result counts."""
+
+
+class RowBuffers:
+    """The buffers of all rows, at fixed addresses, with one entry per row and one for a spare row."""
+
+    def __init__(self, rows: int, ring_slots: int, device: torch.device) -> None:
+        self.rows = rows
+        self.spare = rows
+        self.device = device
+        self.token = self._ints(rows + 1)
+        """The last token of the row, which the next step computes."""
+        self.position = self._ints(rows + 1)
+        """The position of that token in the sequence."""
+        self.limit = self._ints(rows + 1)
+        """The largest number of tokens that the sequence may have."""
+        self.capacity = self._ints(rows + 1)
+        """The number of tokens that fit into the row's blocks."""
+        self.live = self._ints(rows + 1)
+        self.stops = self._ints(rows + 1, STOPS, fill=-1)
+        self.version = self._ints(1, fill=-1)
+        self.ring = self._ints(ring_slots, 3, rows)
+        """For each step: the token (`IDLE` for an idle entry), its log-probability (as bits), and its version."""
+        self.cursor = self._ints(1)
+        """The slot of the ring that the next step writes."""
+
+    def _ints(self, *shape: int, fill: int = 0) -> torch.Tensor:
+        return torch.full(shape, fill, dtype=torch.int32, device=self.device)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -74,56 +103,28 @@ def _advance(
 
 
 def begin(
-    rows: torch.Tensor,
-    token: torch.Tensor,
-    position: torch.Tensor,
-    capacity: torch.Tensor,
-    live: torch.Tensor,
+    state: RowBuffers,
+    entries: torch.Tensor,
     positions: torch.Tensor,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
 ) -> None:
-    """Fill `positions` (`IDLE` for idle entries), `input_ids` and `position_ids` for the entries in `rows`."""
-    count = len(rows)
-    grid = (triton.cdiv(count, 256),)
-    _begin[grid](rows, token, position, capacity, live, positions, input_ids, position_ids, count, size=256)
+    """Fill `positions` (`IDLE` for idle entries), `input_ids` and `position_ids` for the rows in `entries`."""
+    _begin[(triton.cdiv(len(entries), 256),)](
+        *(entries, state.token, state.position, state.capacity, state.live, positions, input_ids, position_ids),
+        len(entries),
+        size=256,
+    )
 
 
 def advance(
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    drawn: torch.Tensor,
-    logprobs: torch.Tensor,
-    token: torch.Tensor,
-    position: torch.Tensor,
-    limit: torch.Tensor,
-    live: torch.Tensor,
-    stops: torch.Tensor,
-    version: torch.Tensor,
-    ring: torch.Tensor,
-    cursor: torch.Tensor,
+    state: RowBuffers, entries: torch.Tensor, positions: torch.Tensor, drawn: torch.Tensor, logprobs: torch.Tensor
 ) -> None:
-    """Give every entry that ran its drawn token, end the rows that are done, and write one slot of the ring.
-
-    The ring is int32 `[slots, 3, width]`: token (`IDLE` for an idle entry), log-probability (as bits), version.
-    """
+    """Give every entry that ran its drawn token, end the rows that are done, and write one slot of the ring."""
     # A single program, because it also moves the cursor, which other programs would read.
-    size = max(LEAST_SIZE, triton.next_power_of_2(len(rows)))
     _advance[(1,)](
-        rows,
-        positions,
-        drawn,
-        logprobs,
-        token,
-        position,
-        limit,
-        live,
-        stops,
-        version,
-        ring,
-        cursor,
-        len(rows),
-        ring.shape[2],
-        stop_width=stops.shape[1],
-        size=size,
+        *(entries, positions, drawn, logprobs, state.token, state.position, state.limit, state.live, state.stops),
+        *(state.version, state.ring, state.cursor, len(entries), state.ring.shape[2]),
+        stop_width=state.stops.shape[1],
+        size=max(LEAST_SIZE, triton.next_power_of_2(len(entries))),
     )

@@ -9,12 +9,13 @@ only. Masses are relative to the row's best token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-from headrace.engines.base import FORBIDDEN_LIMIT, KEPT_LIMIT
-from headrace.engines.embedded.kernels.sampling_rows import SamplingRows
+from headrace.engines.base import FORBIDDEN_LIMIT, KEPT_LIMIT, Sampling
 
 _TILE = 2048
 _BLOCK = tl.constexpr(2048)
@@ -29,6 +30,38 @@ _FORBIDDEN_LIMIT = tl.constexpr(FORBIDDEN_LIMIT)
 # The bits of a logit, as a signed integer, sort like its value. A narrower type leaves this many low bits of an fp32
 # unused.
 _UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+
+
+class SamplingRows:
+    """The sampling parameters of every device row. A new row is greedy."""
+
+    def __init__(self, rows: int, device: torch.device | str) -> None:
+        self._pin = torch.device(device).type == "cuda"
+        reals, wholes = self._pack([Sampling(max_tokens=1, temperature=0.0)])
+        self.reals = reals.to(device).repeat(rows, 1)
+        """[rows, 3] float64: temperature, top_p, min_p."""
+        self.wholes = wholes.to(device).repeat(rows, 1)
+        """[rows, 3 + FORBIDDEN_LIMIT] int64: seed, top_k, record, then forbidden ids padded with -1."""
+
+    def set(self, rows: torch.Tensor, samplings: Sequence[Sampling]) -> None:
+        """Write parameters to `rows` (int64) on the current stream. Later launches see them, earlier ones do not."""
+        index = rows.to(self.reals.device, non_blocking=True)
+        for store, packed in zip((self.reals, self.wholes), self._pack(samplings), strict=True):
+            store.index_copy_(0, index, packed.to(index.device, non_blocking=True))
+
+    def _pack(self, samplings: Sequence[Sampling]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the parameters in host memory, which is pinned if the rows are on a GPU."""
+        reals = torch.tensor([(s.temperature, s.top_p, s.min_p) for s in samplings], dtype=torch.float64)
+        wholes = torch.tensor([_wholes(s) for s in samplings], dtype=torch.int64)
+        return (reals.pin_memory(), wholes.pin_memory()) if self._pin else (reals, wholes)
+
+
+def _wholes(sampling: Sampling) -> list[int]:
+    seed = (sampling.seed + (1 << 63)) % (1 << 64) - (1 << 63)
+    # An id that is in no vocabulary forbids nothing.
+    forbidden = [token for token in sampling.forbidden if 0 <= token < 1 << 31]
+    padding = [-1] * (FORBIDDEN_LIMIT - len(forbidden))
+    return [seed, min(sampling.top_k, 1 << 31), int(sampling.record_kept), *forbidden, *padding]
 
 
 def sample(

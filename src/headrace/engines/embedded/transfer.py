@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from headrace.errors import DeadlineError
-from headrace.types import Float32Array
 
 GPU_SECONDS = 120.0
 """A GPU that needs longer than this for a few steps hangs."""
@@ -78,7 +77,7 @@ class Arriving:
         self.mark = StreamMark(source.device)
 
     def ready(self) -> bool:
-        """Return whether `numpy` would return without waiting."""
+        """Return whether `result` would return without waiting."""
         return self.mark.passed()
 
     def wait(self, unless: Callable[[], bool] = lambda: False) -> bool:
@@ -96,11 +95,7 @@ class Arriving:
                 return self.ready()
         return True
 
-    def numpy(self) -> npt.NDArray[Any]:
+    def result(self) -> npt.NDArray[Any]:
         """Wait for the numbers and return them."""
         self.wait()
         return np.asarray(self._host.numpy())
-
-    def result(self) -> Float32Array:
-        """Wait for the numbers and return them as float32."""
-        return np.asarray(self.numpy(), np.float32)
