@@ -230,10 +230,10 @@ def test_a_step_does_not_wait_for_the_device(tmp_path, family, reading, monkeypa
         step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        pending = step()
+        read = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert pending.read().changed
+    assert read().changed
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -126,11 +126,11 @@ class Trainer:
         )
         rate = self._rate(batch)
         with self._spans.span("optimize") if self._spans else nullcontext():
-            pending = self._optimizer.begin(rate)
+            read = self._optimizer.begin(rate)
             if self._half is not None:
                 self._half.refresh()
             # This is the only place in a step where the host waits for the device.
-            applied = pending.read()
+            applied = read()
         changed = applied.changed
         self._state = TrainerState(
             steps_done=self._state.steps_done + 1,
