@@ -85,7 +85,7 @@ ARROWS = {
         "models.lora",
         "tasks.chat",
         "training.checkpoints.base",
-        "training.checkpoints.sharded",
+        "training.checkpoints.export",
         "training.lora",
     },
     "rollouts": {"engines.base", "scoring.base", "tasks.base"},

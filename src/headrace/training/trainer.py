@@ -24,7 +24,7 @@ from headrace.errors import HeadraceError, UserError
 from headrace.observe.spans import SpanRecorder
 from headrace.training.base import StepReport
 from headrace.training.checkpoints.base import TrainerState, read_state
-from headrace.training.checkpoints.saving import Saver, trained_weights
+from headrace.training.checkpoints.saving import Saver
 from headrace.training.devices import compute_dtype, input_device
 from headrace.training.half import HalfWeights
 from headrace.training.head.logprobs import row_logprobs
@@ -204,7 +204,7 @@ class Trainer:
 
         The tensors are not copies: the next step changes them.
         """
-        return trained_weights(self.model, self._half, self._adapter)
+        return self._saver.weights()
 
     def save(self, directory: str | Path, *, version: int = NO_VERSION, source: str | Path | None = None) -> Path:
         """Write a checkpoint `step-XXXXXXXX` below this directory, and return its path once the checkpoint is complete.
