@@ -17,7 +17,7 @@ from headrace.channel.spoke import Incoming
 from headrace.channel.turns import FILE, EngineTurns, TrainerTurns
 from headrace.channel.worker_link import WorkerLink
 from headrace.training.layers import warm_up_batches
-from headrace.training.messages import Published, Train, Trained
+from headrace.training.remote import Published, Train, Trained
 from headrace.training.serving import FIRST_RANK, TrainerRole
 from headrace.types import Float32Array, Int32Array
 

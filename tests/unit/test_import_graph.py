@@ -76,7 +76,7 @@ ARROWS = {
         "tasks.chat",
         "tasks.source",
         "training.base",
-        "training.messages",
+        "training.remote",
     },
     "review": {
         "buffer.reader",

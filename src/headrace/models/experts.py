@@ -18,7 +18,7 @@ from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from headrace.errors import ModelError
-from headrace.models.compiling import COLUMN, number_of
+from headrace.models.attention import COLUMN, number_of
 
 EXPERTS = "headrace"
 """The name for `model.set_experts_implementation(EXPERTS)`, which `prepare_experts` calls."""

@@ -43,8 +43,7 @@ from headrace.tasks.base import Task
 from headrace.tasks.chat import ChatFormat as ModelChatFormat
 from headrace.tasks.source import PromptSource
 from headrace.training.base import Checkpoint, TrainerHandle
-from headrace.training.messages import RENDEZVOUS
-from headrace.training.remote import RemoteTrainer
+from headrace.training.remote import RENDEZVOUS, RemoteTrainer
 
 if TYPE_CHECKING:
     from headrace.gateway.gateway import Gateway

@@ -22,7 +22,7 @@ from headrace.delivery.parts import TrainerRanks
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.setup import make_sender
 from headrace.models.loading import load_model, named_weights
-from headrace.models.lora_targets import frozen_linears
+from headrace.models.lora import frozen_linears
 from headrace.models.rounding import hold_in_four_bits, round_weights
 from headrace.observe.spans import SpanRecorder
 from headrace.training.checkpoints.base import BASES, keep_base

@@ -21,8 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from headrace.errors import ModelError
-from headrace.models.attention import attending, current_context
-from headrace.models.compiling import prepare_to_compile
+from headrace.models.attention import attending, current_context, prepare_to_compile
 from headrace.types import Batch, Int32Array
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """A LoRA adapter in training: only the adapter has gradients, and the base model stays the same to the bit.
 
-peft makes the layers, and checkpoints are in peft's format. `models.lora_targets` decides which weights are adapted,
+peft makes the layers, and checkpoints are in peft's format. `models.lora` decides which weights are adapted,
 for engines too. An adapter that peft would build differently is refused, so engines get the tensors that they expect.
 """
 
@@ -19,8 +19,7 @@ from torch import nn
 
 from headrace.config.schema import LoraConfig
 from headrace.errors import ModelError, UserError
-from headrace.models.lora import adapter_weights
-from headrace.models.lora_targets import Targets, find_targets
+from headrace.models.lora import Targets, adapter_weights, find_targets
 from headrace.training.devices import input_device, on_host
 from headrace.training.ranks.sharding import copy_own_part, reshard, whole_tensor
 

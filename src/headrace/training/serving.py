@@ -35,7 +35,8 @@ from headrace.models.rounding import rounded
 from headrace.training.building import build_trainer, make_publisher
 from headrace.training.checkpoints.base import delete_ahead, incomplete, latest, prune, read_state
 from headrace.training.devices import engine_device
-from headrace.training.messages import (
+from headrace.training.ranks.base import Ranks, join
+from headrace.training.remote import (
     RENDEZVOUS,
     Acknowledged,
     Publish,
@@ -47,7 +48,6 @@ from headrace.training.messages import (
     Train,
     Trained,
 )
-from headrace.training.ranks.base import Ranks, join
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 T = TypeVar("T")

@@ -19,8 +19,7 @@ from headrace.observe.spans import SpanRecorder
 from headrace.training.attention.packed import PackedAttention
 from headrace.training.devices import input_device, upload
 from headrace.training.half import HalfWeights
-from headrace.training.head.logprobs import read_row
-from headrace.training.head.reading import EntropyOf
+from headrace.training.head.logprobs import EntropyOf, read_row
 from headrace.training.policies import FrozenPolicy
 from headrace.training.ranks.base import Ranks
 from headrace.training.ranks.sharding import reduce_gradients

@@ -13,7 +13,7 @@ from test_packed_gradients import gradients_of, perturbed, reference_gradients, 
 
 from headrace.config.schema import AlgorithmConfig
 from headrace.training.head import logprobs
-from headrace.training.head.reading import Wanted, read
+from headrace.training.head.logprobs import Wanted, read
 from headrace.training.rows.packing import plan
 from headrace.types import Kept
 

@@ -1,1 +1,1 @@
-"""A trainer of several processes: the process groups (`base`), weights in shards, and tensor parallelism."""
+"""A trainer of several processes: the process groups (`base`), and the weights in shards or slices (`sharding`)."""

@@ -9,17 +9,36 @@ arithmetic without torch: equal batches give equal plans.
 
 from __future__ import annotations
 
+import itertools
+import math
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from headrace.training.rows.base import Family, Index, Member, MicroBatch, Segment, families_of, family_of, first_fit
-from headrace.training.rows.for_ranks import rows_for_ranks
+from headrace.training.rows.base import (
+    Family,
+    Index,
+    Member,
+    MicroBatch,
+    Segment,
+    cost_of,
+    families_of,
+    family_of,
+    first_fit,
+    pays,
+)
 from headrace.types import Batch, Int16Array, Int32Array
 
 JOIN_COST = 0.25
 """The cost, on a GPU, of joining a token's attention to a shared prefix with its attention to its own segment. Joining
 takes passes over queries, outputs and gradients in every layer. The cost is a fraction of computing the token."""
+
+
+PARTS_OF_A_ROW = (1, 2, 4)
+"""How finely families are cut for several ranks, between whole families and single sequences: the number of parts that
+fill a row."""
 
 
 def plan(
@@ -35,7 +54,7 @@ def plan(
         groups.setdefault(group if share_prefixes else number, []).append(sequence)
     families = [family for members in groups.values() for family in families_of(members, join_cost)]
     if ranks > 1:
-        rows = rows_for_ranks(families, micro_batch_tokens, ranks, join_cost)
+        rows = _rows_for_ranks(families, micro_batch_tokens, ranks, join_cost)
     else:
         # A single rank waits for no other, so its time is the sum of its rows, however uneven. Fewest rows are fastest.
         pieces = [piece for family in families for piece in _pieces(family, micro_batch_tokens)]
@@ -142,3 +161,198 @@ def _row(families: Sequence[Family], join_cost: float) -> MicroBatch:
         routing=np.concatenate(routing) if routing else None,
         join_cost=join_cost,
     )
+
+
+def _rows_for_ranks(families: Sequence[Family], budget: int, ranks: int, join_cost: float) -> list[list[Family]]:
+    """Return the rows that take the least time on ranks that wait for each other in every pass.
+
+    The most expensive row of each pass decides the time, so families are cut as finely as makes the ranks faster. Every
+    rank computes the plan alone and gets the same result.
+    """
+    loads = _fastest(families, budget, ranks, join_cost)
+    return [[family for part in load.parts.values() for family in part.families] for load in loads]
+
+
+def _fastest(families: Sequence[Family], budget: int, ranks: int, join_cost: float) -> list[_Load]:
+    """Return the fastest rows among several plans: families whole, cut finer and finer, and sharing nothing.
+
+    If plans are equally fast, the coarsest one is taken. Whole families may leave ranks without work, but every cut
+    repeats a prefix.
+    """
+    alone = [_singles(Family((member,), 0), join_cost)[0] for family in families for member in family.members]
+    if not any(family.prefix for family in families):
+        return _even(alone, budget, ranks)
+    blocks = [block for family in families for block in _blocks(_singles(family, join_cost), budget)]
+    whole = _parts(blocks, math.inf)
+    found = [_even(whole, budget, ranks)]
+    row_cost = sum(part.own_cost for part in whole) / (-(-len(found[0]) // ranks) * ranks)
+    cuts = [whole, *(_parts(blocks, row_cost / parts) for parts in PARTS_OF_A_ROW), list(itertools.chain(*blocks))]
+    found += [_even(cut, budget, ranks) for coarser, cut in itertools.pairwise(cuts) if len(cut) > len(coarser)]
+    fastest = min(found, key=lambda rows: _wall(rows, ranks))
+    # The right side is a lower bound on the time without sharing: it assumes perfectly even rows.
+    if _wall(fastest, ranks) <= sum(part.cost for part in alone) / ranks:
+        return fastest
+    return min(fastest, _even(alone, budget, ranks), key=lambda rows: _wall(rows, ranks))
+
+
+@dataclass(frozen=True, eq=False)
+class _Siblings:
+    """The common prefix of one family.
+
+    Objects are compared by identity, so two families with equal values stay separate.
+    """
+
+    prefix: int
+    prefix_cost: float
+    join_cost: float
+
+    def takes(self, members: int, own: int, own_cost: float) -> tuple[int, float]:
+        """Return the tokens and the cost of members in one row.
+
+        The prefix is computed once if that pays, else per member.
+        """
+        if pays(self.prefix, members, own, self.join_cost):
+            return self.prefix + own, self.prefix_cost + own_cost + self.join_cost * own
+        return members * self.prefix + own, members * self.prefix_cost + own_cost
+
+
+@dataclass(slots=True)
+class _Part:
+    """Some members of a family that are computed in one row."""
+
+    siblings: _Siblings
+    members: tuple[Member, ...]
+    own: int
+    """The number of tokens after the prefix, of all members."""
+    own_cost: float
+    """The cost of the tokens after the prefix, without joining their attention to the attention of the prefix."""
+    tokens: int
+    cost: float
+
+    @property
+    def shares(self) -> bool:
+        return pays(self.siblings.prefix, len(self.members), self.own, self.siblings.join_cost)
+
+    @property
+    def families(self) -> list[Family]:
+        """The members as families for `packing._row`.
+
+        Some members may have a longer common prefix than the whole family.
+        """
+        return [family_of(self.members)] if self.shares else [family_of([member]) for member in self.members]
+
+
+class _Load:
+    """A row that is being filled. Parts of the same family are merged into one part."""
+
+    def __init__(self) -> None:
+        self.parts: dict[_Siblings, _Part] = {}
+        self.tokens = 0
+        self.cost = 0.0
+
+    def cost_with(self, part: _Part, budget: int) -> float:
+        """Return the cost of the row after adding a part, or infinity if the part does not fit.
+
+        A part costs less if members of its family are in the row already.
+        """
+        tokens, cost = part.tokens, part.cost
+        here = self.parts.get(part.siblings)
+        if here is not None:
+            members = len(here.members) + len(part.members)
+            tokens, cost = part.siblings.takes(members, here.own + part.own, here.own_cost + part.own_cost)
+            tokens, cost = tokens - here.tokens, cost - here.cost
+        return self.cost + cost if not self.parts or self.tokens + tokens <= budget else math.inf
+
+    def add(self, part: _Part) -> None:
+        here = self.parts.get(part.siblings)
+        both = part if here is None else _together([here, part])
+        self.parts[part.siblings] = both
+        self.tokens += both.tokens - (0 if here is None else here.tokens)
+        self.cost += both.cost - (0.0 if here is None else here.cost)
+
+
+def _wall(rows: Sequence[_Load], ranks: int) -> float:
+    """Return the time that the ranks take, given that they wait for each other in every pass (see `passes`)."""
+    return sum(sorted((row.cost for row in rows), reverse=True)[::ranks])
+
+
+def _singles(family: Family, join_cost: float) -> list[_Part]:
+    """Return one part for every member."""
+    siblings = _Siblings(family.prefix, cost_of(family.prefix, 0), join_cost)
+    parts = []
+    for member in family.members:
+        own = len(member.token_ids) - siblings.prefix
+        own_cost = cost_of(own, siblings.prefix)
+        parts.append(_Part(siblings, (member,), own, own_cost, *siblings.takes(1, own, own_cost)))
+    return parts
+
+
+def _together(parts: Sequence[_Part]) -> _Part:
+    """Merge parts of one family into one part."""
+    siblings, members = parts[0].siblings, tuple(member for part in parts for member in part.members)
+    own, own_cost = sum(part.own for part in parts), sum(part.own_cost for part in parts)
+    return _Part(siblings, members, own, own_cost, *siblings.takes(len(members), own, own_cost))
+
+
+def _blocks(singles: Sequence[_Part], budget: int) -> list[list[_Part]]:
+    """Divide the members of a family into blocks that each fit the budget, together with one copy of the prefix."""
+    rows = first_fit([single.own for single in singles], budget - singles[0].siblings.prefix)
+    return [[singles[i] for i in row] for row in rows]
+
+
+def _parts(blocks: Sequence[Sequence[_Part]], most: float) -> list[_Part]:
+    """Return one part per block, or several if a block costs more than `most` without its prefix.
+
+    If a part does not share its prefix, its members become parts of their own.
+    """
+    parts: list[_Part] = []
+    for block in blocks:
+        cost = sum(single.own_cost for single in block)
+        for cut in _cut(block, math.ceil(cost / most)) if cost > most else [block]:
+            part = _together(cut)
+            parts.extend([part] if part.shares else cut)
+    return parts
+
+
+def _cut(singles: Sequence[_Part], count: int) -> list[Sequence[_Part]]:
+    """Divide the parts into at most `count` lists of similar cost."""
+    lists: list[list[_Part]] = [[] for _ in range(min(count, len(singles)))]
+    costs = [0.0] * len(lists)
+    for single in sorted(singles, key=lambda single: -single.own_cost):
+        cheapest = costs.index(min(costs))
+        lists[cheapest].append(single)
+        costs[cheapest] += single.own_cost
+    return [cut for cut in lists if cut]
+
+
+def _even(parts: Sequence[_Part], budget: int, ranks: int) -> list[_Load]:
+    """Fill rows of similar cost, in about the fewest passes that hold all parts. Empty rows are left out."""
+    ordered = sorted(parts, key=lambda part: -part.cost)
+    fewest = -(-len(first_fit([part.tokens for part in parts], budget)) // ranks)
+    filled = (_fill(ordered, budget, times * ranks) for times in itertools.count(fewest))
+    return [row for row in next(rows for rows in filled if rows is not None) if row.parts]
+
+
+def _fill(parts: Sequence[_Part], budget: int, count: int) -> list[_Load] | None:
+    """Put every part into the cheapest row that has room. Return None if a part fits nowhere.
+
+    If the cheapest row with members of the same family would then cost less, the part goes into that row instead.
+    """
+    rows = [_Load() for _ in range(count)]
+    by_cost = [(0.0, i) for i in range(count)]
+    homes: dict[_Siblings, set[int]] = {}
+    for part in parts:
+        home = homes.setdefault(part.siblings, set())
+        options = ((rows[i].cost_with(part, budget), i) for _, i in by_cost)
+        best = next((option for option in options if option[0] < math.inf), None)
+        if best is None:
+            return None
+        if home:
+            related = min(home, key=lambda i: (rows[i].cost, i))
+            best = min(best, (rows[related].cost_with(part, budget), related))
+        row = best[1]
+        del by_cost[bisect_left(by_cost, (rows[row].cost, row))]
+        rows[row].add(part)
+        insort(by_cost, (rows[row].cost, row))
+        home.add(row)
+    return rows
