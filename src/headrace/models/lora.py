@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -232,27 +232,23 @@ class Adapter:
         Raises a one-line `ModelError` for a target that is missing, is not an `nn.Linear`, or shares its weight.
         """
         targets = find_targets(model, spec.targets, spec.modules)
-        first = _initial(targets, spec.rank, torch.Generator().manual_seed(seed))
         self._scaling = spec.scaling
         self._weights = targets.full_weights()
-        self._merges: list[_Merge | _StackMerge] = []
-        if mode == "unmerged" and targets.linears:
+        self._merges: list[_Merge] = []
+        live = {name: stack.oriented for name, stack in targets.stacks.items()}
+        if mode == "merged":
+            live |= {name: layer.weight.detach() for name, layer in targets.linears.items()}
+        elif targets.linears:
             _inject(model, spec, targets)
-        for name, layer in targets.linears.items():
-            if mode == "merged":
-                weight = layer.weight.detach()
-                a, b = (drawn.to(weight.device, dtype or torch.float32) for drawn in first[name])
-                self._merges.append(_Merge(weight, weight.clone(), a, b))
+        for name, drawn in _initial(targets, spec.rank, torch.Generator().manual_seed(seed)):
+            if name in live:
+                a, b = (part.to(live[name].device, dtype or torch.float32) for part in drawn)
+                self._merges.append(_Merge(live[name], live[name].clone(), a, b))
             else:
                 wrapped = model.get_submodule(name)
                 a, b = (getattr(wrapped, side)[_ADAPTER].to(dtype).weight.detach() for side in ("lora_A", "lora_B"))
-                for part, drawn in zip((a, b), first[name], strict=True):
-                    part.copy_(drawn)
-            self._weights |= _named(name, a, b)
-        for name, stack in targets.stacks.items():
-            live = stack.oriented
-            a, b = (drawn.to(live.device, dtype or torch.float32) for drawn in first[name])
-            self._merges.append(_StackMerge(live, live.clone(), a, b))
+                a.copy_(drawn[0])
+                b.copy_(drawn[1])
             self._weights |= _named(name, a, b)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -307,62 +303,43 @@ def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class _Merge:
-    """One targeted weight: the live tensor, its original values, and the two matrices that change it."""
+    """One targeted weight: the live tensor, its original values, and the two matrices that change it.
 
-    live: torch.Tensor  # [out, in]
-    pristine: torch.Tensor  # [out, in]
-    a: torch.Tensor  # [rank, in]
-    b: torch.Tensor  # [out, rank]
+    The experts of a stack are merged many at once.
+    """
+
+    live: torch.Tensor  # [out, in], or [experts, out, in]
+    pristine: torch.Tensor
+    a: torch.Tensor  # [rank, in], or [experts * rank, in]
+    b: torch.Tensor  # [out, rank], or [out, rank * experts]
 
     def apply(self, scaling: float) -> None:
         wide = torch.promote_types(self.live.dtype, torch.float32)
         # The sign of the product is flipped twice: 0 * -scaling is -0, and adding -0 keeps an original -0 as it is.
         a, b = self.a.to(wide).neg(), self.b.to(wide)
-        for rows in _row_chunks(*self.live.shape):
-            torch.add(self.pristine[rows], b[rows] @ a, alpha=-scaling, out=self.live[rows])
-
-
-@dataclass(frozen=True, eq=False)
-class _StackMerge:
-    """The stacked experts of a layer, merged all at once like `_Merge`."""
-
-    live: torch.Tensor  # [experts, out, in]
-    pristine: torch.Tensor  # [experts, out, in]
-    a: torch.Tensor  # [experts * rank, in]
-    b: torch.Tensor  # [out, rank * experts]
-
-    def apply(self, scaling: float) -> None:
-        experts, rows, columns = self.live.shape
-        wide = torch.promote_types(self.live.dtype, torch.float32)
-        # In peft's A the expert index comes before the rank; in B it comes after the rank.
-        a = self.a.to(wide).neg().view(experts, -1, columns)
-        b = self.b.to(wide).view(rows, -1, experts).permute(2, 0, 1)
-        step = max(1, CHUNK // (rows * columns))
-        for start in range(0, experts, step):
+        stacked = self.live.ndim == 3
+        if stacked:
+            experts, rows, columns = self.live.shape
+            # In peft's A the expert index comes before the rank; in B it comes after the rank.
+            a, b = a.view(experts, -1, columns), b.view(rows, -1, experts).permute(2, 0, 1)
+        step = max(1, CHUNK // self.live[0].numel())
+        for start in range(0, len(self.live), step):
             part = slice(start, start + step)
-            torch.add(self.pristine[part], torch.bmm(b[part], a[part]), alpha=-scaling, out=self.live[part])
+            product = b[part] @ (a[part] if stacked else a)
+            torch.add(self.pristine[part], product, alpha=-scaling, out=self.live[part])
 
 
-def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
-    step = max(1, CHUNK // columns)
-    for start in range(0, rows, step):
-        yield slice(start, start + step)
-
-
-_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-
-
-def _initial(targets: Targets, rank: int, generator: torch.Generator) -> dict[str, _Pair]:
-    """Return A and B as peft initialises them.
+def _initial(
+    targets: Targets, rank: int, generator: torch.Generator
+) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Yield A and B of every adapted weight as peft initialises them.
 
     They are drawn on the CPU in float32, so that device and dtype do not change the draw.
     """
-    drawn = {}
     for name, (a_shape, b_shape) in targets.shapes(rank).items():
         a = torch.empty(a_shape, dtype=torch.float32)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
-        drawn[name] = (a, torch.zeros(b_shape, dtype=torch.float32))
-    return drawn
+        yield name, (a, torch.zeros(b_shape, dtype=torch.float32))
 
 
 def _named(name: str, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:

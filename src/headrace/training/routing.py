@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,7 +31,6 @@ from headrace.types import NO_EXPERT
 _TOPK = (torch.topk, torch.Tensor.topk)
 _WRAPPED = re.compile(r"\.(base_layer|original_module)(?=\.|$)")
 """The names under which peft puts a module that it adapts or trains in full."""
-Report = Callable[[torch.Tensor], None]
 
 _shapes: WeakKeyDictionary[Any, RoutingShape | None] = WeakKeyDictionary()
 
@@ -64,15 +62,13 @@ class Forced:
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
-        self._changed: dict[int, torch.Tensor] = {}
-
-    def tell(self, column: int, changed: torch.Tensor) -> None:
-        """Note which tokens [T] had another choice forced on them in one layer. A repeated pass counts once."""
-        self._changed[column] = changed
+        self.tokens: dict[int, torch.Tensor] = {}
+        """For each column of the record, which tokens [T] had another choice forced on them. A repeated pass counts
+        once."""
 
     def changed(self, places: torch.Tensor) -> torch.Tensor:
         """Return how many choices of the routers were changed, at these places of the pass, in all layers."""
-        return torch.stack([layer[places].sum() for layer in self._changed.values()]).sum()
+        return torch.stack([tokens[places].sum() for tokens in self.tokens.values()]).sum()
 
 
 @contextmanager
@@ -95,8 +91,7 @@ def forcing(
         for column, path in enumerate(experts_modules(model)):
             # The router and its choice are somewhere in the block that holds the experts.
             block = model.get_submodule(_WRAPPED.sub("", path).rpartition(".")[0])
-            told = partial(forced.tell, column)
-            stack.enter_context(_forced_block(block, record[:, column], shape.experts, told))
+            stack.enter_context(_forced_block(block, record[:, column], shape.experts, forced, column))
         yield forced
 
 
@@ -113,18 +108,22 @@ def _checked(shape: RoutingShape, routing: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _forced_block(block: torch.nn.Module, forced: torch.Tensor, experts: int, told: Report) -> Iterator[None]:
+def _forced_block(
+    block: torch.nn.Module, record: torch.Tensor, experts: int, forced: Forced, column: int
+) -> Iterator[None]:
     inner = block.forward
     patched = vars(block).get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # The block itself enters the mode, so that a pass repeated on another thread (checkpointing) is forced as well.
-        with _Choice(forced, experts, told) as choice:
+        with _Choice(record, experts) as choice:
             output = inner(*args, **kwargs)
-        if choice.made != 1:
+        if len(choice.changed) != 1:
+            made = len(choice.changed)
             raise ModelError(
-                f"{type(block).__name__} chose its experts by {choice.made} topk calls, not one: they cannot be forced"
+                f"{type(block).__name__} chose its experts by {made} topk calls, not one: they cannot be forced"
             )
+        [forced.tokens[column]] = choice.changed
         return output
 
     block.forward = forward
@@ -137,14 +136,13 @@ def _forced_block(block: torch.nn.Module, forced: torch.Tensor, experts: int, to
 
 
 class _Choice(TorchFunctionMode):
-    """The mode that answers the topk over all experts from the record, counts these calls, and reports the changes."""
+    """The mode that answers the topk over all experts from the record, and notes what each of these calls changed."""
 
-    def __init__(self, forced: torch.Tensor, experts: int, told: Report) -> None:
+    def __init__(self, forced: torch.Tensor, experts: int) -> None:
         super().__init__()
-        self.made = 0
+        self.changed: list[torch.Tensor] = []
         self._forced = forced
         self._experts = experts
-        self._told = told
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -164,11 +162,10 @@ class _Choice(TorchFunctionMode):
         if input.shape[0] != self._forced.shape[0]:
             raise ValueError(f"a pass of {input.shape[0]} tokens is forced by a record of {self._forced.shape[0]}")
         if over_experts:
-            self.made += 1
             own = torch.topk(input, k, dim, **kwargs).indices
             index = torch.where(self._forced >= 0, self._forced, own)
             # The choices are compared as sets, because the order in which a router names its experts means nothing.
-            self._told((own.sort(1).values != index.sort(1).values).any(1))
+            self.changed.append((own.sort(1).values != index.sort(1).values).any(1))
         else:
             index = torch.topk(self._with_forced_groups(input), k, dim, **kwargs).indices
         return torch.return_types.topk((input.gather(1, index), index))

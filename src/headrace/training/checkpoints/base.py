@@ -117,7 +117,7 @@ def is_sharded(checkpoint: Path) -> bool:
 
 def latest(directory: Path) -> Path | None:
     """Return the complete checkpoint with the most steps."""
-    return max(_complete(directory), key=_steps, default=None)
+    return next(reversed(_complete(directory)), None)
 
 
 def incomplete(directory: Path) -> list[str]:
@@ -125,10 +125,7 @@ def incomplete(directory: Path) -> list[str]:
 
     A run never leaves one: something else has damaged them.
     """
-    if not directory.is_dir():
-        return []
-    named = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(path.name for path in named if _record(path) is None)
+    return [path.name for path in _named(directory) if _record(path) is None]
 
 
 def delete_ahead(directory: Path, last_step: int) -> list[str]:
@@ -137,7 +134,7 @@ def delete_ahead(directory: Path, last_step: int) -> list[str]:
     Only the one writer of the directory may call this. A run that was killed may not have recorded its last steps, so
     nobody knows what such a checkpoint was trained on.
     """
-    ahead = [path for path in _complete(directory) if read_state(path).policy_steps > last_step]
+    ahead = [path for path, state in _complete(directory).items() if state.policy_steps > last_step]
     for checkpoint in ahead:
         _delete(checkpoint)
     return [path.name for path in ahead]
@@ -148,8 +145,7 @@ def by_name(directory: Path) -> dict[str, Path]:
 
     The short name works too (`step-42` for `step-00000042`).
     """
-    paths = sorted(_complete(directory), key=_steps)
-    return {name: path for path in paths for name in (f"step-{_steps(path)}", path.name)}
+    return {name: path for path in _complete(directory) for name in (f"step-{_steps(path)}", path.name)}
 
 
 def by_version(directory: Path) -> dict[int, Path]:
@@ -157,15 +153,13 @@ def by_version(directory: Path) -> dict[int, Path]:
 
     Unpublished ones are left out.
     """
-    paths = sorted(_complete(directory), key=_steps)
-    found = {record.state.version: path for path in paths if (record := _record(path)) is not None}
-    return {version: path for version, path in found.items() if version != NO_VERSION}
+    return {state.version: path for path, state in _complete(directory).items() if state.version != NO_VERSION}
 
 
 def prune(directory: Path, keep: int) -> list[Path]:
     """Delete all but the newest `keep` checkpoints, and what crashed writes left. Return the deleted checkpoints."""
     clean(directory)
-    old = sorted(_complete(directory), key=_steps)[:-keep]
+    old = list(_complete(directory))[:-keep]
     for checkpoint in old:
         _delete(checkpoint)
     return old
@@ -230,10 +224,14 @@ def base_of(checkpoint: Path) -> Path:
     return named
 
 
-def _complete(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        return []
-    return [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and _record(path) is not None]
+def _named(directory: Path) -> list[Path]:
+    found = directory.iterdir() if directory.is_dir() else ()
+    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_steps)
+
+
+def _complete(directory: Path) -> dict[Path, TrainerState]:
+    """Return the complete checkpoints with their states, oldest first."""
+    return {path: record.state for path in _named(directory) if (record := _record(path)) is not None}
 
 
 def _steps(checkpoint: Path) -> int:
