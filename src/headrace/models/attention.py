@@ -168,7 +168,7 @@ def _attention(
     if unknown:
         raise ModelError(f"{type(module).__name__} asks its attention for {', '.join(unknown)}: not supported")
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
-    settings = scale, window or 0, float(softcap or 0.0)
+    settings = scale, window, float(softcap) if softcap else None
     if (
         torch.compiler.is_compiling()
         and torch.is_grad_enabled()
@@ -179,29 +179,7 @@ def _attention(
         number = number_of(module, LAYER)
         assert number is not None, "a layer is compiled before `prepare_to_compile`"
         return _opaque(query, key, value, sinks, number, *settings), None
-    return _in_context(_call(query, key, value, sinks, int(getattr(module, LAYER)), *settings)), None
-
-
-def _call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    layer: int,
-    scaling: float,
-    window: int,
-    softcap: float,
-) -> AttentionCall:
-    return AttentionCall(
-        layer=layer,
-        query=query,
-        key=key,
-        value=value,
-        scaling=scaling,
-        window=window or None,
-        softcap=softcap or None,
-        sinks=sinks,
-    )
+    return _in_context(AttentionCall(int(getattr(module, LAYER)), query, key, value, *settings, sinks)), None
 
 
 def _in_context(call: AttentionCall) -> torch.Tensor:
@@ -218,10 +196,10 @@ def _opaque(
     sinks: torch.Tensor | None,
     layer: torch.Tensor,
     scaling: float,
-    window: int,
-    softcap: float,
+    window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
-    return _in_context(_call(query, key, value, sinks, int(layer), scaling, window, softcap))
+    return _in_context(AttentionCall(int(layer), query, key, value, scaling, window, softcap, sinks))
 
 
 @_opaque.register_fake
@@ -240,12 +218,13 @@ def _trained(
     value: torch.Tensor,
     sinks: torch.Tensor | None,
     scaling: float,
-    window: int,
-    softcap: float,
+    window: int | None,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output, the log-sum-exps, and the number of the context, which the backward pass needs."""
     context = cast(TrainedContext, current_context())
-    output, lse = context.attend_saving(_call(query, key, value, sinks, ANY_LAYER, scaling, window, softcap))
+    call = AttentionCall(ANY_LAYER, query, key, value, scaling, window, softcap, sinks)
+    output, lse = context.attend_saving(call)
     return output.contiguous(), lse.contiguous(), torch.tensor(context.ticket)
 
 
@@ -269,13 +248,13 @@ def _trained_backward(
     ticket: torch.Tensor,
     gradient: torch.Tensor,
     scaling: float,
-    window: int,
-    softcap: float,
+    window: int | None,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     context = _kept.get(int(ticket))
     if context is None:
         raise RuntimeError("the attention context of a row was dropped before its backward pass")
-    call = _call(query, key, value, sinks, ANY_LAYER, scaling, window, softcap)
+    call = AttentionCall(ANY_LAYER, query, key, value, scaling, window, softcap, sinks)
     *found, of_sinks = context.attend_backward(call, output, lse, gradient)
     dq, dk, dv = (part.contiguous() for part in found)
     return dq, dk, dv, query.new_empty(0) if of_sinks is None else of_sinks

@@ -15,8 +15,6 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from headrace.errors import ModelError
-
 SMALLEST = 1 << 18
 """Products with fewer weights than this are not packed, because the fixed cost of a packed call outweighs the gain."""
 
@@ -37,15 +35,11 @@ class PackedLinears:
 
     def __init__(self, model: nn.Module) -> None:
         """Pack the layers. `model` must be in float32 on a CPU (see `can_pack`)."""
-        if not can_pack(model):
-            raise ModelError("weights are packed for float32 models on a CPU only")
         self._products = [
             _Product(linears)
             for linears in _groups(model)
             if sum(member.weight.numel() for member in linears) >= SMALLEST
         ]
-        for product in self._products:
-            product.install()
 
     def __len__(self) -> int:
         """Return how many products are packed. Several layers may share one product."""
@@ -119,16 +113,12 @@ class _Product:
         self._parts: list[torch.Tensor | None] = []
         self._left = 0
         self._call: Any = torch.ops.mkldnn._linear_pointwise.default
-
-    def install(self) -> None:
-        """Pack the weights, and replace the layers' forward."""
-        self.pack()
+        self._pack()
         for index, member in enumerate(self._linears):
             member.forward = self._forward_of(index)  # type: ignore[method-assign]
 
     @torch.no_grad()
-    def pack(self) -> None:
-        """Lay out the live weights again."""
+    def _pack(self) -> None:
         # The counters are read before the copy: after a concurrent write they are outdated, and the next call packs
         # again.
         self._versions = [p._version for p in self._parameters]
@@ -160,7 +150,7 @@ class _Product:
             return part
         for parameter, version in zip(self._parameters, self._versions, strict=True):
             if parameter._version != version:
-                self.pack()
+                self._pack()
                 break
         product: torch.Tensor = self._call(source, self._weight, self._bias, "none", [], "")
         if len(self._sizes) == 1:

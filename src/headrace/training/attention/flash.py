@@ -44,18 +44,7 @@ class Kernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output, and the log-sum-exp of every query's scores."""
         output, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            ranges.queries,
-            ranges.keys,
-            ranges.longest_query,
-            ranges.longest_key,
-            0.0,
-            ranges.causal,
-            False,
-            scale=scale,
-            **_sides(window),
+            q, k, v, *ranges[:4], 0.0, ranges.causal, False, **_options(scale, window)
         )
         return output, lse
 
@@ -75,29 +64,14 @@ class Kernels:
         # The kernel wants the random state of dropout, but there is no dropout.
         state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
-            gradient,
-            q,
-            k,
-            v,
-            output,
-            lse,
-            ranges.queries,
-            ranges.keys,
-            ranges.longest_query,
-            ranges.longest_key,
-            0.0,
-            ranges.causal,
-            state,
-            unused,
-            scale=scale,
-            **_sides(window),
+            gradient, q, k, v, output, lse, *ranges[:4], 0.0, ranges.causal, state, unused, **_options(scale, window)
         )
         return found
 
 
-def _sides(window: int | None) -> dict[str, int]:
+def _options(scale: float, window: int | None) -> dict[str, float]:
     # The kernels do not count the query's own token as part of the window.
-    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    return {"scale": scale} | ({} if window is None else {"window_size_left": window - 1, "window_size_right": 0})
 
 
 class RowRanges:

@@ -11,7 +11,7 @@ needs no autograd, so it can run inside an operation that a compiler does not lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -167,47 +167,35 @@ class PackedAttention:
 
 def _blocks(segments: tuple[Segment, ...]) -> Iterator[_Block]:
     """Cut a row into blocks: whole families if they are short, else the prefix and runs of its continuations."""
-    taken: list[int] = []
-    size = 0
-    for family in _families(segments):
-        total = sum(segments[i].length for i in family)
-        if taken and size + total > JOINED_TOKENS:
-            yield _Block(tuple(taken), None)
-            taken, size = [], 0
-        if total <= JOINED_TOKENS:
-            taken += family
-            size += total
-        else:
-            yield from _split_family(segments, family)
-    if taken:
-        yield _Block(tuple(taken), None)
-
-
-def _families(segments: tuple[Segment, ...]) -> Iterator[list[int]]:
-    """Yield groups of segments that depend on each other: one segment alone, or a prefix with all its continuations."""
-    family: list[int] = []
+    families: list[list[int]] = []
     for i, segment in enumerate(segments):
-        if family and segment.prefix is None:
-            yield family
-            family = []
-        family.append(i)
-    yield family
+        if segment.prefix is None:
+            families.append([])
+        families[-1].append(i)
+    sizes = [sum(segments[i].length for i in family) for family in families]
+    for run in _runs(sizes):
+        members = [i for number in run for i in families[number]]
+        if sum(sizes[number] for number in run) <= JOINED_TOKENS:
+            yield _Block(tuple(members), None)
+            continue
+        prefix, *rest = members
+        yield _Block((prefix,), None)
+        for part in _runs([segments[i].length for i in rest]):
+            yield _Block(tuple(rest[number] for number in part), prefix)
 
 
-def _split_family(segments: tuple[Segment, ...], family: list[int]) -> Iterator[_Block]:
-    prefix, *rest = family
-    yield _Block((prefix,), None)
+def _runs(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the indices of runs of at most `JOINED_TOKENS` each. A larger size gets a run of its own."""
     taken: list[int] = []
-    size = 0
-    for i in rest:
-        length = segments[i].length
-        if size and length and size + length > JOINED_TOKENS:
-            yield _Block(tuple(taken), prefix)
-            taken, size = [], 0
+    total = 0
+    for i, size in enumerate(sizes):
+        if total and size and total + size > JOINED_TOKENS:
+            yield taken
+            taken, total = [], 0
         taken.append(i)
-        size += length
-    if size:
-        yield _Block(tuple(taken), prefix)
+        total += size
+    if total:
+        yield taken
 
 
 def _attend(
