@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headrace.models.attention import ATTENTION, attending
-from headrace.training.attention.packed import PackedAttention
+from headrace.training.attention import PackedAttention
 from headrace.training.head.logprobs import read_row
 from headrace.training.rows.packing import plan_scoring
 

@@ -20,8 +20,7 @@ from headrace.models.attention import AttentionCall
 from headrace.models.loading import load_model
 from headrace.models.rounding import FourBitLinear, round_weights
 from headrace.training import trainer as trainer_module
-from headrace.training.attention.flash import Kernels
-from headrace.training.attention.packed import PackedAttention
+from headrace.training.attention import Kernels, PackedAttention
 from headrace.training.building import prepare_model
 from headrace.training.head.logits import PLAIN, Reading, compiled_arithmetic, read_head
 from headrace.training.head.logprobs import read_row

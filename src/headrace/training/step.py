@@ -16,7 +16,7 @@ import torch
 
 from headrace.algorithms.losses.base import Loss, TokenInputs
 from headrace.observe.spans import SpanRecorder
-from headrace.training.attention.packed import PackedAttention
+from headrace.training.attention import PackedAttention
 from headrace.training.devices import input_device, upload
 from headrace.training.half import HalfWeights
 from headrace.training.head.logprobs import EntropyOf, read_row

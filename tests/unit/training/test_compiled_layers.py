@@ -12,7 +12,7 @@ from random_models import model_dir, random_batch
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.models.attention import AttentionCall, attending
 from headrace.models.loading import load_model
-from headrace.training.attention.packed import PackedAttention
+from headrace.training.attention import PackedAttention
 from headrace.training.building import prepare_model
 from headrace.training.layers import compile_model, compiled_layers, decoder_layers
 from headrace.training.rows.packing import plan

@@ -12,7 +12,7 @@ from reference_loop import batch_loss, sequence_logprobs
 from headrace.algorithms.losses.base import LOSSES, build_loss
 from headrace.config.declared import needs
 from headrace.config.schema import AlgorithmConfig
-from headrace.training.attention import packed as attention
+from headrace.training import attention
 from headrace.training.head import logprobs
 from headrace.training.policies import FrozenPolicy
 from headrace.training.rows.packing import plan, plan_scoring

@@ -21,7 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from headrace.models.attention import attending
-from headrace.training.attention.packed import PackedAttention
+from headrace.training.attention import PackedAttention
 from headrace.training.devices import input_device, upload
 from headrace.training.head.logits import PLAIN, Arithmetic, Reading, WideHead, compiled_arithmetic, read_head
 from headrace.training.layers import compiled_layers

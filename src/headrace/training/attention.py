@@ -1,31 +1,198 @@
 """Attention within packed rows: a token sees its own sequence up to itself, shared prefix included, and nothing else.
 
 The keys and values of a prefix are computed once, and receive the gradients of every sequence that reads them. The
-blocks of a row and their masks are planned once for a row, not in every layer. On a GPU in 16 bits, variable-length
-kernels compute the attention (see `flash`).
+blocks of a row and their masks are planned once for a row, not in every layer.
 
-The blocks here are the exact path for everything else: capped scores, sinks, windows that end within a shared prefix,
-and other dtypes. They compute attention by its definition, so they are the reference for every kernel. Their gradient
-needs no autograd, so it can run inside an operation that a compiler does not look into.
+On a GPU in 16 bits, variable-length kernels compute the attention, exactly and without a mask. Every segment attends to
+itself causally. A segment that continues a shared prefix also attends to the whole prefix, in a second call. The two
+results are joined by their log-sum-exps. The backward pass of a kernel needs only the joined output and the joined
+log-sum-exp to compute its share of the gradients, so the shares add up to the whole gradient.
+
+Blocks are the exact path for everything else: capped scores, sinks, windows that end within a shared prefix, and other
+dtypes. They compute attention by its definition, so they are the reference for every kernel. Their gradient needs no
+autograd, so it can run inside an operation that a compiler does not look into.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from headrace.models.attention import AttentionCall, keep_for_backward
-from headrace.training.attention.flash import FlashAttention, Kernels, RowAttention, RowRanges
+from headrace.models.head import HALF
 from headrace.training.devices import upload
 from headrace.training.rows.base import MicroBatch, Segment
 
+LARGEST_HEAD = 256
 JOINED_TOKENS = 64
 """Short segments are attended in one call, up to this many tokens. The limit trades the overhead of a call against
 scores that are computed and masked."""
+
+
+class Ranges(NamedTuple):
+    """The ranges of queries and keys that see each other: range i of the queries sees range i of the keys."""
+
+    queries: torch.Tensor  # int32 [n + 1], the start of each range, and the end of the last
+    keys: torch.Tensor
+    longest_query: int
+    longest_key: int
+    causal: bool
+
+
+class Kernels:
+    """The CUDA kernels of torch. Queries are [T, H, D], keys and values [T', K, D], log-sum-exps [H, T]."""
+
+    def take(self, query: torch.Tensor, value: torch.Tensor) -> bool:
+        """Return whether the kernels can compute on tensors like these."""
+        size = query.shape[-1]
+        fits = size == value.shape[-1] and size % 8 == 0 and size <= LARGEST_HEAD
+        return fits and query.is_cuda and query.dtype in HALF
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: Ranges, scale: float, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output, and the log-sum-exp of every query's scores."""
+        output, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *ranges[:4], 0.0, ranges.causal, False, **_options(scale, window)
+        )
+        return output, lse
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+        ranges: Ranges,
+        scale: float,
+        window: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of queries, keys and values."""
+        # The kernel wants the random state of dropout, but there is no dropout.
+        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
+            gradient, q, k, v, output, lse, *ranges[:4], 0.0, ranges.causal, state, unused, **_options(scale, window)
+        )
+        return found
+
+
+def _options(scale: float, window: int | None) -> dict[str, float]:
+    # The kernels do not count the query's own token as part of the window.
+    return {"scale": scale} | ({} if window is None else {"window_size_left": window - 1, "window_size_right": 0})
+
+
+class RowRanges:
+    """The ranges of one row, planned once for all layers."""
+
+    def __init__(self, row: MicroBatch, device: torch.device) -> None:
+        own = [s.length for s in row.segments if s.length]
+        self.own = _ranges(own, own, device, causal=True)
+        self.longest = int(row.position_ids.max()) + 1
+        """The length of the longest sequence, its prefix included."""
+        families: dict[int, list[int]] = {}
+        for i, segment in enumerate(row.segments):
+            if segment.prefix is not None and segment.length:
+                families.setdefault(segment.prefix, []).append(i)
+        self.shared: Ranges | None = None
+        if families:
+            prefixes = [row.segments[prefix] for prefix in families]
+            # The segments that continue a prefix are contiguous.
+            spans = [(row.segments[members[0]].start, row.segments[members[-1]].end) for members in families.values()]
+            self.continuing = _places(spans, device)
+            self.prefixes = _places([(p.start, p.end) for p in prefixes], device)
+            self.shared = _ranges([b - a for a, b in spans], [p.length for p in prefixes], device, causal=False)
+
+    def takes(self, window: int | None) -> bool:
+        """Return whether the kernels can use this window. They cannot if the window may end within a shared prefix."""
+        return window is None or self.shared is None or window >= self.longest
+
+
+def _ranges(queries: Sequence[int], keys: Sequence[int], device: torch.device, *, causal: bool) -> Ranges:
+    def borders(lengths: Sequence[int]) -> torch.Tensor:
+        return upload(np.cumsum([0, *lengths], dtype=np.int32), device)
+
+    return Ranges(borders(queries), borders(keys), max(queries), max(keys), causal)
+
+
+def _places(spans: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    return upload(np.concatenate([np.arange(start, end) for start, end in spans]), device)
+
+
+class RowAttention(NamedTuple):
+    """The attention of one layer over one row."""
+
+    row: RowRanges
+    kernels: Kernels
+    scale: float
+    window: int | None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output [T, H, D] and the log-sum-exps [H, T]."""
+        row = self.row
+        output, lse = self.kernels.forward(q, k, v, row.own, self.scale, self._own_window)
+        if row.shared is None:
+            return output, lse
+        at, before = row.continuing, row.prefixes
+        other, other_lse = self.kernels.forward(q[at], k[before], v[before], row.shared, self.scale, None)
+        own_lse = lse[:, at]
+        joined = torch.logaddexp(own_lse, other_lse)
+
+        def share(part: torch.Tensor, part_lse: torch.Tensor) -> torch.Tensor:
+            return part * (part_lse - joined).exp().t()[..., None]
+
+        output.index_copy_(0, at, (share(output[at], own_lse) + share(other, other_lse)).to(output.dtype))
+        lse.index_copy_(1, at, joined)
+        return output, lse
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of the output of `forward` with respect to q, k and v."""
+        row = self.row
+        dq, dk, dv = self.kernels.backward(gradient, q, k, v, output, lse, row.own, self.scale, self._own_window)
+        if row.shared is not None:
+            at, before = row.continuing, row.prefixes
+            joined = output[at], lse[:, at].contiguous()
+            more = self.kernels.backward(
+                gradient[at], q[at], k[before], v[before], *joined, row.shared, self.scale, None
+            )
+            for whole, part, places in zip((dq, dk, dv), more, (at, before, before), strict=True):
+                whole.index_add_(0, places, part)
+        return dq, dk, dv
+
+    @property
+    def _own_window(self) -> int | None:
+        return None if self.window is None or self.window >= self.row.longest else self.window
+
+
+class FlashAttention(torch.autograd.Function):
+    """The operation of `RowAttention` for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: RowAttention) -> torch.Tensor:
+        """Return the output, [T, H, D]."""
+        output, lse = attention.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, output, lse)
+        ctx.attention = attention
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of q, k and v."""
+        return (*ctx.attention.backward(gradient.contiguous(), *ctx.saved_tensors), None)
 
 
 @dataclass(frozen=True)
@@ -62,7 +229,8 @@ class PackedAttention:
         """Return the attention output, [1, T, H, Dv]."""
         flash = self._flash(call)
         if flash is None:
-            return self._attend_blocks(call)
+            blocks = [_attend(*inputs, call).transpose(1, 2) for _, inputs in self._cut(call)]
+            return torch.cat(blocks, dim=1)
         output: torch.Tensor = FlashAttention.apply(*_flat(call), flash)  # type: ignore[no-untyped-call]
         return output[None]
 
@@ -73,8 +241,8 @@ class PackedAttention:
             output, lse = flash.forward(*_flat(call))
             return output[None], lse
         outputs, sums = [], []
-        for _, mask, query, key, value in self._cut(call):
-            output, lse = attend_block(query, key, value, mask, call)
+        for _, inputs in self._cut(call):
+            output, lse = _attend_block(*inputs, call)
             outputs.append(output.transpose(1, 2))
             sums.append(lse)
         return torch.cat(outputs, dim=1), torch.cat(sums, dim=1)
@@ -90,19 +258,19 @@ class PackedAttention:
         grads = [torch.zeros_like(x, dtype=lse.dtype) for x in (call.query, call.key, call.value)]
         sinks = None if call.sinks is None else torch.zeros_like(call.sinks, dtype=lse.dtype)
         start = 0
-        for (block, mask, query, key, value), length in zip(self._cut(call), self._lengths, strict=True):
+        for (block, inputs), length in zip(self._cut(call), self._lengths, strict=True):
             mine = slice(start, start + length)
             of_output = gradient[:, mine].transpose(1, 2)
-            found = attend_block_backward(query, key, value, mask, call, lse[:, mine], of_output)
-            grads[0][:, :, mine] += found.query
+            of_query, *found, of_sinks = _attend_block_backward(*inputs, call, lse[:, mine], of_output)
+            grads[0][:, :, mine] += of_query
             prefix = 0 if block.prefix is None else self._segments[block.prefix].length
-            for grad, part in zip(grads[1:], (found.key, found.value), strict=True):
+            for grad, part in zip(grads[1:], found, strict=True):
                 grad[:, :, mine] += part[:, :, prefix:]
                 if block.prefix is not None:
                     before = self._segments[block.prefix]
                     grad[:, :, before.start : before.end] += part[:, :, :prefix]
-            if sinks is not None and found.sinks is not None:
-                sinks += found.sinks
+            if sinks is not None:
+                sinks += of_sinks
             start += length
         dq, dk, dv = (grad.to(call.query.dtype).transpose(1, 2) for grad in grads)
         return dq, dk, dv, None if sinks is None or call.sinks is None else sinks.to(call.sinks.dtype)
@@ -117,16 +285,10 @@ class PackedAttention:
             return None
         return RowAttention(self._ranges, self._kernels, call.scaling, call.window)
 
-    def _attend_blocks(self, call: AttentionCall) -> torch.Tensor:
-        outputs = [
-            _attend(query, key, value, mask, call).transpose(1, 2) for _, mask, query, key, value in self._cut(call)
-        ]
-        return torch.cat(outputs, dim=1)
-
     def _cut(
         self, call: AttentionCall
-    ) -> Iterator[tuple[_Block, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yield each block with its mask, queries, keys and values. The keys and values of its prefix come first."""
+    ) -> Iterator[tuple[_Block, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]]:
+        """Yield each block with its queries, keys, values and mask. The keys and values of its prefix come first."""
         queries = torch.split(call.query, self._lengths, dim=2)
         keys = torch.split(call.key, self._lengths, dim=2)
         values = torch.split(call.value, self._lengths, dim=2)
@@ -136,7 +298,7 @@ class PackedAttention:
                 parent = self._block_of[block.prefix]
                 key = torch.cat([keys[parent], key], dim=2)
                 value = torch.cat([values[parent], value], dim=2)
-            yield block, self._mask(block, call.window, call.query.device), queries[i], key, value
+            yield block, (queries[i], key, value, self._mask(block, call.window, call.query.device))
 
     def _mask(self, block: _Block, window: int | None, device: torch.device) -> torch.Tensor | None:
         """Return which keys each query sees, [queries, keys]. None means plain causal attention."""
@@ -212,7 +374,7 @@ def _attend(
             scale=call.scaling,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-    return attend_block(query, key, value, mask, call)[0]
+    return _attend_block(query, key, value, mask, call)[0]
 
 
 def _flat(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -225,16 +387,7 @@ def _dense(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-class BlockGradients(NamedTuple):
-    """The gradients of one block: query [1, H, n, D], key [1, K, m, D], value [1, K, m, Dv], sinks [H]."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    sinks: torch.Tensor | None
-
-
-def attend_block(
+def _attend_block(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, call: AttentionCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute [1, H, n, D] x [1, K, m, D] -> the output [1, H, n, Dv] and the log-sum-exp of its scores [H, n]."""
@@ -243,13 +396,13 @@ def attend_block(
     lse = scores.logsumexp(dim=-1)
     if call.sinks is not None:
         # A sink takes its share of the attention and contributes nothing to the output.
-        lse = torch.logaddexp(lse, _by_group(call.sinks, key, lse.dtype))
+        lse = torch.logaddexp(lse, call.sinks.to(lse.dtype).reshape(1, key.shape[1], -1, 1))
     probabilities = (scores - lse[..., None]).exp()
     output = torch.matmul(probabilities.to(value.dtype), value.unsqueeze(2))
     return output.reshape(1, heads, n, -1), lse.reshape(heads, n)
 
 
-def attend_block_backward(
+def _attend_block_backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -257,10 +410,10 @@ def attend_block_backward(
     call: AttentionCall,
     lse: torch.Tensor,
     gradient: torch.Tensor,
-) -> BlockGradients:
-    """Return the gradients of the inputs, given the gradient of the output, [1, H, n, Dv].
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of query, key, value and sinks, in the dtype of `lse`, given that of the output.
 
-    They have the dtype of `lse`.
+    Without sinks, the last gradient is empty.
     """
     kv_heads, precise = key.shape[1], lse.dtype
     scores, slope = _scores(query, key, mask, call)
@@ -275,12 +428,14 @@ def attend_block_backward(
     if slope is not None:
         of_scores = of_scores * slope
     of_scores = of_scores * call.scaling
-    return BlockGradients(
-        query=torch.matmul(of_scores, key.to(precise).unsqueeze(2)).reshape(query.shape),
-        key=torch.matmul(of_scores.transpose(-1, -2), grouped).sum(dim=2),
-        value=torch.matmul(probabilities.transpose(-1, -2), of_output).sum(dim=2),
-        sinks=None if call.sinks is None else _of_sinks(call.sinks, key, sums, common),
-    )
+    of_query = torch.matmul(of_scores, key.to(precise).unsqueeze(2)).reshape(query.shape)
+    of_key = torch.matmul(of_scores.transpose(-1, -2), grouped).sum(dim=2)
+    of_value = torch.matmul(probabilities.transpose(-1, -2), of_output).sum(dim=2)
+    if call.sinks is None:
+        return of_query, of_key, of_value, lse.new_empty(0)
+    # The value of a sink is zero: a sink only takes attention from the other tokens.
+    share = (call.sinks.to(precise).reshape(1, kv_heads, -1, 1, 1) - sums).exp()
+    return of_query, of_key, of_value, -(share * common).sum(dim=(-1, -2)).reshape(-1)
 
 
 def _scores(
@@ -301,16 +456,3 @@ def _scores(
 def _grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Reshape [1, H, ...] to [1, K, H / K, ...]."""
     return x.reshape(1, kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
-
-
-def _by_group(sinks: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return sinks.to(dtype).reshape(1, key.shape[1], -1, 1)
-
-
-def _of_sinks(sinks: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, common: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the sinks.
-
-    The value of a sink is zero: a sink only takes attention from the other tokens.
-    """
-    share = (_by_group(sinks, key, lse.dtype)[..., None] - lse).exp()
-    return -(share * common).sum(dim=(-1, -2)).reshape(-1)
