@@ -22,14 +22,12 @@ from headrace.models.rounding import FourBitLinear, round_weights
 from headrace.training import trainer as trainer_module
 from headrace.training.attention import Kernels, PackedAttention
 from headrace.training.building import prepare_model
-from headrace.training.head.logits import PLAIN, Reading, compiled_arithmetic, read_head
-from headrace.training.head.logprobs import read_row
 from headrace.training.layers import compiled_layers
+from headrace.training.logprobs import PLAIN, Reading, compiled_arithmetic, read_head, read_row
 from headrace.training.lora import TrainedAdapter
 from headrace.training.rows.base import MicroBatch
 from headrace.training.rows.packing import plan
-from headrace.training.step import accumulate
-from headrace.training.trainer import Trainer
+from headrace.training.trainer import Trainer, accumulate
 from headrace.types import Kept
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

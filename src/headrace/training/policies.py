@@ -15,7 +15,7 @@ import torch
 
 from headrace.config.declared import Needs
 from headrace.errors import UserError
-from headrace.training.head.logprobs import row_logprobs
+from headrace.training.logprobs import read_row
 from headrace.training.ranks.sharding import bring_to_rest
 from headrace.training.routing import following
 from headrace.training.rows.base import MicroBatch
@@ -90,7 +90,7 @@ class FrozenPolicy:
     def _row(self, row: MicroBatch, batch: Batch) -> torch.Tensor:
         kept = None if batch.kept is None else batch.kept.at(row.sources)
         with following(self._model, row) if self._follows else nullcontext():
-            return row_logprobs(self._model, row, temperature=batch.temperature, kept=kept)
+            return read_row(self._model, row, temperature=batch.temperature, kept=kept).logprobs
 
 
 class Policies:
