@@ -29,8 +29,7 @@ from headrace.training.checkpoints.base import BASES, keep_base
 from headrace.training.devices import choose_device, engine_device, input_device
 from headrace.training.layers import compile_model, decoder_layers, recompute_layers
 from headrace.training.lora import TrainedAdapter
-from headrace.training.ranks.base import Ranks
-from headrace.training.ranks.sharding import shard_model
+from headrace.training.ranks import Ranks, shard_model
 from headrace.training.trainer import Trainer
 
 

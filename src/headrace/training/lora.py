@@ -21,7 +21,7 @@ from headrace.config.schema import LoraConfig
 from headrace.errors import ModelError, UserError
 from headrace.models.lora import Targets, adapter_weights, find_targets
 from headrace.training.devices import input_device, on_host
-from headrace.training.ranks.sharding import copy_own_part, reshard, whole_tensor
+from headrace.training.ranks import copy_own_part, reshard, whole_tensor
 
 ADAPTER_FILE = "adapter_model.safetensors"
 

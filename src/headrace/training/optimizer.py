@@ -12,7 +12,8 @@ group.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -22,8 +23,7 @@ from headrace.config.schema import TrainingConfig
 from headrace.delivery.shards import held_region
 from headrace.errors import UserError
 from headrace.training.devices import upload
-from headrace.training.ranks.base import Ranks
-from headrace.training.ranks.sharding import copies, global_norm, local_part, local_tensor, on_whole_matrices
+from headrace.training.ranks import Ranks, copies, global_norm, local_part, local_tensor, on_whole_matrices
 
 Schedule = Literal["constant", "cosine", "linear"]
 CLIP_EPSILON = 1e-6
@@ -394,3 +394,56 @@ def _strides(shape: Sequence[int]) -> list[int]:
         strides.append(max(1, min(size, left)))
         left //= strides[-1]
     return strides
+
+
+class HalfWeights:
+    """Two copies of a model's weights: a 16-bit copy that the passes read, and masters that the optimizer updates.
+
+    Making this object changes the model's parameters to `dtype` in place. Call `collect` after each pass, and `refresh`
+    after each optimizer step. Then the gradients of all passes are added up in the dtype of the masters, and between
+    two steps the 16-bit copy always equals the rounded masters. The masters keep the memory of the model's original
+    weights, so code that holds those tensors sees every step.
+    """
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.masters: dict[str, torch.nn.Parameter] = {}
+        """The master weights of the trainable parameters, by name. The optimizer updates these."""
+        self._copies: dict[str, torch.nn.Parameter] = {}
+        for name, parameter in model.named_parameters():
+            whole = parameter.data
+            parameter.data = whole.to(dtype)
+            if parameter.requires_grad:
+                self.masters[name] = torch.nn.Parameter(whole)
+                self._copies[name] = parameter
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the gradients of the last pass to those of the masters, and drop them from the 16-bit copy."""
+        for name, copy in self._copies.items():
+            if copy.grad is None:
+                continue
+            master = self.masters[name]
+            if master.grad is None:
+                master.grad = copy.grad.to(master.dtype)
+            else:
+                master.grad.add_(copy.grad)
+            copy.grad = None
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round the masters into the 16-bit copy."""
+        if self._copies:
+            copies: list[torch.Tensor] = list(self._copies.values())
+            torch._foreach_copy_(copies, [self.masters[name].data for name in self._copies])
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Make the model's trainable parameters the masters inside this context: for saving, not for computing."""
+        held = {name: copy.data for name, copy in self._copies.items()}
+        for name, copy in self._copies.items():
+            copy.data = self.masters[name].data
+        try:
+            yield
+        finally:
+            for name, copy in self._copies.items():
+                copy.data = held[name]

@@ -35,7 +35,7 @@ from headrace.models.rounding import rounded
 from headrace.training.building import build_trainer, make_publisher
 from headrace.training.checkpoints.base import delete_ahead, incomplete, latest, prune, read_state
 from headrace.training.devices import engine_device
-from headrace.training.ranks.base import Ranks, join
+from headrace.training.ranks import Ranks, join
 from headrace.training.remote import (
     RENDEZVOUS,
     Acknowledged,
@@ -56,18 +56,14 @@ UNWRITABLE = (OSError, SafetensorError)
 """The exceptions that writing a checkpoint raises if the disk refuses."""
 
 
-def serve(link: WorkerLink, config: Config, last_step: int | None = None) -> None:
-    """Load the model or the newest checkpoint, and train until told to stop.
-
-    If `last_step` is given, checkpoints with more policy steps than that are deleted first.
-    """
-    TrainerRole(link, config, last_step).run()
-
-
 class TrainerRole:
     """A trainer with its publisher and the queue of requests from the controller."""
 
     def __init__(self, link: WorkerLink, config: Config, last_step: int | None = None) -> None:
+        """Load the model or the newest checkpoint.
+
+        If `last_step` is given, checkpoints with more policy steps than that are deleted first.
+        """
         link.phase = "loading"
         self.link = link
         self.config = config
@@ -79,22 +75,15 @@ class TrainerRole:
                 # This comes before the ranks meet, so that all of them find the same newest checkpoint.
                 delete_ahead(self.checkpoints, last_step)
             built = build_trainer(config, self.checkpoints, link.spans, lambda device: join_ranks(link, config, device))
-            self.trainer, self.ranks, self.base_digest = built.trainer, built.ranks, built.base_digest
-            device = self.device = built.device
+            self.trainer, self.ranks, self.device = built.trainer, built.ranks, built.device
             self.incomplete = incomplete(self.checkpoints)
             self.resumed_from = latest(self.checkpoints)
             if self.resumed_from is not None:
                 self.trainer.load(self.resumed_from)
-        self.publisher = make_publisher(
-            link,
-            config,
-            self.ranks,
-            self.trainer.model.config.vocab_size,
-            self.base_digest,
-            device=device,
-        )
-        self.choice = choose(config.delivery, trainer=device, engines=engine_device(config))
-        shared = device == "cuda" and self.ranks is None and engine_device(config) == "cuda"
+        vocabulary = self.trainer.model.config.vocab_size
+        self.publisher = make_publisher(link, config, self.ranks, vocabulary, built.base_digest, device=self.device)
+        self.choice = choose(config.delivery, trainer=self.device, engines=engine_device(config))
+        shared = self.device == "cuda" and self.ranks is None and engine_device(config) == "cuda"
         self.turns = TrainerTurns(link.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
         link.phase = "compiling"
         with link.spans.span("compile"):
@@ -128,7 +117,8 @@ class TrainerRole:
         finally:
             self.link.phase = "stopping"
             self.publisher.close()
-            self._close_trainer()
+            with self._writing():
+                self.trainer.close()
             if self.turns is not None:
                 self.turns.close()
         # Ranks leave together only after a normal end: a rank that failed must report its error without waiting for
@@ -203,11 +193,8 @@ class TrainerRole:
 
     def _save(self, version: int, tell: Callable[[Saved], None]) -> None:
         self.link.phase = "saving"
-        with self.link.spans.span("checkpoint"):
-            try:
-                future = self.trainer.begin_save(self.checkpoints, version=version, source=Path(self.config.model.path))
-            except UNWRITABLE as error:
-                raise self._unwritable(error) from error
+        with self.link.spans.span("checkpoint"), self._writing():
+            future = self.trainer.begin_save(self.checkpoints, version=version, source=Path(self.config.model.path))
 
         def announce(path: Path) -> None:
             try:
@@ -220,9 +207,10 @@ class TrainerRole:
         self.saving = future
         self._when_done(future, announce, self._unwritable)
 
-    def _close_trainer(self) -> None:
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            self.trainer.close()
+            yield
         except UNWRITABLE as error:
             raise self._unwritable(error) from error
 

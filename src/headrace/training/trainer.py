@@ -34,14 +34,12 @@ from headrace.training.base import StepReport
 from headrace.training.checkpoints.base import TrainerState, read_state
 from headrace.training.checkpoints.saving import Saver
 from headrace.training.devices import compute_dtype, input_device, upload
-from headrace.training.half import HalfWeights
 from headrace.training.layers import compiled_layers, uncompiled, warm_up_batches
 from headrace.training.logprobs import EntropyOf, read_row
 from headrace.training.lora import TrainedAdapter
-from headrace.training.optimizer import Optimizer, learning_rate
+from headrace.training.optimizer import HalfWeights, Optimizer, learning_rate
 from headrace.training.policies import FrozenPolicy, Policies
-from headrace.training.ranks.base import Ranks
-from headrace.training.ranks.sharding import reduce_gradients, reshard
+from headrace.training.ranks import Ranks, reduce_gradients, reshard
 from headrace.training.routing import following
 from headrace.training.rows.base import MicroBatch
 from headrace.training.rows.packing import JOIN_COST, passes, plan, plan_scoring

@@ -102,6 +102,6 @@ def test_a_context_that_is_gone_is_said():
     row = plan(random_batch(3), micro_batch_tokens=10_000, share_prefixes=True)[0]
     tensors = [torch.randn(1, h, len(row), 8, requires_grad=True) for h in (4, 2, 2)]
     with attending(PackedAttention(row)):
-        found, _, _ = torch.ops.headrace.attend_trained(*tensors, None, 0.3, 0, 0.0)
+        found, _, _ = torch.ops.headrace.attend_trained(*tensors, None, 0.3, None, None)
     with pytest.raises(RuntimeError, match="was dropped before its backward pass"):
         found.sum().backward()

@@ -40,12 +40,10 @@ from headrace.training.checkpoints.base import (
     partial_path,
 )
 from headrace.training.devices import on_host
-from headrace.training.half import HalfWeights
 from headrace.training.lora import ADAPTER_FILE, TrainedAdapter
-from headrace.training.optimizer import Optimizer
+from headrace.training.optimizer import HalfWeights, Optimizer
 from headrace.training.policies import Policies
-from headrace.training.ranks.base import Ranks
-from headrace.training.ranks.sharding import copy_own_part, local_tensor, placed_like, whole_tensor
+from headrace.training.ranks import Ranks, copy_own_part, local_tensor, placed_like, whole_tensor
 
 OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"
 REFERENCE_FILE = Path("trainer") / "reference.safetensors"
