@@ -22,9 +22,9 @@ def serve(role: str, link: WorkerLink, config: Config) -> None:
     else:
         fix_threads(config.training.threads)
         link.peak_memory = peak_gpu_memory
-        from headrace.training.serving import TrainerRole
+        from headrace.training.serving import serve as serve_trainer
 
-        TrainerRole(link, config, last_step(link.run_dir, config.policy_name)).run()
+        serve_trainer(link, config, last_step(link.run_dir, config.policy_name))
 
 
 def _serve_engine(link: WorkerLink, config: Config) -> None:

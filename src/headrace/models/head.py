@@ -47,10 +47,7 @@ def keep_logits_in_float32(model: Any) -> bool:
 
 @contextmanager
 def float32_head(model: Any) -> Iterator[None]:
-    """Compute the vocabulary projection wholly in float32 inside this context.
-
-    This is slow. It is the reference for `keep_logits_in_float32`.
-    """
+    """Compute the vocabulary projection wholly in float32: slow, and the reference for `keep_logits_in_float32`."""
     head = model.get_output_embeddings()
     before = head.__dict__.get("forward")
     head.forward = lambda hidden: torch.nn.functional.linear(
@@ -72,10 +69,7 @@ class WideHead:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Make the head's matrices multiply into float32 inside this context.
-
-        Matrices of 32 bits and more are unchanged.
-        """
+        """Make the head's 16-bit matrices multiply into float32 inside this context."""
         with ExitStack() as undo:
             for layer, forward in self._forwards:
                 layer.__dict__["forward"] = forward
@@ -141,10 +135,7 @@ class _Gradient(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """The product `hidden @ weight.t()` in float32.
-
-    The gradient of the weight goes to the stand-in of `_Gradient`, whose values are not used.
-    """
+    """The product `hidden @ weight.t()` in float32. The weight's gradient goes to the stand-in of `_Gradient`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:

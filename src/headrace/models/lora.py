@@ -303,10 +303,7 @@ def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class _Merge:
-    """One targeted weight: the live tensor, its original values, and the two matrices that change it.
-
-    The experts of a stack are merged many at once.
-    """
+    """One targeted weight, or a stack of experts: the live tensor, its original values, and what changes it."""
 
     live: torch.Tensor  # [out, in], or [experts, out, in]
     pristine: torch.Tensor
@@ -332,10 +329,7 @@ class _Merge:
 def _initial(
     targets: Targets, rank: int, generator: torch.Generator
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Yield A and B of every adapted weight as peft initialises them.
-
-    They are drawn on the CPU in float32, so that device and dtype do not change the draw.
-    """
+    """Yield A and B as peft initialises them, drawn on the CPU in float32: device and dtype do not change the draw."""
     for name, (a_shape, b_shape) in targets.shapes(rank).items():
         a = torch.empty(a_shape, dtype=torch.float32)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)

@@ -27,10 +27,7 @@ difference."""
 
 
 class ReferenceContext:
-    """Attention within packed sequences in its plainest form, which records every call.
-
-    It is slow and obvious on purpose.
-    """
+    """Attention within packed sequences in its plainest form: slow and obvious on purpose. It records every call."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.layers: list[int] = []
@@ -41,10 +38,7 @@ class ReferenceContext:
         self._visible = (sequence[:, None] == sequence[None]) & (self._distance >= 0)
 
     def visible(self, window: int | None) -> torch.Tensor:
-        """Return which token (row) sees which token (column), [T, T].
-
-        A token sees the tokens of its sequence up to itself, within the window.
-        """
+        """Return which token (row) sees which (column), [T, T]: its own sequence up to itself, within the window."""
         return self._visible if window is None else self._visible & (self._distance < window)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:

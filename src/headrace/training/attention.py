@@ -197,10 +197,7 @@ class FlashAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Block:
-    """The queries of consecutive segments.
-
-    Their keys are an optional prefix before the block, then the block itself.
-    """
+    """The queries of consecutive segments. Their keys are a prefix before the block, if any, then the block itself."""
 
     segments: tuple[int, ...]
     prefix: int | None
@@ -411,10 +408,7 @@ def _attend_block_backward(
     lse: torch.Tensor,
     gradient: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of query, key, value and sinks, in the dtype of `lse`, given that of the output.
-
-    Without sinks, the last gradient is empty.
-    """
+    """Return the gradients of query, key, value and sinks (empty if there are none), in the dtype of `lse`."""
     kv_heads, precise = key.shape[1], lse.dtype
     scores, slope = _scores(query, key, mask, call)
     grouped = _grouped(query, kv_heads).to(precise)

@@ -153,10 +153,7 @@ def make_publisher(
 
 
 def published_dtype(config: Config) -> str:
-    """Return the dtype in which weights are sent.
-
-    An adapter that engines merge is sent in float32 and is rounded only after it is merged.
-    """
+    """Return the dtype in which weights are sent. An adapter that engines merge is rounded only after it is merged."""
     if config.lora is not None and config.lora.serve == "merged":
         return "float32"
     return config.delivery.dtype or config.model.dtype

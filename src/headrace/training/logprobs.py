@@ -67,10 +67,7 @@ class Wanted:
 
     @classmethod
     def of(cls, targets: Index, rows: Index, row: MicroBatch, kept: Kept | None, device: torch.device) -> Wanted:
-        """Plan the reading of these targets, found at these rows of the chunk.
-
-        `kept` has a set for each target of the row.
-        """
+        """Plan the reading of targets at these rows of the chunk. `kept` has a set for each target of the row."""
 
         def moved(array: Any) -> torch.Tensor:
             return upload(np.asarray(array, np.int64), device)
@@ -356,10 +353,7 @@ def read_head(
     temperature: float,
     arithmetic: Arithmetic = PLAIN,
 ) -> torch.Tensor:
-    """Return the log-probability of every target, [M], differentiable.
-
-    `hidden` are the hidden states, [n, d], and `weight` is the matrix of the head, [V, d].
-    """
+    """Return the log-probability of every target, [M], differentiable, from hidden states [n, d] and a head [V, d]."""
     found: torch.Tensor = _Head.apply(  # type: ignore[no-untyped-call]
         hidden, weight, reading, temperature, arithmetic
     )

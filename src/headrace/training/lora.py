@@ -30,10 +30,7 @@ class TrainedAdapter:
     """The adapter of one model. The model gets peft's layers in place and is frozen otherwise."""
 
     def __init__(self, model: Any, config: LoraConfig, *, base: Path, seed: int = 0) -> None:
-        """Add the adapter. `base` is the directory that checkpoints name as base model.
-
-        B is zero, and A depends on `seed` alone.
-        """
+        """Add the adapter. Checkpoints name `base` as its base model. B is zero, and A depends on `seed` alone."""
         from peft import get_peft_model  # late, because it takes seconds and is needed only with [lora]
 
         targets = find_targets(model, tuple(config.targets), tuple(config.modules))
@@ -54,10 +51,7 @@ class TrainedAdapter:
         _check_names(self._weights, targets, config.rank)
 
     def find_weights(self) -> None:
-        """Look up the adapter's tensors.
-
-        Call this again after the model was sharded, because sharding replaces the tensors.
-        """
+        """Look up the adapter's tensors. Call this again after the model was sharded: sharding replaces them."""
         self._weights = adapter_weights(self._model)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -88,10 +82,7 @@ class TrainedAdapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Switch the adapter off inside this context, so that the model computes as its base. Not for gradients.
-
-        The divergence from the reference is measured against this base.
-        """
+        """Switch the adapter off inside this context, so that the model computes as its base. Not for gradients."""
         # peft must switch a rank's own parameters on and off, not the parameters that a pass has gathered.
         reshard(self._model)
         with self._peft.disable_adapter():
@@ -101,10 +92,7 @@ class TrainedAdapter:
                 reshard(self._model)
 
     def snapshot(self) -> Callable[[Path], None]:
-        """Copy the current adapter, and return the function that writes the copy as peft does.
-
-        Ranks gather the whole adapter.
-        """
+        """Copy the adapter, gathered from all ranks, and return the function that writes the copy as peft does."""
         state = on_host({name: whole_tensor(tensor) for name, tensor in self._state().items()})
         settings = copy.copy(self._settings)
         settings.inference_mode = True

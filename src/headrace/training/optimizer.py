@@ -78,10 +78,7 @@ class Optimizer:
         ranks: Ranks | None = None,
         masters: Mapping[str, torch.nn.Parameter] | None = None,
     ) -> None:
-        """Build the optimizers.
-
-        `masters` are the trainable parameters, where the model itself holds only copies of them.
-        """
+        """Build the optimizers. `masters` are the trainable parameters, if the model holds only copies of them."""
         self._ranks = ranks
         self._parameters = (
             dict(masters)
@@ -219,10 +216,7 @@ def _optimizers(
     config: TrainingConfig,
     wholes: Mapping[str, torch.nn.Parameter],
 ) -> list[torch.optim.Optimizer]:
-    """Build the configured optimizers for a model's trainable parameters, or for this rank's parts of the parameters.
-
-    `wholes` are the parameters themselves, by the same names.
-    """
+    """Build the configured optimizers for this rank's parts of the parameters. `wholes` are the whole parameters."""
     for pattern in config.learning_rates:
         if not any(pattern in name for name in named):
             raise UserError(f"[training] learning_rates: no trainable parameter has {pattern!r} in its name")
@@ -385,10 +379,7 @@ class UpdateRatio:
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Return the stride along each dimension that leaves about `SAMPLE` elements.
-
-    The first dimensions are thinned first.
-    """
+    """Return the strides that leave about `SAMPLE` elements. The first dimensions are thinned first."""
     strides, left = [], math.prod(shape) // SAMPLE
     for size in shape:
         strides.append(max(1, min(size, left)))

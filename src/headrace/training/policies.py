@@ -73,10 +73,7 @@ class FrozenPolicy:
     def __init__(
         self, model: Any, context: Callable[[], AbstractContextManager[Any]] = nullcontext, *, follows: bool = True
     ) -> None:
-        """Set up the policy.
-
-        `follows`: the model has the same experts as the policy in training and uses the recorded ones.
-        """
+        """Set up the policy. If it `follows`, its experts are those of the policy in training: it uses the record."""
         self._model = model
         self._context = context
         self._follows = follows
@@ -107,10 +104,7 @@ class Policies:
         teacher: Any = None,
         switched_off: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
-        """Set up the policies.
-
-        `switched_off` is a context in which a model with an adapter computes as its base model.
-        """
+        """Set up the policies. `switched_off` is a context in which a model with an adapter computes as its base."""
         self._model = model
         self._switched_off = switched_off
         self._needs = needs
@@ -123,10 +117,7 @@ class Policies:
 
     @property
     def reference(self) -> Mapping[str, torch.Tensor] | None:
-        """The stored weights of the reference, or None if there are none.
-
-        A checkpoint is loaded by writing into them.
-        """
+        """The stored weights of the reference, if there are any. A checkpoint is loaded by writing into them."""
         return None if self._reference is None else self._reference.tensors()
 
     def hold_reference(self) -> None:

@@ -184,10 +184,7 @@ def bring_to_rest(model: torch.nn.Module) -> None:
 
 
 def local_part(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return the part of a parameter that this rank holds, on the same memory.
-
-    If it is not sharded, that is all of it.
-    """
+    """Return the part of a parameter that this rank holds, on the same memory: all of it, unless it is sharded."""
     part = local_tensor(parameter)
     return parameter if part is parameter else torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
 
@@ -210,10 +207,7 @@ def copy_own_part(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch
 
 
 def placed_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return an optimizer tensor as a shard, placed like its parameter.
-
-    A tensor with another shape is returned as it is.
-    """
+    """Return an optimizer tensor as a shard, placed like its parameter, or as it is if it has another shape."""
     if not isinstance(parameter, DTensor) or part.shape != parameter.to_local().shape or not part.ndim:
         return part
     return DTensor.from_local(
@@ -276,10 +270,7 @@ _HEAD_NORMS = ("q_norm", "k_norm")
 
 
 def split_matrices(model: Any, layers: Sequence[torch.nn.Module], mesh: DeviceMesh) -> None:
-    """Cut the model's matrices over this mesh, in place.
-
-    Raises a one-line error if the model cannot be cut this way.
-    """
+    """Cut the model's matrices over this mesh, in place. Raises a one-line error if that is not possible."""
     _check_sizes(model, mesh.size())
     for layer in layers:
         parallelize_module(layer, mesh, layer_plan(layer, type(model).__name__), src_data_rank=None)

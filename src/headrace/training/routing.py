@@ -63,8 +63,7 @@ class Forced:
     def __init__(self, layers: int) -> None:
         self.layers = layers
         self.tokens: dict[int, torch.Tensor] = {}
-        """For each column of the record, which tokens [T] had another choice forced on them. A repeated pass counts
-        once."""
+        """For each column of the record, which tokens [T] had another choice forced on them in the last pass."""
 
     def changed(self, places: torch.Tensor) -> torch.Tensor:
         """Return how many choices of the routers were changed, at these places of the pass, in all layers."""

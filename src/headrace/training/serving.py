@@ -56,14 +56,18 @@ UNWRITABLE = (OSError, SafetensorError)
 """The exceptions that writing a checkpoint raises if the disk refuses."""
 
 
+def serve(link: WorkerLink, config: Config, last_step: int | None = None) -> None:
+    """Load the model or the newest checkpoint, and train until told to stop.
+
+    If `last_step` is given, checkpoints with more policy steps than that are deleted first.
+    """
+    TrainerRole(link, config, last_step).run()
+
+
 class TrainerRole:
     """A trainer with its publisher and the queue of requests from the controller."""
 
     def __init__(self, link: WorkerLink, config: Config, last_step: int | None = None) -> None:
-        """Load the model or the newest checkpoint.
-
-        If `last_step` is given, checkpoints with more policy steps than that are deleted first.
-        """
         link.phase = "loading"
         self.link = link
         self.config = config
@@ -258,10 +262,7 @@ class TrainerRole:
             return self.trainer.score(token_ids)
 
     def _scored_already(self) -> Score:
-        """Score the canary during the trainer's turn.
-
-        The canary takes many small kernels, and each kernel would wait for a GPU that is busy with engines.
-        """
+        """Score the canary in the trainer's turn: later, each of its many small kernels would wait for engines."""
         scored = self._score_canary(self.publisher.canary_token_ids)
         return lambda _: scored
 

@@ -74,10 +74,7 @@ class Trainer:
         chunk_elements: int | None = None,
         correct_above: int | None = None,
     ) -> None:
-        """Build the trainer.
-
-        `chunk_elements` limits how many logits exist at once; by default the trainer chooses the limit.
-        """
+        """Build the trainer. `chunk_elements` limits how many logits exist at once, if the default does not suit."""
         self.model = model.eval()
         self._chunk_elements = chunk_elements
         if adapter is not None:
@@ -113,10 +110,7 @@ class Trainer:
         return self._state.policy_steps
 
     def step(self, batch: Batch) -> StepReport:
-        """Make one optimizer step.
-
-        If the objective differs from the objective of the previous batch, the step starts with a new optimizer.
-        """
+        """Make one optimizer step, with a new optimizer if the objective differs from that of the previous batch."""
         self.warm_up()
         started = time.monotonic()
         policy = batch.objective == "policy"
@@ -207,20 +201,14 @@ class Trainer:
         return logprobs
 
     def reference_score(self, token_ids: Int32Array) -> Float32Array:
-        """Return the same as `score` under the base model, with the adapter switched off.
-
-        Raises if there is no adapter.
-        """
+        """Return `score` under the base model, with the adapter switched off. Raises if there is no adapter."""
         if self._adapter is None:
             raise UserError("reference log-probabilities need [lora]: without an adapter the base model is not kept")
         with self._adapter.disabled():
             return self.score(token_ids)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the trained weights by canonical name: all weights, or the adapter's weights.
-
-        The tensors are not copies: the next step changes them.
-        """
+        """Return the live trained weights, all or the adapter's, by canonical name. The next step changes them."""
         return self._saver.weights()
 
     def save(self, directory: str | Path, *, version: int = NO_VERSION, source: str | Path | None = None) -> Path:
@@ -438,10 +426,7 @@ def _backward(
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Make equal inputs give equal bits inside this context, whatever the number of threads.
-
-    Accumulation into shared memory is then done in a fixed order.
-    """
+    """Make equal inputs give equal bits inside this context, by accumulating into memory in a fixed order."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory

@@ -121,10 +121,7 @@ def latest(directory: Path) -> Path | None:
 
 
 def incomplete(directory: Path) -> list[str]:
-    """Return the names of checkpoints that are not complete.
-
-    A run never leaves one: something else has damaged them.
-    """
+    """Return the names of checkpoints that are not complete. A run never leaves one: something else damaged them."""
     return [path.name for path in _named(directory) if _record(path) is None]
 
 
@@ -141,18 +138,12 @@ def delete_ahead(directory: Path, last_step: int) -> list[str]:
 
 
 def by_name(directory: Path) -> dict[str, Path]:
-    """Return the complete checkpoints by name, oldest first.
-
-    The short name works too (`step-42` for `step-00000042`).
-    """
+    """Return the complete checkpoints, oldest first, by name and by short name (`step-42` for `step-00000042`)."""
     return {name: path for path in _complete(directory) for name in (f"step-{_steps(path)}", path.name)}
 
 
 def by_version(directory: Path) -> dict[int, Path]:
-    """Return the complete checkpoints by the version under which their weights were published.
-
-    Unpublished ones are left out.
-    """
+    """Return the complete checkpoints whose weights were published, by version."""
     return {state.version: path for path, state in _complete(directory).items() if state.version != NO_VERSION}
 
 
@@ -187,10 +178,7 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def keep_base(model: Any, directory: Path, source: Path, name: str = BASES["full"]) -> Path:
-    """Write a base model that was drawn at random or rounded, unless it is there already.
-
-    Return its model directory.
-    """
+    """Write a base model that was drawn at random or rounded, unless it is there. Return its model directory."""
     final = directory / name
     if not final.is_dir():
         partial = directory / f".partial-{name}-{os.getpid()}"
@@ -208,10 +196,7 @@ def keep_base(model: Any, directory: Path, source: Path, name: str = BASES["full
 
 
 def base_of(checkpoint: Path) -> Path:
-    """Return the base model that an adapter checkpoint names.
-
-    A base beside the checkpoint is found after a move too.
-    """
+    """Return the base model that an adapter checkpoint names. One beside the checkpoint is found after a move too."""
     try:
         named = Path(msgspec.json.decode((checkpoint / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"])
     except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:

@@ -76,10 +76,7 @@ class Saver:
         self._last: Future[Path] | None = None
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the trained weights by canonical name: all weights, or the adapter's weights.
-
-        The tensors are not copies: the next step changes them.
-        """
+        """Return the live trained weights, all or the adapter's, by canonical name. The next step changes them."""
         if self._adapter is not None:
             return self._adapter.weights()
         masters = {} if self._half is None else {name: p.detach() for name, p in self._half.masters.items()}

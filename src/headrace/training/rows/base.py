@@ -24,10 +24,7 @@ PAIRS_PER_TOKEN = 6144
 
 @dataclass(frozen=True)
 class Member:
-    """A sequence of the batch up to its last trained token.
-
-    The last trained token is only a target and is not computed.
-    """
+    """A sequence of the batch up to its last trained token, which is only a target and is not computed."""
 
     offset: int
     token_ids: Int32Array

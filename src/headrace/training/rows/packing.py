@@ -197,20 +197,14 @@ def _fastest(families: Sequence[Family], budget: int, ranks: int, join_cost: flo
 
 @dataclass(frozen=True, eq=False)
 class _Siblings:
-    """The common prefix of one family.
-
-    Objects are compared by identity, so two families with equal values stay separate.
-    """
+    """The common prefix of one family, compared by identity: two families with equal values stay separate."""
 
     prefix: int
     prefix_cost: float
     join_cost: float
 
     def takes(self, members: int, own: int, own_cost: float) -> tuple[int, float]:
-        """Return the tokens and the cost of members in one row.
-
-        The prefix is computed once if that pays, else per member.
-        """
+        """Return tokens and cost of members in one row. The prefix is computed once if that pays, else per member."""
         if pays(self.prefix, members, own, self.join_cost):
             return self.prefix + own, self.prefix_cost + own_cost + self.join_cost * own
         return members * self.prefix + own, members * self.prefix_cost + own_cost
@@ -235,10 +229,7 @@ class _Part:
 
     @property
     def families(self) -> list[Family]:
-        """The members as families for `packing._row`.
-
-        Some members may have a longer common prefix than the whole family.
-        """
+        """The members as families for `_row`. Some members may have a longer common prefix than the whole family."""
         return [family_of(self.members)] if self.shares else [family_of([member]) for member in self.members]
 
 
