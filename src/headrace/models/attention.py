@@ -144,13 +144,6 @@ def current_context() -> AttentionContext:
     return context
 
 
-def _window_of(module: torch.nn.Module, kwargs: dict[str, Any]) -> int | None:
-    # A keyword wins over the attribute: some families set the attribute on every layer and pass None for full
-    # attention.
-    window = kwargs.pop("sliding_window") if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
-    return int(window) if window else None
-
-
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -161,14 +154,16 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    window = _window_of(module, kwargs)
+    # A keyword wins over the attribute: some families set the attribute on every layer and pass None for full
+    # attention.
+    window = kwargs.pop("sliding_window") if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
     softcap = kwargs.pop("softcap", None)
     sinks = kwargs.pop("s_aux", None)
     unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _IGNORED)
     if unknown:
         raise ModelError(f"{type(module).__name__} asks its attention for {', '.join(unknown)}: not supported")
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
-    settings = scale, window, float(softcap) if softcap else None
+    settings = scale, int(window) if window else None, float(softcap) if softcap else None
     if (
         torch.compiler.is_compiling()
         and torch.is_grad_enabled()

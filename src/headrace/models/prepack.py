@@ -110,8 +110,7 @@ class _Product:
         self._weight: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
         self._input: torch.Tensor | None = None
-        self._parts: list[torch.Tensor | None] = []
-        self._left = 0
+        self._parts: dict[int, torch.Tensor] = {}
         self._call: Any = torch.ops.mkldnn._linear_pointwise.default
         self._pack()
         for index, member in enumerate(self._linears):
@@ -122,7 +121,7 @@ class _Product:
         # The counters are read before the copy: after a concurrent write they are outdated, and the next call packs
         # again.
         self._versions = [p._version for p in self._parameters]
-        self._input, self._parts = None, []
+        self._input, self._parts = None, {}
         weights: list[torch.Tensor] = [member.weight for member in self._linears]
         biases: list[torch.Tensor] = [member.bias for member in self._linears if member.bias is not None]
         whole = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -142,10 +141,9 @@ class _Product:
         return forward
 
     def _part(self, source: torch.Tensor, index: int) -> torch.Tensor:
-        if source is self._input and (part := self._parts[index]) is not None:
-            self._parts[index] = None
-            self._left -= 1
-            if not self._left:
+        if source is self._input and index in self._parts:
+            part = self._parts.pop(index)
+            if not self._parts:
                 self._input = None
             return part
         for parameter, version in zip(self._parameters, self._versions, strict=True):
@@ -155,8 +153,5 @@ class _Product:
         product: torch.Tensor = self._call(source, self._weight, self._bias, "none", [], "")
         if len(self._sizes) == 1:
             return product
-        self._input, self._parts = source, list(product.split_with_sizes(self._sizes, -1))
-        self._left = len(self._sizes) - 1
-        part, self._parts[index] = self._parts[index], None
-        assert part is not None
-        return part
+        self._input, self._parts = source, dict(enumerate(product.split_with_sizes(self._sizes, -1)))
+        return self._parts.pop(index)

@@ -7,7 +7,6 @@ wrong answers. So such a model is refused when it is loaded, with a one-line err
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -161,15 +160,9 @@ def _packed_logprobs(model: Any, ids: torch.Tensor, lengths: list[int], context:
 
 @torch.no_grad()
 def _eager_logprobs(model: Any, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    with _eager(model):
-        logits = [model(input_ids=part[None], use_cache=False).logits[0] for part in torch.split(ids, lengths)]
-    return torch.log_softmax(torch.cat(logits).float(), -1)
-
-
-@contextmanager
-def _eager(model: Any) -> Iterator[None]:
     model.set_attn_implementation("eager")
     try:
-        yield
+        logits = [model(input_ids=part[None], use_cache=False).logits[0] for part in torch.split(ids, lengths)]
     finally:
         model.set_attn_implementation(ATTENTION)
+    return torch.log_softmax(torch.cat(logits).float(), -1)

@@ -75,15 +75,8 @@ def build_shape(name: str, dtype: str, device: str, seed: int) -> Any:
         model = AutoModelForCausalLM.from_config(
             SHAPES[name](), dtype=getattr(torch, dtype), attn_implementation=ATTENTION
         )
-    _check_buffers(name, model)
-    return model.eval()
-
-
-def _check_buffers(name: str, model: torch.nn.Module) -> None:
-    """Raise if rotary frequencies were rounded: they would be wrong by whole radians at long positions.
-
-    Nothing else would show that error.
-    """
     for buffer_name, buffer in model.named_buffers():
+        # Rounded frequencies would be wrong by whole radians at long positions, and nothing else would show that.
         if buffer_name.endswith("inv_freq") and buffer.dtype != torch.float32:
             raise ModelError(f"shape {name}: {buffer_name} was made as {buffer.dtype}, not in float32")
+    return model.eval()

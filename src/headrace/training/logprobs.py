@@ -176,16 +176,12 @@ def read_row(
         hidden = model.base_model(**inputs).last_hidden_state[0].index_select(0, at)
         reading = Reading.of(row, inverse, size, device)
         weight = model.get_output_embeddings().weight
-        return Readings(read_head(hidden, weight, reading, temperature, _arithmetic_of(model)))
+        layers = compiled_layers(model)
+        arithmetic = compiled_arithmetic() if layers is not None and layers.on and layers.fused else PLAIN
+        return Readings(read_head(hidden, weight, reading, temperature, arithmetic))
 
     with attending(attention or PackedAttention(row)):
         return _called(model, computed)
-
-
-def _arithmetic_of(model: Any) -> Arithmetic:
-    """Return the functions that read logits: compiled if the layers are compiled."""
-    layers = compiled_layers(model)
-    return compiled_arithmetic() if layers is not None and layers.on and layers.fused else PLAIN
 
 
 _plain_heads: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()

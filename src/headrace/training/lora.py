@@ -46,7 +46,8 @@ class TrainedAdapter:
         self._settings.base_model_name_or_path = str(base.resolve())
         self._seed = seed
         self._model = model
-        self._dropouts = _dropouts(model)
+        layers = [layer for module in model.modules() if (layer := getattr(module, "lora_dropout", None)) is not None]
+        self._dropouts = [drop for layer in layers for drop in layer.modules() if isinstance(drop, nn.Dropout)]
         self.find_weights()
         _check_names(self._weights, targets, config.rank)
 
@@ -142,11 +143,6 @@ def _short_names(wanted: Iterable[str], known: Iterable[str], parts: int) -> lis
     short = sorted({".".join(name.split(".")[-parts:]) for name in wanted})
     meant = {name for name in known if any(name == end or name.endswith(f".{end}") for end in short)}
     return short if meant == set(wanted) else wanted
-
-
-def _dropouts(model: nn.Module) -> list[nn.Module]:
-    layers = [layer for module in model.modules() if (layer := getattr(module, "lora_dropout", None)) is not None]
-    return [dropout for layer in layers for dropout in layer.modules() if isinstance(dropout, nn.Dropout)]
 
 
 def _check_names(weights: dict[str, torch.Tensor], targets: Targets, rank: int) -> None:

@@ -81,13 +81,13 @@ class FrozenPolicy:
     @torch.no_grad()
     def logprobs(self, rows: Sequence[MicroBatch], batch: Batch) -> list[torch.Tensor]:
         """Return the log-probabilities of each row's targets, [M], computed as those of the trained policy."""
+        found = []
         with self._context():
-            return [self._row(row, batch) for row in rows]
-
-    def _row(self, row: MicroBatch, batch: Batch) -> torch.Tensor:
-        kept = None if batch.kept is None else batch.kept.at(row.sources)
-        with following(self._model, row) if self._follows else nullcontext():
-            return read_row(self._model, row, temperature=batch.temperature, kept=kept).logprobs
+            for row in rows:
+                kept = None if batch.kept is None else batch.kept.at(row.sources)
+                with following(self._model, row) if self._follows else nullcontext():
+                    found.append(read_row(self._model, row, temperature=batch.temperature, kept=kept).logprobs)
+        return found
 
 
 class Policies:

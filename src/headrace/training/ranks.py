@@ -199,11 +199,16 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def own_part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the part of a whole tensor that this rank holds, cut like another tensor of the same shape."""
+    return tensor[held_region(like).within(whole(like.shape))]
+
+
 @torch.no_grad()
 def copy_own_part(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
     """Copy whole tensors over weights of which this rank may hold only a part."""
     for name, tensor in weights.items():
-        local_tensor(tensor).copy_(saved[name][held_region(tensor).within(whole(tensor.shape))])
+        local_tensor(tensor).copy_(own_part(saved[name], tensor))
 
 
 def placed_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -230,9 +235,7 @@ def on_whole_matrices(
     """
     if not isinstance(parameter, DTensor) or not _cuts_matrices(parameter):
         return function(part)
-    mine = held_region(parameter).within(whole(parameter.shape))
-    gathered: Any = placed_like(part, parameter)
-    return function(gathered.full_tensor())[mine].to(part.device)
+    return own_part(function(whole_tensor(placed_like(part, parameter))), parameter).to(part.device)
 
 
 def _cuts_matrices(parameter: DTensor) -> bool:

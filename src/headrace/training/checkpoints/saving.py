@@ -25,8 +25,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
-from headrace.delivery.regions import whole
-from headrace.delivery.shards import held_region
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
 from headrace.training.checkpoints.base import (
@@ -43,7 +41,7 @@ from headrace.training.devices import on_host
 from headrace.training.lora import ADAPTER_FILE, TrainedAdapter
 from headrace.training.optimizer import HalfWeights, Optimizer
 from headrace.training.policies import Policies
-from headrace.training.ranks import Ranks, copy_own_part, local_tensor, placed_like, whole_tensor
+from headrace.training.ranks import Ranks, copy_own_part, local_tensor, own_part, placed_like, whole_tensor
 
 OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"
 REFERENCE_FILE = Path("trainer") / "reference.safetensors"
@@ -176,7 +174,7 @@ class Saver:
             moments = self._sharded_moments(checkpoint) if optimizer else {}
         else:
             self._load_whole(checkpoint)
-            moments = self._own_part(load_file(checkpoint / OPTIMIZER_FILE)) if optimizer else {}
+            moments = self._own_moments(checkpoint) if optimizer else {}
         if optimizer:
             optimizer.restore(moments)
         if self._half is not None:
@@ -231,17 +229,15 @@ class Saver:
         saved = load_model(checkpoint, dtype=str(next(iter(weights.values())).dtype).removeprefix("torch."))
         copy_own_part(named_weights(saved), weights)
 
-    def _own_part(self, moments: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Cut whole tensors, by `kind/parameter name`, to the part that this rank's optimizer steps."""
-        if self._ranks is None:
-            return moments
-        regions = {name: held_region(tensor) for name, tensor in self._model.named_parameters()}
-        return {
-            key: tensor[regions[name].within(whole(tensor.shape))]
-            if tensor.ndim and (name := key.partition("/")[2]) in regions
-            else tensor
-            for key, tensor in moments.items()
-        }
+    def _own_moments(self, checkpoint: Path) -> dict[str, torch.Tensor]:
+        """Return the optimizer's tensors in a file, cut to the part that this rank's optimizer steps."""
+        parameters = dict(self._model.named_parameters())
+        found: dict[str, torch.Tensor] = load_file(checkpoint / OPTIMIZER_FILE)
+        for key, tensor in found.items():
+            parameter = parameters.get(key.partition("/")[2])
+            if parameter is not None and tensor.shape == parameter.shape:
+                found[key] = own_part(tensor, parameter)
+        return found
 
     def _sharded_moments(self, checkpoint: Path) -> dict[str, torch.Tensor]:
         """Return this rank's part of the optimizer's tensors in the shards, by `kind/parameter name`."""

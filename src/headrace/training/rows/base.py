@@ -98,18 +98,13 @@ class MicroBatch:
 
 
 def family_of(members: Sequence[Member]) -> Family:
-    """Return these members as a family, with the longest prefix that they have in common."""
-    return Family(tuple(members), _common_prefix(members))
+    """Return these members as a family, with the longest prefix that they have in common.
 
-
-def _common_prefix(members: Sequence[Member]) -> int:
-    """Return how many leading tokens all members have in common.
-
-    Trained tokens never count, and the result is 0 for a single member. A shared token is computed once, with one set
-    of experts, so tokens with different recorded experts do not count as common.
+    Trained tokens never count, and the prefix of a single member is 0. A shared token is computed once, with one set of
+    experts, so tokens with different recorded experts do not count as common.
     """
     if len(members) < 2:
-        return 0
+        return Family(tuple(members), 0)
     first = members[0]
     shared = min(member.context for member in members)
     for member in members[1:]:
@@ -117,7 +112,7 @@ def _common_prefix(members: Sequence[Member]) -> int:
         if first.routing is not None and member.routing is not None:
             differs |= (first.routing[:shared] != member.routing[:shared]).any((1, 2))
         shared = int(differs.argmax()) if differs.any() else shared
-    return shared
+    return Family(tuple(members), shared)
 
 
 def families_of(members: Sequence[Member], join_cost: float) -> list[Family]:
