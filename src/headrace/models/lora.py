@@ -28,25 +28,12 @@ their own, do not count as linear layers here, although peft includes them for s
 
 
 @dataclass(frozen=True, eq=False)
-class Stack:
-    """The weights of all experts of a layer in one parameter."""
-
-    weight: nn.Parameter  # [experts, out, in], or [experts, in, out] where transposed
-    transposed: bool
-
-    @property
-    def oriented(self) -> torch.Tensor:
-        """The weights as [experts, out, in], not copied."""
-        weight = self.weight.detach()
-        return weight.transpose(1, 2) if self.transposed else weight
-
-
-@dataclass(frozen=True, eq=False)
 class Targets:
     """The targets that were found, by name, in the order of the model."""
 
     linears: dict[str, nn.Linear]
-    stacks: dict[str, Stack]
+    stacks: dict[str, torch.Tensor]
+    """The live weights of all experts of a layer, [experts, out, in]."""
     modules: dict[str, nn.Module]
     """The modules that are trained in full."""
 
@@ -59,7 +46,7 @@ class Targets:
         for name, layer in self.linears.items():
             found[name] = ((rank, layer.in_features), (layer.out_features, rank))
         for name, stack in self.stacks.items():
-            experts, outputs, inputs = stack.oriented.shape
+            experts, outputs, inputs = stack.shape
             found[name] = ((rank * experts, inputs), (outputs, rank * experts))
         return found
 
@@ -115,14 +102,11 @@ def _ends(name: str, target: str) -> bool:
 
 
 def _matches(model: Any, name: str, module: nn.Module, target: str) -> bool:
-    if target == ALL_LINEAR:
-        return _is_linear(module) and module is not model.get_output_embeddings()
-    return _ends(name, target)
-
-
-def _is_linear(module: nn.Module) -> bool:
+    if target != ALL_LINEAR:
+        return _ends(name, target)
     # Conv1D is linear too, and a trainer's "all-linear" would adapt it. It must be refused, not ignored.
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return linear and module is not model.get_output_embeddings()
 
 
 def _known(named: dict[str, nn.Module], parameters: dict[str, nn.Parameter]) -> str:
@@ -143,9 +127,10 @@ def _full_modules(named: dict[str, nn.Module], target: str) -> list[str]:
     return found
 
 
-def _stack(named: dict[str, nn.Module], name: str, parameter: nn.Parameter) -> Stack:
+def _stack(named: dict[str, nn.Module], name: str, parameter: nn.Parameter) -> torch.Tensor:
     owner = named[name.rpartition(".")[0]]
-    return Stack(parameter, bool(getattr(owner, "is_transposed", False)))
+    weight = parameter.detach()
+    return weight.transpose(1, 2) if getattr(owner, "is_transposed", False) else weight
 
 
 def _check(model: Any, found: Targets) -> None:
@@ -235,7 +220,7 @@ class Adapter:
         self._scaling = spec.scaling
         self._weights = targets.full_weights()
         self._merges: list[_Merge] = []
-        live = {name: stack.oriented for name, stack in targets.stacks.items()}
+        live = dict(targets.stacks)
         if mode == "merged":
             live |= {name: layer.weight.detach() for name, layer in targets.linears.items()}
         elif targets.linears:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -45,6 +45,7 @@ from headrace.training.ranks import Ranks, copy_own_part, local_tensor, own_part
 
 OPTIMIZER_FILE = Path("trainer") / "optimizer.safetensors"
 REFERENCE_FILE = Path("trainer") / "reference.safetensors"
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
 WEIGHTS, OPTIMIZER, REFERENCE = "model/", "optimizer/", "reference/"
 """The prefixes of the names of tensors in shards."""
 
@@ -104,26 +105,21 @@ class Saver:
             # The model directory holds the reference, unless a warm start made it.
             reference = {}
         take = self._copy_whole if self._ranks is None or self._adapter is not None else self._copy_shards
-        write = take(partial, moments, reference, companions)
+        write = take(partial, moments, reference)
 
         def finish() -> Path:
             write()
-            return finish_checkpoint(partial, state) if self._first else final_path(partial)
+            if not self._first:
+                return final_path(partial)
+            # The source's companion files are copied after the weights: its generation config replaces the model's own.
+            copy_companions(companions, partial)
+            return finish_checkpoint(partial, state)
 
         self._last = self._thread.submit(finish)
         return self._last
 
-    def _copy_whole(
-        self,
-        path: Path,
-        moments: Mapping[str, torch.Tensor],
-        reference: Mapping[str, torch.Tensor],
-        companions: Path,
-    ) -> Callable[[], None]:
-        """Copy everything that a checkpoint holds, and return the function that writes the copy on the first rank.
-
-        All ranks take part: the first rank gathers the tensors.
-        """
+    def _copy_whole(self, path: Path, moments: Tensors, reference: Tensors) -> Callable[[], None]:
+        """Copy everything that a checkpoint holds, gathered from all ranks, and return the function that writes it."""
         with self._whole():
             write_weights = self._adapter.snapshot() if self._adapter else _snapshot(self._model)
         moments = on_host({key: whole_tensor(tensor) for key, tensor in moments.items()})
@@ -131,21 +127,13 @@ class Saver:
 
         def write() -> None:
             write_weights(path)
-            # The source's companion files are copied after the weights: its generation config replaces the model's own.
-            copy_companions(companions, path)
             save_file(moments, path / OPTIMIZER_FILE)
             if reference:
                 save_file(reference, path / REFERENCE_FILE)
 
         return write if self._first else lambda: None
 
-    def _copy_shards(
-        self,
-        path: Path,
-        moments: Mapping[str, torch.Tensor],
-        reference: Mapping[str, torch.Tensor],
-        companions: Path,
-    ) -> Callable[[], None]:
+    def _copy_shards(self, path: Path, moments: Tensors, reference: Tensors) -> Callable[[], None]:
         """Copy this rank's shards, and return the function that waits until they are written."""
         assert self._ranks is not None
         tensors = _under(WEIGHTS, self.weights()) | _under(REFERENCE, reference) | _under(OPTIMIZER, moments)
@@ -160,7 +148,6 @@ class Saver:
             written.result()
             if self._first:
                 _write_model_files(self._model, path)
-                copy_companions(companions, path)
 
         return write
 
@@ -257,7 +244,7 @@ class Saver:
         return {key.removeprefix(OPTIMIZER): local_tensor(tensor) for key, tensor in targets.items()}
 
 
-def read_shards(checkpoint: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks | None) -> None:
+def read_shards(checkpoint: Path, tensors: Tensors, ranks: Ranks | None) -> None:
     """Load values into these tensors, which may be sharded in another way than the checkpoint."""
     load(
         dict(tensors),
@@ -271,7 +258,7 @@ def _saved(checkpoint: Path) -> dict[str, Any]:
     return FileSystemReader(checkpoint / SHARDS).read_metadata().state_dict_metadata
 
 
-def _under(prefix: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _under(prefix: str, tensors: Tensors) -> dict[str, torch.Tensor]:
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
