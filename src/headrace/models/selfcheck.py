@@ -68,8 +68,8 @@ def check_model(model: Any, max_length: int | None = None) -> None:
     name = type(model).__name__
     config = model.config.get_text_config()
     _check_config(name, config, max_length)
-    small_window = _smallest_window(config)
-    lengths = [5, 12 if small_window is None else max(12, small_window + 4)]
+    window = getattr(config, "sliding_window", None) or 0
+    lengths = [5, max(12, window + 4) if window <= _LONGEST_WINDOW else 12]
     device = next(model.parameters()).device
     vocabulary = model.get_input_embeddings().weight.shape[0]
     # Any spread of token ids will do; a prime step keeps neighbours different.
@@ -123,11 +123,6 @@ def _ropes(config: Any) -> Iterator[tuple[str, int | None]]:
             config, "original_max_position_embeddings", None
         )
         yield str(rope.get("rope_type") or rope.get("type") or "default"), original
-
-
-def _smallest_window(config: Any) -> int | None:
-    window = getattr(config, "sliding_window", None)
-    return int(window) if window and window <= _LONGEST_WINDOW else None
 
 
 def _check_calls(name: str, config: Any, context: ReferenceContext) -> None:

@@ -92,14 +92,14 @@ def compiled_layers(model: Any) -> CompiledLayers | None:
 def uncompiled(model: Any) -> Iterator[None]:
     """Run the layers uncompiled inside this context, for a few short passes that are not worth a compilation."""
     layers = compiled_layers(model)
-    before = layers is not None and layers.on
-    if layers is not None:
-        layers.on = False
+    if layers is None:
+        yield
+        return
+    before, layers.on = layers.on, False
     try:
         yield
     finally:
-        if layers is not None:
-            layers.on = before
+        layers.on = before
 
 
 def recompute_layers(layers: Iterable[torch.nn.Module]) -> None:

@@ -35,11 +35,6 @@ class Member:
     """The experts that each token goes through. The record of a token's experts belongs to the next token, because the
     engine samples that token in the same pass."""
 
-    @property
-    def context(self) -> int:
-        """The number of tokens before the first trained token."""
-        return int(self.trained[0])
-
 
 @dataclass(frozen=True)
 class Family:
@@ -106,7 +101,7 @@ def family_of(members: Sequence[Member]) -> Family:
     if len(members) < 2:
         return Family(tuple(members), 0)
     first = members[0]
-    shared = min(member.context for member in members)
+    shared = min(int(member.trained[0]) for member in members)
     for member in members[1:]:
         differs = first.token_ids[:shared] != member.token_ids[:shared]
         if first.routing is not None and member.routing is not None:

@@ -54,7 +54,8 @@ def plan(
         groups.setdefault(group if share_prefixes else number, []).append(sequence)
     families = [family for members in groups.values() for family in families_of(members, join_cost)]
     if ranks > 1:
-        rows = _rows_for_ranks(families, micro_batch_tokens, ranks, join_cost)
+        loads = _rows_for_ranks(families, micro_batch_tokens, ranks, join_cost)
+        rows = [[family for part in load.parts.values() for family in part.families] for load in loads]
     else:
         # A single rank waits for no other, so its time is the sum of its rows, however uneven. Fewest rows are fastest.
         pieces = [piece for family in families for piece in _pieces(family, micro_batch_tokens)]
@@ -163,21 +164,13 @@ def _row(families: Sequence[Family], join_cost: float) -> MicroBatch:
     )
 
 
-def _rows_for_ranks(families: Sequence[Family], budget: int, ranks: int, join_cost: float) -> list[list[Family]]:
+def _rows_for_ranks(families: Sequence[Family], budget: int, ranks: int, join_cost: float) -> list[_Load]:
     """Return the rows that take the least time on ranks that wait for each other in every pass.
 
-    The most expensive row of each pass decides the time, so families are cut as finely as makes the ranks faster. Every
-    rank computes the plan alone and gets the same result.
-    """
-    loads = _fastest(families, budget, ranks, join_cost)
-    return [[family for part in load.parts.values() for family in part.families] for load in loads]
-
-
-def _fastest(families: Sequence[Family], budget: int, ranks: int, join_cost: float) -> list[_Load]:
-    """Return the fastest rows among several plans: families whole, cut finer and finer, and sharing nothing.
-
-    If plans are equally fast, the coarsest one is taken. Whole families may leave ranks without work, but every cut
-    repeats a prefix.
+    The most expensive row of each pass decides the time, so families are cut as finely as makes the ranks faster: the
+    plans are families whole, cut finer and finer, and sharing nothing. If plans are equally fast, the coarsest one is
+    taken. Whole families may leave ranks without work, but every cut repeats a prefix. Every rank computes the plan
+    alone and gets the same result.
     """
     alone = [_singles(Family((member,), 0), join_cost)[0] for family in families for member in family.members]
     if not any(family.prefix for family in families):
