@@ -51,7 +51,7 @@ def following(model: Any, row: MicroBatch) -> Iterator[Forced | None]:
     try:
         if shape is None:
             raise ModelError("experts were recorded, and this model has none")
-        with uncompiled(model), forcing(model, shape, row.routing, input_device(model)) as forced:
+        with uncompiled(model), forcing(model, shape, row.routing) as forced:
             yield forced
     except ModelError as error:
         raise UserError(f"{error} ([rollouts] keep_routing = false trains without the record)") from error
@@ -71,20 +71,13 @@ class Forced:
 
 
 @contextmanager
-def forcing(
-    model: Any,
-    shape: RoutingShape,
-    routing: np.ndarray[Any, Any] | torch.Tensor,
-    device: torch.device | None = None,
-) -> Iterator[Forced]:
+def forcing(model: Any, shape: RoutingShape, routing: np.ndarray[Any, Any] | torch.Tensor) -> Iterator[Forced]:
     """Force the experts of `routing` [T, layers, k] on every pass inside this context. Each pass must have T tokens.
 
-    Where the record is `NO_EXPERT`, the router chooses. `device` is where passes compute, if the parameters are
-    elsewhere. With activation checkpointing the backward pass must be inside the context too, because it computes the
-    layers again.
+    Where the record is `NO_EXPERT`, the router chooses. With activation checkpointing the backward pass must be inside
+    the context too, because it computes the layers again.
     """
-    device = device or next(model.parameters()).device
-    record = _checked(shape, torch.as_tensor(routing)).to(device, torch.int64, non_blocking=True)
+    record = _checked(shape, torch.as_tensor(routing)).to(input_device(model), torch.int64, non_blocking=True)
     forced = Forced(len(shape.layers))
     with ExitStack() as stack:
         for column, path in enumerate(experts_modules(model)):
