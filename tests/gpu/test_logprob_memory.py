@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from headrace.models.attention import ATTENTION, attending
 from headrace.training.attention import PackedAttention
 from headrace.training.logprobs import read_row
-from headrace.training.rows.packing import plan_scoring
+from headrace.training.rows import plan_scoring
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -25,8 +25,7 @@ from headrace.training.building import prepare_model
 from headrace.training.layers import compiled_layers
 from headrace.training.logprobs import PLAIN, Reading, compiled_arithmetic, read_head, read_row
 from headrace.training.lora import TrainedAdapter
-from headrace.training.rows.base import MicroBatch
-from headrace.training.rows.packing import plan
+from headrace.training.rows import MicroBatch, plan
 from headrace.training.trainer import Trainer, accumulate
 from headrace.types import Kept
 

@@ -13,7 +13,7 @@ from headrace.models.loading import load_model
 from headrace.training.building import prepare_model
 from headrace.training.logprobs import read_row
 from headrace.training.ranks import Ranks
-from headrace.training.rows.packing import plan
+from headrace.training.rows import plan
 
 pytestmark = pytest.mark.slow
 

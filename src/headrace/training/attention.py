@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from headrace.models.attention import AttentionCall, keep_for_backward
 from headrace.models.head import HALF
 from headrace.training.devices import upload
-from headrace.training.rows.base import MicroBatch, Segment
+from headrace.training.rows import MicroBatch, Segment
 
 LARGEST_HEAD = 256
 JOINED_TOKENS = 64

@@ -28,7 +28,7 @@ from headrace.models.head import WideHead, wide_product
 from headrace.training.attention import PackedAttention
 from headrace.training.devices import input_device, upload
 from headrace.training.layers import compiled_layers
-from headrace.training.rows.base import Index, MicroBatch
+from headrace.training.rows import Index, MicroBatch
 from headrace.types import Kept
 
 EntropyOf = Literal["none", "value", "gradient"]

@@ -18,7 +18,7 @@ from headrace.errors import UserError
 from headrace.training.logprobs import read_row
 from headrace.training.ranks import bring_to_rest
 from headrace.training.routing import following
-from headrace.training.rows.base import MicroBatch
+from headrace.training.rows import MicroBatch
 from headrace.types import Batch
 
 

@@ -25,7 +25,7 @@ from headrace.errors import ModelError, UserError
 from headrace.models.experts import RoutingShape, experts_modules, routing_shape
 from headrace.training.devices import input_device
 from headrace.training.layers import uncompiled
-from headrace.training.rows.base import MicroBatch
+from headrace.training.rows import MicroBatch
 from headrace.types import NO_EXPERT
 
 _TOPK = (torch.topk, torch.Tensor.topk)

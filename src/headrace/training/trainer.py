@@ -41,8 +41,7 @@ from headrace.training.optimizer import HalfWeights, Optimizer, learning_rate
 from headrace.training.policies import FrozenPolicy, Policies
 from headrace.training.ranks import Ranks, reduce_gradients, reshard
 from headrace.training.routing import following
-from headrace.training.rows.base import MicroBatch
-from headrace.training.rows.packing import JOIN_COST, passes, plan, plan_scoring
+from headrace.training.rows import JOIN_COST, MicroBatch, passes, plan, plan_scoring
 from headrace.types import NO_VERSION, Batch, Float32Array, Int32Array
 
 LOSS = "loss"

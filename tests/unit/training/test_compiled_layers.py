@@ -15,7 +15,7 @@ from headrace.models.loading import load_model
 from headrace.training.attention import PackedAttention
 from headrace.training.building import prepare_model
 from headrace.training.layers import compile_model, compiled_layers, decoder_layers
-from headrace.training.rows.packing import plan
+from headrace.training.rows import plan
 from headrace.training.trainer import Trainer
 
 TRAINING = TrainingConfig(learning_rate=1e-3, micro_batch_tokens=48, device="cpu")

@@ -9,8 +9,7 @@ from random_models import random_batch, twins
 
 from headrace.training import logprobs
 from headrace.training.logprobs import PLAIN, Reading, read_head
-from headrace.training.rows.base import MicroBatch
-from headrace.training.rows.packing import plan
+from headrace.training.rows import MicroBatch, plan
 
 VOCABULARY, WIDTH = 37, 12
 

@@ -14,7 +14,7 @@ from headrace.config.declared import needs
 from headrace.config.schema import AlgorithmConfig
 from headrace.training import attention, logprobs
 from headrace.training.policies import FrozenPolicy
-from headrace.training.rows.packing import plan, plan_scoring
+from headrace.training.rows import plan, plan_scoring
 from headrace.training.trainer import accumulate
 from headrace.types import NO_VERSION
 

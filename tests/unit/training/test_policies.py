@@ -18,7 +18,7 @@ from headrace.training.checkpoints.saving import REFERENCE_FILE
 from headrace.training.logprobs import read_row
 from headrace.training.lora import TrainedAdapter
 from headrace.training.policies import FrozenPolicy, Policies, StoredWeights
-from headrace.training.rows.packing import plan
+from headrace.training.rows import plan
 from headrace.training.trainer import Trainer
 
 TRAINING = TrainingConfig(learning_rate=2e-3, micro_batch_tokens=32)

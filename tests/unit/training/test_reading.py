@@ -14,7 +14,7 @@ from test_packed_gradients import gradients_of, perturbed, reference_gradients, 
 from headrace.config.schema import AlgorithmConfig
 from headrace.training import logprobs
 from headrace.training.logprobs import Wanted, read
-from headrace.training.rows.packing import plan
+from headrace.training.rows import plan
 from headrace.types import Kept
 
 

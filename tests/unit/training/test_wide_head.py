@@ -12,7 +12,7 @@ from headrace.models.attention import attending
 from headrace.models.head import WideHead, wide_product
 from headrace.training.attention import PackedAttention
 from headrace.training.logprobs import read_row
-from headrace.training.rows.packing import plan
+from headrace.training.rows import plan
 from headrace.types import Kept
 
 CAP = 4.0

@@ -1,9 +1,12 @@
-"""The plan of a step's forward passes: which tokens are computed together, and where log-probabilities are read.
+"""The rows of a step: which tokens are computed together, on which rank, and where log-probabilities are read.
 
 Every trained token of a batch is predicted exactly once, from the tokens before it in its own sequence. Each token is
 computed by the experts that were recorded for it. A row holds at most the token budget, unless a single sequence is
-longer. With several ranks, all rows cost about the same and every rank gets the same number of rows; sequences that
-share a prefix are computed separately where that takes less time than computing the prefix once. The plan is pure
+longer. A family's sequences begin with the same tokens, so these tokens may be computed once for all of them. With
+several ranks, all rows cost about the same and every rank gets the same number of rows; sequences that share a prefix
+are computed separately where that takes less time than computing the prefix once.
+
+Costs are counted in tokens: the unit is what one token costs in the model's matrix products. The plan is pure
 arithmetic without torch: equal batches give equal plans.
 """
 
@@ -16,29 +19,146 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from headrace.training.rows.base import (
-    Family,
-    Index,
-    Member,
-    MicroBatch,
-    Segment,
-    cost_of,
-    families_of,
-    family_of,
-    first_fit,
-    pays,
-)
 from headrace.types import Batch, Int16Array, Int32Array
 
+Index = npt.NDArray[np.int64]
+
+PAIRS_PER_TOKEN = 6144
+"""The number of query-key pairs that cost as much as one token in the matrix products: six times a hidden size of
+1024."""
 JOIN_COST = 0.25
 """The cost, on a GPU, of joining a token's attention to a shared prefix with its attention to its own segment. Joining
 takes passes over queries, outputs and gradients in every layer. The cost is a fraction of computing the token."""
-
-
 PARTS_OF_A_ROW = (1, 2, 4)
 """How finely families are cut for several ranks, between whole families and single sequences: the number of parts that
 fill a row."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A sequence of the batch up to its last trained token, which is only a target and is not computed."""
+
+    offset: int
+    token_ids: Int32Array
+    trained: Index
+    """The positions of the trained tokens within the sequence."""
+    targets: Int32Array
+    routing: Int16Array | None = None
+    """The experts that each token goes through. The record of a token's experts belongs to the next token, because the
+    engine samples that token in the same pass."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Sequences that begin with the same `prefix` tokens. `prefix` is zero where nothing is shared."""
+
+    members: tuple[Member, ...]
+    prefix: int
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all members, with the prefix counted once."""
+        return self.prefix + sum(len(member.token_ids) - self.prefix for member in self.members)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of a row: a whole sequence, a shared prefix, or the rest of a sequence after that prefix."""
+
+    start: int
+    length: int
+    prefix: int | None = None
+    """The index of the segment that precedes this one in its sequence. None where a sequence begins."""
+
+    @property
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One row of N packed tokens, and the M trained tokens of its sequences, which are read from the row.
+
+    A sequence is never cut, and a shared prefix holds no trained token, so a loss may look at whole sequences.
+    """
+
+    token_ids: Index  # [N]
+    position_ids: Index  # [N], counted within each sequence
+    segments: tuple[Segment, ...]
+    predictors: Index  # [M], where in the row the logits of a trained token are; several tokens may share one place
+    targets: Index  # [M], the trained token's id
+    sources: Index  # [M], the trained token's place in the batch
+    sequences: Index  # [M], the trained token's sequence, numbered within the row
+    routing: Int16Array | None = None  # [N, layers, k], the experts of the pass over each token; see `Trace.routing`
+    join_cost: float = 0.0
+    """The extra cost of a token that continues a shared prefix, as a fraction of computing the token."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def cost(self) -> float:
+        """The cost of a pass over the row, in tokens: computing the tokens, their attention, and joining attention."""
+        own = sum(_cost_of(s.length, 0 if s.prefix is None else self.segments[s.prefix].length) for s in self.segments)
+        return own + self.join_cost * sum(s.length for s in self.segments if s.prefix is not None)
+
+
+def _family_of(members: Sequence[Member]) -> Family:
+    """Return these members as a family, with the longest prefix that they have in common.
+
+    Trained tokens never count, and the prefix of a single member is 0. A shared token is computed once, with one set of
+    experts, so tokens with different recorded experts do not count as common.
+    """
+    if len(members) < 2:
+        return Family(tuple(members), 0)
+    first = members[0]
+    shared = min(int(member.trained[0]) for member in members)
+    for member in members[1:]:
+        differs = first.token_ids[:shared] != member.token_ids[:shared]
+        if first.routing is not None and member.routing is not None:
+            differs |= (first.routing[:shared] != member.routing[:shared]).any((1, 2))
+        shared = int(differs.argmax()) if differs.any() else shared
+    return Family(tuple(members), shared)
+
+
+def _families_of(members: Sequence[Member], join_cost: float) -> list[Family]:
+    """Return these members as one family if sharing the prefix pays, else each member as its own family."""
+    together = _family_of(members)
+    joined = together.tokens - together.prefix
+    if _pays(together.prefix, len(members), joined, join_cost):
+        return [together]
+    return [_family_of([member]) for member in members]
+
+
+def _pays(prefix: int, members: int, own: int, join_cost: float) -> bool:
+    """Return whether computing a prefix once saves more than joining the attention of the `own` tokens after it."""
+    return prefix * (members - 1) >= max(1, join_cost * own)
+
+
+def _cost_of(length: int, before: int) -> float:
+    """Return the cost of `length` tokens that follow `before` others: computing the tokens, and their attention."""
+    return length + length * (length / 2 + before) / PAIRS_PER_TOKEN
+
+
+def _first_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Divide sizes into rows of at most `budget`, largest first, and return the indices of each row.
+
+    The number of rows is close to the smallest possible. Equal sizes keep their order. A size that is larger than the
+    budget gets a row of its own.
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        row = next((row for row, free in enumerate(room) if sizes[i] <= free), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(budget)
+        rows[row].append(i)
+        room[row] -= sizes[i]
+    return rows
 
 
 def plan(
@@ -52,14 +172,14 @@ def plan(
     groups: dict[int, list[Member]] = {}
     for number, (group, sequence) in enumerate(_sequences(batch)):
         groups.setdefault(group if share_prefixes else number, []).append(sequence)
-    families = [family for members in groups.values() for family in families_of(members, join_cost)]
+    families = [family for members in groups.values() for family in _families_of(members, join_cost)]
     if ranks > 1:
         loads = _rows_for_ranks(families, micro_batch_tokens, ranks, join_cost)
         rows = [[family for part in load.parts.values() for family in part.families] for load in loads]
     else:
         # A single rank waits for no other, so its time is the sum of its rows, however uneven. Fewest rows are fastest.
         pieces = [piece for family in families for piece in _pieces(family, micro_batch_tokens)]
-        rows = [[pieces[i] for i in row] for row in first_fit([p.tokens for p in pieces], micro_batch_tokens)]
+        rows = [[pieces[i] for i in row] for row in _first_fit([p.tokens for p in pieces], micro_batch_tokens)]
     return [_row(families_of_row, join_cost) for families_of_row in rows]
 
 
@@ -105,11 +225,11 @@ def _pieces(family: Family, budget: int) -> Iterator[Family]:
     for member in family.members:
         own = len(member.token_ids) - family.prefix
         if taken and size + own > budget:
-            yield family_of(taken)
+            yield _family_of(taken)
             taken, size = [], family.prefix
         taken.append(member)
         size += own
-    yield family_of(taken)
+    yield _family_of(taken)
 
 
 def _row(families: Sequence[Family], join_cost: float) -> MicroBatch:
@@ -198,7 +318,7 @@ class _Siblings:
 
     def takes(self, members: int, own: int, own_cost: float) -> tuple[int, float]:
         """Return tokens and cost of members in one row. The prefix is computed once if that pays, else per member."""
-        if pays(self.prefix, members, own, self.join_cost):
+        if _pays(self.prefix, members, own, self.join_cost):
             return self.prefix + own, self.prefix_cost + own_cost + self.join_cost * own
         return members * self.prefix + own, members * self.prefix_cost + own_cost
 
@@ -218,12 +338,12 @@ class _Part:
 
     @property
     def shares(self) -> bool:
-        return pays(self.siblings.prefix, len(self.members), self.own, self.siblings.join_cost)
+        return _pays(self.siblings.prefix, len(self.members), self.own, self.siblings.join_cost)
 
     @property
     def families(self) -> list[Family]:
         """The members as families for `_row`. Some members may have a longer common prefix than the whole family."""
-        return [family_of(self.members)] if self.shares else [family_of([member]) for member in self.members]
+        return [_family_of(self.members)] if self.shares else [_family_of([member]) for member in self.members]
 
 
 class _Load:
@@ -262,11 +382,11 @@ def _wall(rows: Sequence[_Load], ranks: int) -> float:
 
 def _singles(family: Family, join_cost: float) -> list[_Part]:
     """Return one part for every member."""
-    siblings = _Siblings(family.prefix, cost_of(family.prefix, 0), join_cost)
+    siblings = _Siblings(family.prefix, _cost_of(family.prefix, 0), join_cost)
     parts = []
     for member in family.members:
         own = len(member.token_ids) - siblings.prefix
-        own_cost = cost_of(own, siblings.prefix)
+        own_cost = _cost_of(own, siblings.prefix)
         parts.append(_Part(siblings, (member,), own, own_cost, *siblings.takes(1, own, own_cost)))
     return parts
 
@@ -280,7 +400,7 @@ def _together(parts: Sequence[_Part]) -> _Part:
 
 def _blocks(singles: Sequence[_Part], budget: int) -> list[list[_Part]]:
     """Divide the members of a family into blocks that each fit the budget, together with one copy of the prefix."""
-    rows = first_fit([single.own for single in singles], budget - singles[0].siblings.prefix)
+    rows = _first_fit([single.own for single in singles], budget - singles[0].siblings.prefix)
     return [[singles[i] for i in row] for row in rows]
 
 
@@ -312,7 +432,7 @@ def _cut(singles: Sequence[_Part], count: int) -> list[Sequence[_Part]]:
 def _even(parts: Sequence[_Part], budget: int, ranks: int) -> list[_Load]:
     """Fill rows of similar cost, in about the fewest passes that hold all parts. Empty rows are left out."""
     ordered = sorted(parts, key=lambda part: -part.cost)
-    fewest = -(-len(first_fit([part.tokens for part in parts], budget)) // ranks)
+    fewest = -(-len(_first_fit([part.tokens for part in parts], budget)) // ranks)
     filled = (_fill(ordered, budget, times * ranks) for times in itertools.count(fewest))
     return [row for row in next(rows for rows in filled if rows is not None) if row.parts]
 
