@@ -15,7 +15,6 @@ import torch
 from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
 from headrace.config.schema import LoraConfig, TrainingConfig
-from headrace.delivery.base import Kind
 from headrace.delivery.canary import canary_sequence
 from headrace.delivery.digest import digest_as
 from headrace.delivery.parts import TrainerRanks
@@ -122,31 +121,26 @@ def _teacher(config: Config, device: torch.device) -> Any:
     return load_model(config.algorithm.teacher, dtype=dtype, device=str(device)).requires_grad_(False)
 
 
-def make_publisher(
-    link: WorkerLink, config: Config, ranks: Ranks | None, vocabulary: int, base_digest: int, *, device: str = "cpu"
-) -> Publisher:
+def make_publisher(link: WorkerLink, config: Config, built: Built) -> Publisher:
     """Return the publisher of this process: for the whole model, or for this rank's part of the model."""
-    canary = canary_sequence(vocabulary, config.delivery.canary_tokens)
-    tolerance, deadline = config.delivery.canary_tolerance, config.delivery.deadline
-    rank = ranks.rank if ranks else 0
+    delivery, ranks = config.delivery, built.ranks
     sender = make_sender(
-        config.delivery,
+        delivery,
         link.run_dir,
-        rank,
-        trainer=device if ranks is None else str(ranks.device),
+        ranks.rank if ranks else 0,
+        trainer=str(ranks.device) if ranks else built.device,
         engines=engine_device(config),
         receivers=config.engine.count,
         relays=ranks is None,  # an engine can relay the whole model, but not the parts in which it arrived
     )
-    send: Kind = "adapter" if config.lora is not None else config.delivery.send
     return Publisher(
         sender,
         published_dtype(config),
-        tolerance,
-        canary,
-        send=send,
-        base_digest=base_digest,
-        deadline=deadline,
+        delivery.canary_tolerance,
+        canary_sequence(built.trainer.model.config.vocab_size, delivery.canary_tokens),
+        send="adapter" if config.lora is not None else delivery.send,
+        base_digest=built.base_digest,
+        deadline=delivery.deadline,
         policy=config.policy_name,
         ranks=TrainerRanks(ranks.publishing, ranks.coordinate) if ranks else None,
     )

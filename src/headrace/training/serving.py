@@ -84,8 +84,7 @@ class TrainerRole:
             self.resumed_from = latest(self.checkpoints)
             if self.resumed_from is not None:
                 self.trainer.load(self.resumed_from)
-        vocabulary = self.trainer.model.config.vocab_size
-        self.publisher = make_publisher(link, config, self.ranks, vocabulary, built.base_digest, device=self.device)
+        self.publisher = make_publisher(link, config, built)
         self.choice = choose(config.delivery, trainer=self.device, engines=engine_device(config))
         shared = self.device == "cuda" and self.ranks is None and engine_device(config) == "cuda"
         self.turns = TrainerTurns(link.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
@@ -281,7 +280,7 @@ class TrainerRole:
         self._when_done(future, announce)
 
 
-def join_ranks(link: WorkerLink, config: Config, device: str = "cpu") -> Ranks | None:
+def join_ranks(link: WorkerLink, config: Config, device: str) -> Ranks | None:
     """Join the trainer's ranks and return this process's place among them, or None if there is only one rank."""
     training, pipeline = config.training, config.pipeline
     if training.ranks == 1 and not training.offload:

@@ -222,12 +222,9 @@ class Trainer:
     def begin_save(
         self, directory: str | Path, *, version: int = NO_VERSION, source: str | Path | None = None
     ) -> Future[Path]:
-        """Start a checkpoint like `save`, but return as soon as everything is copied.
+        """Start a checkpoint like `save`, but return as soon as everything is copied: training continues meanwhile.
 
-        Training continues while it is written.
-
-        A second call waits until the first checkpoint is written. If that write failed, the second call raises its
-        error.
+        A second call waits until the first checkpoint is written, and raises the error if that write failed.
         """
         companions = Path(source if source is not None else self.model.name_or_path)
         optimizer = self._training.optimizer if self._state.objective else ""
