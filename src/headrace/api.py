@@ -87,7 +87,7 @@ class Run:
             raise UserError(f"{self.path} has no checkpoint yet")
         path = Path(checkpoint["path"])
         if is_sharded(path):
-            from headrace.training.checkpoints.sharded import consolidate
+            from headrace.training.checkpoints.export import consolidate
 
             consolidate(path)
         return path

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headrace.models.attention import ATTENTION, attending
-from headrace.training.attention.packed import PackedAttention
-from headrace.training.head.logprobs import read_row
-from headrace.training.rows.packing import plan_scoring
+from headrace.training.attention import PackedAttention
+from headrace.training.logprobs import read_row
+from headrace.training.rows import plan_scoring
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

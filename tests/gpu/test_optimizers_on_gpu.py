@@ -23,7 +23,7 @@ def move(model: torch.nn.Module, optimizer: Optimizer, seeds: range) -> None:
         generator = torch.Generator("cuda").manual_seed(seed)
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator, device="cuda")
-        assert optimizer.apply(0.01).changed
+        assert optimizer.begin(0.01)().changed
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adamw_8bit"])

@@ -20,17 +20,13 @@ from headrace.models.attention import AttentionCall
 from headrace.models.loading import load_model
 from headrace.models.rounding import FourBitLinear, round_weights
 from headrace.training import trainer as trainer_module
-from headrace.training.attention.flash import Kernels
-from headrace.training.attention.packed import PackedAttention
+from headrace.training.attention import Kernels, PackedAttention
 from headrace.training.building import prepare_model
-from headrace.training.head.logits import PLAIN, Reading, compiled_arithmetic, read_head
-from headrace.training.head.logprobs import read_row
 from headrace.training.layers import compiled_layers
+from headrace.training.logprobs import PLAIN, Reading, compiled_arithmetic, read_head, read_row
 from headrace.training.lora import TrainedAdapter
-from headrace.training.rows.base import MicroBatch
-from headrace.training.rows.packing import plan
-from headrace.training.step import accumulate
-from headrace.training.trainer import Trainer
+from headrace.training.rows import MicroBatch, plan
+from headrace.training.trainer import Trainer, accumulate
 from headrace.types import Kept
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -230,10 +226,10 @@ def test_a_step_does_not_wait_for_the_device(tmp_path, family, reading, monkeypa
         step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        pending = step()
+        read = step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert pending.read().changed
+    assert read().changed
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -24,7 +24,7 @@ from headrace.delivery.transports import sender
 from headrace.delivery.transports.base import SenderSettings
 from headrace.models.loading import load_model
 from headrace.training.building import prepare_model
-from headrace.training.ranks.base import Ranks, join
+from headrace.training.ranks import Ranks, join
 from headrace.training.trainer import Trainer
 from headrace.types import Batch
 

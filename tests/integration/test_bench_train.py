@@ -18,7 +18,7 @@ from headrace.bench.report import lines
 from headrace.bench.train import FORMULA, Flops, bench_train, count_flops, draw_sequences, make_batch, padded
 from headrace.errors import UserError
 from headrace.models.shapes import build_shape
-from headrace.training.rows.packing import plan
+from headrace.training.rows import plan
 
 
 @pytest.fixture(scope="module")

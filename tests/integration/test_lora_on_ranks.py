@@ -18,7 +18,7 @@ from headrace.models.loading import load_model
 from headrace.training.building import prepare_model
 from headrace.training.checkpoints.base import is_sharded, latest
 from headrace.training.lora import TrainedAdapter
-from headrace.training.ranks.base import Ranks
+from headrace.training.ranks import Ranks
 from headrace.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow

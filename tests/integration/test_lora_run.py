@@ -24,8 +24,7 @@ from headrace.delivery.transports import WITHOUT_GPU, sender
 from headrace.delivery.transports.base import SenderSettings
 from headrace.engines.embedded.building import lora_spec
 from headrace.engines.embedded.core import EngineCore
-from headrace.models.lora import Adapter
-from headrace.models.lora_targets import frozen_linears
+from headrace.models.lora import Adapter, frozen_linears
 from headrace.models.rounding import round_weights
 from headrace.models.selfcheck import check_model
 from headrace.observe.progress import NoProgress

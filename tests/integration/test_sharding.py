@@ -29,7 +29,7 @@ from rank_cases import (
 from transformers import AutoModelForCausalLM
 
 from headrace.training.checkpoints.base import is_sharded, latest, read_state
-from headrace.training.checkpoints.sharded import consolidate
+from headrace.training.checkpoints.export import consolidate
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from runs import small_config
 from headrace.channel.turns import FILE, EngineTurns, TrainerTurns
 from headrace.channel.worker_link import Incoming, WorkerLink
 from headrace.training.layers import warm_up_batches
-from headrace.training.messages import Published, Train, Trained
+from headrace.training.remote import Published, Train, Trained
 from headrace.training.serving import FIRST_RANK, TrainerRole
 from headrace.types import Float32Array, Int32Array
 

@@ -11,9 +11,9 @@ from rank_cases import TRAINING, model_dir, on_ranks, random_batch
 
 from headrace.models.loading import load_model
 from headrace.training.building import prepare_model
-from headrace.training.head.logprobs import read_row
-from headrace.training.ranks.base import Ranks
-from headrace.training.rows.packing import plan
+from headrace.training.logprobs import read_row
+from headrace.training.ranks import Ranks
+from headrace.training.rows import plan
 
 pytestmark = pytest.mark.slow
 

@@ -75,7 +75,7 @@ ARROWS = {
         "tasks.chat",
         "tasks.source",
         "training.base",
-        "training.messages",
+        "training.remote",
     },
     "review": {
         "buffer.reader",
@@ -84,7 +84,7 @@ ARROWS = {
         "models.lora",
         "tasks.chat",
         "training.checkpoints.base",
-        "training.checkpoints.sharded",
+        "training.checkpoints.export",
         "training.lora",
     },
     "rollouts": {"engines.base", "scoring.base", "tasks.base"},

@@ -26,7 +26,7 @@ from headrace.config.model_dir import ModelFacts
 from headrace.config.schema import LoraConfig
 from headrace.engines.embedded.building import share_beside_trainer
 from headrace.errors import UserError
-from headrace.training.head.logprobs import CHUNK_ELEMENTS, DEVICE_CHUNKS
+from headrace.training.logprobs import CHUNK_ELEMENTS, DEVICE_CHUNKS
 
 FACTS = ModelFacts(
     architecture="x",

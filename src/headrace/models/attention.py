@@ -3,6 +3,11 @@
 The engine's context reads and writes a paged KV cache; the trainer's context attends within packed sequences. Both use
 Hugging Face's model code. The model never builds a mask: the context alone decides which tokens see each other. Under
 `torch.compile` the call is one operation that the compiler does not look into, forward or backward.
+
+One compilation serves all layers of a kind and all lengths of a pass. To a compiler, a number on a module is a
+constant, so a layer with another number is compiled again. Head sizes should be constants, because the arithmetic on
+them is then simple. The number of a layer should not be a constant. So where a compiled layer needs its number, the
+number is in a tensor, of which the compiler knows only the shape.
 """
 
 from __future__ import annotations
@@ -19,7 +24,40 @@ import torch
 from transformers import AttentionInterface
 
 from headrace.errors import ModelError
-from headrace.models.compiling import LAYER, number_of
+
+LAYER = "layer_idx"
+"""The attribute in which transformers' attention modules keep the number of their layer."""
+COLUMN = "headrace_column"
+"""The attribute of an experts module that says which column of a routing record belongs to the module."""
+COMPILATIONS = 64
+"""How often the code of one layer may be compiled. At this limit torch raises an error."""
+_SUFFIX = "_as_tensor"
+
+
+def prepare_to_compile(model: Any) -> None:
+    """Put the numbers of this model's layers where `number_of` finds them. Call this before compiling."""
+    # The import is here because it takes a second, and most processes compile nothing.
+    import torch._dynamo
+
+    # Kinds of layers, passes with and without gradients, and several models in one process all count for one function.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILATIONS)
+    # Epsilons and scales are equal in all layers. As variables, each would be a tensor that the host makes in every
+    # call.
+    torch._dynamo.config.specialize_float = True
+    for module in model.modules():
+        for name in (LAYER, COLUMN):
+            if isinstance(number := getattr(module, name, None), int):
+                setattr(module, name + _SUFFIX, torch.tensor(number))
+
+
+def number_of(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """Return the number of this name for compiled code: a tensor in host memory, or None if there is none.
+
+    Compiled code must not ask whether the module has the plain number: some versions of torch would then guard its
+    value.
+    """
+    return getattr(module, name + _SUFFIX, None)
+
 
 ATTENTION = "headrace"
 """The name to load models with: `attn_implementation=ATTENTION`."""
@@ -106,13 +144,6 @@ def current_context() -> AttentionContext:
     return context
 
 
-def _window_of(module: torch.nn.Module, kwargs: dict[str, Any]) -> int | None:
-    # A keyword wins over the attribute: some families set the attribute on every layer and pass None for full
-    # attention.
-    window = kwargs.pop("sliding_window") if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
-    return int(window) if window else None
-
-
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -123,14 +154,16 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    window = _window_of(module, kwargs)
+    # A keyword wins over the attribute: some families set the attribute on every layer and pass None for full
+    # attention.
+    window = kwargs.pop("sliding_window") if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
     softcap = kwargs.pop("softcap", None)
     sinks = kwargs.pop("s_aux", None)
     unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _IGNORED)
     if unknown:
         raise ModelError(f"{type(module).__name__} asks its attention for {', '.join(unknown)}: not supported")
     scale = float(scaling) if scaling is not None else query.shape[-1] ** -0.5
-    settings = scale, window or 0, float(softcap or 0.0)
+    settings = scale, int(window) if window else None, float(softcap) if softcap else None
     if (
         torch.compiler.is_compiling()
         and torch.is_grad_enabled()
@@ -141,29 +174,7 @@ def _attention(
         number = number_of(module, LAYER)
         assert number is not None, "a layer is compiled before `prepare_to_compile`"
         return _opaque(query, key, value, sinks, number, *settings), None
-    return _in_context(_call(query, key, value, sinks, int(getattr(module, LAYER)), *settings)), None
-
-
-def _call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sinks: torch.Tensor | None,
-    layer: int,
-    scaling: float,
-    window: int,
-    softcap: float,
-) -> AttentionCall:
-    return AttentionCall(
-        layer=layer,
-        query=query,
-        key=key,
-        value=value,
-        scaling=scaling,
-        window=window or None,
-        softcap=softcap or None,
-        sinks=sinks,
-    )
+    return _in_context(AttentionCall(int(getattr(module, LAYER)), query, key, value, *settings, sinks)), None
 
 
 def _in_context(call: AttentionCall) -> torch.Tensor:
@@ -180,10 +191,10 @@ def _opaque(
     sinks: torch.Tensor | None,
     layer: torch.Tensor,
     scaling: float,
-    window: int,
-    softcap: float,
+    window: int | None,
+    softcap: float | None,
 ) -> torch.Tensor:
-    return _in_context(_call(query, key, value, sinks, int(layer), scaling, window, softcap))
+    return _in_context(AttentionCall(int(layer), query, key, value, scaling, window, softcap, sinks))
 
 
 @_opaque.register_fake
@@ -202,12 +213,13 @@ def _trained(
     value: torch.Tensor,
     sinks: torch.Tensor | None,
     scaling: float,
-    window: int,
-    softcap: float,
+    window: int | None,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output, the log-sum-exps, and the number of the context, which the backward pass needs."""
     context = cast(TrainedContext, current_context())
-    output, lse = context.attend_saving(_call(query, key, value, sinks, ANY_LAYER, scaling, window, softcap))
+    call = AttentionCall(ANY_LAYER, query, key, value, scaling, window, softcap, sinks)
+    output, lse = context.attend_saving(call)
     return output.contiguous(), lse.contiguous(), torch.tensor(context.ticket)
 
 
@@ -231,13 +243,13 @@ def _trained_backward(
     ticket: torch.Tensor,
     gradient: torch.Tensor,
     scaling: float,
-    window: int,
-    softcap: float,
+    window: int | None,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     context = _kept.get(int(ticket))
     if context is None:
         raise RuntimeError("the attention context of a row was dropped before its backward pass")
-    call = _call(query, key, value, sinks, ANY_LAYER, scaling, window, softcap)
+    call = AttentionCall(ANY_LAYER, query, key, value, scaling, window, softcap, sinks)
     *found, of_sinks = context.attend_backward(call, output, lse, gradient)
     dq, dk, dv = (part.contiguous() for part in found)
     return dq, dk, dv, query.new_empty(0) if of_sinks is None else of_sinks

@@ -18,7 +18,7 @@ from torch.nn.functional import grouped_mm
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from headrace.errors import ModelError
-from headrace.models.compiling import COLUMN, number_of
+from headrace.models.attention import COLUMN, number_of
 
 EXPERTS = "headrace"
 """The name for `model.set_experts_implementation(EXPERTS)`, which `prepare_experts` calls."""
@@ -37,18 +37,14 @@ compiled layers require."""
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """The routing layout of a model.
-
-    A record of T tokens is [T, len(layers), per_token], with numbers below `experts`.
-    """
+    """The routing layout of a model: a record of T tokens is [T, len(layers), per_token], numbers below `experts`."""
 
     layers: tuple[int, ...]
     """The decoder layers that route, in ascending order. Empty where they cannot be known."""
     per_token: int
     experts: int
     recorded: bool = True
-    """False for models that route outside transformers' experts interface. Such models are served but never
-    recorded."""
+    """False for models that route outside transformers' experts interface: served, but never recorded."""
 
 
 class RoutingRecorder:
@@ -205,10 +201,7 @@ def _grouped(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: to
 
 
 def _every_expert(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Compute every expert over every token, most of it unused.
-
-    This is for tensors that the grouped product cannot take.
-    """
+    """Compute every expert over every token, for tensors that the grouped product cannot take. Most of it is unused."""
     spread = weights.new_zeros((index.shape[0], module.num_experts)).scatter_add(1, index, weights).t()[..., None]
     total = torch.zeros_like(hidden)
     for start in range(0, module.num_experts, _BLOCK):

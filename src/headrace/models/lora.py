@@ -3,6 +3,9 @@
 Merged weights are always computed from the original weights, never from the result of the previous adapter. So a series
 of swaps gives the same weights as its last adapter alone, and the zero adapter restores the original weights bit for
 bit. Parameters keep their addresses, and both modes use the same names for the adapter's tensors.
+
+Trainer and engines find the adapted weights by the same few names. A target either names weights that both compute in
+the same way, or is refused with a one-line error. Nothing is left out silently.
 """
 
 from __future__ import annotations
@@ -11,14 +14,149 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from headrace.errors import UserError
-from headrace.models.lora_targets import ALL_LINEAR as ALL_LINEAR
-from headrace.models.lora_targets import Targets, find_targets
+from headrace.errors import ModelError, UserError
+from headrace.models.rounding import FourBitLinear
+
+ALL_LINEAR = "all-linear"
+"""A target that means every linear layer except the vocabulary projection. Stacked experts, and routers with classes of
+their own, do not count as linear layers here, although peft includes them for some families."""
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """The targets that were found, by name, in the order of the model."""
+
+    linears: dict[str, nn.Linear]
+    stacks: dict[str, torch.Tensor]
+    """The live weights of all experts of a layer, [experts, out, in]."""
+    modules: dict[str, nn.Module]
+    """The modules that are trained in full."""
+
+    def shapes(self, rank: int) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
+        """Return the shapes of A and B for every adapted weight.
+
+        As in peft, the A of all experts of a stack are stored as one matrix, and so are the B.
+        """
+        found = {}
+        for name, layer in self.linears.items():
+            found[name] = ((rank, layer.in_features), (layer.out_features, rank))
+        for name, stack in self.stacks.items():
+            experts, outputs, inputs = stack.shape
+            found[name] = ((rank * experts, inputs), (outputs, rank * experts))
+        return found
+
+    def full_weights(self) -> dict[str, torch.Tensor]:
+        """Return the live parameters of the modules that are trained in full."""
+        return {
+            f"{name}.{inner}": parameter.detach()
+            for name, module in self.modules.items()
+            for inner, parameter in module.named_parameters()
+        }
+
+
+def find_targets(model: Any, targets: tuple[str, ...], modules: tuple[str, ...] = ()) -> Targets:
+    """Find the weights that an adapter changes. Raises a one-line `ModelError` if that is not possible.
+
+    A target is the end of a name: of linear layers (`q_proj`) or stacked experts (`experts.down_proj`). It may also be
+    `ALL_LINEAR`. `modules` are ends of names of modules that are trained in full.
+    """
+    named = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
+    linears: set[str] = set()
+    stacks: set[str] = set()
+    for target in targets:
+        stacked = [name for name, p in parameters.items() if "." in target and p.ndim == 3 and _ends(name, target)]
+        found = [name for name in named if _matches(model, name, named[name], target)]
+        if not stacked and not found:
+            raise ModelError(f"LoRA target {target!r} is not in the model; {_known(named, parameters)}")
+        stacks.update(stacked)
+        linears.update(found)
+    full = {name for module in modules for name in _full_modules(named, module)}
+    result = Targets(
+        linears={name: module for name, module in named.items() if name in linears - full},
+        stacks={name: _stack(named, name, p) for name, p in parameters.items() if name in stacks},
+        modules={name: module for name, module in named.items() if name in full},
+    )
+    _check(model, result)
+    return result
+
+
+def frozen_linears(model: Any, modules: tuple[str, ...] = ()) -> dict[str, nn.Linear]:
+    """Return the linear layers that stay frozen beside an adapter, whether the adapter changes them or not.
+
+    The vocabulary projection is left out, and so is everything inside `modules` (see `find_targets`).
+    """
+    named = dict(model.named_modules())
+    full = {inner for module in modules for name in _full_modules(named, module) for inner in named[name].modules()}
+    full.add(model.get_output_embeddings())
+    return {name: module for name, module in named.items() if type(module) is nn.Linear and module not in full}
+
+
+def _ends(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _matches(model: Any, name: str, module: nn.Module, target: str) -> bool:
+    if target != ALL_LINEAR:
+        return _ends(name, target)
+    # Conv1D is linear too, and a trainer's "all-linear" would adapt it. It must be refused, not ignored.
+    linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return linear and module is not model.get_output_embeddings()
+
+
+def _known(named: dict[str, nn.Module], parameters: dict[str, nn.Parameter]) -> str:
+    linear = sorted(
+        {name.rpartition(".")[2] for name, module in named.items() if type(module) in (nn.Linear, FourBitLinear)}
+    )
+    stacked = sorted({".".join(name.split(".")[-2:]) for name, p in parameters.items() if p.ndim == 3})
+    return f"its linear layers are {', '.join(linear)}" + (f"; stacked experts {', '.join(stacked)}" if stacked else "")
+
+
+def _full_modules(named: dict[str, nn.Module], target: str) -> list[str]:
+    found = [name for name in named if name and _ends(name, target)]
+    if not found:
+        raise ModelError(f"module {target!r}, to be trained in full, is not in the model")
+    for name in found:
+        if not any(True for _ in named[name].parameters()):
+            raise ModelError(f"module {name}, to be trained in full, has no parameters")
+    return found
+
+
+def _stack(named: dict[str, nn.Module], name: str, parameter: nn.Parameter) -> torch.Tensor:
+    owner = named[name.rpartition(".")[0]]
+    weight = parameter.detach()
+    return weight.transpose(1, 2) if getattr(owner, "is_transposed", False) else weight
+
+
+def _check(model: Any, found: Targets) -> None:
+    holders: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(name)
+
+    def alone(name: str, parameter: torch.Tensor, what: str) -> None:
+        if shared := [held for held in holders[id(parameter)] if held != name]:
+            owner = name.rpartition(".")[0]
+            raise ModelError(f"{what} {owner} shares its weight with {shared[0]} and cannot be adapted on its own")
+
+    for name, module in found.linears.items():
+        kind = type(module)
+        if kind not in (nn.Linear, FourBitLinear):
+            where = f"{kind.__module__}.{kind.__name__}"
+            raise ModelError(f"LoRA target {name} is a {where}; only nn.Linear can be adapted")
+        if kind is nn.Linear:
+            alone(f"{name}.weight", module.weight, "LoRA target")
+    for name, full_module in found.modules.items():
+        for inner, parameter in full_module.named_parameters():
+            alone(f"{name}.{inner}", parameter, "module")
+    for full in found.modules:
+        if inside := [name for name in (*found.linears, *found.stacks) if name.startswith(f"{full}.")]:
+            raise ModelError(f"LoRA target {inside[0]} is inside of {full}, which is trained in full")
+
 
 CHUNK = 1 << 24
 """How many elements of a weight are merged at once. This bounds the float32 product beside the weights (64 MiB)."""
@@ -79,27 +217,23 @@ class Adapter:
         Raises a one-line `ModelError` for a target that is missing, is not an `nn.Linear`, or shares its weight.
         """
         targets = find_targets(model, spec.targets, spec.modules)
-        first = _initial(targets, spec.rank, torch.Generator().manual_seed(seed))
         self._scaling = spec.scaling
         self._weights = targets.full_weights()
-        self._merges: list[_Merge | _StackMerge] = []
-        if mode == "unmerged" and targets.linears:
+        self._merges: list[_Merge] = []
+        live = dict(targets.stacks)
+        if mode == "merged":
+            live |= {name: layer.weight.detach() for name, layer in targets.linears.items()}
+        elif targets.linears:
             _inject(model, spec, targets)
-        for name, layer in targets.linears.items():
-            if mode == "merged":
-                weight = layer.weight.detach()
-                a, b = (drawn.to(weight.device, dtype or torch.float32) for drawn in first[name])
-                self._merges.append(_Merge(weight, weight.clone(), a, b))
+        for name, drawn in _initial(targets, spec.rank, torch.Generator().manual_seed(seed)):
+            if name in live:
+                a, b = (part.to(live[name].device, dtype or torch.float32) for part in drawn)
+                self._merges.append(_Merge(live[name], live[name].clone(), a, b))
             else:
                 wrapped = model.get_submodule(name)
                 a, b = (getattr(wrapped, side)[_ADAPTER].to(dtype).weight.detach() for side in ("lora_A", "lora_B"))
-                for part, drawn in zip((a, b), first[name], strict=True):
-                    part.copy_(drawn)
-            self._weights |= _named(name, a, b)
-        for name, stack in targets.stacks.items():
-            live = stack.oriented
-            a, b = (drawn.to(live.device, dtype or torch.float32) for drawn in first[name])
-            self._merges.append(_StackMerge(live, live.clone(), a, b))
+                a.copy_(drawn[0])
+                b.copy_(drawn[1])
             self._weights |= _named(name, a, b)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -154,62 +288,37 @@ def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class _Merge:
-    """One targeted weight: the live tensor, its original values, and the two matrices that change it."""
+    """One targeted weight, or a stack of experts: the live tensor, its original values, and what changes it."""
 
-    live: torch.Tensor  # [out, in]
-    pristine: torch.Tensor  # [out, in]
-    a: torch.Tensor  # [rank, in]
-    b: torch.Tensor  # [out, rank]
+    live: torch.Tensor  # [out, in], or [experts, out, in]
+    pristine: torch.Tensor
+    a: torch.Tensor  # [rank, in], or [experts * rank, in]
+    b: torch.Tensor  # [out, rank], or [out, rank * experts]
 
     def apply(self, scaling: float) -> None:
         wide = torch.promote_types(self.live.dtype, torch.float32)
         # The sign of the product is flipped twice: 0 * -scaling is -0, and adding -0 keeps an original -0 as it is.
         a, b = self.a.to(wide).neg(), self.b.to(wide)
-        for rows in _row_chunks(*self.live.shape):
-            torch.add(self.pristine[rows], b[rows] @ a, alpha=-scaling, out=self.live[rows])
-
-
-@dataclass(frozen=True, eq=False)
-class _StackMerge:
-    """The stacked experts of a layer, merged all at once like `_Merge`."""
-
-    live: torch.Tensor  # [experts, out, in]
-    pristine: torch.Tensor  # [experts, out, in]
-    a: torch.Tensor  # [experts * rank, in]
-    b: torch.Tensor  # [out, rank * experts]
-
-    def apply(self, scaling: float) -> None:
-        experts, rows, columns = self.live.shape
-        wide = torch.promote_types(self.live.dtype, torch.float32)
-        # In peft's A the expert index comes before the rank; in B it comes after the rank.
-        a = self.a.to(wide).neg().view(experts, -1, columns)
-        b = self.b.to(wide).view(rows, -1, experts).permute(2, 0, 1)
-        step = max(1, CHUNK // (rows * columns))
-        for start in range(0, experts, step):
+        stacked = self.live.ndim == 3
+        if stacked:
+            experts, rows, columns = self.live.shape
+            # In peft's A the expert index comes before the rank; in B it comes after the rank.
+            a, b = a.view(experts, -1, columns), b.view(rows, -1, experts).permute(2, 0, 1)
+        step = max(1, CHUNK // self.live[0].numel())
+        for start in range(0, len(self.live), step):
             part = slice(start, start + step)
-            torch.add(self.pristine[part], torch.bmm(b[part], a[part]), alpha=-scaling, out=self.live[part])
+            product = b[part] @ (a[part] if stacked else a)
+            torch.add(self.pristine[part], product, alpha=-scaling, out=self.live[part])
 
 
-def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
-    step = max(1, CHUNK // columns)
-    for start in range(0, rows, step):
-        yield slice(start, start + step)
-
-
-_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-
-
-def _initial(targets: Targets, rank: int, generator: torch.Generator) -> dict[str, _Pair]:
-    """Return A and B as peft initialises them.
-
-    They are drawn on the CPU in float32, so that device and dtype do not change the draw.
-    """
-    drawn = {}
+def _initial(
+    targets: Targets, rank: int, generator: torch.Generator
+) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Yield A and B as peft initialises them, drawn on the CPU in float32: device and dtype do not change the draw."""
     for name, (a_shape, b_shape) in targets.shapes(rank).items():
         a = torch.empty(a_shape, dtype=torch.float32)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
-        drawn[name] = (a, torch.zeros(b_shape, dtype=torch.float32))
-    return drawn
+        yield name, (a, torch.zeros(b_shape, dtype=torch.float32))
 
 
 def _named(name: str, a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -15,8 +15,6 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from headrace.errors import ModelError
-
 SMALLEST = 1 << 18
 """Products with fewer weights than this are not packed, because the fixed cost of a packed call outweighs the gain."""
 
@@ -37,15 +35,11 @@ class PackedLinears:
 
     def __init__(self, model: nn.Module) -> None:
         """Pack the layers. `model` must be in float32 on a CPU (see `can_pack`)."""
-        if not can_pack(model):
-            raise ModelError("weights are packed for float32 models on a CPU only")
         self._products = [
             _Product(linears)
             for linears in _groups(model)
             if sum(member.weight.numel() for member in linears) >= SMALLEST
         ]
-        for product in self._products:
-            product.install()
 
     def __len__(self) -> int:
         """Return how many products are packed. Several layers may share one product."""
@@ -116,23 +110,18 @@ class _Product:
         self._weight: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
         self._input: torch.Tensor | None = None
-        self._parts: list[torch.Tensor | None] = []
-        self._left = 0
+        self._parts: dict[int, torch.Tensor] = {}
         self._call: Any = torch.ops.mkldnn._linear_pointwise.default
-
-    def install(self) -> None:
-        """Pack the weights, and replace the layers' forward."""
-        self.pack()
+        self._pack()
         for index, member in enumerate(self._linears):
             member.forward = self._forward_of(index)  # type: ignore[method-assign]
 
     @torch.no_grad()
-    def pack(self) -> None:
-        """Lay out the live weights again."""
+    def _pack(self) -> None:
         # The counters are read before the copy: after a concurrent write they are outdated, and the next call packs
         # again.
         self._versions = [p._version for p in self._parameters]
-        self._input, self._parts = None, []
+        self._input, self._parts = None, {}
         weights: list[torch.Tensor] = [member.weight for member in self._linears]
         biases: list[torch.Tensor] = [member.bias for member in self._linears if member.bias is not None]
         whole = weights[0] if len(weights) == 1 else torch.cat(weights)
@@ -152,21 +141,17 @@ class _Product:
         return forward
 
     def _part(self, source: torch.Tensor, index: int) -> torch.Tensor:
-        if source is self._input and (part := self._parts[index]) is not None:
-            self._parts[index] = None
-            self._left -= 1
-            if not self._left:
+        if source is self._input and index in self._parts:
+            part = self._parts.pop(index)
+            if not self._parts:
                 self._input = None
             return part
         for parameter, version in zip(self._parameters, self._versions, strict=True):
             if parameter._version != version:
-                self.pack()
+                self._pack()
                 break
         product: torch.Tensor = self._call(source, self._weight, self._bias, "none", [], "")
         if len(self._sizes) == 1:
             return product
-        self._input, self._parts = source, list(product.split_with_sizes(self._sizes, -1))
-        self._left = len(self._sizes) - 1
-        part, self._parts[index] = self._parts[index], None
-        assert part is not None
-        return part
+        self._input, self._parts = source, dict(enumerate(product.split_with_sizes(self._sizes, -1)))
+        return self._parts.pop(index)

@@ -7,7 +7,6 @@ wrong answers. So such a model is refused when it is loaded, with a one-line err
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,10 +26,7 @@ difference."""
 
 
 class ReferenceContext:
-    """Attention within packed sequences in its plainest form, which records every call.
-
-    It is slow and obvious on purpose.
-    """
+    """Attention within packed sequences in its plainest form: slow and obvious on purpose. It records every call."""
 
     def __init__(self, lengths: list[int]) -> None:
         self.layers: list[int] = []
@@ -41,10 +37,7 @@ class ReferenceContext:
         self._visible = (sequence[:, None] == sequence[None]) & (self._distance >= 0)
 
     def visible(self, window: int | None) -> torch.Tensor:
-        """Return which token (row) sees which token (column), [T, T].
-
-        A token sees the tokens of its sequence up to itself, within the window.
-        """
+        """Return which token (row) sees which (column), [T, T]: its own sequence up to itself, within the window."""
         return self._visible if window is None else self._visible & (self._distance < window)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -75,8 +68,8 @@ def check_model(model: Any, max_length: int | None = None) -> None:
     name = type(model).__name__
     config = model.config.get_text_config()
     _check_config(name, config, max_length)
-    small_window = _smallest_window(config)
-    lengths = [5, 12 if small_window is None else max(12, small_window + 4)]
+    window = getattr(config, "sliding_window", None) or 0
+    lengths = [5, max(12, window + 4) if window <= _LONGEST_WINDOW else 12]
     device = next(model.parameters()).device
     vocabulary = model.get_input_embeddings().weight.shape[0]
     # Any spread of token ids will do; a prime step keeps neighbours different.
@@ -132,11 +125,6 @@ def _ropes(config: Any) -> Iterator[tuple[str, int | None]]:
         yield str(rope.get("rope_type") or rope.get("type") or "default"), original
 
 
-def _smallest_window(config: Any) -> int | None:
-    window = getattr(config, "sliding_window", None)
-    return int(window) if window and window <= _LONGEST_WINDOW else None
-
-
 def _check_calls(name: str, config: Any, context: ReferenceContext) -> None:
     layers = int(config.num_hidden_layers)
     if not context.layers:
@@ -167,15 +155,9 @@ def _packed_logprobs(model: Any, ids: torch.Tensor, lengths: list[int], context:
 
 @torch.no_grad()
 def _eager_logprobs(model: Any, ids: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    with _eager(model):
-        logits = [model(input_ids=part[None], use_cache=False).logits[0] for part in torch.split(ids, lengths)]
-    return torch.log_softmax(torch.cat(logits).float(), -1)
-
-
-@contextmanager
-def _eager(model: Any) -> Iterator[None]:
     model.set_attn_implementation("eager")
     try:
-        yield
+        logits = [model(input_ids=part[None], use_cache=False).logits[0] for part in torch.split(ids, lengths)]
     finally:
         model.set_attn_implementation(ATTENTION)
+    return torch.log_softmax(torch.cat(logits).float(), -1)

@@ -39,8 +39,7 @@ from headrace.run_dir import RunDir
 from headrace.tasks.base import Task
 from headrace.tasks.chat import ChatFormat
 from headrace.training.base import Checkpoint
-from headrace.training.messages import RENDEZVOUS
-from headrace.training.remote import RemoteTrainer
+from headrace.training.remote import RENDEZVOUS, RemoteTrainer
 
 if TYPE_CHECKING:
     from headrace.gateway.gateway import Gateway

@@ -44,7 +44,7 @@ from headrace.pipeline.waits import EngineWatch, Status
 from headrace.rollouts.base import AnyEpisode
 from headrace.rollouts.groups import prepare_group, run_group
 from headrace.training.base import Checkpoint
-from headrace.training.messages import Published, Saved
+from headrace.training.remote import Published, Saved
 from headrace.types import NO_VERSION, Group
 
 BATCHES_AT_TRAINER = 2

@@ -16,7 +16,7 @@ from headrace.errors import ModelError
 from headrace.models.loading import named_weights
 from headrace.models.lora import adapter_weights
 from headrace.training.checkpoints.base import base_of
-from headrace.training.checkpoints.sharded import consolidate
+from headrace.training.checkpoints.export import consolidate
 from headrace.training.lora import ADAPTER_FILE
 from headrace.types import Float32Array, Int32Array, Kept
 

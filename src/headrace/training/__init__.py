@@ -1,5 +1,6 @@
-"""Training turns batches into new weights: `trainer` makes one optimizer step at a time, by the passes of `step`.
+"""Training turns batches into new weights: `trainer` makes one optimizer step at a time.
 
-The folders are `rows` (what is computed together), `attention` and `head` (inside a pass), `ranks` (several processes)
-and `checkpoints`. Nothing is imported here, so that `base`, `rows` and `checkpoints.base` can be used without torch.
+`rows` has what is computed together, `attention` and `logprobs` what happens inside a pass, `ranks` several processes,
+and `checkpoints` the files. Nothing is imported here, so that `base`, `rows` and `checkpoints.base` can be used without
+torch.
 """

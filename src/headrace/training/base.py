@@ -42,10 +42,7 @@ class TrainerHandle(Protocol):
     async def train(
         self, batch: Batch, *, publish: int | None = None, parent: int = -1, save: bool = False
     ) -> StepReport:
-        """Make one optimizer step.
-
-        Then publish the weights as version `publish` if given, and save them if `save` is set.
-        """
+        """Make one optimizer step. Then publish the weights as version `publish`, if given, and save them if asked."""
         ...
 
     async def publish(self, version: int, parent: int) -> None:

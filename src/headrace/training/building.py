@@ -15,22 +15,20 @@ import torch
 from headrace.channel.worker_link import WorkerLink
 from headrace.config import Config
 from headrace.config.schema import LoraConfig, TrainingConfig
-from headrace.delivery.base import Kind
 from headrace.delivery.canary import canary_sequence
 from headrace.delivery.digest import digest_as
 from headrace.delivery.parts import TrainerRanks
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.setup import make_sender
 from headrace.models.loading import load_model, named_weights
-from headrace.models.lora_targets import frozen_linears
+from headrace.models.lora import frozen_linears
 from headrace.models.rounding import hold_in_four_bits, round_weights
 from headrace.observe.spans import SpanRecorder
 from headrace.training.checkpoints.base import BASES, keep_base
 from headrace.training.devices import choose_device, engine_device, input_device
 from headrace.training.layers import compile_model, decoder_layers, recompute_layers
 from headrace.training.lora import TrainedAdapter
-from headrace.training.ranks.base import Ranks
-from headrace.training.ranks.sharding import shard_model
+from headrace.training.ranks import Ranks, shard_model
 from headrace.training.trainer import Trainer
 
 
@@ -123,41 +121,33 @@ def _teacher(config: Config, device: torch.device) -> Any:
     return load_model(config.algorithm.teacher, dtype=dtype, device=str(device)).requires_grad_(False)
 
 
-def make_publisher(
-    link: WorkerLink, config: Config, ranks: Ranks | None, vocabulary: int, base_digest: int, *, device: str = "cpu"
-) -> Publisher:
+def make_publisher(link: WorkerLink, config: Config, built: Built) -> Publisher:
     """Return the publisher of this process: for the whole model, or for this rank's part of the model."""
-    canary = canary_sequence(vocabulary, config.delivery.canary_tokens)
-    tolerance, deadline = config.delivery.canary_tolerance, config.delivery.deadline
-    rank = ranks.rank if ranks else 0
+    delivery, ranks = config.delivery, built.ranks
     sender = make_sender(
-        config.delivery,
+        delivery,
         link.run_dir,
-        rank,
-        trainer=device if ranks is None else str(ranks.device),
+        ranks.rank if ranks else 0,
+        trainer=str(ranks.device) if ranks else built.device,
         engines=engine_device(config),
         receivers=config.engine.count,
         relays=ranks is None,  # an engine can relay the whole model, but not the parts in which it arrived
     )
-    send: Kind = "adapter" if config.lora is not None else config.delivery.send
     return Publisher(
         sender,
         published_dtype(config),
-        tolerance,
-        canary,
-        send=send,
-        base_digest=base_digest,
-        deadline=deadline,
+        delivery.canary_tolerance,
+        canary_sequence(built.trainer.model.config.vocab_size, delivery.canary_tokens),
+        send="adapter" if config.lora is not None else delivery.send,
+        base_digest=built.base_digest,
+        deadline=delivery.deadline,
         policy=config.policy_name,
         ranks=TrainerRanks(ranks.publishing, ranks.coordinate) if ranks else None,
     )
 
 
 def published_dtype(config: Config) -> str:
-    """Return the dtype in which weights are sent.
-
-    An adapter that engines merge is sent in float32 and is rounded only after it is merged.
-    """
+    """Return the dtype in which weights are sent. An adapter that engines merge is rounded only after it is merged."""
     if config.lora is not None and config.lora.serve == "merged":
         return "float32"
     return config.delivery.dtype or config.model.dtype

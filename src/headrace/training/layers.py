@@ -21,9 +21,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from headrace.errors import ModelError
-from headrace.models.attention import attending, current_context
-from headrace.models.compiling import prepare_to_compile
-from headrace.types import Batch, Int32Array
+from headrace.models.attention import attending, current_context, prepare_to_compile
+from headrace.types import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +92,14 @@ def compiled_layers(model: Any) -> CompiledLayers | None:
 def uncompiled(model: Any) -> Iterator[None]:
     """Run the layers uncompiled inside this context, for a few short passes that are not worth a compilation."""
     layers = compiled_layers(model)
-    before = layers is not None and layers.on
-    if layers is not None:
-        layers.on = False
+    if layers is None:
+        yield
+        return
+    before, layers.on = layers.on, False
     try:
         yield
     finally:
-        if layers is not None:
-            layers.on = before
+        layers.on = before
 
 
 def recompute_layers(layers: Iterable[torch.nn.Module]) -> None:
@@ -138,23 +137,20 @@ def warm_up_batches(vocabulary: int, row_tokens: int) -> Iterator[Batch]:
     for share in SHARES:
         tokens = max(4, int(share * row_tokens))
         count = -(-tokens // LONGEST)
-        yield _warm_up_batch(np.full(count, tokens // count, np.int32), vocabulary)
-
-
-def _warm_up_batch(lengths: Int32Array, vocabulary: int) -> Batch:
-    total = int(lengths.sum())
-    trained = np.ones(total, np.bool_)
-    trained[lengths.cumsum() - lengths] = False
-    return Batch(
-        step=0,
-        version=0,
-        objective="imitation",
-        token_ids=(np.arange(total) % vocabulary).astype(np.int32),
-        lengths=lengths,
-        groups=np.arange(len(lengths), dtype=np.int32),
-        trained=trained,
-        logprobs=np.zeros(total, np.float32),
-        versions=np.zeros(total, np.int32),
-        advantages=np.zeros(total, np.float32),
-        weights=np.full(total, 1 / total, np.float32),
-    )
+        lengths = np.full(count, tokens // count, np.int32)
+        total = int(lengths.sum())
+        trained = np.ones(total, np.bool_)
+        trained[lengths.cumsum() - lengths] = False
+        yield Batch(
+            step=0,
+            version=0,
+            objective="imitation",
+            token_ids=(np.arange(total) % vocabulary).astype(np.int32),
+            lengths=lengths,
+            groups=np.arange(count, dtype=np.int32),
+            trained=trained,
+            logprobs=np.zeros(total, np.float32),
+            versions=np.zeros(total, np.int32),
+            advantages=np.zeros(total, np.float32),
+            weights=np.full(total, 1 / total, np.float32),
+        )

@@ -1,6 +1,6 @@
 """A LoRA adapter in training: only the adapter has gradients, and the base model stays the same to the bit.
 
-peft makes the layers, and checkpoints are in peft's format. `models.lora_targets` decides which weights are adapted,
+peft makes the layers, and checkpoints are in peft's format. `models.lora` decides which weights are adapted,
 for engines too. An adapter that peft would build differently is refused, so engines get the tensors that they expect.
 """
 
@@ -19,10 +19,9 @@ from torch import nn
 
 from headrace.config.schema import LoraConfig
 from headrace.errors import ModelError, UserError
-from headrace.models.lora import adapter_weights
-from headrace.models.lora_targets import Targets, find_targets
+from headrace.models.lora import Targets, adapter_weights, find_targets
 from headrace.training.devices import input_device, on_host
-from headrace.training.ranks.sharding import copy_own_part, reshard, whole_tensor
+from headrace.training.ranks import copy_own_part, reshard, whole_tensor
 
 ADAPTER_FILE = "adapter_model.safetensors"
 
@@ -31,10 +30,7 @@ class TrainedAdapter:
     """The adapter of one model. The model gets peft's layers in place and is frozen otherwise."""
 
     def __init__(self, model: Any, config: LoraConfig, *, base: Path, seed: int = 0) -> None:
-        """Add the adapter. `base` is the directory that checkpoints name as base model.
-
-        B is zero, and A depends on `seed` alone.
-        """
+        """Add the adapter. Checkpoints name `base` as its base model. B is zero, and A depends on `seed` alone."""
         from peft import get_peft_model  # late, because it takes seconds and is needed only with [lora]
 
         targets = find_targets(model, tuple(config.targets), tuple(config.modules))
@@ -50,15 +46,13 @@ class TrainedAdapter:
         self._settings.base_model_name_or_path = str(base.resolve())
         self._seed = seed
         self._model = model
-        self._dropouts = _dropouts(model)
+        layers = [layer for module in model.modules() if (layer := getattr(module, "lora_dropout", None)) is not None]
+        self._dropouts = [drop for layer in layers for drop in layer.modules() if isinstance(drop, nn.Dropout)]
         self.find_weights()
         _check_names(self._weights, targets, config.rank)
 
     def find_weights(self) -> None:
-        """Look up the adapter's tensors.
-
-        Call this again after the model was sharded, because sharding replaces the tensors.
-        """
+        """Look up the adapter's tensors. Call this again after the model was sharded: sharding replaces them."""
         self._weights = adapter_weights(self._model)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -89,10 +83,7 @@ class TrainedAdapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Switch the adapter off inside this context, so that the model computes as its base. Not for gradients.
-
-        The divergence from the reference is measured against this base.
-        """
+        """Switch the adapter off inside this context, so that the model computes as its base. Not for gradients."""
         # peft must switch a rank's own parameters on and off, not the parameters that a pass has gathered.
         reshard(self._model)
         with self._peft.disable_adapter():
@@ -102,10 +93,7 @@ class TrainedAdapter:
                 reshard(self._model)
 
     def snapshot(self) -> Callable[[Path], None]:
-        """Copy the current adapter, and return the function that writes the copy as peft does.
-
-        Ranks gather the whole adapter.
-        """
+        """Copy the adapter, gathered from all ranks, and return the function that writes the copy as peft does."""
         state = on_host({name: whole_tensor(tensor) for name, tensor in self._state().items()})
         settings = copy.copy(self._settings)
         settings.inference_mode = True
@@ -155,11 +143,6 @@ def _short_names(wanted: Iterable[str], known: Iterable[str], parts: int) -> lis
     short = sorted({".".join(name.split(".")[-parts:]) for name in wanted})
     meant = {name for name in known if any(name == end or name.endswith(f".{end}") for end in short)}
     return short if meant == set(wanted) else wanted
-
-
-def _dropouts(model: nn.Module) -> list[nn.Module]:
-    layers = [layer for module in model.modules() if (layer := getattr(module, "lora_dropout", None)) is not None]
-    return [dropout for layer in layers for dropout in layer.modules() if isinstance(dropout, nn.Dropout)]
 
 
 def _check_names(weights: dict[str, torch.Tensor], targets: Targets, rank: int) -> None:

@@ -15,10 +15,10 @@ import torch
 
 from headrace.config.declared import Needs
 from headrace.errors import UserError
-from headrace.training.head.logprobs import row_logprobs
-from headrace.training.ranks.sharding import bring_to_rest
+from headrace.training.logprobs import read_row
+from headrace.training.ranks import bring_to_rest
 from headrace.training.routing import following
-from headrace.training.rows.base import MicroBatch
+from headrace.training.rows import MicroBatch
 from headrace.types import Batch
 
 
@@ -73,10 +73,7 @@ class FrozenPolicy:
     def __init__(
         self, model: Any, context: Callable[[], AbstractContextManager[Any]] = nullcontext, *, follows: bool = True
     ) -> None:
-        """Set up the policy.
-
-        `follows`: the model has the same experts as the policy in training and uses the recorded ones.
-        """
+        """Set up the policy. If it `follows`, its experts are those of the policy in training: it uses the record."""
         self._model = model
         self._context = context
         self._follows = follows
@@ -84,13 +81,13 @@ class FrozenPolicy:
     @torch.no_grad()
     def logprobs(self, rows: Sequence[MicroBatch], batch: Batch) -> list[torch.Tensor]:
         """Return the log-probabilities of each row's targets, [M], computed as those of the trained policy."""
+        found = []
         with self._context():
-            return [self._row(row, batch) for row in rows]
-
-    def _row(self, row: MicroBatch, batch: Batch) -> torch.Tensor:
-        kept = None if batch.kept is None else batch.kept.at(row.sources)
-        with following(self._model, row) if self._follows else nullcontext():
-            return row_logprobs(self._model, row, temperature=batch.temperature, kept=kept)
+            for row in rows:
+                kept = None if batch.kept is None else batch.kept.at(row.sources)
+                with following(self._model, row) if self._follows else nullcontext():
+                    found.append(read_row(self._model, row, temperature=batch.temperature, kept=kept).logprobs)
+        return found
 
 
 class Policies:
@@ -107,10 +104,7 @@ class Policies:
         teacher: Any = None,
         switched_off: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
-        """Set up the policies.
-
-        `switched_off` is a context in which a model with an adapter computes as its base model.
-        """
+        """Set up the policies. `switched_off` is a context in which a model with an adapter computes as its base."""
         self._model = model
         self._switched_off = switched_off
         self._needs = needs
@@ -123,10 +117,7 @@ class Policies:
 
     @property
     def reference(self) -> Mapping[str, torch.Tensor] | None:
-        """The stored weights of the reference, or None if there are none.
-
-        A checkpoint is loaded by writing into them.
-        """
+        """The stored weights of the reference, if there are any. A checkpoint is loaded by writing into them."""
         return None if self._reference is None else self._reference.tensors()
 
     def hold_reference(self) -> None:

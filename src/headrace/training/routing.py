@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,13 +25,12 @@ from headrace.errors import ModelError, UserError
 from headrace.models.experts import RoutingShape, experts_modules, routing_shape
 from headrace.training.devices import input_device
 from headrace.training.layers import uncompiled
-from headrace.training.rows.base import MicroBatch
+from headrace.training.rows import MicroBatch
 from headrace.types import NO_EXPERT
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _WRAPPED = re.compile(r"\.(base_layer|original_module)(?=\.|$)")
 """The names under which peft puts a module that it adapts or trains in full."""
-Report = Callable[[torch.Tensor], None]
 
 _shapes: WeakKeyDictionary[Any, RoutingShape | None] = WeakKeyDictionary()
 
@@ -53,7 +51,7 @@ def following(model: Any, row: MicroBatch) -> Iterator[Forced | None]:
     try:
         if shape is None:
             raise ModelError("experts were recorded, and this model has none")
-        with uncompiled(model), forcing(model, shape, row.routing, input_device(model)) as forced:
+        with uncompiled(model), forcing(model, shape, row.routing) as forced:
             yield forced
     except ModelError as error:
         raise UserError(f"{error} ([rollouts] keep_routing = false trains without the record)") from error
@@ -64,39 +62,28 @@ class Forced:
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
-        self._changed: dict[int, torch.Tensor] = {}
-
-    def tell(self, column: int, changed: torch.Tensor) -> None:
-        """Note which tokens [T] had another choice forced on them in one layer. A repeated pass counts once."""
-        self._changed[column] = changed
+        self.tokens: dict[int, torch.Tensor] = {}
+        """For each column of the record, which tokens [T] had another choice forced on them in the last pass."""
 
     def changed(self, places: torch.Tensor) -> torch.Tensor:
         """Return how many choices of the routers were changed, at these places of the pass, in all layers."""
-        return torch.stack([layer[places].sum() for layer in self._changed.values()]).sum()
+        return torch.stack([tokens[places].sum() for tokens in self.tokens.values()]).sum()
 
 
 @contextmanager
-def forcing(
-    model: Any,
-    shape: RoutingShape,
-    routing: np.ndarray[Any, Any] | torch.Tensor,
-    device: torch.device | None = None,
-) -> Iterator[Forced]:
+def forcing(model: Any, shape: RoutingShape, routing: np.ndarray[Any, Any] | torch.Tensor) -> Iterator[Forced]:
     """Force the experts of `routing` [T, layers, k] on every pass inside this context. Each pass must have T tokens.
 
-    Where the record is `NO_EXPERT`, the router chooses. `device` is where passes compute, if the parameters are
-    elsewhere. With activation checkpointing the backward pass must be inside the context too, because it computes the
-    layers again.
+    Where the record is `NO_EXPERT`, the router chooses. With activation checkpointing the backward pass must be inside
+    the context too, because it computes the layers again.
     """
-    device = device or next(model.parameters()).device
-    record = _checked(shape, torch.as_tensor(routing)).to(device, torch.int64, non_blocking=True)
+    record = _checked(shape, torch.as_tensor(routing)).to(input_device(model), torch.int64, non_blocking=True)
     forced = Forced(len(shape.layers))
     with ExitStack() as stack:
         for column, path in enumerate(experts_modules(model)):
             # The router and its choice are somewhere in the block that holds the experts.
             block = model.get_submodule(_WRAPPED.sub("", path).rpartition(".")[0])
-            told = partial(forced.tell, column)
-            stack.enter_context(_forced_block(block, record[:, column], shape.experts, told))
+            stack.enter_context(_forced_block(block, record[:, column], shape.experts, forced, column))
         yield forced
 
 
@@ -113,18 +100,22 @@ def _checked(shape: RoutingShape, routing: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _forced_block(block: torch.nn.Module, forced: torch.Tensor, experts: int, told: Report) -> Iterator[None]:
+def _forced_block(
+    block: torch.nn.Module, record: torch.Tensor, experts: int, forced: Forced, column: int
+) -> Iterator[None]:
     inner = block.forward
     patched = vars(block).get("forward")
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # The block itself enters the mode, so that a pass repeated on another thread (checkpointing) is forced as well.
-        with _Choice(forced, experts, told) as choice:
+        with _Choice(record, experts) as choice:
             output = inner(*args, **kwargs)
-        if choice.made != 1:
+        if len(choice.changed) != 1:
+            made = len(choice.changed)
             raise ModelError(
-                f"{type(block).__name__} chose its experts by {choice.made} topk calls, not one: they cannot be forced"
+                f"{type(block).__name__} chose its experts by {made} topk calls, not one: they cannot be forced"
             )
+        [forced.tokens[column]] = choice.changed
         return output
 
     block.forward = forward
@@ -137,14 +128,13 @@ def _forced_block(block: torch.nn.Module, forced: torch.Tensor, experts: int, to
 
 
 class _Choice(TorchFunctionMode):
-    """The mode that answers the topk over all experts from the record, counts these calls, and reports the changes."""
+    """The mode that answers the topk over all experts from the record, and notes what each of these calls changed."""
 
-    def __init__(self, forced: torch.Tensor, experts: int, told: Report) -> None:
+    def __init__(self, forced: torch.Tensor, experts: int) -> None:
         super().__init__()
-        self.made = 0
+        self.changed: list[torch.Tensor] = []
         self._forced = forced
         self._experts = experts
-        self._told = told
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -164,11 +154,10 @@ class _Choice(TorchFunctionMode):
         if input.shape[0] != self._forced.shape[0]:
             raise ValueError(f"a pass of {input.shape[0]} tokens is forced by a record of {self._forced.shape[0]}")
         if over_experts:
-            self.made += 1
             own = torch.topk(input, k, dim, **kwargs).indices
             index = torch.where(self._forced >= 0, self._forced, own)
             # The choices are compared as sets, because the order in which a router names its experts means nothing.
-            self._told((own.sort(1).values != index.sort(1).values).any(1))
+            self.changed.append((own.sort(1).values != index.sort(1).values).any(1))
         else:
             index = torch.topk(self._with_forced_groups(input), k, dim, **kwargs).indices
         return torch.return_types.topk((input.gather(1, index), index))

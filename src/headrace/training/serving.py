@@ -34,7 +34,8 @@ from headrace.models.rounding import rounded
 from headrace.training.building import build_trainer, make_publisher
 from headrace.training.checkpoints.base import delete_ahead, incomplete, latest, prune, read_state
 from headrace.training.devices import engine_device
-from headrace.training.messages import (
+from headrace.training.ranks import Ranks, join
+from headrace.training.remote import (
     RENDEZVOUS,
     Acknowledged,
     Publish,
@@ -46,7 +47,6 @@ from headrace.training.messages import (
     Train,
     Trained,
 )
-from headrace.training.ranks.base import Ranks, join
 from headrace.types import NO_VERSION, Float32Array, Int32Array
 
 T = TypeVar("T")
@@ -78,22 +78,14 @@ class TrainerRole:
                 # This comes before the ranks meet, so that all of them find the same newest checkpoint.
                 delete_ahead(self.checkpoints, last_step)
             built = build_trainer(config, self.checkpoints, link.spans, lambda device: join_ranks(link, config, device))
-            self.trainer, self.ranks, self.base_digest = built.trainer, built.ranks, built.base_digest
-            device = self.device = built.device
+            self.trainer, self.ranks, self.device = built.trainer, built.ranks, built.device
             self.incomplete = incomplete(self.checkpoints)
             self.resumed_from = latest(self.checkpoints)
             if self.resumed_from is not None:
                 self.trainer.load(self.resumed_from)
-        self.publisher = make_publisher(
-            link,
-            config,
-            self.ranks,
-            self.trainer.model.config.vocab_size,
-            self.base_digest,
-            device=device,
-        )
-        self.choice = choose(config.delivery, trainer=device, engines=engine_device(config))
-        shared = device == "cuda" and self.ranks is None and engine_device(config) == "cuda"
+        self.publisher = make_publisher(link, config, built)
+        self.choice = choose(config.delivery, trainer=self.device, engines=engine_device(config))
+        shared = self.device == "cuda" and self.ranks is None and engine_device(config) == "cuda"
         self.turns = TrainerTurns(link.run_dir / TURNS) if shared and config.pipeline.one_gpu == "turns" else None
         link.phase = "compiling"
         with link.spans.span("compile"):
@@ -127,7 +119,8 @@ class TrainerRole:
         finally:
             self.link.phase = "stopping"
             self.publisher.close()
-            self._close_trainer()
+            with self._writing():
+                self.trainer.close()
             if self.turns is not None:
                 self.turns.close()
         # Ranks leave together only after a normal end: a rank that failed must report its error without waiting for
@@ -202,11 +195,8 @@ class TrainerRole:
 
     def _save(self, version: int, tell: Callable[[Saved], None]) -> None:
         self.link.phase = "saving"
-        with self.link.spans.span("checkpoint"):
-            try:
-                future = self.trainer.begin_save(self.checkpoints, version=version, source=Path(self.config.model.path))
-            except UNWRITABLE as error:
-                raise self._unwritable(error) from error
+        with self.link.spans.span("checkpoint"), self._writing():
+            future = self.trainer.begin_save(self.checkpoints, version=version, source=Path(self.config.model.path))
 
         def announce(path: Path) -> None:
             try:
@@ -219,9 +209,10 @@ class TrainerRole:
         self.saving = future
         self._when_done(future, announce, self._unwritable)
 
-    def _close_trainer(self) -> None:
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            self.trainer.close()
+            yield
         except UNWRITABLE as error:
             raise self._unwritable(error) from error
 
@@ -269,10 +260,7 @@ class TrainerRole:
             return self.trainer.score(token_ids)
 
     def _scored_already(self) -> Score:
-        """Score the canary during the trainer's turn.
-
-        The canary takes many small kernels, and each kernel would wait for a GPU that is busy with engines.
-        """
+        """Score the canary in the trainer's turn: later, each of its many small kernels would wait for engines."""
         scored = self._score_canary(self.publisher.canary_token_ids)
         return lambda _: scored
 
@@ -291,7 +279,7 @@ class TrainerRole:
         self._when_done(future, announce)
 
 
-def join_ranks(link: WorkerLink, config: Config, device: str = "cpu") -> Ranks | None:
+def join_ranks(link: WorkerLink, config: Config, device: str) -> Ranks | None:
     """Join the trainer's ranks and return this process's place among them, or None if there is only one rank."""
     training, pipeline = config.training, config.pipeline
     if training.ranks == 1 and not training.offload:

@@ -2,13 +2,20 @@
 
 The trainer knows batches, but no algorithm's name. A step depends only on the weights, the optimizer and the batch, so
 continuing from a checkpoint gives the same bits as never having stopped.
+
+`accumulate` runs forward and backward over a whole batch: afterwards the gradients are those of `sum(weights *
+token_loss)`. How the batch is cut into rows, and over how many ranks, changes memory and speed but never the gradient.
+Nothing in it waits for the device: loss and metrics stay on the device and are read once, at the end of the step.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +23,30 @@ import msgspec
 import numpy as np
 import torch
 
-from headrace.algorithms.losses.base import build_loss, imitation
+from headrace.algorithms.losses.base import Loss, TokenInputs, build_loss, imitation
 from headrace.config.declared import needs
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.errors import HeadraceError, UserError
 from headrace.observe.spans import SpanRecorder
+from headrace.training.attention import PackedAttention
 from headrace.training.base import StepReport
 from headrace.training.checkpoints.base import TrainerState, read_state
-from headrace.training.checkpoints.saving import Saver, trained_weights
-from headrace.training.devices import compute_dtype, input_device
-from headrace.training.half import HalfWeights
-from headrace.training.head.logprobs import row_logprobs
+from headrace.training.checkpoints.saving import Saver
+from headrace.training.devices import compute_dtype, input_device, upload
 from headrace.training.layers import compiled_layers, uncompiled, warm_up_batches
+from headrace.training.logprobs import EntropyOf, read_row
 from headrace.training.lora import TrainedAdapter
-from headrace.training.optimizer import Optimizer, learning_rate
-from headrace.training.policies import Policies
-from headrace.training.ranks.base import Ranks
-from headrace.training.ranks.sharding import reshard
-from headrace.training.rows.packing import plan_scoring
-from headrace.training.step import accumulate
+from headrace.training.optimizer import HalfWeights, Optimizer, learning_rate
+from headrace.training.policies import FrozenPolicy, Policies
+from headrace.training.ranks import Ranks, reduce_gradients, reshard
+from headrace.training.routing import following
+from headrace.training.rows import JOIN_COST, MicroBatch, passes, plan, plan_scoring
 from headrace.types import NO_VERSION, Batch, Float32Array, Int32Array
+
+LOSS = "loss"
+REROUTED = "rerouted"
+"""The metric for forced routing: the share of layers, per trained token, in which the record changed the router's
+choice."""
 
 
 class Trainer:
@@ -61,10 +72,7 @@ class Trainer:
         chunk_elements: int | None = None,
         correct_above: int | None = None,
     ) -> None:
-        """Build the trainer.
-
-        `chunk_elements` limits how many logits exist at once; by default the trainer chooses the limit.
-        """
+        """Build the trainer. `chunk_elements` limits how many logits exist at once, if the default does not suit."""
         self.model = model.eval()
         self._chunk_elements = chunk_elements
         if adapter is not None:
@@ -100,10 +108,7 @@ class Trainer:
         return self._state.policy_steps
 
     def step(self, batch: Batch) -> StepReport:
-        """Make one optimizer step.
-
-        If the objective differs from the objective of the previous batch, the step starts with a new optimizer.
-        """
+        """Make one optimizer step, with a new optimizer if the objective differs from that of the previous batch."""
         self.warm_up()
         started = time.monotonic()
         policy = batch.objective == "policy"
@@ -125,11 +130,11 @@ class Trainer:
         )
         rate = self._rate(batch)
         with self._spans.span("optimize") if self._spans else nullcontext():
-            pending = self._optimizer.begin(rate)
+            read = self._optimizer.begin(rate)
             if self._half is not None:
                 self._half.refresh()
             # This is the only place in a step where the host waits for the device.
-            applied = pending.read()
+            applied = read()
         changed = applied.changed
         self._state = TrainerState(
             steps_done=self._state.steps_done + 1,
@@ -138,7 +143,12 @@ class Trainer:
             skipped_in_a_row=0 if changed else self._state.skipped_in_a_row + (not applied.finite),
             objective=batch.objective,
         )
-        self._check_skipped(applied.norm)
+        row = self._state.skipped_in_a_row
+        if row >= self._training.max_skipped:
+            raise HeadraceError(
+                f"the last {row} steps were skipped because their gradients are not finite (norm {applied.norm}); "
+                f"[training] max_skipped = {self._training.max_skipped} ends the run"
+            )
         return StepReport(
             step=batch.step,
             version=batch.version,
@@ -184,26 +194,20 @@ class Trainer:
         if len(token_ids) < 2:
             return np.zeros(0, np.float32)
         with torch.no_grad(), uncompiled(self.model):
-            logprobs = row_logprobs(self.model, plan_scoring(token_ids)).float().cpu().numpy()
+            logprobs = read_row(self.model, plan_scoring(token_ids)).logprobs.float().cpu().numpy()
         reshard(self.model)
         return logprobs
 
     def reference_score(self, token_ids: Int32Array) -> Float32Array:
-        """Return the same as `score` under the base model, with the adapter switched off.
-
-        Raises if there is no adapter.
-        """
+        """Return `score` under the base model, with the adapter switched off. Raises if there is no adapter."""
         if self._adapter is None:
             raise UserError("reference log-probabilities need [lora]: without an adapter the base model is not kept")
         with self._adapter.disabled():
             return self.score(token_ids)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the trained weights by canonical name: all weights, or the adapter's weights.
-
-        The tensors are not copies: the next step changes them.
-        """
-        return trained_weights(self.model, self._half, self._adapter)
+        """Return the live trained weights, all or the adapter's, by canonical name. The next step changes them."""
+        return self._saver.weights()
 
     def save(self, directory: str | Path, *, version: int = NO_VERSION, source: str | Path | None = None) -> Path:
         """Write a checkpoint `step-XXXXXXXX` below this directory, and return its path once the checkpoint is complete.
@@ -217,12 +221,9 @@ class Trainer:
     def begin_save(
         self, directory: str | Path, *, version: int = NO_VERSION, source: str | Path | None = None
     ) -> Future[Path]:
-        """Start a checkpoint like `save`, but return as soon as everything is copied.
+        """Start a checkpoint like `save`, but return as soon as everything is copied: training continues meanwhile.
 
-        Training continues while it is written.
-
-        A second call waits until the first checkpoint is written. If that write failed, the second call raises its
-        error.
+        A second call waits until the first checkpoint is written, and raises the error if that write failed.
         """
         companions = Path(source if source is not None else self.model.name_or_path)
         optimizer = self._training.optimizer if self._state.objective else ""
@@ -257,14 +258,6 @@ class Trainer:
         share = self._ranks.data if self._ranks else 0
         return self._adapter.dropout(self._state.steps_done, share) if self._adapter else nullcontext()
 
-    def _check_skipped(self, norm: float) -> None:
-        row = self._state.skipped_in_a_row
-        if row >= self._training.max_skipped:
-            raise HeadraceError(
-                f"the last {row} steps were skipped because their gradients are not finite (norm {norm}); "
-                f"[training] max_skipped = {self._training.max_skipped} ends the run"
-            )
-
     def _rate(self, batch: Batch) -> float:
         if batch.objective == "imitation":
             return self._warm_start.learning_rate
@@ -275,3 +268,168 @@ class Trainer:
             schedule=self._training.schedule,
             total_steps=self._total_steps,
         )
+
+
+@dataclass
+class Gradients:
+    """The results of `accumulate` beside the gradients on the parameters.
+
+    The first read of `figures`, `loss` or `metrics` waits for the device and for the other ranks, so every rank must
+    read.
+    """
+
+    sums: dict[str, torch.Tensor]
+    """Sums over this rank's rows in float64: the loss under `LOSS`, and each metric summed over trained tokens."""
+    trained_tokens: int
+    tokens: int
+    micro_batches: int
+    ranks: Ranks | None = None
+
+    @cached_property
+    def figures(self) -> dict[str, float]:
+        """The sums over the rows of all ranks, taken from the device and summed over the ranks at the first read."""
+        if not self.sums:
+            return {LOSS: 0.0}
+        values = torch.stack(list(self.sums.values())).tolist()
+        if self.ranks:
+            values = self.ranks.sum_over_data(values)
+        return dict(zip(self.sums, values, strict=True))
+
+    @property
+    def loss(self) -> float:
+        """The loss of the batch."""
+        return self.figures[LOSS]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The mean of each metric over the trained tokens of the batch."""
+        count = max(self.trained_tokens, 1)
+        return {name: value / count for name, value in self.figures.items() if name != LOSS}
+
+
+def accumulate(
+    model: Any,
+    batch: Batch,
+    loss: Loss,
+    *,
+    micro_batch_tokens: int,
+    share_prefixes: bool,
+    policies: Mapping[str, FrozenPolicy] | None = None,
+    entropy: EntropyOf = "none",
+    ranks: Ranks | None = None,
+    half: HalfWeights | None = None,
+    dropout: Callable[[], AbstractContextManager[None]] = nullcontext,
+    chunk_elements: int | None = None,
+    spans: SpanRecorder | None = None,
+) -> Gradients:
+    """Add the batch's gradients to the model's parameters.
+
+    The `figures` of the result cover the rows of all ranks, and are equal on all ranks.
+
+    `policies` are the frozen policies that the loss needs, by their names in `TokenInputs`. They score all rows before
+    the first gradient is computed. `half` holds the master weights, where the passes use a narrower copy: the masters
+    then get the gradients. `dropout` is active while gradients are computed, and not while policies score.
+    `chunk_elements` limits how many logits exist at once.
+    """
+    rank, shares = (ranks.data, ranks.data_ranks) if ranks else (0, 1)
+    on_host = input_device(model).type == "cpu"
+    rows = plan(
+        batch,
+        micro_batch_tokens=micro_batch_tokens,
+        share_prefixes=share_prefixes,
+        ranks=shares,
+        join_cost=0.0 if on_host else JOIN_COST,
+    )
+    mine = passes(rows, rank, shares) if ranks else [(row, True) for row in rows]
+    ordered = deterministic if on_host else nullcontext
+    with spans.span("score") if spans and policies else nullcontext(), ordered():
+        scores = {name: policy.logprobs([row for row, _ in mine], batch) for name, policy in (policies or {}).items()}
+    sums: dict[str, torch.Tensor] = {}
+    with dropout():
+        # A row does not count if it is only computed again to keep this rank in step with the others; see `passes`.
+        for number, (row, counts) in enumerate(mine):
+            reduce_gradients(model, number + 1 == len(mine))
+            others = {name: found[number] for name, found in scores.items()}
+            with spans.span("train") if spans else nullcontext(), ordered():
+                with following(model, row) as forced:
+                    found = _backward(model, batch, row, loss, others, entropy, chunk_elements, share=float(counts))
+                if forced is not None:
+                    # A position that predicts the first token of several answers counts once for each answer.
+                    found[REROUTED] = forced.changed(upload(row.predictors, input_device(model))) / forced.layers
+            if half is not None:
+                half.collect()
+            for name, value in found.items():
+                value = value.detach().double() * counts
+                sums[name] = sums[name] + value if name in sums else value
+    return Gradients(
+        sums=sums,
+        trained_tokens=batch.trained_tokens,
+        tokens=sum(len(row) for row in rows),
+        micro_batches=len(rows),
+        ranks=ranks,
+    )
+
+
+def _backward(
+    model: Any,
+    batch: Batch,
+    row: MicroBatch,
+    loss: Loss,
+    others: Mapping[str, torch.Tensor],
+    entropy: EntropyOf,
+    chunk_elements: int | None,
+    *,
+    share: float,
+) -> dict[str, torch.Tensor]:
+    """Run one row forward and backward, and return its loss and the sums of its metrics.
+
+    `share` is the factor on the gradient: 1, or 0 for a row that does not count. The backward pass runs in both cases,
+    because the other ranks wait for this rank in it. The returned values are not multiplied by `share`.
+    """
+    kept = None if batch.kept is None else batch.kept.at(row.sources)
+    attention = PackedAttention(row)
+    readings = read_row(
+        model,
+        row,
+        temperature=batch.temperature,
+        kept=kept,
+        entropy=entropy,
+        attention=attention,
+        chunk_elements=chunk_elements,
+    )
+    logprobs = readings.logprobs
+
+    def gathered(values: Any) -> torch.Tensor:
+        return upload(values[row.sources], logprobs.device, logprobs.dtype)
+
+    inputs = TokenInputs(
+        logprobs=logprobs,
+        behaviour=gathered(batch.logprobs),
+        advantages=gathered(batch.advantages),
+        sequences=upload(row.sequences, logprobs.device),
+        lags=gathered(batch.token_lags()),
+        entropy=readings.entropy,
+        **{name: scored.to(logprobs) for name, scored in others.items()},
+    )
+    result = loss(inputs)
+    total = (gathered(batch.weights) * result.values).sum()
+    (total * share).backward()  # type: ignore[no-untyped-call]
+    # The attention context must live until here, because compiled layers look it up in their backward pass.
+    del attention
+    return {LOSS: total, **result.sums}
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Make equal inputs give equal bits inside this context, by accumulating into memory in a fixed order."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Filling new memory finds bugs but costs time. It changes no result that is read.
+    memory.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = fill

@@ -15,7 +15,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from headrace.errors import ModelError
-from headrace.models.compiling import prepare_to_compile
+from headrace.models.attention import prepare_to_compile
 from headrace.models.experts import EXPERTS, RoutingRecorder, RoutingShape, prepare_experts, recording
 
 KINDS = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from headrace.models.lora_targets import frozen_linears
+from headrace.models.lora import frozen_linears
 from headrace.models.rounding import BLOCK, LEVELS, FourBitLinear, hold_in_four_bits, round_weights, rounded
 
 

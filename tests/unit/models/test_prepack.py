@@ -16,7 +16,6 @@ from headrace.delivery.copying import copy_all
 from headrace.delivery.digest import digest
 from headrace.engines.base import Request, Sampling
 from headrace.engines.embedded.core import EngineCore
-from headrace.errors import ModelError
 from headrace.models import prepack
 from headrace.models.loading import load_model, named_weights
 from headrace.models.prepack import PackedLinears, can_pack, small_products
@@ -173,10 +172,7 @@ def test_a_changed_input_is_not_answered_from_the_last_one() -> None:
 def test_small_products_and_other_dtypes_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepack, "SMALLEST", 8 * 6 + 1)
     assert len(PackedLinears(nn.Sequential(nn.Linear(8, 6), nn.Linear(8, 7)))) == 1
-    half = nn.Linear(8, 6).to(torch.bfloat16)
-    assert not can_pack(half)
-    with pytest.raises(ModelError, match="float32"):
-        PackedLinears(half)
+    assert not can_pack(nn.Linear(8, 6).to(torch.bfloat16))
 
 
 def test_small_products_leave_onednn_as_it_was() -> None:

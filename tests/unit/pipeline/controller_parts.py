@@ -27,7 +27,7 @@ from headrace.pipeline.recording import Outputs
 from headrace.pipeline.waits import Waits
 from headrace.tasks.base import EnvironmentStep
 from headrace.training.base import Checkpoint, StepReport
-from headrace.training.messages import Published
+from headrace.training.remote import Published
 from headrace.types import Batch, Int32Array, Prompt
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from headrace.training.attention.flash import Kernels
+from headrace.training.attention import Kernels
 
 
 class PlainKernels(Kernels):

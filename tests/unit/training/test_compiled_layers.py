@@ -12,10 +12,10 @@ from random_models import model_dir, random_batch
 from headrace.config.schema import AlgorithmConfig, TrainingConfig, WarmStartConfig
 from headrace.models.attention import AttentionCall, attending
 from headrace.models.loading import load_model
-from headrace.training.attention.packed import PackedAttention
+from headrace.training.attention import PackedAttention
 from headrace.training.building import prepare_model
 from headrace.training.layers import compile_model, compiled_layers, decoder_layers
-from headrace.training.rows.packing import plan
+from headrace.training.rows import plan
 from headrace.training.trainer import Trainer
 
 TRAINING = TrainingConfig(learning_rate=1e-3, micro_batch_tokens=48, device="cpu")
@@ -102,6 +102,6 @@ def test_a_context_that_is_gone_is_said():
     row = plan(random_batch(3), micro_batch_tokens=10_000, share_prefixes=True)[0]
     tensors = [torch.randn(1, h, len(row), 8, requires_grad=True) for h in (4, 2, 2)]
     with attending(PackedAttention(row)):
-        found, _, _ = torch.ops.headrace.attend_trained(*tensors, None, 0.3, 0, 0.0)
+        found, _, _ = torch.ops.headrace.attend_trained(*tensors, None, 0.3, None, None)
     with pytest.raises(RuntimeError, match="was dropped before its backward pass"):
         found.sum().backward()

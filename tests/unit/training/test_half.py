@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, WarmStartConfig
 from headrace.models.loading import load_model
-from headrace.training.half import HalfWeights
 from headrace.training.lora import TrainedAdapter
+from headrace.training.optimizer import HalfWeights
 from headrace.training.trainer import Trainer
 
 TRAINING = TrainingConfig(learning_rate=1e-5, micro_batch_tokens=48, compute_dtype="bfloat16", device="cpu")

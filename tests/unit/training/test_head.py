@@ -7,10 +7,9 @@ import pytest
 import torch
 from random_models import random_batch, twins
 
-from headrace.training.head import logprobs
-from headrace.training.head.logits import PLAIN, Reading, read_head
-from headrace.training.rows.base import MicroBatch
-from headrace.training.rows.packing import plan
+from headrace.training import logprobs
+from headrace.training.logprobs import PLAIN, Reading, read_head
+from headrace.training.rows import MicroBatch, plan
 
 VOCABULARY, WIDTH = 37, 12
 
@@ -51,7 +50,7 @@ def test_a_row_of_a_model_is_read_alike():
     model, _ = twins("llama", torch.float64)
     row = plan(random_batch(3), micro_batch_tokens=10_000, share_prefixes=True)[0]
     places, inverse = np.unique(row.predictors, return_inverse=True)
-    expected = logprobs.row_logprobs(model, row)
+    expected = logprobs.read_row(model, row).logprobs
     with logprobs.attending(logprobs.PackedAttention(row)):
         hidden = model.base_model(
             input_ids=torch.from_numpy(row.token_ids)[None],

@@ -13,10 +13,15 @@ from random_models import twins
 
 from headrace.config.schema import TrainingConfig
 from headrace.errors import UserError
-from headrace.training import update_ratio
-from headrace.training.muon import Muon, orthogonalised
-from headrace.training.optimizer import Optimizer, hidden_matrices, learning_rate
-from headrace.training.update_ratio import UpdateRatio
+from headrace.training import optimizer as optimizer_module
+from headrace.training.optimizer import (
+    Muon,
+    Optimizer,
+    UpdateRatio,
+    hidden_matrices,
+    learning_rate,
+    orthogonalised,
+)
 
 
 def rates(schedule, warmup_steps, total_steps):
@@ -84,7 +89,7 @@ def test_adamw_and_clipping_by_hand():
     for seed in range(4):
         set_gradients(model, seed, scale=1.0 if seed != 2 else 0.01)
         gradients.append({"matrix": model.matrix.grad.clone(), "vector": model.vector.grad.clone()})
-        norm, _, changed, _ = optimizer.apply(0.02)
+        norm, _, changed, _ = optimizer.begin(0.02)()
         assert changed
         total = math.sqrt(sum(float(g.square().sum()) for g in gradients[-1].values()))
         assert norm == pytest.approx(total, rel=1e-6)
@@ -99,12 +104,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison):
     model = Tiny()
     optimizer = Optimizer(model, TrainingConfig())
     set_gradients(model, 0)
-    optimizer.apply(0.1)
+    optimizer.begin(0.1)()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     moments = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
     set_gradients(model, 1)
     model.vector.grad[1] = poison
-    norm, finite, changed, ratio = optimizer.apply(0.1)
+    norm, finite, changed, ratio = optimizer.begin(0.1)()
     assert not finite
     assert ratio == 0
     assert not changed
@@ -120,15 +125,15 @@ def test_restored_moments_continue_bit_for_bit():
     whole, half, rest = Optimizer(straight, config), Optimizer(first, config), Optimizer(second, config)
     for seed in range(6):
         set_gradients(straight, seed)
-        whole.apply(0.05)
+        whole.begin(0.05)()
         set_gradients(first, seed)
         if seed < 3:
-            half.apply(0.05)
+            half.begin(0.05)()
     second.load_state_dict(first.state_dict())
     rest.restore(half.tensors())
     for seed in range(3, 6):
         set_gradients(second, seed)
-        rest.apply(0.05)
+        rest.begin(0.05)()
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), second.parameters(), strict=True))
 
 
@@ -138,13 +143,13 @@ def test_the_update_ratio_by_hand():
     for seed in range(3):
         before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
         set_gradients(model, seed)
-        ratio = optimizer.apply(0.02).update_ratio
+        ratio = optimizer.begin(0.02)().update_ratio
         change = torch.cat([p.detach().flatten() for p in model.parameters()]) - before
         assert ratio == pytest.approx(float(change.norm() / before.norm()), rel=1e-5)
 
 
 def test_the_update_ratio_of_large_weights_is_close(monkeypatch):
-    monkeypatch.setattr(update_ratio, "SAMPLE", 500)
+    monkeypatch.setattr(optimizer_module, "SAMPLE", 500)
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(100, 113, generator=generator), 5 * torch.randn(40, generator=generator)]
     looked = UpdateRatio(weights)
@@ -162,7 +167,7 @@ def test_rates_by_name():
     optimizer = Optimizer(model, config)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     set_gradients(model, 0)
-    optimizer.apply(0.01)
+    optimizer.begin(0.01)()
     for name, factor in (("matrix", 2.0), ("vector", 0.1)):
         moved = (dict(model.named_parameters())[name].detach() - before[name]).abs()
         torch.testing.assert_close(moved, torch.full_like(moved, 0.01 * factor), rtol=1e-4, atol=1e-7)
@@ -194,7 +199,7 @@ def test_muon_orthogonalises_hidden_matrices_and_leaves_the_rest_to_adamw():
     for p in model.parameters():
         p.grad = torch.randn(p.shape, generator=generator)
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    assert optimizer.apply(0.01).changed
+    assert optimizer.begin(0.01)().changed
     after = {name: p.detach() for name, p in model.named_parameters()}
     expected = adamw_by_hand(before, [gradients], rate=0.01, decay=0.1, clip=1e9)
     for name in before:
@@ -222,7 +227,7 @@ def test_biases_of_stacked_experts_are_no_matrices():
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    assert Optimizer(model, TrainingConfig(weight_decay=0.1)).apply(0.1).changed
+    assert Optimizer(model, TrainingConfig(weight_decay=0.1)).begin(0.1)().changed
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name]) == (p.ndim < 2 or name in biases), name
 
@@ -265,7 +270,7 @@ def test_moments_in_eight_bits_are_near_and_go_on_to_the_bit(monkeypatch):
     def move(model, optimizer, seeds):
         for seed in seeds:
             model.weight.grad = torch.randn(model.weight.shape, generator=torch.Generator().manual_seed(seed))
-            assert optimizer.apply(0.01).changed
+            assert optimizer.begin(0.01)().changed
 
     for model, optimizer, seeds in zip(models, (straight, first, second, wide), (6, 3, 0, 6), strict=True):
         move(model, optimizer, range(seeds))
@@ -334,7 +339,7 @@ def test_moments_of_another_form_are_refused(eight_bits):
         optimizer = Optimizer(model, config)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-        optimizer.apply(0.01)
+        optimizer.begin(0.01)()
         return optimizer.tensors()
 
     whole, packed = after_a_step(TrainingConfig()), after_a_step(eight_bits)

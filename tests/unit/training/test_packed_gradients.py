@@ -12,11 +12,10 @@ from reference_loop import batch_loss, sequence_logprobs
 from headrace.algorithms.losses.base import LOSSES, build_loss
 from headrace.config.declared import needs
 from headrace.config.schema import AlgorithmConfig
-from headrace.training.attention import packed as attention
-from headrace.training.head import logprobs
+from headrace.training import attention, logprobs
 from headrace.training.policies import FrozenPolicy
-from headrace.training.rows.packing import plan, plan_scoring
-from headrace.training.step import accumulate
+from headrace.training.rows import plan, plan_scoring
+from headrace.training.trainer import accumulate
 from headrace.types import NO_VERSION
 
 CISPO = AlgorithmConfig()
@@ -213,7 +212,7 @@ def test_scoring_equals_plain_forward(family):
     packed, plain = twins(family)
     token_ids = np.random.default_rng(0).integers(3, 61, 23, dtype=np.int32)
     with torch.no_grad():
-        found = logprobs.row_logprobs(packed, plan_scoring(token_ids))
+        found = logprobs.read_row(packed, plan_scoring(token_ids)).logprobs
         expected = sequence_logprobs(plain, torch.from_numpy(token_ids).long(), 1.0)
     assert float((found - expected).abs().max()) < 5e-6
 

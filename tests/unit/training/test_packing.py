@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import random_batch
 
-from headrace.training.rows.base import MicroBatch
-from headrace.training.rows.packing import plan, plan_scoring
+from headrace.training.rows import MicroBatch, plan, plan_scoring
 from headrace.types import Batch
 
 

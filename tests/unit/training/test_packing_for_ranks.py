@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import random_batch
 
-from headrace.training.rows.base import PAIRS_PER_TOKEN, MicroBatch
-from headrace.training.rows.packing import passes, plan, plan_scoring
+from headrace.training.rows import PAIRS_PER_TOKEN, MicroBatch, passes, plan, plan_scoring
 from headrace.types import Batch
 
 

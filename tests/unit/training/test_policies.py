@@ -15,10 +15,10 @@ from headrace.config.schema import AlgorithmConfig, LoraConfig, TrainingConfig, 
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
 from headrace.training.checkpoints.saving import REFERENCE_FILE
-from headrace.training.head.logprobs import row_logprobs
+from headrace.training.logprobs import read_row
 from headrace.training.lora import TrainedAdapter
 from headrace.training.policies import FrozenPolicy, Policies, StoredWeights
-from headrace.training.rows.packing import plan
+from headrace.training.rows import plan
 from headrace.training.trainer import Trainer
 
 TRAINING = TrainingConfig(learning_rate=2e-3, micro_batch_tokens=32)
@@ -159,14 +159,14 @@ def test_an_adapter_switched_off_is_the_reference():
     batch = random_batch(4)
     rows = plan(batch, micro_batch_tokens=1000, share_prefixes=True)
     with torch.no_grad():
-        expected = row_logprobs(base, rows[0])
+        expected = read_row(base, rows[0]).logprobs
     adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     policies = Policies(adapted.eval(), Needs(reference=True), switched_off=adapted.disable_adapter)
     [found] = policies.of(batch)["reference"].logprobs(rows, batch)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert policies.reference is None
     with torch.no_grad():
-        assert float((row_logprobs(adapted, rows[0]) - expected).abs().max()) > 1e-3
+        assert float((read_row(adapted, rows[0]).logprobs - expected).abs().max()) > 1e-3
 
 
 def test_a_teacher_that_is_missing_is_one_line(tmp_path):

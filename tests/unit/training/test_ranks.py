@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.errors import UserError
-from headrace.training.ranks.base import join
+from headrace.training.ranks import join
 
 
 @pytest.fixture

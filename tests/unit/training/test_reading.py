@@ -12,9 +12,9 @@ from random_models import VOCABULARY, AllDouble, random_batch, twins
 from test_packed_gradients import gradients_of, perturbed, reference_gradients, relative_error
 
 from headrace.config.schema import AlgorithmConfig
-from headrace.training.head import logprobs
-from headrace.training.head.reading import Wanted, read
-from headrace.training.rows.packing import plan
+from headrace.training import logprobs
+from headrace.training.logprobs import Wanted, read
+from headrace.training.rows import plan
 from headrace.types import Kept
 
 

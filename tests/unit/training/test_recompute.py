@@ -13,7 +13,7 @@ from headrace.errors import ModelError
 from headrace.models.loading import load_model
 from headrace.training.building import prepare_model
 from headrace.training.layers import decoder_layers
-from headrace.training.ranks.tensor_parallel import layer_plan
+from headrace.training.ranks import layer_plan
 from headrace.training.trainer import Trainer
 
 TRAINING = TrainingConfig(learning_rate=1e-3, micro_batch_tokens=48)

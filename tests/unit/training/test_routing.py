@@ -21,8 +21,8 @@ from headrace.models.experts import RoutingRecorder, prepare_experts, recording
 from headrace.training.layers import recompute_layers
 from headrace.training.policies import FrozenPolicy
 from headrace.training.routing import following
-from headrace.training.rows.packing import plan
-from headrace.training.step import REROUTED, accumulate
+from headrace.training.rows import plan
+from headrace.training.trainer import REROUTED, accumulate
 from headrace.types import NO_EXPERT, Batch
 
 CISPO = AlgorithmConfig()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from plain_kernels import PlainKernels
 
 from headrace.models.attention import AttentionCall
-from headrace.training.attention import packed as attention
-from headrace.training.attention.packed import PackedAttention
-from headrace.training.rows.base import MicroBatch, Segment
+from headrace.training import attention
+from headrace.training.attention import PackedAttention
+from headrace.training.rows import MicroBatch, Segment
 
 NONE = np.zeros(0, np.int64)
 

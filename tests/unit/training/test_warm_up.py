@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.training.layers import SHARES, warm_up_batches
-from headrace.training.rows.packing import plan
+from headrace.training.rows import plan
 
 
 @given(st.integers(1, 40_000))

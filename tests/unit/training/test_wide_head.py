@@ -9,11 +9,10 @@ from peft import LoraConfig, inject_adapter_in_model
 from random_models import VOCABULARY, random_batch, twins
 
 from headrace.models.attention import attending
-from headrace.models.head import wide_product
-from headrace.training.attention.packed import PackedAttention
-from headrace.training.head.logits import WideHead
-from headrace.training.head.logprobs import read_row
-from headrace.training.rows.packing import plan
+from headrace.models.head import WideHead, wide_product
+from headrace.training.attention import PackedAttention
+from headrace.training.logprobs import read_row
+from headrace.training.rows import plan
 from headrace.types import Kept
 
 CAP = 4.0

@@ -30,8 +30,7 @@ from headrace.engines.embedded.setup import choose_device, give_way_to_decoding
 from headrace.engines.serving import Emit
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
-from headrace.models.lora import Adapter, LoraSpec
-from headrace.models.lora_targets import frozen_linears
+from headrace.models.lora import Adapter, LoraSpec, frozen_linears
 from headrace.models.rounding import round_weights
 from headrace.models.selfcheck import check_model
 

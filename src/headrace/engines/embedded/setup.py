@@ -19,7 +19,7 @@ from headrace.engines.embedded.base import Runner
 from headrace.engines.embedded.kv_cache import BlockPool
 from headrace.engines.embedded.runner import HostRunner
 from headrace.errors import UserError
-from headrace.models.compiling import prepare_to_compile
+from headrace.models.attention import prepare_to_compile
 from headrace.models.experts import RoutingShape, prepare_experts
 from headrace.models.head import keep_logits_in_float32
 

@@ -1,4 +1,4 @@
-"""Checkpoints: the directory on disk (`base`), saving and loading a trainer, the shards of several ranks, and export.
+"""Checkpoints: the directory on disk (`base`), saving and loading a trainer, and export for other programs.
 
 Nothing is imported here, because the controller looks for checkpoints (`base`) without torch.
 """

@@ -117,18 +117,12 @@ def is_sharded(checkpoint: Path) -> bool:
 
 def latest(directory: Path) -> Path | None:
     """Return the complete checkpoint with the most steps."""
-    return max(_complete(directory), key=_steps, default=None)
+    return next(reversed(_complete(directory)), None)
 
 
 def incomplete(directory: Path) -> list[str]:
-    """Return the names of checkpoints that are not complete.
-
-    A run never leaves one: something else has damaged them.
-    """
-    if not directory.is_dir():
-        return []
-    named = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(path.name for path in named if _record(path) is None)
+    """Return the names of checkpoints that are not complete. A run never leaves one: something else damaged them."""
+    return [path.name for path in _named(directory) if _record(path) is None]
 
 
 def delete_ahead(directory: Path, last_step: int) -> list[str]:
@@ -137,35 +131,26 @@ def delete_ahead(directory: Path, last_step: int) -> list[str]:
     Only the one writer of the directory may call this. A run that was killed may not have recorded its last steps, so
     nobody knows what such a checkpoint was trained on.
     """
-    ahead = [path for path in _complete(directory) if read_state(path).policy_steps > last_step]
+    ahead = [path for path, state in _complete(directory).items() if state.policy_steps > last_step]
     for checkpoint in ahead:
         _delete(checkpoint)
     return [path.name for path in ahead]
 
 
 def by_name(directory: Path) -> dict[str, Path]:
-    """Return the complete checkpoints by name, oldest first.
-
-    The short name works too (`step-42` for `step-00000042`).
-    """
-    paths = sorted(_complete(directory), key=_steps)
-    return {name: path for path in paths for name in (f"step-{_steps(path)}", path.name)}
+    """Return the complete checkpoints, oldest first, by name and by short name (`step-42` for `step-00000042`)."""
+    return {name: path for path in _complete(directory) for name in (f"step-{_steps(path)}", path.name)}
 
 
 def by_version(directory: Path) -> dict[int, Path]:
-    """Return the complete checkpoints by the version under which their weights were published.
-
-    Unpublished ones are left out.
-    """
-    paths = sorted(_complete(directory), key=_steps)
-    found = {record.state.version: path for path in paths if (record := _record(path)) is not None}
-    return {version: path for version, path in found.items() if version != NO_VERSION}
+    """Return the complete checkpoints whose weights were published, by version."""
+    return {state.version: path for path, state in _complete(directory).items() if state.version != NO_VERSION}
 
 
 def prune(directory: Path, keep: int) -> list[Path]:
     """Delete all but the newest `keep` checkpoints, and what crashed writes left. Return the deleted checkpoints."""
     clean(directory)
-    old = sorted(_complete(directory), key=_steps)[:-keep]
+    old = list(_complete(directory))[:-keep]
     for checkpoint in old:
         _delete(checkpoint)
     return old
@@ -193,10 +178,7 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def keep_base(model: Any, directory: Path, source: Path, name: str = BASES["full"]) -> Path:
-    """Write a base model that was drawn at random or rounded, unless it is there already.
-
-    Return its model directory.
-    """
+    """Write a base model that was drawn at random or rounded, unless it is there. Return its model directory."""
     final = directory / name
     if not final.is_dir():
         partial = directory / f".partial-{name}-{os.getpid()}"
@@ -214,10 +196,7 @@ def keep_base(model: Any, directory: Path, source: Path, name: str = BASES["full
 
 
 def base_of(checkpoint: Path) -> Path:
-    """Return the base model that an adapter checkpoint names.
-
-    A base beside the checkpoint is found after a move too.
-    """
+    """Return the base model that an adapter checkpoint names. One beside the checkpoint is found after a move too."""
     try:
         named = Path(msgspec.json.decode((checkpoint / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"])
     except (OSError, msgspec.DecodeError, KeyError, TypeError) as error:
@@ -230,10 +209,14 @@ def base_of(checkpoint: Path) -> Path:
     return named
 
 
-def _complete(directory: Path) -> list[Path]:
-    if not directory.is_dir():
-        return []
-    return [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and _record(path) is not None]
+def _named(directory: Path) -> list[Path]:
+    found = directory.iterdir() if directory.is_dir() else ()
+    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_steps)
+
+
+def _complete(directory: Path) -> dict[Path, TrainerState]:
+    """Return the complete checkpoints with their states, oldest first."""
+    return {path: record.state for path in _named(directory) if (record := _record(path)) is not None}
 
 
 def _steps(checkpoint: Path) -> int:

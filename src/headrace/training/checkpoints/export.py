@@ -1,4 +1,4 @@
-"""Export of a checkpoint for other programs: as a whole model for Hugging Face, or as an adapter for peft.
+"""Checkpoints for other programs: a whole model for Hugging Face, an adapter for peft, or shards put together in place.
 
 The exported weights are those of the checkpoint, and no file of Headrace is left in the export. The directory is either
 there as a whole or not at all.
@@ -14,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from headrace.errors import ModelError, UserError
+from headrace.models.loading import load_model, named_weights
 from headrace.training.checkpoints.base import base_of, copy_companions, is_sharded, read_state
-from headrace.training.checkpoints.sharded import write_whole
+from headrace.training.checkpoints.saving import WEIGHTS, read_shards
 from headrace.training.lora import ADAPTER_FILE
 
 Format = Literal["hf", "peft"]
@@ -50,9 +51,33 @@ def export_checkpoint(checkpoint: Path, out: Path, to: Format) -> Path:
     return out
 
 
+def consolidate(checkpoint: Path, dtype: str = "float32") -> Path:
+    """Add weights in safetensors to a sharded checkpoint, so that it is a complete model directory. Return its path.
+
+    The whole model is in host memory once. If the weights are there already, nothing is done.
+    """
+    if not is_sharded(checkpoint) or any(checkpoint.glob("*.safetensors")):
+        return checkpoint
+    whole = checkpoint / ".consolidated"
+    shutil.rmtree(whole, ignore_errors=True)
+    _write_whole(checkpoint, whole, dtype)
+    # The index is moved last, so a reader sees either all weight files or no index that points to missing ones.
+    for file in sorted(whole.glob("*.safetensors*"), key=lambda file: file.suffix == ".json"):
+        file.rename(checkpoint / file.name)
+    shutil.rmtree(whole)
+    return checkpoint
+
+
+def _write_whole(checkpoint: Path, out: Path, dtype: str = "float32") -> None:
+    """Write the model of a sharded checkpoint into a directory, as `save_pretrained` does."""
+    model = load_model(checkpoint, weights="random", dtype=dtype)
+    read_shards(checkpoint, {WEIGHTS + name: tensor for name, tensor in named_weights(model).items()}, None)
+    model.save_pretrained(out)
+
+
 def _copy_model(checkpoint: Path, out: Path) -> None:
     if is_sharded(checkpoint) and not any(checkpoint.glob("*.safetensors")):
-        write_whole(checkpoint, out)
+        _write_whole(checkpoint, out)
     # The checkpoint's own files are copied last, because its generation config is that of the trained model.
     shutil.copytree(checkpoint, out, ignore=shutil.ignore_patterns("trainer", ".*"), dirs_exist_ok=True)
 

@@ -1,0 +1,340 @@
+"""The trainer's ranks: one process each, in a grid of `data` (rows of work) by `tensor` (slices of the model).
+
+Every rank is sent the same messages in the same order, so all ranks reach the same collective. No rank waits longer for
+the others than the deadline of the process group. A background thread uses a process group of its own, never the group
+of the step.
+
+Models are sharded by FSDP2, decoder layer by decoder layer. Sharding changes where weights are and which rank computes
+what, but never what is computed. With a single rank, the model is not wrapped at all, unless weights are offloaded.
+
+Tensor parallelism goes by the module names that most model families share: q/k/v/o, gate/up/down, embedding and head.
+Matrices into heads and inner features are cut by output, matrices back are cut by input, and the vocabulary is cut by
+token. Everything else (norms, routers, experts) is the same on every tensor rank and sees the same activations. A
+family whose attention or feed-forward holds an unknown part is refused: a slice that is mistaken for a whole would
+train wrongly.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from headrace.config.schema import TrainingConfig
+from headrace.delivery.regions import whole
+from headrace.delivery.shards import held_region
+from headrace.errors import ConfigError, ModelError, UserError
+from headrace.training.devices import compute_dtype, input_device
+
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank's place among all ranks, and the process groups that it uses."""
+
+    rank: int
+    mesh: DeviceMesh
+    device: torch.device
+    publishing: dist.ProcessGroup
+    """The process group of the publisher's thread, on the host."""
+    storing: dist.ProcessGroup
+    """The process group of the thread that writes checkpoints, on the host."""
+
+    @property
+    def count(self) -> int:
+        """The number of all ranks."""
+        return self.mesh.size()
+
+    @property
+    def data(self) -> int:
+        """The index of this rank's share of a step's rows."""
+        return self.mesh.get_local_rank("data")
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of shares into which the rows of a step are divided."""
+        return self.mesh["data"].size()
+
+    @property
+    def tensor_ranks(self) -> int:
+        """The number of ranks that work on one row together."""
+        return self.mesh["tensor"].size() if "tensor" in self._names else 1
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """This rank's place in the grid, by dimension."""
+        return {name: self.mesh.get_local_rank(name) for name in self._names}
+
+    def sum_over_data(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over the shares of the rows. They are equal on all ranks."""
+        return self._summed(values, self.mesh.get_group("data"))
+
+    def sum_over_all(self, values: Sequence[float]) -> list[float]:
+        """Return the sums over all ranks. They are equal on all ranks."""
+        return self._summed(values, None)
+
+    def meet(self) -> None:
+        """Wait until every rank has called this method."""
+        dist.barrier(self.storing)
+
+    def leave(self) -> None:
+        """Destroy the process groups. This is the last call of a rank."""
+        dist.destroy_process_group()
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return self.mesh.mesh_dim_names or ()
+
+    def _summed(self, values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, group=group)
+        return [float(value) for value in total.tolist()]
+
+
+def join(store: Path, rank: int, ranks: int, *, tensor_parallel: int, device: str, timeout: float) -> Ranks:
+    """Meet the other ranks at `store`, a file that did not exist before, and form the grid.
+
+    On GPUs each rank has a GPU of its own. Raises a `UserError` if there are too few GPUs.
+    """
+    # On one host, nothing may listen beyond the host, whatever its name resolves to. A launcher for several hosts sets
+    # these.
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, _LOOPBACK)
+    place = torch.device(device)
+    if place.type == "cuda":
+        if ranks > (here := torch.cuda.device_count()):
+            # NCCL does not work with two ranks on one GPU.
+            raise UserError(f"[training] ranks: {ranks} ranks need {ranks} GPUs, and this machine has {here}")
+        place = torch.device("cuda", rank)
+        torch.cuda.set_device(place)
+    wait = timedelta(seconds=timeout)
+    dist.init_process_group(
+        "nccl" if place.type == "cuda" else "gloo",
+        init_method=f"file://{store.absolute()}",
+        rank=rank,
+        world_size=ranks,
+        timeout=wait,
+    )
+    grid = {"data": ranks // tensor_parallel}
+    if tensor_parallel > 1:
+        grid["tensor"] = tensor_parallel
+    mesh = init_device_mesh(place.type, tuple(grid.values()), mesh_dim_names=tuple(grid))
+    publishing, storing = (dist.new_group(backend="gloo", timeout=wait) for _ in range(2))
+    return Ranks(rank, mesh, place, publishing, storing)
+
+
+def shard_model(model: Any, layers: Sequence[torch.nn.Module], ranks: Ranks, training: TrainingConfig) -> None:
+    """Cut a model, which every rank holds as a whole, into the shards of the ranks, in place and layer by layer."""
+    if training.offload and ranks.device.type == "cpu":
+        raise UserError("[training] offload: the trainer is on the CPU, where its weights already are")
+    if ranks.tensor_ranks > 1:
+        split_matrices(model, layers, ranks.mesh["tensor"])
+    half = compute_dtype(training, ranks.device) == "bfloat16"
+    precision = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    )
+    offload = CPUOffloadPolicy() if training.offload else OffloadPolicy()
+    for module in (*layers, model):
+        fully_shard(module, mesh=ranks.mesh["data"], mp_policy=precision, offload_policy=offload)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # A batch's weights are already divided by the count of the whole step, so gradients are summed, over ranks
+            # too.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reduce_gradients(model: torch.nn.Module, now: bool) -> None:
+    """Set whether the next backward pass sums its gradients over the ranks, or keeps them for a later pass."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Release weights that a pass without a backward pass has left gathered."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def bring_to_rest(model: torch.nn.Module) -> None:
+    """Make sure that no pass holds or reads the weights any more, so that they can be exchanged in place."""
+    reshard(model)
+    device, held = input_device(model), local_tensor(next(model.parameters()))
+    if device.type == "cuda" and held.device.type == "cpu":
+        # The GPU copies offloaded weights from the host asynchronously.
+        torch.cuda.synchronize(device)
+
+
+def local_part(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Return the part of a parameter that this rank holds, on the same memory: all of it, unless it is sharded."""
+    part = local_tensor(parameter)
+    return parameter if part is parameter else torch.nn.Parameter(part, requires_grad=parameter.requires_grad)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank holds, on the same memory. If it is not sharded, that is all of it."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor, of which this rank may hold a part. All ranks must make the same calls."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the part of a whole tensor that this rank holds, cut like another tensor of the same shape."""
+    return tensor[held_region(like).within(whole(like.shape))]
+
+
+@torch.no_grad()
+def copy_own_part(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy whole tensors over weights of which this rank may hold only a part."""
+    for name, tensor in weights.items():
+        local_tensor(tensor).copy_(own_part(saved[name], tensor))
+
+
+def placed_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return an optimizer tensor as a shard, placed like its parameter, or as it is if it has another shape."""
+    if not isinstance(parameter, DTensor) or part.shape != parameter.to_local().shape or not part.ndim:
+        return part
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def on_whole_matrices(
+    function: Callable[[torch.Tensor], torch.Tensor], part: torch.Tensor, parameter: torch.Tensor
+) -> torch.Tensor:
+    """Apply a function to matrices [..., m, n] of which this rank holds a part, and return its part of the result.
+
+    `part` is cut like `parameter`. Every rank gathers the matrices and computes all of them, unless a stack is cut only
+    between its matrices. All ranks must make the same calls.
+    """
+    if not isinstance(parameter, DTensor) or not _cuts_matrices(parameter):
+        return function(part)
+    return own_part(function(whole_tensor(placed_like(part, parameter))), parameter).to(part.device)
+
+
+def _cuts_matrices(parameter: DTensor) -> bool:
+    return any(getattr(placement, "dim", -1) >= parameter.ndim - 2 for placement in parameter.placements)
+
+
+def global_norm(gradients: Iterable[torch.Tensor], ranks: Ranks | None) -> torch.Tensor:
+    """Return the norm of all gradients together, with each element counted once. It is equal on all ranks."""
+    gradients = list(gradients)
+    if ranks is None:
+        return torch.nn.utils.get_total_norm(gradients)
+    held: dict[int, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        held.setdefault(copies(gradient, ranks), []).append(local_tensor(gradient))
+    mine = sum(float(torch.nn.utils.get_total_norm(parts)) ** 2 / times for times, parts in held.items())
+    (total,) = ranks.sum_over_all([mine])
+    return torch.tensor(total, dtype=torch.float64).sqrt()
+
+
+def copies(gradient: torch.Tensor, ranks: Ranks) -> int:
+    """Return how many ranks hold the same elements of a gradient or a parameter as this rank."""
+    if not isinstance(gradient, DTensor):
+        return ranks.count
+    shards = 1
+    for placement, size in zip(gradient.placements, gradient.device_mesh.shape, strict=True):
+        shards *= size if not placement.is_replicate() else 1
+    return ranks.count // shards
+
+
+_HEADS_DIM = 2
+"""The heads dimension of the norms of queries and keys: their input is [1, tokens, heads, head size]."""
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+_HEAD_NORMS = ("q_norm", "k_norm")
+
+
+def split_matrices(model: Any, layers: Sequence[torch.nn.Module], mesh: DeviceMesh) -> None:
+    """Cut the model's matrices over this mesh, in place. Raises a one-line error if that is not possible."""
+    _check_sizes(model, mesh.size())
+    for layer in layers:
+        parallelize_module(layer, mesh, layer_plan(layer, type(model).__name__), src_data_rank=None)
+    _split_vocabulary(model, mesh)
+
+
+def layer_plan(layer: torch.nn.Module, family: str) -> dict[str, ParallelStyle]:
+    """Return how each matrix of a decoder layer is cut, by its path in the layer."""
+    found: dict[str, ParallelStyle] = {}
+    attentions = [path for path, module in layer.named_modules() if hasattr(module, "o_proj")]
+    if len(attentions) != 1:
+        raise _no_plan(family, "a layer without q/k/v/o projections")
+    [attention] = attentions
+    _check_parts(layer.get_submodule(attention), (*_ATTENTION, *_HEAD_NORMS), family)
+    for name, module in layer.get_submodule(attention).named_children():
+        path = f"{attention}.{name}"
+        if name in _HEAD_NORMS:
+            found[path] = SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True)
+        elif isinstance(module, torch.nn.Linear):
+            found[path] = RowwiseParallel() if name == "o_proj" else ColwiseParallel()
+    for path, module in layer.named_modules():
+        if isinstance(getattr(module, "down_proj", None), torch.nn.Linear):
+            _check_parts(module, _FEED_FORWARD, family)
+            found |= {f"{path}.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
+            found[f"{path}.down_proj"] = RowwiseParallel()
+    return found
+
+
+def _check_parts(module: torch.nn.Module, known: Sequence[str], family: str) -> None:
+    for name, _ in module.named_parameters():
+        if name.split(".")[0] not in known:
+            raise _no_plan(family, f"{name} in {type(module).__name__}")
+    needed = [name for name in known if name not in _HEAD_NORMS]
+    if missing := [name for name in needed if not isinstance(getattr(module, name, None), torch.nn.Linear)]:
+        raise _no_plan(family, f"no {missing[0]} in {type(module).__name__}")
+    for name in _HEAD_NORMS:
+        norm = getattr(module, name, None)
+        if norm is not None and tuple(norm.weight.shape) != (getattr(module, "head_dim", None),):
+            raise _no_plan(family, f"{name} over all heads in {type(module).__name__}")
+
+
+def _check_sizes(model: Any, ranks: int) -> None:
+    config = model.config.get_text_config()
+    for noun in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = getattr(config, noun, None)
+        if size is not None and size % ranks:
+            raise ConfigError(f"[training] tensor_parallel: {ranks} does not divide the model's {noun} = {size}")
+
+
+def _split_vocabulary(model: Any, mesh: DeviceMesh) -> None:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head.weight is embedding.weight
+    parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
+    if tied:
+        # Both are cut by token, so they can share the part. They are tied again before the head's weight is cut a
+        # second time.
+        head.weight = embedding.weight
+    parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()), src_data_rank=None)
+    if tied:
+        head.weight = embedding.weight
+
+
+def _no_plan(family: str, why: str) -> ModelError:
+    return ModelError(f"{family} cannot be trained with [training] tensor_parallel > 1: it has {why}")

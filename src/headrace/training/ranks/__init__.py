@@ -1,1 +1,0 @@
-"""A trainer of several processes: the process groups (`base`), weights in shards, and tensor parallelism."""
