@@ -25,8 +25,7 @@ from delivery_parts import BUCKET_BYTES, Publishing, Serving
 from headrace.channel.codec import decode, encode
 from headrace.delivery import receiver
 from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.copying import copy_all
-from headrace.delivery.device_copies import DeviceCopies
+from headrace.delivery.copying import DeviceCopies, copy_all
 from headrace.delivery.receiver import Receiver
 from headrace.delivery.transports import file, nccl, nccl_group, nccl_source, shm, tcp, tcp_source
 from headrace.delivery.transports.base import Sender

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from headrace.delivery.base import Manifest
-from headrace.delivery.device_copies import DeviceCopies
-from headrace.delivery.digest import digest
-from headrace.delivery.digest_sums import BLOCK
+from headrace.delivery.copying import DeviceCopies
+from headrace.delivery.digest import BLOCK, digest
 from headrace.delivery.kernels import copy as copy_kernel
 from headrace.delivery.kernels.copy import DeviceCopy
 from headrace.delivery.kernels.digest import DeviceDigest

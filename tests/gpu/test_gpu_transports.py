@@ -29,8 +29,7 @@ from headrace.delivery.publisher import Publisher
 from headrace.delivery.receiver import Receiver
 from headrace.delivery.transports import cuda_ipc
 from headrace.delivery.transports.base import Sender
-from headrace.delivery.transports.cuda_ipc import CudaIpcSender, CudaIpcSource
-from headrace.delivery.transports.cuda_memory import allocate
+from headrace.delivery.transports.cuda_ipc import CudaIpcSender, CudaIpcSource, allocate
 from headrace.delivery.transports.nccl import NcclSender
 from headrace.delivery.transports.segments import segment_directories, sweep
 from headrace.errors import DeliveryError

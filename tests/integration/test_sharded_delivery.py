@@ -15,9 +15,8 @@ from rank_cases import model_dir, publish, start_ranks
 
 from headrace.channel.codec import decode
 from headrace.delivery.base import Manifest
-from headrace.delivery.parts import fetch_parts
+from headrace.delivery.parts import chunk, fetch_parts, whole
 from headrace.delivery.receiver import Receiver
-from headrace.delivery.regions import chunk, whole
 from headrace.delivery.transports import source
 from headrace.errors import DeliveryError
 from headrace.models.loading import load_model, named_weights

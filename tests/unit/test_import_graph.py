@@ -52,7 +52,6 @@ ARROWS = {
     "headrace_vllm_plugin": {
         "delivery.base",
         "delivery.digest",
-        "delivery.digest_sums",
         "delivery.plan",
         "delivery.transports",
     },
@@ -99,9 +98,7 @@ ARROWS = {
         "delivery.parts",
         "delivery.plan",
         "delivery.publisher",
-        "delivery.regions",
         "delivery.setup",
-        "delivery.shards",
         "delivery.transports.segments",
         "models",
     },

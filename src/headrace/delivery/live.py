@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from headrace.delivery.device_copies import DeviceCopies
+from headrace.delivery.copying import DeviceCopies
 from headrace.delivery.plan import PackingPlan, dtype_of
 from headrace.errors import DeliveryError
 

@@ -3,26 +3,178 @@
 Every rank writes its part through its own sender and computes the digest sums of what it wrote. The sums of all parts
 give the digest of the whole. Rank 0 completes the manifest after every part is written. No rank sees another rank's
 weights. An engine checks each part against its own place before and after it reads the part.
+
+Each element of a tensor has exactly one owner among the ranks: the rank whose region contains the element, and the
+first of them if several ranks hold the same region. A rank finds out what it owns without communication, and no rank
+ever holds a whole sharded tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from headrace.delivery.base import Manifest, Part
-from headrace.delivery.digest import digest_of_sums
-from headrace.delivery.digest_sums import Sums, region_block_sums
+from headrace.delivery.digest import Sums, digest_of_sums, region_block_sums
 from headrace.delivery.plan import dtype_of
-from headrace.delivery.regions import Region, plan_copies
-from headrace.delivery.shards import copy_piece
 from headrace.delivery.transports.base import Source
 from headrace.errors import DeliveryError
+
+Shape = tuple[int, ...]
+
+
+class Region(msgspec.Struct, frozen=True):
+    """The elements `start .. start + shape` of a tensor, in every dimension."""
+
+    start: Shape
+    shape: Shape
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def within(self, outer: Region) -> tuple[slice, ...]:
+        """Return the slices of this region in a tensor that holds exactly the region `outer`."""
+        return tuple(
+            slice(mine - theirs, mine - theirs + length)
+            for mine, theirs, length in zip(self.start, outer.start, self.shape, strict=True)
+        )
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """One piece of a wanted tensor, and the number of the part that holds it."""
+
+    part: int
+    name: str
+    region: Region
+    """The region of the piece in the whole tensor."""
+
+
+def whole(shape: Sequence[int]) -> Region:
+    """Return the region that is a whole tensor of this shape."""
+    return Region((0,) * len(shape), tuple(shape))
+
+
+def intersection(first: Region, second: Region) -> Region | None:
+    """Return the common elements of two regions; None if there are none."""
+    start, shape = [], []
+    for a, m, b, n in zip(first.start, first.shape, second.start, second.shape, strict=True):
+        low, high = max(a, b), min(a + m, b + n)
+        if high <= low:
+            return None
+        start.append(low)
+        shape.append(high - low)
+    return Region(tuple(start), tuple(shape))
+
+
+def chunk(region: Region, dim: int, count: int, index: int) -> Region:
+    """Return piece `index` of `count` along a dimension. Pieces have equal size; the last may be smaller or empty."""
+    length = region.shape[dim]
+    step = -(-length // count)
+    low, high = min(index * step, length), min((index + 1) * step, length)
+    start, shape = list(region.start), list(region.shape)
+    start[dim] += low
+    shape[dim] = high - low
+    return Region(tuple(start), tuple(shape))
+
+
+def plan_copies(held: Sequence[Mapping[str, Region]], wanted: Mapping[str, Region]) -> list[Copy]:
+    """Return the copies that bring every wanted element exactly once.
+
+    `held` has the regions of each part by name. Raises `DeliveryError` if an element is missing or held twice.
+    """
+    copies: list[Copy] = []
+    for name, target in wanted.items():
+        found = [
+            Copy(part, name, common)
+            for part, regions in enumerate(held)
+            if name in regions and (common := intersection(regions[name], target))
+        ]
+        copied = sum(copy.region.size for copy in found)
+        if any(intersection(a.region, b.region) for a, b in itertools.combinations(found, 2)):
+            raise DeliveryError(f"{name} is held twice, in part")
+        if copied != target.size:
+            raise DeliveryError(f"{name} is incomplete: {copied} of {target.size} elements are held")
+        copies += found
+    return copies
+
+
+def placed_region(
+    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
+) -> Region:
+    """Return the region of a tensor of this shape at a coordinate of a mesh with these sizes."""
+    region = whole(shape)
+    # Plain shards are cut in the order of the mesh's dimensions. A strided shard is cut last, because it divides what
+    # a later dimension of the mesh has cut already.
+    order = sorted(range(len(placements)), key=lambda axis: (_strided(placements[axis]), axis))
+    for axis in order:
+        dim = _cut_dimension(placements[axis])
+        if dim is not None:
+            region = chunk(region, dim, sizes[axis], coordinate[axis])
+    return region
+
+
+def held_region(tensor: torch.Tensor) -> Region:
+    """Return the region of a tensor that this rank holds: all of the tensor, unless it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return whole(tensor.shape)
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise DeliveryError("a rank outside of a tensor's mesh holds nothing of it")
+    region = placed_region(tensor.shape, tensor.placements, mesh.shape, coordinate)
+    if region.shape != tuple(tensor.to_local().shape):
+        raise DeliveryError(f"a shard of shape {tuple(tensor.to_local().shape)} lies where {region.shape} was expected")
+    return region
+
+
+def owned_shards(
+    weights: Mapping[str, torch.Tensor], coordinate: Mapping[str, int]
+) -> tuple[dict[str, torch.Tensor], dict[str, Region]]:
+    """Return the shards that this rank owns, and their regions; `coordinate` is its position in the whole grid."""
+    tensors: dict[str, torch.Tensor] = {}
+    regions: dict[str, Region] = {}
+    for name, tensor in weights.items():
+        region = held_region(tensor)
+        if region.size and not any(coordinate[axis] for axis in coordinate if axis not in _cut_axes(tensor)):
+            tensors[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            regions[name] = region
+    return tensors, regions
+
+
+def copy_piece(copy: Copy, source: torch.Tensor, held: Region, target: torch.Tensor, wanted: Region) -> None:
+    """Copy one piece from `source`, which is the region `held`, to `target`, which is the region `wanted`."""
+    target[copy.region.within(wanted)].copy_(source[copy.region.within(held)])
+
+
+def _strided(placement: Placement) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+def _cut_dimension(placement: Placement) -> int | None:
+    if placement.is_replicate():
+        return None
+    if isinstance(placement, Shard) or _strided(placement):
+        return int(placement.dim)  # type: ignore[attr-defined]
+    raise DeliveryError(f"weights that are placed as {placement} cannot be published")
+
+
+def _cut_axes(tensor: torch.Tensor) -> set[str]:
+    """Return the mesh dimensions along which ranks hold different parts of the tensor."""
+    if not isinstance(tensor, DTensor):
+        return set()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return {n for n, placement in zip(names, tensor.placements, strict=True) if _cut_dimension(placement) is not None}
 
 
 class TrainerRanks(NamedTuple):

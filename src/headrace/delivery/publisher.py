@@ -24,9 +24,8 @@ from headrace.delivery.base import Kind, Manifest, Part
 from headrace.delivery.canary import Score, score_canary
 from headrace.delivery.delta import encode, word_bytes_of
 from headrace.delivery.digest import digest
-from headrace.delivery.parts import TrainerRanks, join_parts
+from headrace.delivery.parts import TrainerRanks, join_parts, owned_shards
 from headrace.delivery.plan import PackingPlan, make_plan, pack, plan_of, plan_weights, unpack
-from headrace.delivery.shards import owned_shards
 from headrace.delivery.transports.base import Enqueuing, Sender
 from headrace.delivery.transports.places import HeldPlaces, SenderPlaces
 from headrace.errors import DeliveryError

@@ -19,9 +19,8 @@ from headrace.delivery.copying import all_on, copy_all
 from headrace.delivery.delta import apply
 from headrace.delivery.digest import GrowingDigest, digest
 from headrace.delivery.live import DeviceSide
-from headrace.delivery.parts import fetch_parts
+from headrace.delivery.parts import fetch_parts, whole
 from headrace.delivery.plan import PackingPlan, Views, dtype_name, dtype_of, make_plan, pack, plan_digest, unpack
-from headrace.delivery.regions import whole
 from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Growing, PredictsPlaces, Relaying, Source
 from headrace.errors import DeliveryError, WrongBase

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from headrace.config.schema import TrainingConfig
-from headrace.delivery.shards import held_region
+from headrace.delivery.parts import held_region
 from headrace.errors import UserError
 from headrace.training.muon import Muon
 from headrace.training.ranks.base import Ranks

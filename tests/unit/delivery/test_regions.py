@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from headrace.delivery.digest import digest, digest_of_sums
-from headrace.delivery.digest_sums import region_block_sums
-from headrace.delivery.regions import Region, chunk, intersection, plan_copies, whole
-from headrace.delivery.shards import copy_piece, placed_region
+from headrace.delivery.digest import digest, digest_of_sums, region_block_sums
+from headrace.delivery.parts import Region, chunk, copy_piece, intersection, placed_region, plan_copies, whole
 from headrace.errors import DeliveryError
 
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.delivery.digest_sums import BLOCK, HEAD, MASK, count_sums, name_key, sum_keys, table
+from headrace.delivery.digest import BLOCK, HEAD, MASK, count_sums, name_key, sum_keys, table
 from headrace.delivery.plan import dtype_name
 
 _Int64Array = npt.NDArray[np.int64]

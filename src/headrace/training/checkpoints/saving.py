@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.delivery.regions import whole
-from headrace.delivery.shards import held_region
+from headrace.delivery.parts import held_region, whole
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
 from headrace.training.checkpoints.base import (

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from headrace.config.schema import TrainingConfig
-from headrace.delivery.regions import whole
-from headrace.delivery.shards import held_region
+from headrace.delivery.parts import held_region, whole
 from headrace.errors import UserError
 from headrace.training.devices import compute_dtype, input_device
 from headrace.training.ranks.base import Ranks
