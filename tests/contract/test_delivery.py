@@ -22,15 +22,15 @@ from headrace.delivery import receiver, staging
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.copying import DeviceCopies
 from headrace.delivery.plan import PackingPlan
-from headrace.delivery.transports import WITHOUT_GPU, cuda_ipc, nccl, nccl_group, tcp_source
+from headrace.delivery.transports import WITHOUT_GPU, cuda_ipc, nccl, nccl_group, tcp
 from headrace.delivery.transports.base import Source
 from headrace.delivery.transports.cuda_ipc import CudaIpcSender
 from headrace.delivery.transports.file import FileSender
 from headrace.delivery.transports.nccl import NcclSender
 from headrace.delivery.transports.nccl_source import NcclSource
 from headrace.delivery.transports.shm import ShmSender
-from headrace.delivery.transports.tcp import TcpSender
-from headrace.delivery.transports.tcp_source import TcpSource
+from headrace.delivery.transports.tcp import TcpSource
+from headrace.delivery.transports.tcp_server import TcpSender
 from headrace.delivery.transports.tcp_wire import ReadReply, ReadRequest
 from headrace.engines.base import Delta
 
@@ -48,7 +48,7 @@ def small_buckets_and_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     def source(name: str, **options: Any) -> Source:
         return NcclSource(patience=1.5) if name == "nccl" else real(name, **options)
 
-    monkeypatch.setattr(tcp_source, "BUCKET_BYTES", BUCKET_BYTES)
+    monkeypatch.setattr(tcp, "BUCKET_BYTES", BUCKET_BYTES)
     monkeypatch.setattr(staging, "source", source)
 
 

@@ -45,7 +45,7 @@ ARROWS = {
         "delivery.digest",
         "delivery.receiver",
         "delivery.setup",
-        "delivery.transports.keys",
+        "delivery.transports.tcp_wire",
         "models",
     },
     "gateway": {"engines.base", "rollouts.base", "scoring.base", "tasks.base"},

@@ -60,6 +60,7 @@ def share(work: Callable[[Iterator[T]], None], pieces: Sequence[T], threads: int
         other.result()
 
 
+@torch.no_grad()
 def copy_all(targets: _Tensors, sources: _Tensors, *, non_blocking: bool = False, threads: int | None = None) -> None:
     """Copy every source over the target of the same name, cast to the target's dtype, in few launches.
 

@@ -21,12 +21,16 @@ them without importing the file. `headrace.config.declared.TransportFacts` lists
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from headrace.errors import DeliveryError
 from headrace.types import NO_VERSION
 
 if TYPE_CHECKING:
@@ -34,6 +38,9 @@ if TYPE_CHECKING:
 
     from headrace.delivery.base import Entry
     from headrace.delivery.plan import PackingPlan
+
+LIMIT = 2
+"""The number of places: one for the version that engines read, and one that the trainer writes meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +220,103 @@ class Stored(ABC):
 
     def close(self) -> None:  # noqa: B027
         """See `Sender.close`."""
+
+
+class PlacedSender(ABC):
+    """The base class of a sender with a few places of its own.
+
+    At most two versions hold a place at a time, each from its write until its release. A place that is held is not
+    given to another version. See `Sender` for the methods.
+    """
+
+    name = ""
+
+    def __init__(self, noun: str, owner: str = "transport") -> None:
+        """Create a sender; `noun` is what errors call a place, and `owner` is what they call its owner."""
+        self._noun = noun
+        self._owner = owner
+        self._holders: dict[str, tuple[int, float]] = {}
+        """By location: the version that holds the place, and since when."""
+        self._released = threading.Condition()
+        self._ended = False
+
+    def wait(self, version: int, timeout: float) -> None:
+        """See `Sender.wait`."""
+        with self._released:
+            if not self._released.wait_for(self._has_room, timeout) or self._ended:
+                raise self._no_place(version)
+
+    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
+        """See `Sender.write`. The place is released if the copy fails."""
+        with self._released:
+            if self._ended or not self._has_room():
+                raise self._no_place(version)
+            location = self._choose(version, plan.nbytes, self._holders.keys())
+            self._holders[location] = version, time.monotonic()
+        with ExitStack() as undo:
+            undo.callback(self.release, location)
+            self._fill(location, version, plan, weights)
+            undo.pop_all()
+        return location
+
+    def finish(self, location: str) -> None:  # noqa: B027
+        """See `Sender.finish`. Most places are readable as soon as they are written."""
+
+    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        """See `Sender.snapshot`. Raises `DeliveryError` if nothing was written there, or it was released."""
+        self._check_held(location)
+        return self._views(location, plan)
+
+    def release(self, location: str) -> None:
+        """See `Sender.release`."""
+        with self._released:
+            self._holders.pop(location, None)
+            self._released.notify_all()
+
+    def close(self) -> None:
+        """Free all places; threads that wait or come later get a `DeliveryError`. See `Sender.close`."""
+        with self._released:
+            self._ended = True
+            self._holders.clear()
+            self._released.notify_all()
+
+    @abstractmethod
+    def _choose(self, version: int, nbytes: int, held: Collection[str]) -> str:
+        """Return the location for a version of this size: none of those that are held already."""
+
+    @abstractmethod
+    def _fill(self, location: str, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy the weights to a location that this version holds."""
+
+    @abstractmethod
+    def _views(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        """Return views of what was written to a location that is held."""
+
+    def _holds(self, location: str) -> bool:
+        with self._released:
+            return location in self._holders
+
+    def _check_held(self, location: str) -> None:
+        if not self._holds(location):
+            raise DeliveryError(f"{self._noun} {location} holds nothing")
+
+    def _settled_before(self, version: int, timeout: float) -> bool:
+        """Wait until no version before this one holds a place; return False if that takes longer than `timeout`."""
+        with self._released:
+            done = self._released.wait_for(
+                lambda: self._ended or all(holder >= version for holder, _ in self._holders.values()), timeout
+            )
+            return done and not self._ended
+
+    def _has_room(self) -> bool:
+        return self._ended or len(self._holders) < LIMIT
+
+    def _no_place(self, version: int) -> DeliveryError:
+        if self._ended:
+            return DeliveryError(f"no {self._noun} for version {version}: the {self._owner} is closed")
+        now = time.monotonic()
+        holders = " and ".join(f"version {held} ({now - since:.1f} s)" for held, since in self._holders.values())
+        return DeliveryError(f"no {self._noun} for version {version}: not acknowledged by the engines: {holders}")
 
 
 @runtime_checkable

@@ -18,7 +18,6 @@ import uuid
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -29,8 +28,7 @@ import torch
 from headrace.delivery.base import Entry
 from headrace.delivery.copying import DeviceCopies
 from headrace.delivery.plan import PackingPlan, Views, packed_bytes
-from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
-from headrace.delivery.transports.places import LIMIT, PlacedSender
+from headrace.delivery.transports.base import LIMIT, PlacedSender, Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SegmentSource, SharedSegment
 from headrace.errors import ConfigError, DeliveryError
 
@@ -213,45 +211,34 @@ class CudaIpcSender(PlacedSender):
         """Buffers that became too small. They are kept: to free memory that another process has mapped is undefined."""
         self._copies = DeviceCopies(self._device)
 
-    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
-        """Enqueue a copy into a free buffer on the current stream; see `Sender.write`.
-
-        Later changes that the caller makes to its weights on this stream run after the copy.
-        """
-        with self._places.filling(version, partial(self._free, plan.nbytes), self.release) as location:
-            place = self._held[location]
-            place.segment.begin(version)
-            with torch.cuda.device(self._device), torch.no_grad():
-                self._copies.copy(plan.digest, place.views.of(plan.entries), weights)
-                place.written.record(torch.cuda.current_stream(self._device))
-            place.segment.finish(version)
-        return location
-
     def follow(self, location: str) -> None:
         """Make the current stream wait until the buffer is written."""
-        self._holding(location)
-
-    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Return views of the buffer, and make the current stream wait until it is written."""
-        return self._holding(location).views.of(plan.entries)
+        self._check_held(location)
+        torch.cuda.current_stream(self._device).wait_event(self._held[location].written)
 
     def close(self) -> None:
         """Remove the segments; the GPU memory is freed with the last view of it."""
-        self._places.close()
+        super().close()
         self._copies.close()
         places, self._held = self._held, {}
         for place in places.values():
             place.segment.remove()
         self._outgrown.clear()
 
-    def _holding(self, location: str) -> _Place:
-        place = self._held.get(location)
-        if place is None or not self._places.holds(location):
-            raise DeliveryError(f"buffer {location} holds nothing")
-        torch.cuda.current_stream(self._device).wait_event(place.written)
-        return place
+    def _fill(self, location: str, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
+        """Enqueue the copy on the current stream."""
+        place = self._held[location]
+        place.segment.begin(version)
+        with torch.cuda.device(self._device), torch.no_grad():
+            self._copies.copy(plan.digest, place.views.of(plan.entries), weights)
+            place.written.record(torch.cuda.current_stream(self._device))
+        place.segment.finish(version)
 
-    def _free(self, nbytes: int, held: Collection[str]) -> str:
+    def _views(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        self.follow(location)
+        return self._held[location].views.of(plan.entries)
+
+    def _choose(self, version: int, nbytes: int, held: Collection[str]) -> str:
         for location in [location for location in self._held if location not in held]:
             if self._held[location].nbytes >= nbytes:
                 return location

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,8 +18,7 @@ import torch
 
 from headrace.delivery.base import Entry
 from headrace.delivery.plan import PackingPlan, pack, packed_bytes, unpack
-from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
-from headrace.delivery.transports.places import PlacedSender
+from headrace.delivery.transports.base import PlacedSender, Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.storage import opened, stamp_of, storage_at
 from headrace.errors import DeliveryError
 
@@ -61,16 +60,6 @@ class FileSender(PlacedSender):
         self._spare: list[torch.Tensor] = []
         self._closed = False
 
-    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
-        """Copy the weights to memory; see `Sender.write`."""
-        where = self._storage.location_of(version)
-        with self._places.filling(version, lambda held: where, self._places.release) as location:
-            packed = self._buffer(plan.nbytes)
-            pack(packed, plan.entries, weights)
-        with self._lock:
-            self._unwritten[location] = (version, plan, packed)
-        return location
-
     def finish(self, location: str) -> None:
         """Write the file to the disk or the store, and remove files that are too old."""
         with self._lock:
@@ -90,7 +79,7 @@ class FileSender(PlacedSender):
                 self._uploaded[location] = packed
         self._prune()
 
-    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
+    def _views(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Return views of the mapped file; for a store, views of the bytes that were uploaded.
 
         The digest is then that of the uploaded bytes, so an engine notices if the store changed them.
@@ -98,7 +87,7 @@ class FileSender(PlacedSender):
         with self._lock:
             version = self._files.get(location)
             uploaded = self._uploaded.get(location)
-        if version is None or not self._places.holds(location):
+        if version is None:
             raise DeliveryError(f"file {location} holds nothing")
         if uploaded is not None:
             return unpack(uploaded, plan.entries)
@@ -124,7 +113,7 @@ class FileSender(PlacedSender):
 
     def close(self) -> None:
         """Remove every version and the lock."""
-        self._places.close()
+        super().close()
         with self._lock:
             if self._closed:
                 return
@@ -140,7 +129,7 @@ class FileSender(PlacedSender):
                 return
             newest_first = sorted(self._files, key=self._files.__getitem__, reverse=True)
             old = newest_first[self._keep :]
-            doomed = {location: self._files.pop(location) for location in old if not self._places.holds(location)}
+            doomed = {location: self._files.pop(location) for location in old if not self._holds(location)}
         # Outside the lock, because a store may be slow and the trainer's copy needs the lock.
         for location, version in doomed.items():
             try:
@@ -150,12 +139,16 @@ class FileSender(PlacedSender):
                 with self._lock:
                     self._files[location] = version
 
-    def _buffer(self, nbytes: int) -> torch.Tensor:
+    def _choose(self, version: int, nbytes: int, held: Collection[str]) -> str:
+        return self._storage.location_of(version)
+
+    def _fill(self, location: str, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
-            while self._spare:
-                if len(buffer := self._spare.pop()) == nbytes:
-                    return buffer
-        return torch.empty(nbytes, dtype=torch.uint8)
+            self._spare = [spare for spare in self._spare if len(spare) == plan.nbytes]
+            packed = self._spare.pop() if self._spare else torch.empty(plan.nbytes, dtype=torch.uint8)
+        pack(packed, plan.entries, weights)
+        with self._lock:
+            self._unwritten[location] = (version, plan, packed)
 
 
 class FileSource:

@@ -8,11 +8,12 @@ the others lose only that one broadcast: every wait has a deadline, and the next
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError
 
 from headrace.delivery.plan import PackingPlan, pack, unpack
-from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
+from headrace.delivery.transports.base import LIMIT, PlacedSender, Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.nccl_group import (
     BUCKET_BYTES,
     BroadcastGroup,
@@ -38,7 +39,6 @@ from headrace.delivery.transports.nccl_group import (
     pieces,
 )
 from headrace.delivery.transports.nccl_source import NcclSource
-from headrace.delivery.transports.places import LIMIT, PlacedSender
 from headrace.delivery.transports.tcp_wire import is_loopback
 from headrace.errors import ConfigError, DeliveryError
 
@@ -75,6 +75,19 @@ class HeldSnapshot:
         return self.buffer
 
 
+class _Pending(msgspec.Struct):
+    """A request that waits for its broadcast."""
+
+    number: int
+    ask: BroadcastRequest
+    since: float
+
+    @property
+    def wanted(self) -> tuple[int, int]:
+        """The wanted place and write; requests for the same can be served together."""
+        return self.ask.place, self.ask.sequence
+
+
 class NcclSender(PlacedSender):
     """The trainer's end: a store into which engines put their requests, and a thread that broadcasts."""
 
@@ -104,53 +117,40 @@ class NcclSender(PlacedSender):
         self._backend = "nccl" if self._device.type == "cuda" else "gloo"
         if self._backend == "gloo":
             logger.warning("the weights are on the CPU: the nccl transport broadcasts them with gloo")
+        self._receivers = receivers
+        self._bucket_bytes = 0 if per_parameter else bucket_bytes
+        self._joining = joining
         self._patience = patience
         self._changed = threading.Condition()
         self._snapshots = [HeldSnapshot(self._device) for _ in range(LIMIT)]
         self._sequence = 0
         self._closed = False
         self._store: TCPStore | None = _store(patience)
-        self._locations = [str(NcclLocation(self._backend, HOST, self._store.port, place)) for place in range(LIMIT)]
+        self._address = HOST, self._store.port
+        self._locations = [str(NcclLocation(self._backend, *self._address, place)) for place in range(LIMIT)]
         for place in range(LIMIT):
             self._hold(place, HeldVersion())
-        self._sessions = BroadcastSessions(
-            self._snapshots,
-            self._backend,
-            (HOST, self._store.port),
-            self._device,
-            receivers=receivers,
-            bucket_bytes=0 if per_parameter else bucket_bytes,
-            joining=joining,
-            patience=patience,
-        )
+        # The thread that broadcasts uses the attributes below alone, until it has ended.
+        # A separate stream: on the trainer's, a broadcast would wait for training steps that are already enqueued.
+        self._stream = torch.cuda.Stream(self._device) if self._backend == "nccl" else None  # type: ignore[no-untyped-call]
+        self._line: Any = connect(*self._address, patience)
+        self._session = 0
+        self._read = 0
+        self._pending: list[_Pending] = []
+        self._served: dict[int, set[str]] = {}
+        self._group: BroadcastGroup | None = None
+        self._members: list[str] = []
         self._server = threading.Thread(target=self._serve, name="weights", daemon=True)
         self._server.start()
-
-    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
-        """Copy the weights into a free snapshot; see `Sender.write`."""
-        with self._places.filling(version, self._free, self.release) as location:
-            place = self._locations.index(location)
-            with self._changed:
-                self._sequence += 1
-                held = HeldVersion(version, self._sequence, plan.nbytes)
-                self._hold(place, held)
-            self._snapshots[place].fill(plan, weights)
-        return location
 
     def finish(self, location: str) -> None:
         """Allow engines to request the version."""
         place = self._locations.index(location)
         with self._changed:
-            if not self._places.holds(location):
+            if not self._holds(location):
                 raise DeliveryError(f"snapshot {location} was released, or the transport is closed")
             self._hold(place, msgspec.structs.replace(self._snapshots[place].held, whole=True))
             self._changed.notify_all()
-
-    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Return views of a snapshot that was written and not released."""
-        if not self._places.holds(location):
-            raise DeliveryError(f"snapshot {location} holds nothing")
-        return unpack(self._snapshots[self._locations.index(location)].ready(), plan.entries)
 
     def release(self, location: str) -> None:
         """Stop broadcasting the snapshot and allow it to be overwritten."""
@@ -161,18 +161,28 @@ class NcclSender(PlacedSender):
 
     def close(self) -> None:
         """End the group, and release the port and the memory. A broadcast that is under way fails."""
-        self._places.close()
+        super().close()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._server.join(4 * self._patience)
         with self._changed:
-            self._sessions.close()
-            self._store = None
+            self._drop_group()
+            self._line = self._store = None
             self._snapshots[:] = [HeldSnapshot(self._device) for _ in range(LIMIT)]
 
-    def _free(self, held: Collection[str]) -> str:
+    def _choose(self, version: int, nbytes: int, held: Collection[str]) -> str:
         return next(location for location in self._locations if location not in held)
+
+    def _fill(self, location: str, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
+        place = self._locations.index(location)
+        with self._changed:
+            self._sequence += 1
+            self._hold(place, HeldVersion(version, self._sequence, plan.nbytes))
+        self._snapshots[place].fill(plan, weights)
+
+    def _views(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        return unpack(self._snapshots[self._locations.index(location)].ready(), plan.entries)
 
     def _hold(self, place: int, held: HeldVersion) -> None:
         self._snapshots[place].held = held
@@ -182,7 +192,7 @@ class NcclSender(PlacedSender):
     def _serve(self) -> None:
         while self._armed():
             try:
-                if not self._sessions.serve():
+                if not self._serve_due():
                     time.sleep(_POLL_SECONDS)
             except DistNetworkError:
                 logger.exception("the store of the nccl transport is gone: no more weights are broadcast")
@@ -200,69 +210,7 @@ class NcclSender(PlacedSender):
                 self._changed.wait(_IDLE_SECONDS)
             return False
 
-
-def _store(patience: float) -> TCPStore:
-    """Make the store for requests on a loopback port. A store that opens its own port would listen on every address."""
-    listening = socket.create_server((HOST, 0))
-    port = listening.getsockname()[1]
-    return TCPStore(
-        HOST,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=patience),
-        master_listen_fd=listening.detach(),
-    )
-
-
-class _Pending(msgspec.Struct):
-    """A request that waits for its broadcast."""
-
-    number: int
-    ask: BroadcastRequest
-    since: float
-
-    @property
-    def wanted(self) -> tuple[int, int]:
-        """The wanted place and write; requests for the same can be served together."""
-        return self.ask.place, self.ask.sequence
-
-
-class BroadcastSessions:
-    """The requests and broadcasts of one sender. Used by one thread, except `close`, which is called after it ended."""
-
-    def __init__(
-        self,
-        snapshots: Sequence[HeldSnapshot],
-        backend: str,
-        address: tuple[str, int],
-        device: torch.device,
-        *,
-        receivers: int,
-        bucket_bytes: int,
-        joining: float,
-        patience: float,
-    ) -> None:
-        """Create the sessions; `snapshots` are the sender's places. See `NcclSender` for the other arguments."""
-        self._snapshots = snapshots
-        self._backend = backend
-        self._address = address
-        self._device = device
-        # A separate stream: on the trainer's, a broadcast would wait for training steps that are already enqueued.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._receivers = receivers
-        self._bucket_bytes = bucket_bytes
-        self._joining = joining
-        self._patience = patience
-        self._line: Any = connect(*address, patience)
-        self._session = 0
-        self._read = 0
-        self._pending: list[_Pending] = []
-        self._served: dict[int, set[str]] = {}
-        self._group: BroadcastGroup | None = None
-        self._members: list[str] = []
-
-    def serve(self) -> bool:
+    def _serve_due(self) -> bool:
         """Read new requests and serve those that are due; return False if none are due.
 
         An error of a broadcast is raised; the next call continues with another group.
@@ -272,19 +220,11 @@ class BroadcastSessions:
         if not members:
             return False
         self._pending = [pending for pending in self._pending if pending not in members]
-        served = False
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._drop_group)
             self._broadcast(members)
-            served = True
-        finally:
-            if not served:
-                self._drop_group()
+            undo.pop_all()
         return True
-
-    def close(self) -> None:
-        """End the group and close the connection to the store."""
-        self._drop_group()
-        self._line = None
 
     def _read_questions(self) -> None:
         while self._line.check([key("ask", self._read + 1)]):
@@ -367,6 +307,20 @@ class BroadcastSessions:
         if self._group is not None:
             self._group.abort()
         self._group, self._members = None, []
+
+
+def _store(patience: float) -> TCPStore:
+    """Make the store for requests on a loopback port. A store that opens its own port would listen on every address."""
+    listening = socket.create_server((HOST, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(
+        HOST,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=patience),
+        master_listen_fd=listening.detach(),
+    )
 
 
 class Transport:

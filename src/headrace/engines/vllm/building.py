@@ -18,7 +18,7 @@ from headrace.config import Config
 from headrace.config.memory import LONGEST_DEFAULT
 from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import choose
-from headrace.delivery.transports.keys import KEYS
+from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.event_loop import EventLoopServer, Opened
 from headrace.engines.serving import Emit
 from headrace.engines.vllm.checks import KEY_VARIABLE, check_hosts, examine
