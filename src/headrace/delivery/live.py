@@ -30,26 +30,6 @@ GPU_SECONDS = 120.0
 
 
 @dataclass(frozen=True, eq=False)
-class HostCheck:
-    """The digest of live weights in host memory."""
-
-    found: int
-    started: float
-
-    def ready(self) -> bool:
-        """Return True: the digest was computed when the weights were installed."""
-        return True
-
-    def digest(self) -> int:
-        """Return the digest of the live weights."""
-        return self.found
-
-    def seconds(self) -> float:
-        """Return the time since the installation began; the engine does nothing else until the proof."""
-        return time.monotonic() - self.started
-
-
-@dataclass(frozen=True, eq=False)
 class DeviceCheck:
     """A digest of live weights that a GPU computes beside other work."""
 

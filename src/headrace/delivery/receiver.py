@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from headrace.delivery.base import Entry, Manifest, Proof
+from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.canary import Score, Tolerance, canary_error
 from headrace.delivery.copying import copy_all
 from headrace.delivery.digest import digest
-from headrace.delivery.live import DeviceCheck, DeviceSide, HostCheck
+from headrace.delivery.live import DeviceSide
 from headrace.delivery.plan import PackingPlan, dtype_of
 from headrace.delivery.staging import Staging, agreed_plan, check_base, check_casts
 from headrace.errors import DeliveryError
@@ -34,11 +34,10 @@ class Staged:
 
     manifest: Manifest
     weights: Mapping[str, torch.Tensor]
-    digest: int
     seconds: float
-    fetch_seconds: float = 0.0
+    fetch_seconds: float
     """The part of `seconds` until all bytes had arrived; the rest was spent on checking them."""
-    shared: bool = False
+    shared: bool
     """Whether the weights are still in the trainer's memory, where it wrote them, and not in the receiver's own."""
 
 
@@ -47,12 +46,12 @@ class Installed:
     """Weights that were copied over the live weights and wait for `prove`."""
 
     staged: Staged
-    live: HostCheck | DeviceCheck
-    """The digest of the live weights after the copy."""
-
-    def ready(self) -> bool:
-        """Return whether the live digest is done, so that `prove` does not wait for it."""
-        return self.live.ready()
+    ready: Callable[[], bool]
+    """Returns whether the digest of the live weights is done, so that `prove` does not wait for it."""
+    digest: Callable[[], int]
+    """Waits for the digest of the live weights and returns it."""
+    seconds: Callable[[], float]
+    """Returns how long the engine was stopped; called after `digest`."""
 
 
 class Receiver:
@@ -115,16 +114,9 @@ class Receiver:
             self._check_order(manifest.version)
             check_base(manifest, proved=self._proved, quarantined=self._quarantined, base_digest=self._base_digest)
             plan = self._plan = agreed_plan(manifest, self._live, self._plan)
-            arrived = self._staging.fetch(manifest, plan, on_arrival)
-            check_casts(arrived.weights, self._live)
-            self._staged = Staged(
-                manifest,
-                arrived.weights,
-                manifest.digest,
-                seconds=time.monotonic() - started,
-                fetch_seconds=arrived.fetched - started,
-                shared=arrived.shared,
-            )
+            weights, shared, fetched = self._staging.fetch(manifest, plan, on_arrival)
+            check_casts(weights, self._live)
+            self._staged = Staged(manifest, weights, time.monotonic() - started, fetched - started, shared)
             self._staging.share(manifest)
             return self._staged
 
@@ -147,7 +139,7 @@ class Receiver:
         if installed is not self._installed:
             raise DeliveryError(f"version {version} is no longer installed")
         self._installed = None
-        found = installed.live.digest()
+        found = installed.digest()
         error = canary_error(staged.manifest.canary, logprobs)
         reason = _mismatch(staged, found, error, self._tolerance.of(staged.manifest.canary))
         self._quarantined = bool(reason)
@@ -160,11 +152,11 @@ class Receiver:
             accepted=not reason,
             quarantined=bool(reason),
             reason=reason,
-            staged_digest=staged.digest,
+            staged_digest=staged.manifest.digest,
             live_digest=found,
             canary_error=error,
             stage_seconds=staged.seconds,
-            swap_seconds=installed.live.seconds(),
+            swap_seconds=installed.seconds(),
         )
 
     def swap(self, staged: Staged, score: Score) -> Proof:
@@ -186,14 +178,13 @@ class Receiver:
         try:
             return self.swap(self.stage(manifest), score)
         except DeliveryError as error:
-            reason = str(error)
-        return Proof(
-            engine=self._engine,
-            version=manifest.version,
-            accepted=False,
-            quarantined=self._quarantined,
-            reason=reason,
-        )
+            return Proof(
+                engine=self._engine,
+                version=manifest.version,
+                accepted=False,
+                quarantined=self._quarantined,
+                reason=str(error),
+            )
 
     def close(self) -> None:
         """Close the transports and release the buffer. Idempotent."""
@@ -226,22 +217,20 @@ class Receiver:
         started = time.monotonic()
         self._staged = self._installed = None
         self._quarantined = True
-        live: HostCheck | DeviceCheck
         if self._gpu:
             assert self._plan is not None
             buffer = self._staging.buffer
-            live = self._gpu.install(self._plan, self._live, staged.weights, buffer, self._after_copy)
+            check = self._gpu.install(self._plan, self._live, staged.weights, buffer, self._after_copy)
+            self._installed = Installed(staged, check.ready, check.digest, check.seconds)
         else:
             copy_all(self._live, staged.weights)
             if self._after_copy:
                 self._after_copy()
-            live = HostCheck(digest(self._live_as(staged.manifest.entries)), started)
-        self._installed = Installed(staged, live)
+            entries = staged.manifest.entries
+            found = digest((entry.name, self._live[entry.name].to(dtype_of(entry.dtype))) for entry in entries)
+            # The engine does nothing else until the proof, so it is stopped until then.
+            self._installed = Installed(staged, lambda: True, lambda: found, lambda: time.monotonic() - started)
         return self._installed
-
-    def _live_as(self, entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-        for entry in entries:
-            yield entry.name, self._live[entry.name].to(dtype_of(entry.dtype))
 
 
 def _mismatch(staged: Staged, found: int, error: float, tolerance: float) -> str:

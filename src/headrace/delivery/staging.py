@@ -7,14 +7,13 @@ relayed wrong bytes, the version is fetched once more from the trainer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from headrace.delivery.base import Entry, Manifest
+from headrace.delivery.base import Manifest
 from headrace.delivery.copying import all_on, copy_all
 from headrace.delivery.delta import apply
 from headrace.delivery.digest import GrowingDigest, digest
@@ -25,16 +24,9 @@ from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Growing, PredictsPlaces, Relaying, Source
 from headrace.errors import DeliveryError, WrongBase
 
-
-@dataclass(frozen=True, eq=False)
-class Arrived:
-    """Weights that arrived and whose digest is the manifest's."""
-
-    weights: Mapping[str, torch.Tensor]
-    shared: bool
-    """Whether the weights are still in the trainer's memory, where it wrote them, and not in the receiver's own."""
-    fetched: float
-    """When all bytes had arrived, by the monotonic clock."""
+Arrived = tuple[Mapping[str, torch.Tensor], bool, float]
+"""Weights that arrived and whose digest is the manifest's; whether they are still in the trainer's memory, where it
+wrote them, and not in the receiver's own; and when all bytes had arrived, by the monotonic clock."""
 
 
 class Staging:
@@ -89,37 +81,23 @@ class Staging:
             )
             fetched = time.monotonic()
             on_arrival()
-            take_digest = self._begin_digest(plan, weights, growing)
             if self._gpu:
+                take_digest = self._gpu.begin_digest(plan, weights)
                 # Meanwhile the GPU computes the digest.
                 self._gpu.prepare_install(plan, self._live, weights)
-            found = take_digest()
+                found = take_digest()
+            else:
+                found = growing.value() if growing.begun else digest(weights.items())
         if found != manifest.digest:
             raise DeliveryError(
                 f"version {manifest.version} arrived wrong: its digest is {found:016x}, not {manifest.digest:016x}"
             )
-        return Arrived(weights, shared, fetched)
-
-    def _begin_digest(
-        self, plan: PackingPlan, weights: Mapping[str, torch.Tensor], growing: GrowingDigest
-    ) -> Callable[[], int]:
-        """Start the digest of the weights in the fastest way available; the returned call waits for its value."""
-        if self._gpu:
-            return self._gpu.begin_digest(plan, weights)
-        return growing.value if growing.begun else lambda: digest(weights.items())
+        return weights, shared, fetched
 
     def _source(self, transport: str) -> Source:
         if transport not in self._sources:
             self._sources[transport] = source(transport, keys=self._keys, device=str(self._device))
         return self._sources[transport]
-
-    def _opened(
-        self, manifest: Manifest, entries: Sequence[Entry], growing: GrowingDigest | None = None
-    ) -> tuple[Source, dict[str, torch.Tensor]]:
-        opened, location, version = self._source(manifest.transport), manifest.location, manifest.version
-        if growing and isinstance(opened, Growing) and not self._gpu:
-            return opened, opened.open_growing(location, version, entries, growing.grown)
-        return opened, opened.open(location, version, entries)
 
     def _fetched(
         self, manifest: Manifest, plan: PackingPlan, growing: GrowingDigest
@@ -127,13 +105,20 @@ class Staging:
         """Return weights that can be copied from directly, and whether they are in the trainer's memory."""
         if manifest.parts:
             return self._composed(manifest, plan), False
-        opened, published = self._opened(manifest, plan.entries, growing)
+        opened = self._source(manifest.transport)
+        if isinstance(opened, Growing) and not self._gpu:
+            published = opened.open_growing(manifest.location, manifest.version, plan.entries, growing.grown)
+        else:
+            published = opened.open(manifest.location, manifest.version, plan.entries)
         # A place is not overwritten before its version is acknowledged, so weights on our device need no copy.
         here = all_on(self._device, published)
         if here and self._gpu and isinstance(opened, PredictsPlaces):
             for place in opened.upcoming(plan.entries):
                 self._gpu.foresee(plan, self._live, place)
-        weights = published if here else self._copied(published, plan)
+        weights = published if here else self._own(plan)
+        if not here:
+            copy_all(weights, published, non_blocking=True)
+            self._finish()
         opened.verify(manifest.location, manifest.version)
         return weights, here and not opened.private
 
@@ -149,19 +134,14 @@ class Staging:
         """Apply a delta to a copy of the live weights."""
         if not manifest.payload or len(manifest.payload) != 1:
             raise DeliveryError(f"version {manifest.version} is a change without its one payload")
-        opened, published = self._opened(manifest, manifest.payload)
+        opened = self._source(manifest.transport)
+        published = opened.open(manifest.location, manifest.version, manifest.payload)
         buffer = self._room(plan)
         pack(buffer, plan.entries, self._live)
         apply(published[manifest.payload[0].name], buffer[: plan.nbytes])
         opened.verify(manifest.location, manifest.version)
         self._finish()
         return unpack(buffer, plan.entries)
-
-    def _copied(self, published: Mapping[str, torch.Tensor], plan: PackingPlan) -> dict[str, torch.Tensor]:
-        weights = self._own(plan)
-        copy_all(weights, published, non_blocking=True)
-        self._finish()
-        return weights
 
     def _finish(self) -> None:
         if self._gpu:
