@@ -27,9 +27,10 @@ from headrace.delivery import receiver
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.copying import DeviceCopies, copy_all
 from headrace.delivery.receiver import Receiver
-from headrace.delivery.transports import file, nccl, nccl_group, nccl_source, shm, tcp, tcp_server
+from headrace.delivery.transports import file, nccl, nccl_group, shm, tcp, tcp_server
 from headrace.delivery.transports.base import Sender
 from headrace.delivery.transports.cuda_ipc import CudaIpcSource
+from headrace.delivery.transports.nccl_group import pieces
 from headrace.delivery.transports.shm import ShmSource
 from headrace.delivery.transports.storage import Directory
 from headrace.delivery.transports.tcp_paths import PlainConnection
@@ -118,7 +119,7 @@ def half_replayed(self: DeviceCopies, plan: int, targets: Any, sources: Any) -> 
 
 
 def one_piece(*arguments: Any) -> Any:
-    yield nccl_group.pieces(*arguments)[0]
+    yield pieces(*arguments)[0]
     die()
 
 
@@ -131,7 +132,7 @@ def arm_engine(step: str, transport: str) -> None:
         case "mid-fetch", "tcp":
             PlainConnection.receive = after(PlainConnection.receive)  # type: ignore[method-assign]
         case "mid-fetch", "nccl":
-            nccl_source.pieces = one_piece
+            nccl_group.pieces = one_piece
         case "mid-fetch", "cuda_ipc":
             CudaIpcSource.verify = die  # type: ignore[method-assign]
         case "mid-swap", "cuda_ipc":

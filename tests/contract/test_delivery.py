@@ -27,7 +27,7 @@ from headrace.delivery.transports.base import Source
 from headrace.delivery.transports.cuda_ipc import CudaIpcSender
 from headrace.delivery.transports.file import FileSender
 from headrace.delivery.transports.nccl import NcclSender
-from headrace.delivery.transports.nccl_source import NcclSource
+from headrace.delivery.transports.nccl_group import NcclSource
 from headrace.delivery.transports.shm import ShmSender
 from headrace.delivery.transports.tcp import TcpSource
 from headrace.delivery.transports.tcp_server import TcpSender

@@ -25,7 +25,7 @@ from headrace.delivery import staging
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.transports import WITHOUT_GPU, file, tcp
 from headrace.delivery.transports.cuda_ipc import CudaIpcSource
-from headrace.delivery.transports.nccl_source import NcclSource
+from headrace.delivery.transports.nccl_group import NcclSource
 from headrace.delivery.transports.segments import segment_directories, sweep
 from headrace.delivery.transports.shm import ShmSource
 from headrace.delivery.transports.storage import sweep_storage

@@ -19,38 +19,41 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistNetworkError
 
 from headrace.delivery.plan import PackingPlan, pack, unpack
 from headrace.delivery.transports.base import LIMIT, PlacedSender, Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.nccl_group import (
     BUCKET_BYTES,
+    POLL_SECONDS,
     BroadcastGroup,
     BroadcastReply,
     BroadcastRequest,
     HeldVersion,
     NcclLocation,
+    NcclSource,
     ProgressWatch,
     connect,
+    encoded,
     exact,
+    first_line,
     key,
+    key_of,
     on_device,
     pieces,
 )
-from headrace.delivery.transports.nccl_source import NcclSource
 from headrace.delivery.transports.tcp_wire import is_loopback
 from headrace.errors import ConfigError, DeliveryError
 
 HOST = "127.0.0.1"
 """The address to listen on. Broadcasts are neither encrypted nor authenticated, so they never leave this host."""
 _IDLE_SECONDS = 0.1
-_POLL_SECONDS = 0.001
 
 logger = logging.getLogger(__name__)
 
 
-class HeldSnapshot:
+class _Snapshot:
     """One place of a sender: its bytes, the version they hold, and on a GPU the event after which they are written."""
 
     def __init__(self, device: torch.device) -> None:
@@ -122,7 +125,7 @@ class NcclSender(PlacedSender):
         self._joining = joining
         self._patience = patience
         self._changed = threading.Condition()
-        self._snapshots = [HeldSnapshot(self._device) for _ in range(LIMIT)]
+        self._snapshots = [_Snapshot(self._device) for _ in range(LIMIT)]
         self._sequence = 0
         self._closed = False
         self._store: TCPStore | None = _store(patience)
@@ -169,7 +172,7 @@ class NcclSender(PlacedSender):
         with self._changed:
             self._drop_group()
             self._line = self._store = None
-            self._snapshots[:] = [HeldSnapshot(self._device) for _ in range(LIMIT)]
+            self._snapshots[:] = [_Snapshot(self._device) for _ in range(LIMIT)]
 
     def _choose(self, version: int, nbytes: int, held: Collection[str]) -> str:
         return next(location for location in self._locations if location not in held)
@@ -187,19 +190,19 @@ class NcclSender(PlacedSender):
     def _hold(self, place: int, held: HeldVersion) -> None:
         self._snapshots[place].held = held
         if self._store is not None:
-            self._store.set(key("held", place), msgspec.json.encode(held).decode())
+            self._store.set(key("held", place), encoded(held))
 
     def _serve(self) -> None:
         while self._armed():
             try:
                 if not self._serve_due():
-                    time.sleep(_POLL_SECONDS)
-            except DistNetworkError:
+                    time.sleep(POLL_SECONDS)
+            except dist.DistNetworkError:
                 logger.exception("the store of the nccl transport is gone: no more weights are broadcast")
                 return
             except (DeliveryError, RuntimeError) as error:
-                logger.warning("a broadcast of weights failed: %s", str(error).partition("\n")[0])
-                time.sleep(_POLL_SECONDS)
+                logger.warning("a broadcast of weights failed: %s", first_line(error))
+                time.sleep(POLL_SECONDS)
 
     def _armed(self) -> bool:
         """Wait until there is a version that engines may request; return False if the transport is closed."""
@@ -256,10 +259,10 @@ class NcclSender(PlacedSender):
         self._session += 1
         names = [pending.ask.receiver for pending in members]
         kept = self._group is not None and sorted(names) == sorted(self._members)
-        if not kept or any(pending.ask.group != self._group_key() for pending in members):
+        if not kept or any(pending.ask.group != key_of(self._group) for pending in members):
             self._drop_group()
             self._members = names
-        group = self._group_key() or f"group-{self._session}"
+        group = key_of(self._group) or f"group-{self._session}"
         for pending in members:
             rank = self._members.index(pending.ask.receiver) + 1
             answer = BroadcastReply(self._session, group, rank, len(members) + 1, self._bucket_bytes)
@@ -286,7 +289,7 @@ class NcclSender(PlacedSender):
             if progress.left() < 0:
                 self._line.set(key("begin", self._session), f"{len(absent)} of {members} engines did not join")
                 raise DeliveryError(f"{len(absent)} of {members} engines asked for weights and did not join")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         self._line.set(key("begin", self._session), "yes")
         for rank in ranks:
             self._line.delete_key(key("joined", self._session, rank))
@@ -298,10 +301,7 @@ class NcclSender(PlacedSender):
         return "" if held.whole else f"version {ask.version} was released"
 
     def _answer(self, number: int, answer: BroadcastReply) -> None:
-        self._line.set(key("answer", number), msgspec.json.encode(answer).decode())
-
-    def _group_key(self) -> str:
-        return self._group.key if self._group is not None else ""
+        self._line.set(key("answer", number), encoded(answer))
 
     def _drop_group(self) -> None:
         if self._group is not None:
