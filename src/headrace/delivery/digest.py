@@ -240,7 +240,7 @@ def region_block_sums(part: torch.Tensor, full_shape: Sequence[int], offsets: Se
     """Return what `part`, a rectangle at `offsets` of a tensor of `full_shape`, adds to that tensor's sums.
 
     A part that is contiguous in the tensor costs no more than its own bytes. A part that is cut along an inner
-    dimension into rows shorter than a block costs as much as the whole range from its first row to its last.
+    dimension into rows shorter than a block costs as much as the whole rows of the tensor.
     """
     inside = [0 <= at <= at + mine <= full for at, mine, full in zip(offsets, part.shape, full_shape, strict=True)]
     if not all(inside):
@@ -253,34 +253,23 @@ def region_block_sums(part: torch.Tensor, full_shape: Sequence[int], offsets: Se
 
 def _add_region(sums: Sums, part: torch.Tensor, shape: Sequence[int], offsets: Sequence[int], base: int) -> None:
     """Add a region of a sub-tensor of this shape, whose first element is element `base` of the summed tensor."""
-    cut = [d for d in range(part.dim()) if part.shape[d] != shape[d]]
-    last = cut[-1] if cut else 0
-    if any(0 < d < last for d in cut):
-        # Only rows that are evenly spaced in the tensor can be handled together.
-        for i, piece in enumerate(part, offsets[0]):
-            _add_region(sums, piece, shape[1:], offsets[1:], base + i * math.prod(shape[1:]))
-        return
-    start = base + sum(at * math.prod(shape[d + 1 :]) for d, at in enumerate(offsets))
-    rows = part.reshape(math.prod(part.shape[:last]), -1)
-    for first, run in _runs(rows, math.prod(shape[last:])):
-        byte = (start + first) * part.element_size()
-        _add_words(sums, _words(run, byte % 4), byte // 4)
-
-
-def _runs(rows: torch.Tensor, pitch: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the rows as runs of a tensor in which one row begins `pitch` elements after the previous row.
-
-    Each run comes with the position of its first element. Short rows are joined to longer runs with zeros between.
-    """
-    width = rows.shape[1]
-    height = 1 if width >= BLOCK else max(1, min(_BAND // pitch, len(rows)))
-    band = rows.new_zeros(height, pitch) if height > 1 else rows
-    for first in range(0, len(rows), height):
-        held = rows[first : first + height]
-        if height > 1:
-            band[: len(held), :width] = held
-            held = band[: len(held)]
-        yield first * pitch, held.reshape(-1)[: (len(held) - 1) * pitch + width]
+    pitch = math.prod(shape[1:])
+    if part.shape[1:] == tuple(shape[1:]):
+        byte = (base + offsets[0] * pitch if shape else base) * part.element_size()
+        _add_words(sums, _words(part, byte % 4), byte // 4)
+    elif part[0].numel() >= BLOCK:
+        for row, piece in enumerate(part, offsets[0]):
+            _add_region(sums, piece, shape[1:], offsets[1:], base + row * pitch)
+    else:
+        # Short rows are added together, with zeros where other parts are.
+        height = max(1, min(_BAND // pitch, len(part)))
+        band = part.new_zeros(height, *shape[1:])
+        inside = [slice(at, at + length) for at, length in zip(offsets[1:], part.shape[1:], strict=True)]
+        for first in range(0, len(part), height):
+            held = part[first : first + height]
+            band[: len(held), *inside] = held
+            byte = (base + (offsets[0] + first) * pitch) * part.element_size()
+            _add_words(sums, _words(band[: len(held)], byte % 4), byte // 4)
 
 
 def _words(run: torch.Tensor, place: int) -> Sums:

@@ -84,11 +84,9 @@ class Transport(Protocol):
 
     def sender(self, settings: SenderSettings, /) -> Sender:
         """Make the trainer's end."""
-        ...
 
     def source(self, settings: SourceSettings, /) -> Source:
         """Make an engine's end."""
-        ...
 
 
 class Sender(Protocol):
@@ -103,37 +101,33 @@ class Sender(Protocol):
 
         After `timeout` seconds, raise `DeliveryError` that names the versions holding the places.
         """
-        ...
 
+    @abstractmethod
     def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights, cast to the plan's dtypes, and return the location of the copy.
 
         The caller may change its weights after this returns. On a GPU the copy is enqueued on the current stream, and
         later work of the caller on this stream runs after the copy. Raises `DeliveryError` if there is no free place.
         """
-        ...
 
     def finish(self, location: str) -> None:
         """Make the written version readable; nobody opens the location before this returns.
 
         A thread of the publisher calls this while the trainer continues. Raises `DeliveryError` on failure.
         """
-        ...
 
     def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Return views of the bytes that were really written; they are valid after `finish` and until `release`.
 
         On a GPU the views are valid for work that is enqueued on the current stream from now on.
         """
-        ...
 
+    @abstractmethod
     def release(self, location: str) -> None:
         """Allow the place to be used again, because nobody reads this location any more. Idempotent."""
-        ...
 
     def close(self) -> None:
         """Remove everything that this sender created. Idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -142,7 +136,6 @@ class Enqueuing(Protocol):
 
     def follow(self, location: str) -> None:
         """Make later work on the current stream wait until the place is written."""
-        ...
 
 
 class Source(Protocol):
@@ -152,13 +145,13 @@ class Source(Protocol):
     """Whether `open` returns memory of this source, which does not change before the next `open`. If False, the memory
     is the trainer's, and the reader must call `verify` after reading to check that it was not overwritten."""
 
+    @abstractmethod
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
         """Return views of a version's tensors, which must not be written to.
 
         On a GPU the views are valid for work that is enqueued on the current stream from now on. Raises
         `DeliveryError` if the location is gone, too small, or does not hold exactly this version, complete.
         """
-        ...
 
     def verify(self, location: str, version: int) -> None:
         """Raise `DeliveryError` unless the location still holds this version.
@@ -166,17 +159,17 @@ class Source(Protocol):
         If this returns, everything that was copied since `open` is from this version. Copies on a GPU must have
         finished before the call, not only been enqueued.
         """
-        ...
 
     def close(self) -> None:
         """Close every opened location. Idempotent."""
-        ...
 
 
-class Stored(ABC):
+class Stored(Sender, Source):
     """The base class of a transport that stores every version under a new location and has room for any number.
 
     An instance is the transport and also its end: the trainer's process has one instance, and so has every engine's.
+    The trainer also calls `open` to read its own copy, with `NO_VERSION` as the version. `wait`, `finish`, `verify` and
+    `close` do nothing: there is always a free place, and `open` gives memory of its own process.
     """
 
     private = True
@@ -193,33 +186,9 @@ class Stored(ABC):
         """See `Transport.source`."""
         return self
 
-    @abstractmethod
-    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
-        """See `Sender.write`."""
-
-    @abstractmethod
-    def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-        """See `Source.open`. The trainer also calls this to read its own copy, with `NO_VERSION` as the version."""
-
-    @abstractmethod
-    def release(self, location: str) -> None:
-        """See `Sender.release`."""
-
     def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """See `Sender.snapshot`."""
         return self.open(location, NO_VERSION, plan.entries)
-
-    def wait(self, version: int, timeout: float) -> None:  # noqa: B027
-        """Return at once: there is always a free place. See `Sender.wait`."""
-
-    def finish(self, location: str) -> None:  # noqa: B027
-        """See `Sender.finish`."""
-
-    def verify(self, location: str, version: int) -> None:  # noqa: B027
-        """Return at once: `open` gave memory of this process. See `Source.verify`."""
-
-    def close(self) -> None:  # noqa: B027
-        """See `Sender.close`."""
 
 
 class PlacedSender(ABC):
@@ -328,7 +297,6 @@ class PredictsPlaces(Protocol):
 
         The contents of these views have no meaning yet. The caller only prepares for versions that arrive there.
         """
-        ...
 
 
 @runtime_checkable
@@ -341,11 +309,9 @@ class Relaying(Protocol):
 
         If so, opening it again fetches it from the trainer.
         """
-        ...
 
     def share(self, location: str, version: int) -> None:
         """Offer the version that was opened last, and is proved now, to other engines until the next `open`."""
-        ...
 
 
 @runtime_checkable
@@ -364,4 +330,3 @@ class Growing(Protocol):
         `grown` gets the views that are returned at the end, and the number of bytes from the beginning that are final.
         It is called in the calling thread, the last time with all bytes.
         """
-        ...
