@@ -21,6 +21,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -157,27 +158,19 @@ def bounded(work: Callable[[], T], progress: ProgressWatch) -> T:
 
     If there is no progress in time, the thread is abandoned and `DeliveryError` is raised.
     """
-    results: list[T] = []
-    failures: list[Exception] = []
-    done = threading.Event()
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            outcome.set_result(work())
         except (RuntimeError, ValueError, DeliveryError) as error:
-            failures.append(error)
-        finally:
-            done.set()
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="broadcast", daemon=True)
-    thread.start()
-    while not done.wait(max(0.0, progress.left() + _GRACE_SECONDS)):
+    threading.Thread(target=run, name="broadcast", daemon=True).start()
+    while not wait([outcome], max(0.0, progress.left() + _GRACE_SECONDS)).done:
         # `work` checks the deadline too, unless it hangs in a library.
         progress.check(_GRACE_SECONDS)
-    thread.join()
-    if failures:
-        raise failures[0]
-    return results[0]
+    return outcome.result()
 
 
 def connect(host: str, port: int, patience: float) -> TCPStore:

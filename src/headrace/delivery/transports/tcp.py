@@ -78,18 +78,14 @@ class TcpSource:
         self._fetch: _Fetch | None = None
         self._complete: _Fetch | None = None
         self._suspect: _Fetch | None = None
-        self._relay: Relay | None = None
+        self.relay: Relay | None = None
+        """The server from which other engines fetch versions of this one; None until the first version is shared."""
         self._ticket = 0
 
     @property
     def relayed(self) -> bool:
         """Whether the version that was opened last came from another engine and is not proved yet."""
         return self._suspect is not None
-
-    @property
-    def relay(self) -> Relay | None:
-        """The server from which other engines fetch versions of this one; None until the first version is shared."""
-        return self._relay
 
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
         """Fetch the version; see `Source.open`. If it was relayed before and not proved, fetch it from the trainer."""
@@ -100,8 +96,8 @@ class TcpSource:
     ) -> dict[str, torch.Tensor]:
         """Fetch the version and report progress; see `Growing.open_growing`."""
         nbytes = packed_bytes(entries)
-        if self._relay is not None:
-            self._relay.withdraw()
+        if self.relay is not None:
+            self.relay.withdraw()
         suspect, self._complete, self._suspect = self._suspect, None, None
         # Buckets of a failed attempt are used again. A completed fetch is not: its digest may have been wrong.
         if self._fetch is None or self._fetch.key != (location, version, nbytes):
@@ -129,7 +125,7 @@ class TcpSource:
         if self._complete is None or self._complete.key[:2] != (location, version):
             raise DeliveryError(f"version {version} was not fetched from {location}")
         parsed = parse_location(location)
-        answer = self._told(self._connected(parsed), ReadRequest(0, parsed.place, version, 0, 0))
+        answer = self._told(parsed, version)
         if answer.sequence != self._complete.sequence:
             raise DeliveryError(f"{location} was written again while version {version} was fetched")
 
@@ -142,18 +138,20 @@ class TcpSource:
         assert self._buffer is not None
         assert done.sequence is not None
         try:
-            self._relay = self._relay or Relay(parsed, self._keys)
-            self._relay.serve(version, done.sequence, self._buffer[: done.key[2]])
+            self.relay = self.relay or Relay(parsed, self._keys)
+            self.relay.serve(version, done.sequence, self._buffer[: done.key[2]])
             # The reply is not awaited. If the offer is lost, nobody fetches from here, which does no harm.
-            self._connected(parsed).send(self._ask_whom(parsed, version, offer=self._relay.location))
+            self._connected(parsed).send(
+                ReadRequest(0, parsed.place, version, 0, 0, self._name, offer=self.relay.location)
+            )
         except DeliveryError as error:
             logger.warning("version %d is not handed on to other engines: %s", version, error)
 
     def close(self) -> None:
         """Close the connection and the relay, and release the memory."""
-        if self._relay is not None:
-            self._relay.close()
-            self._relay = None
+        if self.relay is not None:
+            self.relay.close()
+            self.relay = None
         self._disconnect()
         self._buffer = self._views = self._fetch = self._complete = self._suspect = None
 
@@ -161,29 +159,25 @@ class TcpSource:
         """Fetch all missing buckets from the parent that the trainer names; if that fails, from the trainer itself."""
         location, version, _ = fetch.key
         parsed = parse_location(location)
-        line = self._connected(parsed)
-        if not parsed.tree:
-            self._pull(fetch, buffer, line, parsed, self._patience)
-            return
         if distrusted:
             logger.warning("version %d was wrong as %s sent it: it is fetched from the trainer", version, distrusted)
-        parent = self._parent(fetch, line, parsed, distrusted)
+        parent = self._parent(fetch, parsed, distrusted) if parsed.tree else ""
         if parent and not distrusted:
             try:
                 self._pull_from_relay(fetch, buffer, parent)
             except DeliveryError as error:
                 logger.warning("version %d does not come from its relay, but from the trainer: %s", version, error)
-                self._parent(fetch, line, parsed, parent)
-        self._pull(fetch, buffer, line, parsed, self._patience)
+                self._parent(fetch, parsed, parent)
+        self._pull(fetch, buffer, self._connected(parsed), parsed, self._patience)
 
-    def _parent(self, fetch: _Fetch, line: Connection, parsed: TcpLocation, lost: str) -> str:
+    def _parent(self, fetch: _Fetch, parsed: TcpLocation, lost: str) -> str:
         """Ask the trainer whom to fetch from, and take the expected `sequence` from its reply.
 
         `lost` is a relay that failed; the trainer then sends nobody else there.
         """
         deadline = time.monotonic() + PARENT_SECONDS
         while True:
-            answer = self._told(line, self._ask_whom(parsed, fetch.key[1], lost=lost))
+            answer = self._told(parsed, fetch.key[1], engine=self._name, lost=lost)
             self._check(fetch, answer)
             if not answer.wait or time.monotonic() > deadline:
                 return answer.parent
@@ -237,16 +231,14 @@ class TcpSource:
         """Tell the trainer that this engine still fetches, because other engines may wait for its copy."""
         parsed = parse_location(fetch.key[0])
         if parsed.tree and self._line is not None:
-            self._line.send(self._ask_whom(parsed, fetch.key[1]))
+            self._line.send(ReadRequest(0, parsed.place, fetch.key[1], 0, 0, self._name))
 
-    def _ask_whom(self, parsed: TcpLocation, version: int, *, offer: str = "", lost: str = "") -> ReadRequest:
-        return ReadRequest(0, parsed.place, version, 0, 0, self._name, offer, lost)
-
-    def _told(self, line: Connection, ask: ReadRequest) -> ReadReply:
+    def _told(self, parsed: TcpLocation, version: int, *, engine: str = "", lost: str = "") -> ReadReply:
         """Send a request without bytes to the trainer and return its reply."""
+        line = self._connected(parsed)
         for _ in range(RESUMES):
             self._ticket += 1
-            line.send(ReadRequest(self._ticket, ask.place, ask.version, 0, 0, ask.engine, ask.offer, ask.lost))
+            line.send(ReadRequest(self._ticket, parsed.place, version, 0, 0, engine, lost=lost))
             answer = self._awaited(line, self._patience)
             if answer is not None:
                 return answer
@@ -286,8 +278,7 @@ class TcpSource:
             raise _Refused(f"version {version} at {location} has {answer.nbytes} bytes, not {nbytes}")
 
     def _connected(self, location: TcpLocation) -> Connection:
-        server = location.endpoint, location.encrypted
-        if self._line is not None and (self._line.endpoint, self._line.encrypted) != server:
+        if self._line is not None and self._line.server != (location.endpoint, location.encrypted):
             self._disconnect()
         if self._line is None:
             self._line = connect(location, self._keys)

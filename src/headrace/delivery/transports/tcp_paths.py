@@ -85,10 +85,10 @@ class ByteServer(ABC):
 class Connection(ABC):
     """A client's connection to one server, which is made again when it breaks. Used by one thread at a time."""
 
-    encrypted: bool
-
     def __init__(self, location: TcpLocation) -> None:
         self.endpoint = location.endpoint
+        self.server = location.endpoint, location.encrypted
+        """What the connection is to; a connection that encrypts does not serve for one that does not."""
 
     @abstractmethod
     def send(self, ask: ReadRequest) -> None:
@@ -194,8 +194,6 @@ class _PlainServer(ByteServer):
 
 class PlainConnection(Connection):
     """A connection through plain sockets; see `Connection`."""
-
-    encrypted = False
 
     def __init__(self, location: TcpLocation) -> None:
         super().__init__(location)
@@ -380,8 +378,6 @@ class _CurveServer(ByteServer):
 
 
 class _CurveConnection(Connection):
-    encrypted = True
-
     def __init__(self, location: TcpLocation, keys: Path | None) -> None:
         super().__init__(location)
         run_keys = read_keys(keys)

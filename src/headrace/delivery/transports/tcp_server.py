@@ -61,13 +61,13 @@ TRAINER = ""
 """The trainer as a parent; it is always available."""
 
 
-class ServedMemory:
+class _ServedMemory:
     """Memory of `nbytes` bytes as a tensor and, where the system has `memfd_create`, also as a file in memory.
 
     The file has no name in the file system. It is freed with its last user; a send in progress keeps it alive.
     """
 
-    def __init__(self, nbytes: int = 0) -> None:
+    def __init__(self, nbytes: int) -> None:
         self.file = -1
         if nbytes and hasattr(os, "memfd_create"):
             self.file = os.memfd_create("headrace-weights", os.MFD_CLOEXEC)
@@ -77,42 +77,51 @@ class ServedMemory:
         else:
             self.bytes = torch.empty(nbytes, dtype=torch.uint8)
 
-    def part(self, start: int, stop: int) -> MemorySlice:
-        """Return a slice of the bytes, to be sent."""
-        return MemorySlice(self.bytes.numpy().data[start:stop], self.file, start, self)
 
-
-class HeldBytes:
-    """One place of a server: its bytes, and the version and the write that they are."""
+class _Place:
+    """One place of a server: its bytes, the version and the write that they are, and the tree of those who fetch it."""
 
     def __init__(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.hold(0)
         self.version = -1
         self.sequence = 0
         """The number of the trainer's write that made these bytes."""
         self.whole = False
         """Whether the version is completely written and not released."""
+        self.tree = Tree()
+
+    def hold(self, nbytes: int) -> None:
+        """Replace the memory by memory of this size."""
+        self.memory = _ServedMemory(nbytes)
+        self.buffer = self.memory.bytes
+        self.views = Views(self.buffer)
 
     def payload(self, start: int, stop: int) -> bytes | MemorySlice:
-        """Return a copy of these bytes, because they may be overwritten before a reply is sent completely."""
-        return self.buffer.numpy()[start:stop].tobytes()
+        """Return these bytes in place; the slice keeps the memory alive, and `sequence` shows if it was overwritten.
+
+        Bytes of a relay are copied, because they may be overwritten before a reply is sent completely.
+        """
+        if self.buffer is not self.memory.bytes:
+            return self.buffer.numpy()[start:stop].tobytes()
+        return MemorySlice(self.buffer.numpy().data[start:stop], self.memory.file, start, self.memory)
 
 
-class WeightServer:
+class _WeightServer:
     """Answers requests for the bytes in its places, from its creation until it is closed."""
 
-    def __init__(self, places: Sequence[HeldBytes], bind: str, keys: RunKeys | None) -> None:
-        """Start the server on `bind`, an address of this host; it is encrypted if there are keys.
-
-        Raises `OSError` if the server cannot listen there.
-        """
+    def __init__(self, places: Sequence[_Place], bind: str, keys: RunKeys | None) -> None:
+        self.sent_bytes = 0
+        """The bytes of weights that this server has sent since it was made."""
         self._held = places
         self._lock = threading.Lock()
         # A lambda looks up `respond` at every request, so that it may be wrapped while the server runs.
         self._server = serve(bind, keys, lambda frames: self.respond(frames))
 
     def respond(self, frames: list[bytes]) -> list[Any]:
-        """Answer one request; see `Respond`. The threads of the server call this method."""
+        """Answer one request; see `Respond`. In a tree, the reply also says from whom to fetch.
+
+        The threads of the server call this method.
+        """
         try:
             ask = msgspec.msgpack.decode(frames[0], type=ReadRequest)
         except (IndexError, msgspec.DecodeError):
@@ -122,33 +131,16 @@ class WeightServer:
             why_not = _why_not(held, ask)
             if held is None or why_not:
                 return refusal(why_not, ask)
-            return [msgspec.msgpack.encode(self._header(held, ask)), held.payload(ask.start, ask.stop)]
-
-    def _header(self, held: HeldBytes, ask: ReadRequest) -> ReadReply:
-        """Return the header of the reply to a request that can be served. Called with the lock."""
-        return ReadReply(ask.ticket, ask.start, ask.stop, held.sequence, len(held.buffer))
-
-
-class _Snapshot(HeldBytes):
-    """One place of the sender, and the tree of the engines that fetch its version."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hold(0)
-        self.tree = Tree()
-
-    def hold(self, nbytes: int) -> None:
-        """Replace the memory by memory of this size."""
-        self._memory = ServedMemory(nbytes)
-        self.buffer = self._memory.bytes
-        self.views = Views(self.buffer)
-
-    def payload(self, start: int, stop: int) -> MemorySlice:
-        """Return the bytes in place; the slice keeps the memory alive, and `sequence` shows if it was overwritten."""
-        return self._memory.part(start, stop)
+            self.sent_bytes += ask.stop - ask.start
+            parent = held.tree.asked(ask, time.monotonic()) if ask.engine else TRAINER
+            size = len(held.buffer)
+            header = ReadReply(
+                ask.ticket, ask.start, ask.stop, held.sequence, size, parent=parent or TRAINER, wait=parent is None
+            )
+            return [msgspec.msgpack.encode(header), held.payload(ask.start, ask.stop)]
 
 
-class TcpSender(PlacedSender, WeightServer):
+class TcpSender(PlacedSender, _WeightServer):
     """The trainer's end, a server that runs from its creation until `close`."""
 
     name = "tcp"
@@ -159,14 +151,12 @@ class TcpSender(PlacedSender, WeightServer):
         If that is not loopback, `keys` must be the file with the keys of the run. `receivers` is the number of engines
         that fetch each version; more than `TREE_ABOVE` engines form a tree.
         """
-        self.sent_bytes = 0
-        """The bytes of weights that this sender has sent since it was made."""
         PlacedSender.__init__(self, "snapshot")
-        self._snapshots = [_Snapshot() for _ in range(LIMIT)]
+        self._snapshots = [_Place() for _ in range(LIMIT)]
         self._sequence = 0
         run_keys = None if is_loopback(bind) else read_keys(keys)
         try:
-            WeightServer.__init__(self, self._snapshots, bind, run_keys)
+            _WeightServer.__init__(self, self._snapshots, bind, run_keys)
         except OSError as error:
             raise ConfigError(f"[delivery] bind: cannot listen on {bind}: {error.strerror}") from error
         tree = receivers > TREE_ABOVE
@@ -182,25 +172,9 @@ class TcpSender(PlacedSender, WeightServer):
         """Stop serving, and release the port and the memory."""
         super().close()
         self._server.close()
-        self._snapshots[:] = [_Snapshot() for _ in range(LIMIT)]
+        self._snapshots[:] = [_Place() for _ in range(LIMIT)]
 
-    def _header(self, held: HeldBytes, ask: ReadRequest) -> ReadReply:
-        """See `WeightServer._header`. In a tree, the reply also says from whom to fetch."""
-        self.sent_bytes += ask.stop - ask.start
-        parent: str | None = TRAINER
-        if ask.engine:
-            assert isinstance(held, _Snapshot)
-            if ask.offer:
-                held.tree.offered(ask.engine, ask.offer)
-            if ask.lost:
-                held.tree.lost(ask.lost)
-            parent = held.tree.parent_of(ask.engine, time.monotonic())
-        size = len(held.buffer)
-        return ReadReply(
-            ask.ticket, ask.start, ask.stop, held.sequence, size, parent=parent or TRAINER, wait=parent is None
-        )
-
-    def _at(self, location: str) -> _Snapshot:
+    def _at(self, location: str) -> _Place:
         return self._snapshots[self._locations.index(location)]
 
     def _fill(self, location: str, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
@@ -236,6 +210,14 @@ class Tree:
         self._parents: dict[str, str] = {}
         self._offers: dict[str, str] = {}
         self._seen: dict[str, float] = {}
+
+    def asked(self, ask: ReadRequest, now: float) -> str | None:
+        """Note what an engine's request says of offers, and return the parent of the engine as `parent_of` does."""
+        if ask.offer:
+            self.offered(ask.engine, ask.offer)
+        if ask.lost:
+            self.lost(ask.lost)
+        return self.parent_of(ask.engine, now)
 
     def parent_of(self, engine: str, now: float) -> str | None:
         """Return where this engine fetches: `TRAINER`, the location of another engine's offer, or None for "ask again".
@@ -273,7 +255,7 @@ class Tree:
         return any(engine not in arrived and now - self._seen[engine] < SILENCE for engine in self._parents)
 
 
-class Relay(WeightServer):
+class Relay(_WeightServer):
     """An engine's server of one version at a time to other engines, after the digest of its own copy was right.
 
     A relay listens on the address from which its host reaches the trainer, so it is reachable from other hosts only if
@@ -282,7 +264,7 @@ class Relay(WeightServer):
 
     def __init__(self, trainer: TcpLocation, keys: Path | None) -> None:
         """Start the server; raises `DeliveryError` if it cannot listen on the address that faces the trainer."""
-        self._place = HeldBytes()
+        self._place = _Place()
         address = _own_address(trainer)
         try:
             super().__init__([self._place], address, read_keys(keys) if trainer.encrypted else None)
@@ -313,7 +295,7 @@ def refusal(why: str, ask: ReadRequest | None = None) -> list[Any]:
     return [msgspec.msgpack.encode(ReadReply(ticket, start, stop, 0, 0, why))]
 
 
-def _why_not(held: HeldBytes | None, ask: ReadRequest) -> str:
+def _why_not(held: _Place | None, ask: ReadRequest) -> str:
     """Return why this place cannot serve the request; an empty string if it can."""
     if held is None:
         return f"there is no place {ask.place}"
