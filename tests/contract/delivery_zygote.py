@@ -25,7 +25,8 @@ from delivery_parts import BUCKET_BYTES, Publishing, Serving
 from headrace.channel.codec import decode, encode
 from headrace.delivery import receiver
 from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.copying import DeviceCopies, copy_all
+from headrace.delivery.copying import copy_all
+from headrace.delivery.live import DeviceCopies
 from headrace.delivery.receiver import Receiver
 from headrace.delivery.transports import file, nccl, nccl_group, shm, tcp, tcp_server
 from headrace.delivery.transports.base import Sender

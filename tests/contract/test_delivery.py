@@ -20,7 +20,7 @@ from delivery_parts import BUCKET_BYTES, KINDS, Publishing, Serving
 
 from headrace.delivery import receiver, staging
 from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.copying import DeviceCopies
+from headrace.delivery.live import DeviceCopies
 from headrace.delivery.plan import PackingPlan
 from headrace.delivery.transports import WITHOUT_GPU, cuda_ipc, nccl, nccl_group, tcp
 from headrace.delivery.transports.base import Source

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from headrace.delivery.base import Manifest
-from headrace.delivery.copying import DeviceCopies
 from headrace.delivery.digest import BLOCK, digest
 from headrace.delivery.kernels import copy as copy_kernel
 from headrace.delivery.kernels.copy import DeviceCopy
 from headrace.delivery.kernels.digest import DeviceDigest
+from headrace.delivery.live import DeviceCopies
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.receiver import Receiver
 from headrace.delivery.transports.shm import ShmSender

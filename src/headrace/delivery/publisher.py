@@ -249,7 +249,7 @@ class Publisher:
     def _finish_delta(self, plan: PackingPlan, manifest: Manifest) -> Manifest:
         assert self._snapshots is not None
         new = self._packed(manifest.version)
-        manifest.digest = digest(unpack(new, plan.entries).items())
+        manifest.digest = digest(self._snapshots.snapshot(str(manifest.version), plan).items())
         base = self._snapshots.base_of(manifest.version, self._deadline)
         held = self._snapshots.bytes_of(base) if base != NO_VERSION else None
         changes = encode(held, new, word_bytes_of(plan.entries)) if held is not None else None

@@ -219,7 +219,7 @@ class Receiver:
         self._quarantined = True
         if self._gpu:
             assert self._plan is not None
-            buffer = self._staging.buffer
+            buffer = self._staging.memory.packed if self._staging.memory else None
             check = self._gpu.install(self._plan, self._live, staged.weights, buffer, self._after_copy)
             self._installed = Installed(staged, check.ready, check.digest, check.seconds)
         else:

@@ -19,7 +19,7 @@ from headrace.delivery.delta import apply
 from headrace.delivery.digest import GrowingDigest, digest
 from headrace.delivery.live import DeviceSide
 from headrace.delivery.parts import fetch_parts, whole
-from headrace.delivery.plan import PackingPlan, Views, dtype_name, dtype_of, make_plan, pack, plan_digest, unpack
+from headrace.delivery.plan import PackingPlan, Views, dtype_name, dtype_of, make_plan, pack, plan_digest
 from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Growing, PredictsPlaces, Relaying, Source
 from headrace.errors import DeliveryError, WrongBase
@@ -40,8 +40,7 @@ class Staging:
         self._gpu = gpu
         self._keys = keys
         self._sources: dict[str, Source] = {}
-        self._views: Views | None = None
-        self.buffer: torch.Tensor | None = None
+        self.memory: Views | None = None
         """The receiver's own memory for weights that cannot stay where they arrived; allocated when first needed."""
 
     def fetch(self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]) -> Arrived:
@@ -66,11 +65,11 @@ class Staging:
         self._source(manifest.transport).verify(manifest.location, manifest.version)
 
     def close(self) -> None:
-        """Close the transports and release the buffer. Idempotent."""
+        """Close the transports and release the memory. Idempotent."""
         for opened in self._sources.values():
             opened.close()
         self._sources.clear()
-        self.buffer = self._views = None
+        self.memory = None
 
     def _digested(self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]) -> Arrived:
         with closing(GrowingDigest(plan.entries)) as growing:
@@ -136,28 +135,23 @@ class Staging:
             raise DeliveryError(f"version {manifest.version} is a change without its one payload")
         opened = self._source(manifest.transport)
         published = opened.open(manifest.location, manifest.version, manifest.payload)
-        buffer = self._room(plan)
-        pack(buffer, plan.entries, self._live)
-        apply(published[manifest.payload[0].name], buffer[: plan.nbytes])
+        weights = self._own(plan)
+        assert self.memory is not None
+        pack(self.memory.packed, plan.entries, self._live)
+        apply(published[manifest.payload[0].name], self.memory.packed[: plan.nbytes])
         opened.verify(manifest.location, manifest.version)
         self._finish()
-        return unpack(buffer, plan.entries)
+        return weights
 
     def _finish(self) -> None:
         if self._gpu:
             self._gpu.finish_staging()
 
     def _own(self, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Return views of the receiver's own buffer for all weights of this plan."""
-        buffer = self._room(plan)
-        self._views = self._views or Views(buffer)
-        return self._views.of(plan.entries)
-
-    def _room(self, plan: PackingPlan) -> torch.Tensor:
-        if self.buffer is None or len(self.buffer) < plan.nbytes:
-            self.buffer = torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device)
-            self._views = None
-        return self.buffer
+        """Return views of the receiver's own memory for all weights of this plan."""
+        if self.memory is None or len(self.memory.packed) < plan.nbytes:
+            self.memory = Views(torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device))
+        return self.memory.of(plan.entries)
 
 
 def agreed_plan(manifest: Manifest, live: Mapping[str, torch.Tensor], known: PackingPlan | None) -> PackingPlan:

@@ -26,7 +26,7 @@ import msgspec
 import torch
 
 from headrace.delivery.base import Entry
-from headrace.delivery.copying import DeviceCopies
+from headrace.delivery.live import DeviceCopies
 from headrace.delivery.plan import PackingPlan, Views, packed_bytes
 from headrace.delivery.transports.base import LIMIT, PlacedSender, Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SegmentSource, SharedSegment

@@ -166,9 +166,14 @@ class FileSource:
         with opened(location) as (file, size, stamp):
             layout = layout_of(version, entries)
             check_header(file, location, size, version, layout)
-            self._read(file, location, layout, entries)
+            nbytes = packed_bytes(entries)
+            if self._buffer is None or len(self._buffer) < nbytes:
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+            memory = self._buffer.numpy().data
+            offsets = {entry.name: entry.offset for entry in entries}
+            for entry in layout.entries:
+                _read_all(file, memory[offsets[entry.name] :][: entry.nbytes], location)
         self._opened = (location, version, stamp)
-        assert self._buffer is not None
         return unpack(self._buffer, entries)
 
     def verify(self, location: str, version: int) -> None:
@@ -181,15 +186,6 @@ class FileSource:
     def close(self) -> None:
         """Release the memory."""
         self._buffer = self._opened = None
-
-    def _read(self, file: BinaryIO, location: str, layout: FileLayout, entries: Sequence[Entry]) -> None:
-        nbytes = packed_bytes(entries)
-        if self._buffer is None or len(self._buffer) < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        memory = self._buffer.numpy().data
-        offsets = {entry.name: entry.offset for entry in entries}
-        for entry in layout.entries:
-            _read_all(file, memory[offsets[entry.name] :][: entry.nbytes], location)
 
 
 def _read_all(file: BinaryIO, target: memoryview, location: str) -> None:

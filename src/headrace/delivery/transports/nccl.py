@@ -85,11 +85,6 @@ class _Pending(msgspec.Struct):
     ask: BroadcastRequest
     since: float
 
-    @property
-    def wanted(self) -> tuple[int, int]:
-        """The wanted place and write; requests for the same can be served together."""
-        return self.ask.place, self.ask.sequence
-
 
 class NcclSender(PlacedSender):
     """The trainer's end: a store into which engines put their requests, and a thread that broadcasts."""
@@ -246,7 +241,8 @@ class NcclSender(PlacedSender):
         if not self._pending:
             return []
         oldest = self._pending[0]
-        members = [pending for pending in self._pending if pending.wanted == oldest.wanted]
+        # A write has one place, so its number says which requests can be served together.
+        members = [pending for pending in self._pending if pending.ask.sequence == oldest.ask.sequence]
         missing = self._receivers - len(self._served.get(oldest.ask.sequence, ())) - len(members)
         return members if missing <= 0 or time.monotonic() - oldest.since >= self._joining else []
 

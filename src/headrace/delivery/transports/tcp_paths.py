@@ -275,18 +275,14 @@ def _request(connection: socket.socket) -> bytes | None:
 def _send(connection: socket.socket, header: bytes, payload: Any = b"") -> None:
     connection.sendall(_LENGTHS.pack(len(header), len(payload)) + header)
     if isinstance(payload, MemorySlice) and payload.file >= 0:
-        _send_file(connection, payload)
+        sent = 0
+        while sent < len(payload):
+            count = os.sendfile(connection.fileno(), payload.file, payload.start + sent, len(payload) - sent)
+            if not count:
+                raise ConnectionResetError("the other end was closed")
+            sent += count
     elif payload:
         connection.sendall(payload.view if isinstance(payload, MemorySlice) else payload)
-
-
-def _send_file(connection: socket.socket, payload: MemorySlice) -> None:
-    sent = 0
-    while sent < len(payload):
-        count = os.sendfile(connection.fileno(), payload.file, payload.start + sent, len(payload) - sent)
-        if not count:
-            raise ConnectionResetError("the other end was closed")
-        sent += count
 
 
 def _exactly(connection: socket.socket, count: int, deadline: float) -> bytearray:
