@@ -17,7 +17,7 @@ import pytest
 import torch
 from delivery_parts import BUCKET_BYTES, KINDS, SECONDS, Holding, Publishing
 
-from headrace.delivery import staging, transports
+from headrace.delivery import receiver, transports
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.plan import plan_weights
 from headrace.delivery.transports import tcp, tcp_server
@@ -40,7 +40,7 @@ def small_buckets_and_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def sources(monkeypatch: pytest.MonkeyPatch) -> list[TcpSource]:
     """The engines' ends of the transport, in the order in which engines first load a version."""
     made: list[TcpSource] = []
-    real = staging.source
+    real = receiver.source
 
     def source(name: str, **options: Any) -> Source:
         opened = real(name, **options)
@@ -48,7 +48,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> list[TcpSource]:
         made.append(opened)
         return opened
 
-    monkeypatch.setattr(staging, "source", source)
+    monkeypatch.setattr(receiver, "source", source)
     return made
 
 
