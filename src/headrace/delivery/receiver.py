@@ -114,15 +114,11 @@ class Receiver:
         """
         beside = self._gpu.staging() if self._gpu else nullcontext()
         with self._alone("stage", manifest.version), torch.no_grad(), beside:
-            started = time.monotonic()
             self._staged = None
             self._check_order(manifest.version)
             _check_base(manifest, proved=self._proved, quarantined=self._quarantined, base_digest=self._base_digest)
             plan = self._plan = _agreed_plan(manifest, self._live, self._plan)
-            weights, shared, fetched = self._staging.fetch(manifest, plan, on_arrival)
-            _check_casts(weights, self._live)
-            self._staged = Staged(manifest, weights, time.monotonic() - started, fetched - started, shared)
-            self._staging.share(manifest)
+            self._staged = self._staging.fetch(manifest, plan, on_arrival)
             return self._staged
 
     def install(self, staged: Staged) -> Installed:
@@ -246,11 +242,6 @@ def _mismatch(staged: Staged, found: int, error: float, tolerance: float) -> str
     return ""
 
 
-_Arrived = tuple[Mapping[str, torch.Tensor], bool, float]
-"""Weights that arrived and whose digest is the manifest's; whether they are still in the trainer's memory, where it
-wrote them, and not in the receiver's own; and when all bytes had arrived, by the monotonic clock."""
-
-
 class _Staging:
     """The sources of one receiver, and the buffer that they fill. Used by one thread at a time."""
 
@@ -265,22 +256,25 @@ class _Staging:
         self.memory: Views | None = None
         """The receiver's own memory for weights that cannot stay where they arrived; allocated when first needed."""
 
-    def fetch(self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]) -> _Arrived:
-        """Fetch this version and check its digest; `on_arrival` is called when only the digest is left to compute."""
+    def fetch(self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]) -> Staged:
+        """Fetch this version, check its digest, and offer it to other engines if the transport relays.
+
+        `on_arrival` is called when only the digest is left to compute.
+        """
+        started = time.monotonic()
+        opened = self._source(manifest.transport)
         try:
-            return self._digested(manifest, plan, on_arrival)
+            weights, shared, fetched = self._digested(manifest, plan, on_arrival)
         except DeliveryError:
-            opened = self._source(manifest.transport)
             if not isinstance(opened, Relaying) or not opened.relayed:
                 raise
-        # Another engine relayed the version and something was wrong, so this time it comes from the trainer.
-        return self._digested(manifest, plan, on_arrival)
-
-    def share(self, manifest: Manifest) -> None:
-        """Offer the version that arrived to other engines, if the transport relays."""
-        opened = self._source(manifest.transport)
+            # Another engine relayed the version and something was wrong, so this time it comes from the trainer.
+            weights, shared, fetched = self._digested(manifest, plan, on_arrival)
+        _check_casts(weights, self._live)
+        staged = Staged(manifest, weights, time.monotonic() - started, fetched - started, shared)
         if isinstance(opened, Relaying) and not manifest.parts:
             opened.share(manifest.location, manifest.version)
+        return staged
 
     def verify(self, manifest: Manifest) -> None:
         """Raise `DeliveryError` unless the location still holds this version."""
@@ -293,7 +287,10 @@ class _Staging:
         self._sources.clear()
         self.memory = None
 
-    def _digested(self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]) -> _Arrived:
+    def _digested(
+        self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]
+    ) -> tuple[Mapping[str, torch.Tensor], bool, float]:
+        """Return the weights, whether they are in the trainer's memory, and when all bytes had arrived."""
         with closing(GrowingDigest(plan.entries)) as growing:
             weights, shared = (
                 (self._patched(manifest, plan), False)
