@@ -25,7 +25,6 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from headrace.delivery.base import Manifest, Part
 from headrace.delivery.digest import Sums, digest_of_sums, region_block_sums
-from headrace.delivery.plan import dtype_of
 from headrace.delivery.transports.base import Source
 from headrace.errors import DeliveryError
 
@@ -43,38 +42,20 @@ class Region(msgspec.Struct, frozen=True):
         """The number of elements."""
         return math.prod(self.shape)
 
-    def within(self, outer: Region) -> tuple[slice, ...]:
-        """Return the slices of this region in a tensor that holds exactly the region `outer`."""
-        return tuple(
-            slice(mine - theirs, mine - theirs + length)
-            for mine, theirs, length in zip(self.start, outer.start, self.shape, strict=True)
-        )
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The slices of this region in the whole tensor."""
+        return tuple(slice(at, at + length) for at, length in zip(self.start, self.shape, strict=True))
 
-
-class Copy(msgspec.Struct, frozen=True):
-    """One piece of a wanted tensor, and the number of the part that holds it."""
-
-    part: int
-    name: str
-    region: Region
-    """The region of the piece in the whole tensor."""
+    def overlaps(self, other: Region) -> bool:
+        """Return whether the two regions have an element in common."""
+        sides = zip(self.start, self.shape, other.start, other.shape, strict=True)
+        return all(max(a, b) < min(a + m, b + n) for a, m, b, n in sides)
 
 
 def whole(shape: Sequence[int]) -> Region:
     """Return the region that is a whole tensor of this shape."""
     return Region((0,) * len(shape), tuple(shape))
-
-
-def intersection(first: Region, second: Region) -> Region | None:
-    """Return the common elements of two regions; None if there are none."""
-    start, shape = [], []
-    for a, m, b, n in zip(first.start, first.shape, second.start, second.shape, strict=True):
-        low, high = max(a, b), min(a + m, b + n)
-        if high <= low:
-            return None
-        start.append(low)
-        shape.append(high - low)
-    return Region(tuple(start), tuple(shape))
 
 
 def chunk(region: Region, dim: int, count: int, index: int) -> Region:
@@ -88,25 +69,18 @@ def chunk(region: Region, dim: int, count: int, index: int) -> Region:
     return Region(tuple(start), tuple(shape))
 
 
-def plan_copies(held: Sequence[Mapping[str, Region]], wanted: Mapping[str, Region]) -> list[Copy]:
-    """Return the copies that bring every wanted element exactly once.
+def check_complete(held: Sequence[Mapping[str, Region]], shapes: Mapping[str, Shape]) -> None:
+    """Raise `DeliveryError` unless the parts hold every element of tensors of these shapes exactly once.
 
-    `held` has the regions of each part by name. Raises `DeliveryError` if an element is missing or held twice.
+    `held` has the regions of each part by name.
     """
-    copies: list[Copy] = []
-    for name, target in wanted.items():
-        found = [
-            Copy(part, name, common)
-            for part, regions in enumerate(held)
-            if name in regions and (common := intersection(regions[name], target))
-        ]
-        copied = sum(copy.region.size for copy in found)
-        if any(intersection(a.region, b.region) for a, b in itertools.combinations(found, 2)):
+    for name, shape in shapes.items():
+        found = [regions[name] for regions in held if name in regions]
+        if any(a.overlaps(b) for a, b in itertools.combinations(found, 2)):
             raise DeliveryError(f"{name} is held twice, in part")
-        if copied != target.size:
-            raise DeliveryError(f"{name} is incomplete: {copied} of {target.size} elements are held")
-        copies += found
-    return copies
+        size = sum(region.size for region in found)
+        if size != math.prod(shape):
+            raise DeliveryError(f"{name} is incomplete: {size} of {math.prod(shape)} elements are held")
 
 
 def placed_region(
@@ -150,11 +124,6 @@ def owned_shards(
             tensors[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             regions[name] = region
     return tensors, regions
-
-
-def copy_piece(copy: Copy, source: torch.Tensor, held: Region, target: torch.Tensor, wanted: Region) -> None:
-    """Copy one piece from `source`, which is the region `held`, to `target`, which is the region `wanted`."""
-    target[copy.region.within(wanted)].copy_(source[copy.region.within(held)])
 
 
 def _strided(placement: Placement) -> bool:
@@ -227,25 +196,18 @@ def part_regions(part: Part) -> dict[str, Region]:
     return {entry.name: Region(start, entry.shape) for entry, start in zip(part.entries, part.starts, strict=True)}
 
 
-def fetch_parts(
-    source: Source, manifest: Manifest, targets: Mapping[str, torch.Tensor], wanted: Mapping[str, Region]
-) -> None:
-    """Fill the targets, which are the wanted regions of the manifest's tensors. The caller checks the whole digest.
+def fetch_parts(source: Source, manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> None:
+    """Fill the targets, which are the manifest's whole tensors, from all parts. The caller checks the digest.
 
-    Raises `DeliveryError` unless the parts hold every wanted element exactly once and do not change while being read.
+    Raises `DeliveryError` unless the parts hold every element exactly once and do not change while being read.
     """
-    for entry in manifest.entries:
-        if entry.name in targets and targets[entry.name].dtype != dtype_of(entry.dtype):
-            raise DeliveryError(f"{entry.name} is published as {entry.dtype}, not {targets[entry.name].dtype}")
     held = [part_regions(part) for part in manifest.parts]
-    # Planned before a byte is read, because the manifest alone shows whether an element is missing.
-    copies = plan_copies(held, wanted)
-    for number, part in enumerate(manifest.parts):
+    # Checked before a byte is read, because the manifest alone shows whether an element is missing.
+    check_complete(held, {entry.name: entry.shape for entry in manifest.entries})
+    for part, regions in zip(manifest.parts, held, strict=True):
         # One part at a time, because a source may use the same memory for the next part.
-        tensors = source.open(part.location, manifest.version, part.entries)
-        for copy in copies:
-            if copy.part == number:
-                copy_piece(copy, tensors[copy.name], held[number][copy.name], targets[copy.name], wanted[copy.name])
+        for name, tensor in source.open(part.location, manifest.version, part.entries).items():
+            targets[name][regions[name].slices].copy_(tensor)
         source.verify(part.location, manifest.version)
 
 

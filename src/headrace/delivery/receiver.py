@@ -25,7 +25,7 @@ from headrace.delivery.copying import all_on, copy_all
 from headrace.delivery.delta import apply
 from headrace.delivery.digest import GrowingDigest, digest
 from headrace.delivery.live import DeviceSide
-from headrace.delivery.parts import fetch_parts, whole
+from headrace.delivery.parts import fetch_parts
 from headrace.delivery.plan import PackingPlan, Views, dtype_name, dtype_of, make_plan, pack, plan_digest
 from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Growing, PredictsPlaces, Relaying, Source
@@ -343,8 +343,7 @@ class _Staging:
     def _composed(self, manifest: Manifest, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Assemble the weights from the parts that the ranks of a trainer published."""
         weights = self._own(plan)
-        wanted = {entry.name: whole(entry.shape) for entry in plan.entries}
-        fetch_parts(self._source(manifest.transport), manifest, weights, wanted)
+        fetch_parts(self._source(manifest.transport), manifest, weights)
         self._finish()
         return weights
 

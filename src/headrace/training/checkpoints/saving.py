@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from headrace.delivery.parts import held_region, whole
+from headrace.delivery.parts import held_region
 from headrace.errors import UserError
 from headrace.models.loading import load_model, named_weights
 from headrace.training.checkpoints.base import (
@@ -221,9 +221,7 @@ class Saver:
             return moments
         regions = {name: held_region(tensor) for name, tensor in self._model.named_parameters()}
         return {
-            key: tensor[regions[name].within(whole(tensor.shape))]
-            if tensor.ndim and (name := key.partition("/")[2]) in regions
-            else tensor
+            key: tensor[regions[name].slices] if tensor.ndim and (name := key.partition("/")[2]) in regions else tensor
             for key, tensor in moments.items()
         }
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from headrace.config.schema import TrainingConfig
-from headrace.delivery.parts import held_region, whole
+from headrace.delivery.parts import held_region
 from headrace.errors import UserError
 from headrace.training.devices import compute_dtype, input_device
 from headrace.training.ranks.base import Ranks
@@ -86,7 +86,7 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def copy_own_part(saved: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
     """Copy whole tensors over weights of which this rank may hold only a part."""
     for name, tensor in weights.items():
-        local_tensor(tensor).copy_(saved[name][held_region(tensor).within(whole(tensor.shape))])
+        local_tensor(tensor).copy_(saved[name][held_region(tensor).slices])
 
 
 def placed_like(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def on_whole_matrices(
     """
     if not isinstance(parameter, DTensor) or not _cuts_matrices(parameter):
         return function(part)
-    mine = held_region(parameter).within(whole(parameter.shape))
+    mine = held_region(parameter).slices
     gathered: Any = placed_like(part, parameter)
     return function(gathered.full_tensor())[mine].to(part.device)
 
