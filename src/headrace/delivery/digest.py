@@ -37,7 +37,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
@@ -321,17 +321,19 @@ def digest(weights: Iterable[tuple[str, torch.Tensor]], threads: int | None = No
     """
     total = 0
     on_host: list[tuple[str, torch.Tensor]] = []
-    on_gpus: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    on_gpus: defaultdict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)
     for name, tensor in weights:
-        (on_gpus.setdefault(tensor.device, []) if tensor.is_cuda else on_host).append((name, tensor))
-    for pairs in on_gpus.values():
+        if tensor.is_cuda:
+            on_gpus[tensor.device][name] = tensor
+        else:
+            on_host.append((name, _readable(tensor)))
+    for tensors in on_gpus.values():
         # Imported here, because Triton is needed only with a GPU.
         from headrace.delivery.kernels.digest import DeviceDigest
 
-        total += DeviceDigest.value(DeviceDigest(pairs).launch())
-    # `held` keeps the tensors alive, because they are read by address.
-    held = [(name, _readable(tensor)) for name, tensor in on_host]
-    layout = layout_of(tuple(_where(name, tensor) for name, tensor in held))
+        total += DeviceDigest.value(DeviceDigest(tensors).launch())
+    # `on_host` keeps the tensors alive, because they are read by address.
+    layout = layout_of(tuple(_where(name, tensor) for name, tensor in on_host))
     found = [torch.empty(0, dtype=torch.int32)] * len(layout.pieces)
     wanted = threads or threads_here()
     # The threads share the words of all tensors together.

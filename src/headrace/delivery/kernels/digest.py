@@ -7,7 +7,7 @@ give the same sum in any order. The tensors must keep their addresses; their val
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +32,6 @@ _ALIGNMENT = tl.constexpr(16)
 """The bytes that a thread loads at a time. The kernel is compiled for addresses that are multiples of it."""
 
 
-Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
-
-
 class DeviceDigest:
     """The digest of tensors on one device, prepared once.
 
@@ -42,10 +39,9 @@ class DeviceDigest:
     to separate memory at each launch.
     """
 
-    def __init__(self, weights: Weights, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None) -> None:
         """Prepare the digest; `dtypes` gives the dtype to digest a tensor in, where it differs from its own."""
-        pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
-        devices = {tensor.device for _, tensor in pairs}
+        devices = {tensor.device for tensor in weights.values()}
         if len(devices) > 1:
             raise ValueError(f"one digest over several devices: {', '.join(sorted(map(str, devices)))}")
         self._device = devices.pop() if devices else torch.device("cpu")
@@ -54,7 +50,7 @@ class DeviceDigest:
         items = [np.empty((0, _FIELDS), np.int64)]
         keys: list[int] = []
         lengths: list[int] = []
-        for name, tensor in pairs:
+        for name, tensor in weights.items():
             tensor = self._placed(tensor.detach(), (dtypes or {}).get(name, tensor.dtype))
             keys.append(name_key(name, dtype_name(tensor.dtype)))
             items.append(tensor_items(tensor.data_ptr(), -(-tensor.nbytes // 4), sum(lengths)))
@@ -115,14 +111,8 @@ def tensor_items(address: int, words: int, slot: int) -> _Int64Array:
     places = places[places < HEAD]
     left = np.minimum(words - places, TILE)
     one = left // TILE
-    head = [
-        address + places * 4,
-        one,
-        left % TILE,
-        np.full_like(places, slot),
-        BLOCK + places,
-        np.full_like(places, 16),
-    ]
+    slots, shifts = np.full_like(places, slot), np.full_like(places, 16)
+    head = [address + places * 4, one, left % TILE, slots, BLOCK + places, shifts]
     return np.concatenate([np.stack(blocks, axis=1), np.stack(head, axis=1)]).astype(np.int64)
 
 
