@@ -329,7 +329,7 @@ def digest(weights: Iterable[tuple[str, torch.Tensor]], threads: int | None = No
             on_host.append((name, _readable(tensor)))
     for tensors in on_gpus.values():
         # Imported here, because Triton is needed only with a GPU.
-        from headrace.delivery.kernels.digest import DeviceDigest
+        from headrace.delivery.kernels import DeviceDigest
 
         total += DeviceDigest.value(DeviceDigest(tensors).launch())
     # `on_host` keeps the tensors alive, because they are read by address.

@@ -20,7 +20,7 @@ from headrace.delivery.plan import PackingPlan, dtype_of
 from headrace.errors import DeliveryError
 
 if TYPE_CHECKING:
-    from headrace.delivery.kernels.digest import DeviceDigest
+    from headrace.delivery.kernels import DeviceDigest
 
 PREPARED = 8
 """The number of prepared digests that are kept: of the live weights, and of the few places of staged weights."""
@@ -51,7 +51,7 @@ class DeviceCheck:
 
     def digest(self) -> int:
         """Return the digest of the live weights; waits for it, and raises `DeliveryError` after `GPU_SECONDS`."""
-        from headrace.delivery.kernels.digest import DeviceDigest
+        from headrace.delivery.kernels import DeviceDigest
 
         _wait(self.digested, "the digest of the live weights")
         with torch.cuda.stream(self.stream):
@@ -138,7 +138,7 @@ class DeviceSide:
 
     def _prepare(self, plan: PackingPlan, weights: _Tensors) -> DeviceDigest:
         """Return a digest of these tensors; it is prepared once for each place that holds weights."""
-        from headrace.delivery.kernels.digest import DeviceDigest
+        from headrace.delivery.kernels import DeviceDigest
 
         key = (plan.digest, tuple([tensor.data_ptr() for tensor in weights.values()]))
         if key not in self._prepared:
@@ -233,7 +233,7 @@ class DeviceCopies:
 
     def _record(self, targets: _Tensors, sources: _Tensors) -> _Recorded:
         # Imported here, because Triton is needed only with a GPU.
-        from headrace.delivery.kernels.copy import DeviceCopy
+        from headrace.delivery.kernels import DeviceCopy
 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):

@@ -31,7 +31,7 @@ from headrace.errors import DeliveryError
 from headrace.types import NO_VERSION, POLICY, Int32Array
 
 if TYPE_CHECKING:
-    from headrace.delivery.kernels.digest import DeviceDigest
+    from headrace.delivery.kernels import DeviceDigest
 
 PAYLOAD = "delta"
 """A delta travels as one tensor of bytes; this is its name."""
@@ -237,7 +237,7 @@ class Publisher:
         if not all(tensor.is_cuda for tensor in written.values()):
             return digest(written.items())
         # Imported here, because Triton is needed only with a GPU. One digest is prepared for each of the few places.
-        from headrace.delivery.kernels.digest import DeviceDigest
+        from headrace.delivery.kernels import DeviceDigest
 
         if digesting is None:
             known = self._on_gpu.get(location)
