@@ -12,11 +12,10 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from headrace.delivery.base import Entry
@@ -41,29 +40,42 @@ _SIGN_OF_LIFE = 1.0
 
 logger = logging.getLogger(__name__)
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Grown = Callable[[Mapping[str, torch.Tensor], int], None]
 
 
 class _Fetch:
-    """The progress of fetching one version."""
+    """The progress of fetching one version into memory."""
 
-    def __init__(self, location: str, version: int, nbytes: int) -> None:
-        self.key = (location, version, nbytes)
+    def __init__(self, location: str, version: int, memory: memoryview) -> None:
+        self.key = (location, version, len(memory))
+        self.trainer = parse_location(location)
+        self.memory = memory
         self.sequence: int | None = None
-        self.missing = deque(range(0, nbytes, BUCKET_BYTES))
+        self.missing = deque(range(0, len(memory), BUCKET_BYTES))
         self.relay = ""
         """The location of the relay that some of the bytes came from; empty if all came from the trainer."""
-        self.grown: Callable[[int], None] = lambda nbytes: None
-        """Called with the number of bytes from the beginning that have arrived."""
 
-    def tell(self) -> None:
-        """Report how many bytes have arrived without a gap."""
-        self.grown(self.missing[0] if self.missing else self.key[2])
+    def check(self, answer: ReadReply) -> None:
+        """Raise `_Refused` unless the reply is about the same write as all others, and about as many bytes."""
+        location, version, nbytes = self.key
+        if self.sequence is None:
+            self.sequence = answer.sequence
+        if answer.sequence != self.sequence:
+            raise _Refused(f"{location} was written again while version {version} was fetched")
+        if answer.nbytes != nbytes:
+            raise _Refused(f"version {version} at {location} has {answer.nbytes} bytes, not {nbytes}")
+
+    def room(self, answer: ReadReply, nbytes: int) -> memoryview:
+        """Return the memory for the bytes of this reply; raises unless they are a missing bucket."""
+        self.check(answer)
+        stop = min(len(self.memory), answer.start + BUCKET_BYTES)
+        if answer.stop != stop or nbytes != stop - answer.start or answer.start not in self.missing:
+            raise _Refused(f"{self.key[0]} sent {nbytes} bytes that were not asked for")
+        return self.memory[answer.start : stop]
 
 
 class TcpSource:
-    """An engine's end: one connection, one buffer of its own, and a relay once it shares versions with others."""
+    """An engine's end: one connection, memory of its own, and a relay once it shares versions with others."""
 
     private = True
 
@@ -73,8 +85,7 @@ class TcpSource:
         self._patience = patience
         self._name = uuid.uuid4().hex
         self._line: Connection | None = None
-        self._buffer: torch.Tensor | None = None
-        self._views: Views | None = None
+        self._memory = Views(torch.empty(0, dtype=torch.uint8))
         self._fetch: _Fetch | None = None
         self._complete: _Fetch | None = None
         self._suspect: _Fetch | None = None
@@ -101,18 +112,13 @@ class TcpSource:
         suspect, self._complete, self._suspect = self._suspect, None, None
         # Buckets of a failed attempt are used again. A completed fetch is not: its digest may have been wrong.
         if self._fetch is None or self._fetch.key != (location, version, nbytes):
-            self._fetch = _Fetch(location, version, nbytes)
-            if self._buffer is None or len(self._buffer) < nbytes:
-                self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-                self._views = Views(self._buffer)
-        assert self._buffer is not None
-        assert self._views is not None
+            if len(self._memory.packed) < nbytes:
+                self._memory = Views(torch.empty(nbytes, dtype=torch.uint8))
+            self._fetch = _Fetch(location, version, self._memory.packed.numpy().data[:nbytes])
         distrusted = suspect.relay if suspect is not None and suspect.key == self._fetch.key else ""
-        weights = self._views.of(entries)
-        self._fetch.grown = partial(grown, weights)
+        weights = self._memory.of(entries)
         try:
-            self._fetch.tell()
-            self._bring(self._fetch, self._buffer.numpy(), distrusted)
+            self._bring(self._fetch, distrusted, partial(grown, weights))
         except _Refused:
             self._fetch = None
             raise
@@ -124,26 +130,22 @@ class TcpSource:
         """Ask the trainer whether the place still holds the same write of this version."""
         if self._complete is None or self._complete.key[:2] != (location, version):
             raise DeliveryError(f"version {version} was not fetched from {location}")
-        parsed = parse_location(location)
-        answer = self._told(parsed, version)
-        if answer.sequence != self._complete.sequence:
+        if self._told(self._complete).sequence != self._complete.sequence:
             raise DeliveryError(f"{location} was written again while version {version} was fetched")
 
     def share(self, location: str, version: int) -> None:
         """Offer the version that was opened last, and is proved now, to other engines, if the trainer wants a tree."""
-        done, parsed = self._complete, parse_location(location)
+        done = self._complete
         self._suspect = None
-        if done is None or done.key[:2] != (location, version) or not parsed.tree:
+        if done is None or done.key[:2] != (location, version) or not done.trainer.tree:
             return
-        assert self._buffer is not None
         assert done.sequence is not None
         try:
-            self.relay = self.relay or Relay(parsed, self._keys)
-            self.relay.serve(version, done.sequence, self._buffer[: done.key[2]])
+            self.relay = self.relay or Relay(done.trainer, self._keys)
+            self.relay.serve(version, done.sequence, self._memory.packed[: done.key[2]])
             # The reply is not awaited. If the offer is lost, nobody fetches from here, which does no harm.
-            self._connected(parsed).send(
-                ReadRequest(0, parsed.place, version, 0, 0, self._name, offer=self.relay.location)
-            )
+            line = self._connected(done.trainer)
+            line.send(ReadRequest(0, done.trainer.place, version, 0, 0, self._name, offer=self.relay.location))
         except DeliveryError as error:
             logger.warning("version %d is not handed on to other engines: %s", version, error)
 
@@ -153,92 +155,82 @@ class TcpSource:
             self.relay.close()
             self.relay = None
         self._disconnect()
-        self._buffer = self._views = self._fetch = self._complete = self._suspect = None
+        self._memory = Views(torch.empty(0, dtype=torch.uint8))
+        self._fetch = self._complete = self._suspect = None
 
-    def _bring(self, fetch: _Fetch, buffer: Bytes, distrusted: str) -> None:
+    def _bring(self, fetch: _Fetch, distrusted: str, grown: Callable[[int], None]) -> None:
         """Fetch all missing buckets from the parent that the trainer names; if that fails, from the trainer itself."""
-        location, version, _ = fetch.key
-        parsed = parse_location(location)
+        version = fetch.key[1]
         if distrusted:
             logger.warning("version %d was wrong as %s sent it: it is fetched from the trainer", version, distrusted)
-        parent = self._parent(fetch, parsed, distrusted) if parsed.tree else ""
+        parent = self._parent(fetch, distrusted) if fetch.trainer.tree else ""
         if parent and not distrusted:
             try:
-                self._pull_from_relay(fetch, buffer, parent)
+                relay = parse_location(parent)
+                if relay.encrypted != fetch.trainer.encrypted:
+                    raise DeliveryError(f"{parent} is not encrypted as the trainer is")
+                with closing(connect(relay, self._keys)) as line:
+                    fetch.relay = parent
+                    self._pull(fetch, line, relay.place, RELAY_PATIENCE, grown)
             except DeliveryError as error:
                 logger.warning("version %d does not come from its relay, but from the trainer: %s", version, error)
-                self._parent(fetch, parsed, parent)
-        self._pull(fetch, buffer, self._connected(parsed), parsed, self._patience)
+                self._parent(fetch, parent)
+        self._pull(fetch, self._connected(fetch.trainer), fetch.trainer.place, self._patience, grown)
 
-    def _parent(self, fetch: _Fetch, parsed: TcpLocation, lost: str) -> str:
+    def _parent(self, fetch: _Fetch, lost: str) -> str:
         """Ask the trainer whom to fetch from, and take the expected `sequence` from its reply.
 
         `lost` is a relay that failed; the trainer then sends nobody else there.
         """
         deadline = time.monotonic() + PARENT_SECONDS
         while True:
-            answer = self._told(parsed, fetch.key[1], engine=self._name, lost=lost)
-            self._check(fetch, answer)
+            answer = self._told(fetch, engine=self._name, lost=lost)
+            fetch.check(answer)
             if not answer.wait or time.monotonic() > deadline:
                 return answer.parent
             time.sleep(_ASK_AGAIN)
 
-    def _pull_from_relay(self, fetch: _Fetch, buffer: Bytes, parent: str) -> None:
-        trainer, relay = parse_location(fetch.key[0]), parse_location(parent)
-        if relay.encrypted != trainer.encrypted:
-            raise DeliveryError(f"{parent} is not encrypted as the trainer is")
-        line = connect(relay, self._keys)
-        fetch.relay = parent
-        try:
-            self._pull(fetch, buffer, line, relay, RELAY_PATIENCE)
-        finally:
-            line.close()
-
-    def _pull(self, fetch: _Fetch, buffer: Bytes, line: Connection, server: TcpLocation, patience: float) -> None:
+    def _pull(self, fetch: _Fetch, line: Connection, place: int, patience: float, grown: Callable[[int], None]) -> None:
+        """Fetch all missing buckets from one server; `grown` gets the number of bytes that arrived without a gap."""
         _, version, nbytes = fetch.key
         asked: set[int] = set()
         broken = 0
         self._ticket += 1
         told = time.monotonic()
+        grown(fetch.missing[0] if fetch.missing else nbytes)
         while fetch.missing:
             for start in fetch.missing:
                 if len(asked) >= WINDOW:
                     break
                 if start not in asked:
-                    line.send(
-                        ReadRequest(self._ticket, server.place, version, start, min(nbytes, start + BUCKET_BYTES))
-                    )
+                    line.send(ReadRequest(self._ticket, place, version, start, min(nbytes, start + BUCKET_BYTES)))
                     asked.add(start)
             if time.monotonic() - told > _SIGN_OF_LIFE:
                 told = time.monotonic()
-                self._say_alive(fetch)
-            answer = self._awaited(line, patience, partial(self._room, fetch, buffer))
+                if fetch.trainer.tree and self._line is not None:
+                    # Other engines may wait for this engine's copy, so the trainer must know that it still fetches.
+                    self._line.send(ReadRequest(0, fetch.trainer.place, version, 0, 0, self._name))
+            answer = self._awaited(line, patience, fetch.room)
             if answer is None:
                 broken += 1
                 if broken > RESUMES:
                     if line is self._line:
                         self._disconnect()
-                    raise DeliveryError(f"the server at {server.endpoint} is gone")
+                    raise DeliveryError(f"the server at {line.endpoint} is gone")
                 asked.clear()
                 self._ticket += 1
                 continue
             broken = 0
             fetch.missing.remove(answer.start)
-            fetch.tell()
             asked.discard(answer.start)
+            grown(fetch.missing[0] if fetch.missing else nbytes)
 
-    def _say_alive(self, fetch: _Fetch) -> None:
-        """Tell the trainer that this engine still fetches, because other engines may wait for its copy."""
-        parsed = parse_location(fetch.key[0])
-        if parsed.tree and self._line is not None:
-            self._line.send(ReadRequest(0, parsed.place, fetch.key[1], 0, 0, self._name))
-
-    def _told(self, parsed: TcpLocation, version: int, *, engine: str = "", lost: str = "") -> ReadReply:
+    def _told(self, fetch: _Fetch, *, engine: str = "", lost: str = "") -> ReadReply:
         """Send a request without bytes to the trainer and return its reply."""
-        line = self._connected(parsed)
+        line = self._connected(fetch.trainer)
         for _ in range(RESUMES):
             self._ticket += 1
-            line.send(ReadRequest(self._ticket, parsed.place, version, 0, 0, engine, lost=lost))
+            line.send(ReadRequest(self._ticket, fetch.trainer.place, fetch.key[1], 0, 0, engine, lost=lost))
             answer = self._awaited(line, self._patience)
             if answer is not None:
                 return answer
@@ -259,23 +251,6 @@ class TcpSource:
                     raise _Refused(f"the server at {line.endpoint} refused: {answer.refusal}")
                 return answer
         raise DeliveryError(f"the server at {line.endpoint} said nothing of use for {patience:.3g} s")
-
-    def _room(self, fetch: _Fetch, buffer: Bytes, answer: ReadReply, nbytes: int) -> memoryview:
-        """Return the memory for the bytes of this reply; raises unless they are a missing bucket."""
-        self._check(fetch, answer)
-        stop = min(fetch.key[2], answer.start + BUCKET_BYTES)
-        if answer.stop != stop or nbytes != stop - answer.start or answer.start not in fetch.missing:
-            raise _Refused(f"{fetch.key[0]} sent {nbytes} bytes that were not asked for")
-        return buffer.data[answer.start : answer.stop]
-
-    def _check(self, fetch: _Fetch, answer: ReadReply) -> None:
-        location, version, nbytes = fetch.key
-        if fetch.sequence is None:
-            fetch.sequence = answer.sequence
-        if answer.sequence != fetch.sequence:
-            raise _Refused(f"{location} was written again while version {version} was fetched")
-        if answer.nbytes != nbytes:
-            raise _Refused(f"version {version} at {location} has {answer.nbytes} bytes, not {nbytes}")
 
     def _connected(self, location: TcpLocation) -> Connection:
         if self._line is not None and self._line.server != (location.endpoint, location.encrypted):
