@@ -58,12 +58,11 @@ class FileSender(PlacedSender):
         self._uploaded: dict[str, torch.Tensor] = {}
         self._files: dict[str, int] = {}
         self._spare: list[torch.Tensor] = []
-        self._closed = False
 
     def finish(self, location: str) -> None:
         """Write the file to the disk or the store, and remove files that are too old."""
         with self._lock:
-            if self._closed or location not in self._unwritten:
+            if location not in self._unwritten:
                 raise DeliveryError(f"{location}: nothing to write, or the transport is closed")
             version, plan, packed = self._unwritten.pop(location)
         layout = layout_of(version, plan.entries)
@@ -113,22 +112,19 @@ class FileSender(PlacedSender):
 
     def close(self) -> None:
         """Remove every version and the lock."""
+        if self._ended:
+            return
         super().close()
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
             self._unwritten.clear()
             self._uploaded.clear()
+            self._files.clear()
             self._spare.clear()
             self._storage.remove()
 
     def _prune(self) -> None:
         with self._lock:
-            if self._closed:
-                return
-            newest_first = sorted(self._files, key=self._files.__getitem__, reverse=True)
-            old = newest_first[self._keep :]
+            old = sorted(self._files, key=self._files.__getitem__, reverse=True)[self._keep :]
             doomed = {location: self._files.pop(location) for location in old if not self._holds(location)}
         # Outside the lock, because a store may be slow and the trainer's copy needs the lock.
         for location, version in doomed.items():

@@ -122,7 +122,6 @@ class NcclSender(PlacedSender):
         self._changed = threading.Condition()
         self._snapshots = [_Snapshot(self._device) for _ in range(LIMIT)]
         self._sequence = 0
-        self._closed = False
         self._store: TCPStore | None = _store(patience)
         self._address = HOST, self._store.port
         self._locations = [str(NcclLocation(self._backend, *self._address, place)) for place in range(LIMIT)]
@@ -161,7 +160,6 @@ class NcclSender(PlacedSender):
         """End the group, and release the port and the memory. A broadcast that is under way fails."""
         super().close()
         with self._changed:
-            self._closed = True
             self._changed.notify_all()
         self._server.join(4 * self._patience)
         with self._changed:
@@ -202,7 +200,7 @@ class NcclSender(PlacedSender):
     def _armed(self) -> bool:
         """Wait until there is a version that engines may request; return False if the transport is closed."""
         with self._changed:
-            while not self._closed:
+            while not self._ended:
                 if any(snapshot.held.whole for snapshot in self._snapshots):
                     return True
                 self._changed.wait(_IDLE_SECONDS)

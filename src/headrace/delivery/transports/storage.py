@@ -186,8 +186,7 @@ class Directory(Storage):
                 undo.callback(partial.unlink, missing_ok=True)
                 with partial.open("wb", buffering=0) as file:
                     for chunk in chunks:
-                        while len(chunk):
-                            chunk = chunk[os.write(file.fileno(), chunk) :]
+                        _write_all(file.fileno(), chunk)
                     os.fsync(file.fileno())
                 partial.rename(path)
                 undo.pop_all()
@@ -300,6 +299,11 @@ class _ObjectFolder(Storage):
 
     def _has_directories(self) -> bool:
         return self._root.split("://", 1)[0] in _WITH_DIRECTORIES
+
+
+def _write_all(fd: int, chunk: memoryview) -> None:
+    while len(chunk):
+        chunk = chunk[os.write(fd, chunk) :]
 
 
 def _sync_directory(path: Path) -> None:

@@ -101,15 +101,17 @@ class Connection(ABC):
         Raises `DeliveryError` if no reply comes within `patience` seconds, and any error that `into` raises.
         """
 
-    @abstractmethod
-    def drop_old_answers(self) -> None:
-        """Forget that the connection broke while it was idle: that says nothing about the next fetch."""
+    def drop_old_answers(self) -> None:  # noqa: B027
+        """Forget that the connection broke while it was idle: that says nothing about the next fetch.
+
+        A plain socket tells of a break only once.
+        """
 
     @abstractmethod
     def close(self) -> None:
         """Close the connection."""
 
-    def _decode(self, header: bytearray | memoryview) -> ReadReply:
+    def _decode(self, header: memoryview) -> ReadReply:
         try:
             return msgspec.msgpack.decode(header, type=ReadReply)
         except msgspec.DecodeError as error:
@@ -227,11 +229,6 @@ class PlainConnection(Connection):
             if not whole:
                 self.close()
 
-    def drop_old_answers(self) -> None:
-        """See `Connection.drop_old_answers`."""
-        if self._connection is not None and _at_end(self._connection):
-            self.close()
-
     def close(self) -> None:
         """See `Connection.close`."""
         if self._connection is not None:
@@ -239,10 +236,10 @@ class PlainConnection(Connection):
             self._connection = None
 
     def _received(self, connection: socket.socket, deadline: float, into: Into) -> ReadReply:
-        header, nbytes = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size, deadline))
+        header, nbytes = _LENGTHS.unpack(_fill(connection, memoryview(bytearray(_LENGTHS.size)), deadline))
         if header > _LARGEST_HEADER:
             raise DeliveryError(f"the server at {self.endpoint} does not speak of weights")
-        answer = self._decode(_exactly(connection, header, deadline))
+        answer = self._decode(_fill(connection, memoryview(bytearray(header)), deadline))
         target = into(answer, nbytes)
         if target is not None:
             _fill(connection, target, deadline)
@@ -285,30 +282,15 @@ def _send(connection: socket.socket, header: bytes, payload: Any = b"") -> None:
         connection.sendall(payload.view if isinstance(payload, MemorySlice) else payload)
 
 
-def _exactly(connection: socket.socket, count: int, deadline: float) -> bytearray:
-    found = bytearray(count)
-    _fill(connection, memoryview(found), deadline)
-    return found
-
-
-def _fill(connection: socket.socket, target: memoryview, deadline: float) -> None:
+def _fill(connection: socket.socket, target: memoryview, deadline: float) -> memoryview:
+    filled = target
     while target:
         connection.settimeout(max(1e-3, deadline - time.monotonic()))
         count = connection.recv_into(target)
         if not count:
             raise ConnectionResetError("the other end was closed")
         target = target[count:]
-
-
-def _at_end(connection: socket.socket) -> bool:
-    """Return whether the other end has closed an idle connection, on which there is nothing else to read."""
-    connection.settimeout(0)
-    try:
-        return not connection.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    return filled
 
 
 def _shut(connection: socket.socket) -> None:
