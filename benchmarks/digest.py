@@ -39,8 +39,7 @@ def make_weights(elements: int, tensors: int, device: str) -> dict[str, torch.Te
 
 def on_gpu(elements: int, tensors: int) -> None:
     """Measure on the GPU, and print the milliseconds of the digest and of each copy."""
-    from headrace.delivery.kernels.copy import DeviceCopy
-    from headrace.delivery.kernels.digest import DeviceDigest
+    from headrace.delivery.kernels import DeviceCopy, DeviceDigest
 
     weights = make_weights(elements, tensors, "cuda")
     nbytes = sum(tensor.nbytes for tensor in weights.values())

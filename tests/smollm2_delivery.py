@@ -31,7 +31,7 @@ from headrace.delivery.transports import nccl_group
 from headrace.delivery.transports.base import SenderSettings
 from headrace.delivery.transports.cuda_ipc import CudaIpcSender, read_ticket
 from headrace.delivery.transports.segments import MappedSegment
-from headrace.delivery.transports.tcp import TcpSender
+from headrace.delivery.transports.tcp_server import TcpSender
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.building import lora_spec
 from headrace.engines.embedded.core import EngineCore

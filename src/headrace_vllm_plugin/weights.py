@@ -8,6 +8,7 @@ only. An adapter that was trained on other weights is refused, because the diges
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +18,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from headrace.delivery.digest import digest
-from headrace.delivery.digest_sums import MASK
+from headrace.delivery.digest import MASK, digest
 from headrace.delivery.plan import packed_bytes, plan_digest, unpack
 from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Source
@@ -43,13 +43,11 @@ class Pristine:
                     self.weights[name] = opened.get_tensor(name).to(dtype)
         if tied:
             self.weights.pop("lm_head.weight", None)
-        self._digest: int | None = None
 
+    @functools.cached_property
     def digest(self) -> int:
-        """Return the digest of all pristine weights; it must equal the trainer's digest of its base model."""
-        if self._digest is None:
-            self._digest = digest(self.weights.items())
-        return self._digest
+        """The digest of all pristine weights; it must equal the trainer's digest of its base model."""
+        return digest(self.weights.items())
 
     def with_adapter(self, adapter: Mapping[str, torch.Tensor], scaling: float) -> dict[str, torch.Tensor]:
         """Return all weights with the adapter merged.
@@ -77,11 +75,10 @@ class WorkerStaging:
     `begin` starts a fetch, `state` returns its state, and `take` hands the tensors out.
     """
 
-    def __init__(self, device: torch.device, pristine: Callable[[], Pristine] | None = None) -> None:
+    def __init__(self, device: torch.device, pristine: Callable[[], Pristine]) -> None:
         """`pristine` opens the weights that adapters are added to; it is called when the first adapter arrives."""
         self._device = device
-        self._open_pristine = pristine
-        self._pristine: Pristine | None = None
+        self._open_pristine = functools.cache(pristine)
         self._sources: dict[str, Source] = {}
         self._buffer: torch.Tensor | None = None
         self._weights: dict[str, torch.Tensor] = {}
@@ -117,7 +114,8 @@ class WorkerStaging:
             opened.close()
         self._sources.clear()
         self._weights = {}
-        self._buffer = self._pristine = None
+        self._buffer = None
+        self._open_pristine.cache_clear()
 
     def _fetch(self, order: FetchOrder) -> None:
         started = time.monotonic()
@@ -139,16 +137,13 @@ class WorkerStaging:
 
     def _merged(self, order: FetchOrder, adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         assert order.scaling is not None
-        if self._pristine is None:
-            if self._open_pristine is None:
-                raise DeliveryError(f"version {order.version} is an adapter, and this worker has nothing to add it to")
-            self._pristine = self._open_pristine()
-        if self._pristine.digest() != order.base_digest:
+        pristine = self._open_pristine()
+        if pristine.digest != order.base_digest:
             raise DeliveryError(
                 f"version {order.version} is an adapter to weights with digest {order.base_digest:016x}, but this "
-                f"server's model has {self._pristine.digest():016x}"
+                f"server's model has {pristine.digest:016x}"
             )
-        return self._pristine.with_adapter(adapter, order.scaling)
+        return pristine.with_adapter(adapter, order.scaling)
 
     def _fetched(self, order: FetchOrder) -> dict[str, torch.Tensor]:
         if plan_digest(order.entries) != order.plan_digest:

@@ -26,16 +26,16 @@ from headrace.channel.codec import decode, encode
 from headrace.delivery import receiver
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.copying import copy_all
-from headrace.delivery.device_copies import DeviceCopies
+from headrace.delivery.live import DeviceCopies
 from headrace.delivery.receiver import Receiver
-from headrace.delivery.transports import file, nccl, nccl_group, nccl_source, shm, tcp, tcp_source
+from headrace.delivery.transports import file, nccl, nccl_group, shm, tcp, tcp_server
 from headrace.delivery.transports.base import Sender
 from headrace.delivery.transports.cuda_ipc import CudaIpcSource
+from headrace.delivery.transports.nccl_group import pieces
 from headrace.delivery.transports.shm import ShmSource
 from headrace.delivery.transports.storage import Directory
-from headrace.delivery.transports.tcp import TcpSender
-from headrace.delivery.transports.tcp_plain import PlainConnection
-from headrace.delivery.transports.tcp_server import Relay
+from headrace.delivery.transports.tcp_paths import PlainConnection
+from headrace.delivery.transports.tcp_server import Relay, TcpSender
 
 
 def die(*_: Any, **__: Any) -> Any:
@@ -120,7 +120,7 @@ def half_replayed(self: DeviceCopies, plan: int, targets: Any, sources: Any) -> 
 
 
 def one_piece(*arguments: Any) -> Any:
-    yield nccl_group.pieces(*arguments)[0]
+    yield pieces(*arguments)[0]
     die()
 
 
@@ -133,7 +133,7 @@ def arm_engine(step: str, transport: str) -> None:
         case "mid-fetch", "tcp":
             PlainConnection.receive = after(PlainConnection.receive)  # type: ignore[method-assign]
         case "mid-fetch", "nccl":
-            nccl_source.pieces = one_piece
+            nccl_group.pieces = one_piece
         case "mid-fetch", "cuda_ipc":
             CudaIpcSource.verify = die  # type: ignore[method-assign]
         case "mid-swap", "cuda_ipc":
@@ -160,7 +160,7 @@ def arm_trainer(step: str, sender: Sender) -> None:
         case "mid-write", "cuda_ipc":
             DeviceCopies.copy = half_replayed  # type: ignore[method-assign]
         case "mid-write", name:
-            module: Any = {"shm": shm, "tcp": tcp, "nccl": nccl}[name]
+            module: Any = {"shm": shm, "tcp": tcp_server, "nccl": nccl}[name]
             if name in ("shm", "tcp"):
                 module.copy_all = half_copied(module.copy_all)
             else:
@@ -274,7 +274,7 @@ def main() -> None:
             sys.stdout.write(f"{pid}\n")
             sys.stdout.flush()
             continue
-        tcp_source.BUCKET_BYTES = BUCKET_BYTES
+        tcp.BUCKET_BYTES = BUCKET_BYTES
         line = zmq.Context().socket(zmq.PAIR)
         line.connect(address)
         {"engine": engine, "trainer": trainer}[role](line, *arguments)

@@ -18,19 +18,19 @@ import pytest
 import torch
 from delivery_parts import BUCKET_BYTES, KINDS, Publishing, Serving
 
-from headrace.delivery import receiver, staging
+from headrace.delivery import receiver
 from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.device_copies import DeviceCopies
+from headrace.delivery.live import DeviceCopies
 from headrace.delivery.plan import PackingPlan
-from headrace.delivery.transports import WITHOUT_GPU, cuda_ipc, nccl, nccl_group, tcp_source
+from headrace.delivery.transports import WITHOUT_GPU, cuda_ipc, nccl, nccl_group, tcp
 from headrace.delivery.transports.base import Source
 from headrace.delivery.transports.cuda_ipc import CudaIpcSender
 from headrace.delivery.transports.file import FileSender
 from headrace.delivery.transports.nccl import NcclSender
-from headrace.delivery.transports.nccl_source import NcclSource
+from headrace.delivery.transports.nccl_group import NcclSource
 from headrace.delivery.transports.shm import ShmSender
-from headrace.delivery.transports.tcp import TcpSender
-from headrace.delivery.transports.tcp_source import TcpSource
+from headrace.delivery.transports.tcp import TcpSource
+from headrace.delivery.transports.tcp_server import TcpSender
 from headrace.delivery.transports.tcp_wire import ReadReply, ReadRequest
 from headrace.engines.base import Delta
 
@@ -43,13 +43,13 @@ Serve = Callable[..., Serving]
 
 @pytest.fixture(autouse=True)
 def small_buckets_and_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = staging.source
+    real = receiver.source
 
     def source(name: str, **options: Any) -> Source:
         return NcclSource(patience=1.5) if name == "nccl" else real(name, **options)
 
-    monkeypatch.setattr(tcp_source, "BUCKET_BYTES", BUCKET_BYTES)
-    monkeypatch.setattr(staging, "source", source)
+    monkeypatch.setattr(tcp, "BUCKET_BYTES", BUCKET_BYTES)
+    monkeypatch.setattr(receiver, "source", source)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -270,7 +270,7 @@ def test_a_question_that_nobody_answers_is_given_up(
     publishing: Publish, serving: Serve, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     trainer, engine = publishing("tcp", kind), serving(kind)
-    monkeypatch.setattr(staging, "source", lambda name, **options: TcpSource(patience=0.3))
+    monkeypatch.setattr(receiver, "source", lambda name, **options: TcpSource(patience=0.3))
     ask(engine, 1, 3, 4000)
     proved(engine, trainer, 1)
     manifest = trainer.publish(2)

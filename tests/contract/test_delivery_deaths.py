@@ -21,15 +21,15 @@ from delivery_parts import BUCKET_BYTES, KINDS, Holding, Publishing, Serving
 from delivery_zygote import Child, reading
 
 from headrace.channel.codec import decode
-from headrace.delivery import staging
+from headrace.delivery import receiver
 from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.transports import WITHOUT_GPU, file, tcp_source
+from headrace.delivery.transports import WITHOUT_GPU, file, tcp
 from headrace.delivery.transports.cuda_ipc import CudaIpcSource
-from headrace.delivery.transports.nccl_source import NcclSource
+from headrace.delivery.transports.nccl_group import NcclSource
 from headrace.delivery.transports.segments import segment_directories, sweep
 from headrace.delivery.transports.shm import ShmSource
 from headrace.delivery.transports.storage import sweep_storage
-from headrace.delivery.transports.tcp import TcpSender
+from headrace.delivery.transports.tcp_server import TcpSender
 
 pytestmark = pytest.mark.slow
 
@@ -92,10 +92,10 @@ def fork(zygote: Any, tmp_path: Path) -> Iterator[Fork]:
 
 @pytest.fixture(autouse=True)
 def small_buckets_and_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = staging.source
-    monkeypatch.setattr(tcp_source, "BUCKET_BYTES", BUCKET_BYTES)
+    real = receiver.source
+    monkeypatch.setattr(tcp, "BUCKET_BYTES", BUCKET_BYTES)
     monkeypatch.setattr(
-        staging, "source", lambda name, **o: NcclSource(patience=2.0) if name == "nccl" else real(name, **o)
+        receiver, "source", lambda name, **o: NcclSource(patience=2.0) if name == "nccl" else real(name, **o)
     )
 
 

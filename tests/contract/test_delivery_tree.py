@@ -17,16 +17,14 @@ import pytest
 import torch
 from delivery_parts import BUCKET_BYTES, KINDS, SECONDS, Holding, Publishing
 
-from headrace.delivery import staging, transports
+from headrace.delivery import receiver, transports
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.plan import plan_weights
-from headrace.delivery.transports import tcp, tcp_source
+from headrace.delivery.transports import tcp, tcp_server
 from headrace.delivery.transports.base import SenderSettings, Source
-from headrace.delivery.transports.keys import make_keys
-from headrace.delivery.transports.tcp import FAN_OUT, TREE_ABOVE, TcpSender
-from headrace.delivery.transports.tcp_server import Relay, refusal
-from headrace.delivery.transports.tcp_source import TcpSource
-from headrace.delivery.transports.tcp_wire import ReadRequest, TcpLocation, parse_location
+from headrace.delivery.transports.tcp import TcpSource
+from headrace.delivery.transports.tcp_server import FAN_OUT, TREE_ABOVE, Relay, TcpSender, refusal
+from headrace.delivery.transports.tcp_wire import ReadRequest, TcpLocation, make_keys, parse_location
 from headrace.errors import DeliveryError
 
 ENGINES = 7
@@ -34,15 +32,15 @@ ENGINES = 7
 
 @pytest.fixture(autouse=True)
 def small_buckets_and_short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_source, "BUCKET_BYTES", BUCKET_BYTES)
-    monkeypatch.setattr(tcp_source, "RELAY_PATIENCE", 0.5)
+    monkeypatch.setattr(tcp, "BUCKET_BYTES", BUCKET_BYTES)
+    monkeypatch.setattr(tcp, "RELAY_PATIENCE", 0.5)
 
 
 @pytest.fixture
 def sources(monkeypatch: pytest.MonkeyPatch) -> list[TcpSource]:
     """The engines' ends of the transport, in the order in which engines first load a version."""
     made: list[TcpSource] = []
-    real = staging.source
+    real = receiver.source
 
     def source(name: str, **options: Any) -> Source:
         opened = real(name, **options)
@@ -50,7 +48,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> list[TcpSource]:
         made.append(opened)
         return opened
 
-    monkeypatch.setattr(staging, "source", source)
+    monkeypatch.setattr(receiver, "source", source)
     return made
 
 
@@ -234,7 +232,7 @@ def test_engines_that_die_while_others_wait_for_them(
     time.sleep(0.3)
     assert waiting.is_alive() and sent(trainer) == 0, "there is no place at the trainer, and nobody has the version"
     with monkeypatch.context() as patience:
-        patience.setattr(tcp, "SILENCE", 0.0)
+        patience.setattr(tcp_server, "SILENCE", 0.0)
         waiting.join(SECONDS)
     assert not waiting.is_alive() and engines[0].holds(1)
     proved(engines[1:], manifest)
@@ -276,7 +274,7 @@ def test_what_is_not_proved_is_not_handed_on() -> None:
 def test_relays_of_an_encrypted_version_are_encrypted_and_know_their_clients(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tcp, "is_loopback", lambda address: False)
+    monkeypatch.setattr(tcp_server, "is_loopback", lambda address: False)
     keys, others = tmp_path / "delivery.keys", tmp_path / "others.keys"
     make_keys(keys)
     make_keys(others)
@@ -300,7 +298,7 @@ def test_relays_of_an_encrypted_version_are_encrypted_and_know_their_clients(
 def test_a_relay_in_the_clear_of_an_encrypted_version_is_not_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tcp, "is_loopback", lambda address: False)
+    monkeypatch.setattr(tcp_server, "is_loopback", lambda address: False)
     keys = tmp_path / "delivery.keys"
     make_keys(keys)
     sender = TcpSender(keys=keys, receivers=ENGINES)

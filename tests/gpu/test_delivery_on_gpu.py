@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.delivery import kernels
 from headrace.delivery.base import Manifest
-from headrace.delivery.device_copies import DeviceCopies
-from headrace.delivery.digest import digest
-from headrace.delivery.digest_sums import BLOCK
-from headrace.delivery.kernels import copy as copy_kernel
-from headrace.delivery.kernels.copy import DeviceCopy
-from headrace.delivery.kernels.digest import DeviceDigest
+from headrace.delivery.digest import BLOCK, digest
+from headrace.delivery.kernels import DeviceCopy, DeviceDigest
+from headrace.delivery.live import DeviceCopies
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.receiver import Receiver
 from headrace.delivery.transports.shm import ShmSender
@@ -129,7 +127,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[None]:
         made.append(None)
         return DeviceCopy(*tensors)
 
-    monkeypatch.setattr(copy_kernel, "DeviceCopy", record)
+    monkeypatch.setattr(kernels, "DeviceCopy", record)
     return made
 
 

@@ -19,18 +19,15 @@ import torch
 from transport_engine import plain_sum
 
 from headrace.channel.codec import encode
+from headrace.delivery import kernels
 from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.kernels import copy as copy_kernel
-from headrace.delivery.kernels import digest as digest_kernel
-from headrace.delivery.kernels.copy import DeviceCopy
-from headrace.delivery.kernels.digest import DeviceDigest
+from headrace.delivery.kernels import DeviceCopy, DeviceDigest
 from headrace.delivery.plan import plan_weights
 from headrace.delivery.publisher import Publisher
 from headrace.delivery.receiver import Receiver
 from headrace.delivery.transports import cuda_ipc
 from headrace.delivery.transports.base import Sender
-from headrace.delivery.transports.cuda_ipc import CudaIpcSender, CudaIpcSource
-from headrace.delivery.transports.cuda_memory import allocate
+from headrace.delivery.transports.cuda_ipc import CudaIpcSender, CudaIpcSource, allocate
 from headrace.delivery.transports.nccl import NcclSender
 from headrace.delivery.transports.segments import segment_directories, sweep
 from headrace.errors import DeliveryError
@@ -206,10 +203,6 @@ def test_an_engine_that_is_killed_leaves_trainer_and_others_alone(transport: str
 
 TRAINER = """
 import sys, torch
-from headrace.delivery.kernels import copy as copy_kernel
-from headrace.delivery.kernels import digest as digest_kernel
-from headrace.delivery.kernels.copy import DeviceCopy
-from headrace.delivery.kernels.digest import DeviceDigest
 from headrace.delivery.plan import plan_weights
 from headrace.delivery.transports.cuda_ipc import CudaIpcSender
 weights = {"w": torch.arange(1 << 20, device="cuda", dtype=torch.float32)}
@@ -321,8 +314,8 @@ def test_a_receiver_prepares_for_both_buffers_before_it_serves(monkeypatch: pyte
         manifest = publish(publisher, version, weights)
         made.append(Counter())
         with monkeypatch.context() as watched:
-            watched.setattr(digest_kernel, "DeviceDigest", counted(DeviceDigest))
-            watched.setattr(copy_kernel, "DeviceCopy", counted(DeviceCopy))
+            watched.setattr(kernels, "DeviceDigest", counted(DeviceDigest))
+            watched.setattr(kernels, "DeviceCopy", counted(DeviceCopy))
             staged = receiver.stage(manifest)
             proof = receiver.swap(staged, lambda ids: np.zeros(len(ids) - 1, np.float32))
         assert proof.accepted

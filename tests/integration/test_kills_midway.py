@@ -60,8 +60,8 @@ def examine(run_dir: Path, *, process: str) -> list[tuple[int, int]]:
         ("file", "full", f"{TRANSPORTS}.storage:_write_all", 75),
         ("file", "delta", f"{TRANSPORTS}.storage:_write_all", 33),
         # An engine is fetching.
-        ("tcp", "full", f"{TRANSPORTS}.tcp:TcpSender.respond", 4),
-        ("tcp", "delta", f"{TRANSPORTS}.tcp:TcpSender.respond", 4),
+        ("tcp", "full", f"{TRANSPORTS}.tcp_server:TcpSender.respond", 4),
+        ("tcp", "delta", f"{TRANSPORTS}.tcp_server:TcpSender.respond", 4),
     ],
 )
 def test_a_trainer_killed_while_it_publishes(

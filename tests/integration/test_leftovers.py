@@ -16,7 +16,7 @@ import pytest
 from runs import QUICKSTART, small_settings, start, worker_pids
 from test_deaths import wait_until_training
 
-from headrace.delivery.transports.keys import KEYS
+from headrace.delivery.transports.tcp_wire import KEYS
 
 pytestmark = pytest.mark.slow
 

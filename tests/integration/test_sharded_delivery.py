@@ -15,10 +15,7 @@ from rank_cases import model_dir, publish, start_ranks
 
 from headrace.channel.codec import decode
 from headrace.delivery.base import Manifest
-from headrace.delivery.parts import fetch_parts
 from headrace.delivery.receiver import Receiver
-from headrace.delivery.regions import chunk, whole
-from headrace.delivery.transports import source
 from headrace.errors import DeliveryError
 from headrace.models.loading import load_model, named_weights
 
@@ -65,23 +62,6 @@ def test_ranks_to_one_engine(tmp_path, ranks, tensor_parallel, transport):
         for name, tensor in expected.items():
             assert torch.equal(live[name], tensor.float()), name
         receiver.close()
-
-
-@pytest.mark.parametrize(("ranks", "tensor_parallel"), [(1, 1), (2, 1), (2, 2)])
-def test_ranks_to_two_receivers_of_slices(tmp_path, ranks, tensor_parallel):
-    """Each receiver takes its half along one dimension, whatever the publishers' cuts were."""
-    with published(tmp_path, ranks, tensor_parallel) as (manifest, _, expected):
-        for receiver in range(2):
-            wanted = {
-                name: chunk(whole(tensor.shape), tensor.ndim - 1 if "o_proj" in name else 0, 2, receiver)
-                for name, tensor in expected.items()
-            }
-            targets = {name: torch.full(region.shape, torch.nan) for name, region in wanted.items()}
-            opened = source("shm")
-            fetch_parts(opened, manifest, targets, wanted)
-            opened.close()
-            for name, region in wanted.items():
-                assert torch.equal(targets[name], expected[name][region.within(whole(expected[name].shape))].float())
 
 
 def test_what_is_missing_torn_or_wrong_is_rejected(tmp_path):

@@ -31,7 +31,7 @@ from headrace.bench.publishing import Begin, PublisherProcess, PublishReply, can
 from headrace.bench.report import Say
 from headrace.bench.side import Ready, Side
 from headrace.delivery.base import Kind, Manifest
-from headrace.delivery.cores import threads_here
+from headrace.delivery.copying import threads_here
 from headrace.delivery.transports import WITHOUT_GPU
 from headrace.errors import DeliveryError, UserError
 from headrace.models.loading import named_weights

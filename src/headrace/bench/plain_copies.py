@@ -54,7 +54,7 @@ def proof_seconds(weights: Weights, device: str) -> dict[str, float]:
         works["all_cores_digest_seconds"] = lambda: median_seconds(lambda: digest(placed.items()), repeats=1)
     else:
         # Imported only here, because Triton is needed only with a GPU.
-        from headrace.delivery.kernels.digest import DeviceDigest
+        from headrace.delivery.kernels import DeviceDigest
 
         prepared = DeviceDigest(placed)
         works["digest_seconds"] = lambda: median_seconds(lambda: prepared.value(prepared.launch()), device, 1)

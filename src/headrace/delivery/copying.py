@@ -7,33 +7,55 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
 
-from headrace.delivery.cores import share, threads_here
 from headrace.errors import DeliveryError
 
+MOST_THREADS = 4
+"""The most threads to use. A few threads reach the memory bandwidth of most hosts; more only take cores from others."""
 SPAN = 4 << 20
 """The bytes that a thread copies at a time: so many that the cost of a call does not matter, and so few that all
 threads finish at about the same time."""
 WORTH_THREADS = 4 * SPAN
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""A target and a source of the same shape."""
+T = TypeVar("T")
+_Tensors = Mapping[str, torch.Tensor]
 _Piece = Callable[[], object]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def copy_all(
-    targets: Mapping[str, torch.Tensor],
-    sources: Mapping[str, torch.Tensor],
-    *,
-    non_blocking: bool = False,
-    threads: int | None = None,
-) -> None:
+def threads_here() -> int:
+    """Return the number of threads that share a short piece of work in this process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MOST_THREADS, cores)
+
+
+def share(work: Callable[[Iterator[T]], None], pieces: Sequence[T], threads: int, name: str) -> None:
+    """Run `work` on the pieces in `threads` threads, one of them the caller's; an exception in any is raised here.
+
+    Exactly one thread takes each piece, and all pieces are done on return.
+    """
+    # All threads share one iterator, so that a thread whose core is busy takes fewer pieces.
+    shared = iter(pieces)
+    if threads <= 1 or len(pieces) <= 1:
+        work(shared)
+        return
+    with ThreadPoolExecutor(threads - 1, thread_name_prefix=name) as pool:
+        others = [pool.submit(work, shared) for _ in range(threads - 1)]
+        work(shared)
+    for other in others:
+        other.result()
+
+
+@torch.no_grad()
+def copy_all(targets: _Tensors, sources: _Tensors, *, non_blocking: bool = False, threads: int | None = None) -> None:
     """Copy every source over the target of the same name, cast to the target's dtype, in few launches.
 
     On a GPU torch fuses all copies with the same pair of dtypes. `threads` threads share the copies in host memory. The
@@ -41,7 +63,7 @@ def copy_all(
     Raises `DeliveryError` before the first copy if a shape differs.
     """
     wanted = threads or threads_here()
-    together: list[Pair] = []
+    together: list[tuple[torch.Tensor, torch.Tensor]] = []
     pairs: defaultdict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]]
     pairs = defaultdict(lambda: ([], []))
     for name, target in targets.items():
@@ -57,7 +79,12 @@ def copy_all(
         out_of.append(source)
     for into, out_of in pairs.values():
         torch._foreach_copy_(into, out_of, non_blocking=non_blocking)
-    copy_together(together, wanted)
+    nbytes = sum(target.nbytes for target, _ in together)
+    pieces = [piece for target, source in together for piece in _pieces(target, source)]
+    share(_do, pieces, wanted if nbytes >= WORTH_THREADS else 1, "copy")
+    # Torch did not see the copy. Code that caches values derived from a tensor checks the tensor's version counter.
+    for target, _ in together:
+        increment_version(target)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +109,7 @@ def check_shape(name: str, target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def divisible(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Return whether this pair may be passed to `copy_together`: plain, contiguous tensors in host memory."""
+    """Return whether threads may share the copy of this pair: plain, contiguous tensors in host memory."""
     return (
         target.is_cpu
         and source.is_cpu
@@ -93,16 +120,6 @@ def divisible(target: torch.Tensor, source: torch.Tensor) -> bool:
         # to write to an inference tensor in other threads, which are not in inference mode.
         and (target.dtype == source.dtype or (torch.get_num_threads() == 1 and not target.is_inference()))
     )
-
-
-def copy_together(pairs: Sequence[Pair], threads: int) -> None:
-    """Copy every source over its target, cast to the target's dtype. Every pair must be `divisible`."""
-    nbytes = sum(target.nbytes for target, _ in pairs)
-    pieces = [piece for target, source in pairs for piece in _pieces(target, source)]
-    share(_do, pieces, threads if nbytes >= WORTH_THREADS else 1, "copy")
-    # Torch did not see the copy. Code that caches values derived from a tensor checks the tensor's version counter.
-    for target, _ in pairs:
-        increment_version(target)
 
 
 def _do(pieces: Iterator[_Piece]) -> None:

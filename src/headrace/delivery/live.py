@@ -10,16 +10,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
-from headrace.delivery.device_copies import DeviceCopies
+from headrace.delivery.copying import all_on, copy_all
 from headrace.delivery.plan import PackingPlan, dtype_of
 from headrace.errors import DeliveryError
 
 if TYPE_CHECKING:
-    from headrace.delivery.kernels.digest import DeviceDigest
+    from headrace.delivery.kernels import DeviceDigest
 
 PREPARED = 8
 """The number of prepared digests that are kept: of the live weights, and of the few places of staged weights."""
@@ -27,26 +28,11 @@ SPIN_SECONDS = 1e-4
 """A wait polls without sleeping for this long, because a sleep takes longer than work that is almost done."""
 GPU_SECONDS = 120.0
 """How long a copy or a digest may take on a GPU before the delivery fails."""
+KEPT = 8
+"""The number of recordings that are kept: one for each of the few places that new weights are copied from or to."""
 
-
-@dataclass(frozen=True, eq=False)
-class HostCheck:
-    """The digest of live weights in host memory."""
-
-    found: int
-    started: float
-
-    def ready(self) -> bool:
-        """Return True: the digest was computed when the weights were installed."""
-        return True
-
-    def digest(self) -> int:
-        """Return the digest of the live weights."""
-        return self.found
-
-    def seconds(self) -> float:
-        """Return the time since the installation began; the engine does nothing else until the proof."""
-        return time.monotonic() - self.started
+_Tensors = Mapping[str, torch.Tensor]
+_Key = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +51,7 @@ class DeviceCheck:
 
     def digest(self) -> int:
         """Return the digest of the live weights; waits for it, and raises `DeliveryError` after `GPU_SECONDS`."""
-        from headrace.delivery.kernels.digest import DeviceDigest
+        from headrace.delivery.kernels import DeviceDigest
 
         _wait(self.digested, "the digest of the live weights")
         with torch.cuda.stream(self.stream):
@@ -100,20 +86,18 @@ class DeviceSide:
         """Wait for all work on the staging stream; raises `DeliveryError` after `GPU_SECONDS`."""
         _wait(self._stage.record_event(), "staging")
 
-    def begin_digest(self, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> Callable[[], int]:
+    def begin_digest(self, plan: PackingPlan, weights: _Tensors) -> Callable[[], int]:
         """Begin the digest of the staged weights; the returned function waits for its value."""
         prepared = self._prepare(plan, weights)
         launched = prepared.launch()
         return lambda: prepared.value(launched)
 
-    def foresee(self, plan: PackingPlan, live: Mapping[str, torch.Tensor], place: Mapping[str, torch.Tensor]) -> None:
+    def foresee(self, plan: PackingPlan, live: _Tensors, place: _Tensors) -> None:
         """Prepare the digest and the copy of later versions, which will be staged in this place."""
         self._prepare(plan, place)
         self._copies.prepare(plan.digest, live, place)
 
-    def prepare_install(
-        self, plan: PackingPlan, live: Mapping[str, torch.Tensor], staged: Mapping[str, torch.Tensor]
-    ) -> None:
+    def prepare_install(self, plan: PackingPlan, live: _Tensors, staged: _Tensors) -> None:
         """Prepare the copy and the live digest of `install` in advance, so that decoding does not wait for that."""
         self._copies.prepare(plan.digest, live, staged)
         self._live = self._prepare(plan, live)
@@ -121,8 +105,8 @@ class DeviceSide:
     def install(
         self,
         plan: PackingPlan,
-        live: Mapping[str, torch.Tensor],
-        staged: Mapping[str, torch.Tensor],
+        live: _Tensors,
+        staged: _Tensors,
         buffer: torch.Tensor | None,
         installed: Callable[[], None] | None,
     ) -> DeviceCheck:
@@ -152,9 +136,9 @@ class DeviceSide:
         self._copies.close()
         self._live = None
 
-    def _prepare(self, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> DeviceDigest:
+    def _prepare(self, plan: PackingPlan, weights: _Tensors) -> DeviceDigest:
         """Return a digest of these tensors; it is prepared once for each place that holds weights."""
-        from headrace.delivery.kernels.digest import DeviceDigest
+        from headrace.delivery.kernels import DeviceDigest
 
         key = (plan.digest, tuple([tensor.data_ptr() for tensor in weights.values()]))
         if key not in self._prepared:
@@ -184,3 +168,84 @@ def _wait(event: torch.cuda.Event, what: str) -> None:
         if waited > GPU_SECONDS:
             raise DeliveryError(f"the GPU has not finished {what} within {GPU_SECONDS:.0f} s")
         time.sleep(0.0 if waited < SPIN_SECONDS else 0.0002)
+
+
+class _Recorded(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    runs: torch.Tensor
+    """The table that the graph reads; it must live as long as the graph."""
+
+
+class DeviceCopies:
+    """Copies between tensors of one GPU, recorded once as a CUDA graph and then replayed with one launch.
+
+    Enqueuing hundreds of copies takes the host longer than the GPU needs to run them, and a GPU that runs out of work
+    switches to another process meanwhile. A recording is looked up by the addresses that it copies between. Used by one
+    thread at a time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Recordings are made on a separate stream, so that no other work becomes part of them.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._recorded: dict[_Key, _Recorded] = {}
+        self._next: tuple[_Tensors, _Tensors, torch.cuda.CUDAGraph] | None = None
+
+    def copy(self, plan: int, targets: _Tensors, sources: _Tensors) -> None:
+        """Copy every source over the target of the same name, as `copy_all` does, on the current stream.
+
+        `plan` is the digest of the plan of both sides. A copy depends only on this plan and on the addresses.
+        """
+        graph = self._recording(plan, targets, sources)
+        if graph is None:
+            copy_all(targets, sources)
+            return
+        graph.replay()
+        # A replay does not do this. Code that caches values derived from a tensor checks the tensor's version counter.
+        increment_version(targets.values())
+
+    def prepare(self, plan: int, targets: _Tensors, sources: _Tensors) -> None:
+        """Record the copy that will be made next, unless it is recorded already; recording takes longer than copying.
+
+        Neither the tensors nor their addresses may change until that copy.
+        """
+        graph = self._recording(plan, targets, sources)
+        self._next = (targets, sources, graph) if graph is not None else None
+
+    def close(self) -> None:
+        """Drop all recordings. Idempotent."""
+        self._recorded.clear()
+        self._next = None
+
+    def _recording(self, plan: int, targets: _Tensors, sources: _Tensors) -> torch.cuda.CUDAGraph | None:
+        """Return the recording of this copy; None if a source is not on this GPU."""
+        prepared, self._next = self._next, None
+        if prepared is not None and prepared[0] is targets and prepared[1] is sources:
+            return prepared[2]
+        if not all_on(self._device, sources):
+            return None
+        key = plan, _addresses(targets, targets), _addresses(targets, sources)
+        if key not in self._recorded:
+            if len(self._recorded) >= KEPT:
+                del self._recorded[next(iter(self._recorded))]
+            self._recorded[key] = self._record(targets, sources)
+        return self._recorded[key].graph
+
+    def _record(self, targets: _Tensors, sources: _Tensors) -> _Recorded:
+        # Imported here, because Triton is needed only with a GPU.
+        from headrace.delivery.kernels import DeviceCopy
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            copy = DeviceCopy(targets, sources)
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                copy.launch()
+            finally:
+                graph.capture_end()
+        # Keep only the table. The `DeviceCopy` would keep the tensors alive for as long as the recording.
+        return _Recorded(graph, copy.runs)
+
+
+def _addresses(names: _Tensors, tensors: _Tensors) -> tuple[int, ...]:
+    return tuple([tensors[name].data_ptr() for name in names])

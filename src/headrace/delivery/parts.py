@@ -3,26 +3,147 @@
 Every rank writes its part through its own sender and computes the digest sums of what it wrote. The sums of all parts
 give the digest of the whole. Rank 0 completes the manifest after every part is written. No rank sees another rank's
 weights. An engine checks each part against its own place before and after it reads the part.
+
+Each element of a tensor has exactly one owner among the ranks: the rank whose region contains the element, and the
+first of them if several ranks hold the same region. A rank finds out what it owns without communication, and no rank
+ever holds a whole sharded tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from headrace.delivery.base import Manifest, Part
-from headrace.delivery.digest import digest_of_sums
-from headrace.delivery.digest_sums import Sums, region_block_sums
-from headrace.delivery.plan import dtype_of
-from headrace.delivery.regions import Region, plan_copies
-from headrace.delivery.shards import copy_piece
+from headrace.delivery.digest import Sums, digest_of_sums, region_block_sums
 from headrace.delivery.transports.base import Source
 from headrace.errors import DeliveryError
+
+Shape = tuple[int, ...]
+
+
+class Region(msgspec.Struct, frozen=True):
+    """The elements `start .. start + shape` of a tensor, in every dimension."""
+
+    start: Shape
+    shape: Shape
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The slices of this region in the whole tensor."""
+        return tuple(slice(at, at + length) for at, length in zip(self.start, self.shape, strict=True))
+
+    def overlaps(self, other: Region) -> bool:
+        """Return whether the two regions have an element in common."""
+        sides = zip(self.start, self.shape, other.start, other.shape, strict=True)
+        return all(max(a, b) < min(a + m, b + n) for a, m, b, n in sides)
+
+
+def whole(shape: Sequence[int]) -> Region:
+    """Return the region that is a whole tensor of this shape."""
+    return Region((0,) * len(shape), tuple(shape))
+
+
+def chunk(region: Region, dim: int, count: int, index: int) -> Region:
+    """Return piece `index` of `count` along a dimension. Pieces have equal size; the last may be smaller or empty."""
+    length = region.shape[dim]
+    step = -(-length // count)
+    low, high = min(index * step, length), min((index + 1) * step, length)
+    start, shape = list(region.start), list(region.shape)
+    start[dim] += low
+    shape[dim] = high - low
+    return Region(tuple(start), tuple(shape))
+
+
+def check_complete(held: Sequence[Mapping[str, Region]], shapes: Mapping[str, Shape]) -> None:
+    """Raise `DeliveryError` unless the parts hold every element of tensors of these shapes exactly once.
+
+    `held` has the regions of each part by name.
+    """
+    for name, shape in shapes.items():
+        found = [regions[name] for regions in held if name in regions]
+        if any(a.overlaps(b) for a, b in itertools.combinations(found, 2)):
+            raise DeliveryError(f"{name} is held twice, in part")
+        size = sum(region.size for region in found)
+        if size != math.prod(shape):
+            raise DeliveryError(f"{name} is incomplete: {size} of {math.prod(shape)} elements are held")
+
+
+def placed_region(
+    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
+) -> Region:
+    """Return the region of a tensor of this shape at a coordinate of a mesh with these sizes."""
+    region = whole(shape)
+    # Plain shards are cut in the order of the mesh's dimensions. A strided shard is cut last, because it divides what
+    # a later dimension of the mesh has cut already.
+    order = sorted(range(len(placements)), key=lambda axis: (_strided(placements[axis]), axis))
+    for axis in order:
+        dim = _cut_dimension(placements[axis])
+        if dim is not None:
+            region = chunk(region, dim, sizes[axis], coordinate[axis])
+    return region
+
+
+def held_region(tensor: torch.Tensor) -> Region:
+    """Return the region of a tensor that this rank holds: all of the tensor, unless it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return whole(tensor.shape)
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise DeliveryError("a rank outside of a tensor's mesh holds nothing of it")
+    region = placed_region(tensor.shape, tensor.placements, mesh.shape, coordinate)
+    if region.shape != tuple(tensor.to_local().shape):
+        raise DeliveryError(f"a shard of shape {tuple(tensor.to_local().shape)} lies where {region.shape} was expected")
+    return region
+
+
+def owned_shards(
+    weights: Mapping[str, torch.Tensor], coordinate: Mapping[str, int]
+) -> tuple[dict[str, torch.Tensor], dict[str, Region]]:
+    """Return the shards that this rank owns, and their regions; `coordinate` is its position in the whole grid."""
+    tensors: dict[str, torch.Tensor] = {}
+    regions: dict[str, Region] = {}
+    for name, tensor in weights.items():
+        region = held_region(tensor)
+        if region.size and not any(coordinate[axis] for axis in coordinate if axis not in _cut_axes(tensor)):
+            tensors[name] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            regions[name] = region
+    return tensors, regions
+
+
+def _strided(placement: Placement) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+def _cut_dimension(placement: Placement) -> int | None:
+    if placement.is_replicate():
+        return None
+    if isinstance(placement, Shard) or _strided(placement):
+        return int(placement.dim)  # type: ignore[attr-defined]
+    raise DeliveryError(f"weights that are placed as {placement} cannot be published")
+
+
+def _cut_axes(tensor: torch.Tensor) -> set[str]:
+    """Return the mesh dimensions along which ranks hold different parts of the tensor."""
+    if not isinstance(tensor, DTensor):
+        return set()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return {n for n, placement in zip(names, tensor.placements, strict=True) if _cut_dimension(placement) is not None}
 
 
 class TrainerRanks(NamedTuple):
@@ -75,25 +196,18 @@ def part_regions(part: Part) -> dict[str, Region]:
     return {entry.name: Region(start, entry.shape) for entry, start in zip(part.entries, part.starts, strict=True)}
 
 
-def fetch_parts(
-    source: Source, manifest: Manifest, targets: Mapping[str, torch.Tensor], wanted: Mapping[str, Region]
-) -> None:
-    """Fill the targets, which are the wanted regions of the manifest's tensors. The caller checks the whole digest.
+def fetch_parts(source: Source, manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> None:
+    """Fill the targets, which are the manifest's whole tensors, from all parts. The caller checks the digest.
 
-    Raises `DeliveryError` unless the parts hold every wanted element exactly once and do not change while being read.
+    Raises `DeliveryError` unless the parts hold every element exactly once and do not change while being read.
     """
-    for entry in manifest.entries:
-        if entry.name in targets and targets[entry.name].dtype != dtype_of(entry.dtype):
-            raise DeliveryError(f"{entry.name} is published as {entry.dtype}, not {targets[entry.name].dtype}")
     held = [part_regions(part) for part in manifest.parts]
-    # Planned before a byte is read, because the manifest alone shows whether an element is missing.
-    copies = plan_copies(held, wanted)
-    for number, part in enumerate(manifest.parts):
+    # Checked before a byte is read, because the manifest alone shows whether an element is missing.
+    check_complete(held, {entry.name: entry.shape for entry in manifest.entries})
+    for part, regions in zip(manifest.parts, held, strict=True):
         # One part at a time, because a source may use the same memory for the next part.
-        tensors = source.open(part.location, manifest.version, part.entries)
-        for copy in copies:
-            if copy.part == number:
-                copy_piece(copy, tensors[copy.name], held[number][copy.name], targets[copy.name], wanted[copy.name])
+        for name, tensor in source.open(part.location, manifest.version, part.entries).items():
+            targets[name][regions[name].slices].copy_(tensor)
         source.verify(part.location, manifest.version)
 
 

@@ -101,8 +101,7 @@ class Views:
 
 def pack(packed: torch.Tensor, entries: Iterable[Entry], weights: Mapping[str, torch.Tensor]) -> None:
     """Copy the weights to their places in the packed bytes, cast to the entries' dtypes."""
-    with torch.no_grad():
-        copy_all(unpack(packed, entries), weights)
+    copy_all(unpack(packed, entries), weights)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

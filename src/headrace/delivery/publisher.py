@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -24,16 +24,14 @@ from headrace.delivery.base import Kind, Manifest, Part
 from headrace.delivery.canary import Score, score_canary
 from headrace.delivery.delta import encode, word_bytes_of
 from headrace.delivery.digest import digest
-from headrace.delivery.parts import TrainerRanks, join_parts
+from headrace.delivery.parts import TrainerRanks, join_parts, owned_shards
 from headrace.delivery.plan import PackingPlan, make_plan, pack, plan_of, plan_weights, unpack
-from headrace.delivery.shards import owned_shards
-from headrace.delivery.transports.base import Enqueuing, Sender
-from headrace.delivery.transports.places import HeldPlaces, SenderPlaces
+from headrace.delivery.transports.base import Enqueuing, PlacedSender, Sender
 from headrace.errors import DeliveryError
 from headrace.types import NO_VERSION, POLICY, Int32Array
 
 if TYPE_CHECKING:
-    from headrace.delivery.kernels.digest import DeviceDigest
+    from headrace.delivery.kernels import DeviceDigest
 
 PAYLOAD = "delta"
 """A delta travels as one tensor of bytes; this is its name."""
@@ -79,9 +77,11 @@ class Publisher:
         self._deadline = deadline
         self._publishing = threading.Lock()
         self._newest = NO_VERSION
-        # With deltas, late engines are served from our own snapshots, so no place is kept for them.
-        self._places = HeldPlaces(sender, keep_newest=send != "delta")
-        self._snapshots = Snapshots() if send == "delta" else None
+        self._lock = threading.Lock()
+        self._locations: dict[int, list[str]] = {}
+        """Where engines may still fetch each version. After a resend, a version is at several locations."""
+        self._acknowledged: set[int] = set()
+        self._snapshots = _Snapshots() if send == "delta" else None
         self._finishing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publish")
         # Resending needs its own thread. A delta waits in `_finishing` until the previous version is acknowledged,
         # and an engine may acknowledge that version only after it was resent.
@@ -117,7 +117,7 @@ class Publisher:
             location = ""
             finish: Callable[[Manifest], Manifest]
             if self._snapshots:
-                self._snapshots.take(version, plan, weights)
+                self._snapshots.write(version, plan, weights)
                 finish = partial(self._finish_delta, plan)
             elif self._ranks:
                 finish = partial(self._finish_part, self._write_part(version, weights, self._ranks), self._ranks)
@@ -155,7 +155,9 @@ class Publisher:
 
         The place of the version becomes free once there is a newer version.
         """
-        self._places.acknowledged(version)
+        with self._lock:
+            self._acknowledged.add(version)
+            self._release()
         if self._snapshots:
             self._snapshots.acknowledged(version)
 
@@ -170,8 +172,19 @@ class Publisher:
 
     def _write(self, version: int, plan: PackingPlan, tensors: Mapping[str, torch.Tensor]) -> str:
         location = self._sender.write(version, plan, tensors)
-        self._places.written(version, location)
+        with self._lock:
+            self._locations.setdefault(version, []).append(location)
+            self._release()
         return location
+
+    def _release(self) -> None:
+        """Release the places of versions that are acknowledged. Called with the lock."""
+        # With deltas, late engines are served from our own snapshots, so no place is kept for them.
+        newest = NO_VERSION if self._snapshots else max(self._locations, default=NO_VERSION)
+        for version in [v for v in self._locations if v != newest and v in self._acknowledged]:
+            for location in self._locations.pop(version):
+                self._sender.release(location)
+        self._acknowledged &= self._locations.keys()
 
     def _write_part(self, version: int, weights: Mapping[str, torch.Tensor], ranks: TrainerRanks) -> Part | None:
         """Write the part that this rank owns; return None if it owns nothing."""
@@ -224,7 +237,7 @@ class Publisher:
         if not all(tensor.is_cuda for tensor in written.values()):
             return digest(written.items())
         # Imported here, because Triton is needed only with a GPU. One digest is prepared for each of the few places.
-        from headrace.delivery.kernels.digest import DeviceDigest
+        from headrace.delivery.kernels import DeviceDigest
 
         if digesting is None:
             known = self._on_gpu.get(location)
@@ -236,9 +249,8 @@ class Publisher:
     def _finish_delta(self, plan: PackingPlan, manifest: Manifest) -> Manifest:
         assert self._snapshots is not None
         new = self._packed(manifest.version)
-        manifest.digest = digest(unpack(new, plan.entries).items())
-        # Engines load one version after the other, so the delta must start from the version that all of them hold.
-        base = self._snapshots.settled_before(manifest.version, self._deadline)
+        manifest.digest = digest(self._snapshots.snapshot(str(manifest.version), plan).items())
+        base = self._snapshots.base_of(manifest.version, self._deadline)
         held = self._snapshots.bytes_of(base) if base != NO_VERSION else None
         changes = encode(held, new, word_bytes_of(plan.entries)) if held is not None else None
         if changes is None:
@@ -273,63 +285,62 @@ class Publisher:
         return torch.cuda.stream(self._stream)
 
 
-class Snapshots:
+class _Snapshots(PlacedSender):
     """The packed bytes of the last versions: deltas start from them, and late engines get them whole.
 
-    A version's bytes are kept until the version itself and a newer one are acknowledged; then their memory is reused.
-    All methods may be called from any thread.
+    A version holds a place until it is acknowledged. Its bytes are kept until a newer version is acknowledged too; then
+    their memory is reused. The location of a snapshot is its version.
     """
 
     def __init__(self) -> None:
-        self._places = SenderPlaces("snapshot", "publisher")
-        """The versions that are not acknowledged; the location of a snapshot is its version."""
+        super().__init__("snapshot", "publisher")
         self._packed: dict[int, torch.Tensor] = {}
         self._free: list[torch.Tensor] = []
         self._acknowledged = NO_VERSION
         self._lock = threading.Lock()
-
-    def wait(self, version: int, timeout: float) -> None:
-        """Wait until fewer than two versions are unacknowledged; after `timeout`, raise `DeliveryError` naming them."""
-        self._places.wait(version, timeout)
-
-    def take(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copy the weights, cast to the plan's dtypes."""
-        with self._places.filling(version, lambda held: str(version), self._places.release):
-            with self._lock:
-                fitting = [buffer for buffer in self._free if len(buffer) == plan.nbytes]
-                buffer = fitting[0] if fitting else torch.zeros(plan.nbytes, dtype=torch.uint8)
-                self._free = fitting[1:]
-            pack(buffer, plan.entries, weights)
-            with self._lock:
-                self._packed[version] = buffer
 
     def bytes_of(self, version: int) -> torch.Tensor | None:
         """Return the packed bytes of a version; None if they are no longer kept."""
         with self._lock:
             return self._packed.get(version)
 
-    def settled_before(self, version: int, timeout: float) -> int:
+    def base_of(self, version: int, timeout: float) -> int:
         """Wait until all versions before this one are acknowledged, and return the newest acknowledged version.
 
-        Returns `NO_VERSION` if that takes longer than `timeout` seconds.
+        Engines load one version after the other, so a delta must start from the version that all of them hold. Returns
+        `NO_VERSION` if the wait takes longer than `timeout` seconds.
         """
-        done = self._places.settled_before(version, timeout)
+        done = self._settled_before(version, timeout)
         with self._lock:
             return self._acknowledged if done else NO_VERSION
 
     def acknowledged(self, version: int) -> None:
         """Record that all engines hold this version or a newer one. Idempotent."""
         with self._lock:
-            if not self._places.holds(str(version)):
+            if not self._holds(str(version)):
                 return
             self._acknowledged = max(self._acknowledged, version)
-            self._places.release(str(version))
-            for old in [v for v in self._packed if v < self._acknowledged and not self._places.holds(str(v))]:
+            self.release(str(version))
+            for old in [v for v in self._packed if v < self._acknowledged and not self._holds(str(v))]:
                 self._free.append(self._packed.pop(old))
 
     def close(self) -> None:
         """Release all memory; a thread that waits for a snapshot gets a `DeliveryError`. Idempotent."""
-        self._places.close()
+        super().close()
         with self._lock:
             self._packed.clear()
             self._free.clear()
+
+    def _choose(self, version: int, nbytes: int, held: Collection[str]) -> str:
+        return str(version)
+
+    def _fill(self, location: str, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
+        with self._lock:
+            self._free = [buffer for buffer in self._free if len(buffer) == plan.nbytes]
+            buffer = self._free.pop() if self._free else torch.zeros(plan.nbytes, dtype=torch.uint8)
+        pack(buffer, plan.entries, weights)
+        with self._lock:
+            self._packed[version] = buffer
+
+    def _views(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        return unpack(self._packed[int(location)], plan.entries)

@@ -1,7 +1,9 @@
 """An engine's end of delivery: new weights are checked before they replace the live weights, and proved afterwards.
 
-`stage` fetches into separate memory and never changes the live weights, even if it fails. The receiver is in quarantine
-from the first byte that `install` writes until `prove` succeeds, so no exception can make unproved weights a version.
+`stage` fetches into separate memory and never changes the live weights, even if it fails. It reads them only to apply a
+delta to a copy of them. If another engine relayed wrong bytes, the version is fetched once more from the trainer. The
+receiver is in quarantine from the first byte that `install` writes until `prove` succeeds, so no exception can make
+unproved weights a version.
 
 On a GPU only the copy interrupts decoding: `stage` and the live digest run on their own streams.
 """
@@ -11,20 +13,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from headrace.delivery.base import Entry, Manifest, Proof
+from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.canary import Score, Tolerance, canary_error
-from headrace.delivery.copying import copy_all
-from headrace.delivery.digest import digest
-from headrace.delivery.live import DeviceCheck, DeviceSide, HostCheck
-from headrace.delivery.plan import PackingPlan, dtype_of
-from headrace.delivery.staging import Staging, agreed_plan, check_base, check_casts
-from headrace.errors import DeliveryError
+from headrace.delivery.copying import all_on, copy_all
+from headrace.delivery.delta import apply
+from headrace.delivery.digest import GrowingDigest, digest
+from headrace.delivery.live import DeviceSide
+from headrace.delivery.parts import fetch_parts
+from headrace.delivery.plan import PackingPlan, Views, dtype_name, dtype_of, make_plan, pack, plan_digest
+from headrace.delivery.transports import source
+from headrace.delivery.transports.base import Growing, PredictsPlaces, Relaying, Source
+from headrace.errors import DeliveryError, WrongBase
 from headrace.types import NO_VERSION, Float32Array
 
 
@@ -34,11 +39,10 @@ class Staged:
 
     manifest: Manifest
     weights: Mapping[str, torch.Tensor]
-    digest: int
     seconds: float
-    fetch_seconds: float = 0.0
+    fetch_seconds: float
     """The part of `seconds` until all bytes had arrived; the rest was spent on checking them."""
-    shared: bool = False
+    shared: bool
     """Whether the weights are still in the trainer's memory, where it wrote them, and not in the receiver's own."""
 
 
@@ -47,12 +51,12 @@ class Installed:
     """Weights that were copied over the live weights and wait for `prove`."""
 
     staged: Staged
-    live: HostCheck | DeviceCheck
-    """The digest of the live weights after the copy."""
-
-    def ready(self) -> bool:
-        """Return whether the live digest is done, so that `prove` does not wait for it."""
-        return self.live.ready()
+    ready: Callable[[], bool]
+    """Returns whether the digest of the live weights is done, so that `prove` does not wait for it."""
+    digest: Callable[[], int]
+    """Waits for the digest of the live weights and returns it."""
+    seconds: Callable[[], float]
+    """Returns how long the engine was stopped; called after `digest`."""
 
 
 class Receiver:
@@ -85,7 +89,7 @@ class Receiver:
         self._plan: PackingPlan | None = None
         device = next((tensor.device for tensor in weights.values()), torch.device("cpu"))
         self._gpu = DeviceSide(device) if device.type == "cuda" else None
-        self._staging = Staging(weights, device, self._gpu, keys)
+        self._staging = _Staging(weights, device, self._gpu, keys)
         self._proved = NO_VERSION
         self._quarantined = False
         self._staged: Staged | None = None
@@ -110,22 +114,11 @@ class Receiver:
         """
         beside = self._gpu.staging() if self._gpu else nullcontext()
         with self._alone("stage", manifest.version), torch.no_grad(), beside:
-            started = time.monotonic()
             self._staged = None
             self._check_order(manifest.version)
-            check_base(manifest, proved=self._proved, quarantined=self._quarantined, base_digest=self._base_digest)
-            plan = self._plan = agreed_plan(manifest, self._live, self._plan)
-            arrived = self._staging.fetch(manifest, plan, on_arrival)
-            check_casts(arrived.weights, self._live)
-            self._staged = Staged(
-                manifest,
-                arrived.weights,
-                manifest.digest,
-                seconds=time.monotonic() - started,
-                fetch_seconds=arrived.fetched - started,
-                shared=arrived.shared,
-            )
-            self._staging.share(manifest)
+            _check_base(manifest, proved=self._proved, quarantined=self._quarantined, base_digest=self._base_digest)
+            plan = self._plan = _agreed_plan(manifest, self._live, self._plan)
+            self._staged = self._staging.fetch(manifest, plan, on_arrival)
             return self._staged
 
     def install(self, staged: Staged) -> Installed:
@@ -147,7 +140,7 @@ class Receiver:
         if installed is not self._installed:
             raise DeliveryError(f"version {version} is no longer installed")
         self._installed = None
-        found = installed.live.digest()
+        found = installed.digest()
         error = canary_error(staged.manifest.canary, logprobs)
         reason = _mismatch(staged, found, error, self._tolerance.of(staged.manifest.canary))
         self._quarantined = bool(reason)
@@ -160,11 +153,11 @@ class Receiver:
             accepted=not reason,
             quarantined=bool(reason),
             reason=reason,
-            staged_digest=staged.digest,
+            staged_digest=staged.manifest.digest,
             live_digest=found,
             canary_error=error,
             stage_seconds=staged.seconds,
-            swap_seconds=installed.live.seconds(),
+            swap_seconds=installed.seconds(),
         )
 
     def swap(self, staged: Staged, score: Score) -> Proof:
@@ -186,14 +179,13 @@ class Receiver:
         try:
             return self.swap(self.stage(manifest), score)
         except DeliveryError as error:
-            reason = str(error)
-        return Proof(
-            engine=self._engine,
-            version=manifest.version,
-            accepted=False,
-            quarantined=self._quarantined,
-            reason=reason,
-        )
+            return Proof(
+                engine=self._engine,
+                version=manifest.version,
+                accepted=False,
+                quarantined=self._quarantined,
+                reason=str(error),
+            )
 
     def close(self) -> None:
         """Close the transports and release the buffer. Idempotent."""
@@ -226,22 +218,20 @@ class Receiver:
         started = time.monotonic()
         self._staged = self._installed = None
         self._quarantined = True
-        live: HostCheck | DeviceCheck
         if self._gpu:
             assert self._plan is not None
-            buffer = self._staging.buffer
-            live = self._gpu.install(self._plan, self._live, staged.weights, buffer, self._after_copy)
+            buffer = self._staging.memory.packed if self._staging.memory else None
+            check = self._gpu.install(self._plan, self._live, staged.weights, buffer, self._after_copy)
+            self._installed = Installed(staged, check.ready, check.digest, check.seconds)
         else:
             copy_all(self._live, staged.weights)
             if self._after_copy:
                 self._after_copy()
-            live = HostCheck(digest(self._live_as(staged.manifest.entries)), started)
-        self._installed = Installed(staged, live)
+            entries = staged.manifest.entries
+            found = digest((entry.name, self._live[entry.name].to(dtype_of(entry.dtype))) for entry in entries)
+            # The engine does nothing else until the proof, so it is stopped until then.
+            self._installed = Installed(staged, lambda: True, lambda: found, lambda: time.monotonic() - started)
         return self._installed
-
-    def _live_as(self, entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-        for entry in entries:
-            yield entry.name, self._live[entry.name].to(dtype_of(entry.dtype))
 
 
 def _mismatch(staged: Staged, found: int, error: float, tolerance: float) -> str:
@@ -250,3 +240,198 @@ def _mismatch(staged: Staged, found: int, error: float, tolerance: float) -> str
     if error > tolerance:
         return f"the canary is off by {error:.3g} (tolerance {tolerance:.3g})"
     return ""
+
+
+class _Staging:
+    """The sources of one receiver, and the buffer that they fill. Used by one thread at a time."""
+
+    def __init__(
+        self, live: Mapping[str, torch.Tensor], device: torch.device, gpu: DeviceSide | None, keys: Path | None
+    ) -> None:
+        self._live = live
+        self._device = device
+        self._gpu = gpu
+        self._keys = keys
+        self._sources: dict[str, Source] = {}
+        self.memory: Views | None = None
+        """The receiver's own memory for weights that cannot stay where they arrived; allocated when first needed."""
+
+    def fetch(self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]) -> Staged:
+        """Fetch this version, check its digest, and offer it to other engines if the transport relays.
+
+        `on_arrival` is called when only the digest is left to compute.
+        """
+        started = time.monotonic()
+        opened = self._source(manifest.transport)
+        try:
+            weights, shared, fetched = self._digested(manifest, plan, on_arrival)
+        except DeliveryError:
+            if not isinstance(opened, Relaying) or not opened.relayed:
+                raise
+            # Another engine relayed the version and something was wrong, so this time it comes from the trainer.
+            weights, shared, fetched = self._digested(manifest, plan, on_arrival)
+        _check_casts(weights, self._live)
+        staged = Staged(manifest, weights, time.monotonic() - started, fetched - started, shared)
+        if isinstance(opened, Relaying) and not manifest.parts:
+            opened.share(manifest.location, manifest.version)
+        return staged
+
+    def verify(self, manifest: Manifest) -> None:
+        """Raise `DeliveryError` unless the location still holds this version."""
+        self._source(manifest.transport).verify(manifest.location, manifest.version)
+
+    def close(self) -> None:
+        """Close the transports and release the memory. Idempotent."""
+        for opened in self._sources.values():
+            opened.close()
+        self._sources.clear()
+        self.memory = None
+
+    def _digested(
+        self, manifest: Manifest, plan: PackingPlan, on_arrival: Callable[[], None]
+    ) -> tuple[Mapping[str, torch.Tensor], bool, float]:
+        """Return the weights, whether they are in the trainer's memory, and when all bytes had arrived."""
+        with closing(GrowingDigest(plan.entries)) as growing:
+            weights, shared = (
+                (self._patched(manifest, plan), False)
+                if manifest.kind == "delta"
+                else self._fetched(manifest, plan, growing)
+            )
+            fetched = time.monotonic()
+            on_arrival()
+            if self._gpu:
+                take_digest = self._gpu.begin_digest(plan, weights)
+                # Meanwhile the GPU computes the digest.
+                self._gpu.prepare_install(plan, self._live, weights)
+                found = take_digest()
+            else:
+                found = growing.value() if growing.begun else digest(weights.items())
+        if found != manifest.digest:
+            raise DeliveryError(
+                f"version {manifest.version} arrived wrong: its digest is {found:016x}, not {manifest.digest:016x}"
+            )
+        return weights, shared, fetched
+
+    def _source(self, transport: str) -> Source:
+        if transport not in self._sources:
+            self._sources[transport] = source(transport, keys=self._keys, device=str(self._device))
+        return self._sources[transport]
+
+    def _fetched(
+        self, manifest: Manifest, plan: PackingPlan, growing: GrowingDigest
+    ) -> tuple[dict[str, torch.Tensor], bool]:
+        """Return weights that can be copied from directly, and whether they are in the trainer's memory."""
+        if manifest.parts:
+            return self._composed(manifest, plan), False
+        opened = self._source(manifest.transport)
+        if isinstance(opened, Growing) and not self._gpu:
+            published = opened.open_growing(manifest.location, manifest.version, plan.entries, growing.grown)
+        else:
+            published = opened.open(manifest.location, manifest.version, plan.entries)
+        # A place is not overwritten before its version is acknowledged, so weights on our device need no copy.
+        here = all_on(self._device, published)
+        if here and self._gpu and isinstance(opened, PredictsPlaces):
+            for place in opened.upcoming(plan.entries):
+                self._gpu.foresee(plan, self._live, place)
+        weights = published if here else self._own(plan)
+        if not here:
+            copy_all(weights, published, non_blocking=True)
+            self._finish()
+        opened.verify(manifest.location, manifest.version)
+        return weights, here and not opened.private
+
+    def _composed(self, manifest: Manifest, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        """Assemble the weights from the parts that the ranks of a trainer published."""
+        weights = self._own(plan)
+        fetch_parts(self._source(manifest.transport), manifest, weights)
+        self._finish()
+        return weights
+
+    def _patched(self, manifest: Manifest, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        """Apply a delta to a copy of the live weights."""
+        if not manifest.payload or len(manifest.payload) != 1:
+            raise DeliveryError(f"version {manifest.version} is a change without its one payload")
+        opened = self._source(manifest.transport)
+        published = opened.open(manifest.location, manifest.version, manifest.payload)
+        weights = self._own(plan)
+        assert self.memory is not None
+        pack(self.memory.packed, plan.entries, self._live)
+        apply(published[manifest.payload[0].name], self.memory.packed[: plan.nbytes])
+        opened.verify(manifest.location, manifest.version)
+        self._finish()
+        return weights
+
+    def _finish(self) -> None:
+        if self._gpu:
+            self._gpu.finish_staging()
+
+    def _own(self, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        """Return views of the receiver's own memory for all weights of this plan."""
+        if self.memory is None or len(self.memory.packed) < plan.nbytes:
+            self.memory = Views(torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device))
+        return self.memory.of(plan.entries)
+
+
+def _agreed_plan(manifest: Manifest, live: Mapping[str, torch.Tensor], known: PackingPlan | None) -> PackingPlan:
+    """Return the packing plan of a version, made from the engine's own tensors and the dtypes of the manifest.
+
+    `live` holds the tensors that the engine serves. Raises `DeliveryError` if the manifest has another plan. `known` is
+    the plan of the previous version; it is returned at once if the manifest has the same plan.
+    """
+    if known and known.digest == manifest.plan_digest and known.entries == tuple(manifest.entries):
+        return known
+    entries = {entry.name: entry for entry in manifest.entries}
+    if missing := live.keys() - entries.keys():
+        raise DeliveryError(f"version {manifest.version} lacks {_some(missing)}")
+    if unknown := entries.keys() - live.keys():
+        raise DeliveryError(f"version {manifest.version} has {_some(unknown)}, which this engine does not know")
+    for name, tensor in live.items():
+        entry = entries[name]
+        if entry.shape != tuple(tensor.shape):
+            raise DeliveryError(f"{name} is published with shape {entry.shape}, but lives with {tuple(tensor.shape)}")
+        if dtype_of(entry.dtype).is_floating_point != tensor.is_floating_point():
+            raise DeliveryError(f"{name} is published as {entry.dtype}, but lives as {dtype_name(tensor.dtype)}")
+    plan = make_plan((name, entries[name].dtype, tensor.shape) for name, tensor in live.items())
+    if not plan.digest == manifest.plan_digest == plan_digest(manifest.entries):
+        raise DeliveryError(f"version {manifest.version} is packed by another plan than this engine's")
+    return plan
+
+
+def _check_base(manifest: Manifest, *, proved: int, quarantined: bool, base_digest: int | None) -> None:
+    """Raise unless the version is of the kind that this engine takes, and was made for the weights that it has.
+
+    `proved` is the last version that was proved on this engine. In quarantine the live weights are not proved to be any
+    version. `base_digest` is the digest of the weights under the adapter, or None if the engine takes no adapters. A
+    delta to another version raises `WrongBase`; everything else raises a plain `DeliveryError`.
+    """
+    version = manifest.version
+    if (manifest.kind == "adapter") != (base_digest is not None):
+        wanted = "all weights, not an adapter" if base_digest is None else "an adapter"
+        raise DeliveryError(f"version {version} is of kind {manifest.kind}, but this engine takes {wanted}")
+    if manifest.kind == "adapter" and manifest.base_digest != base_digest:
+        raise DeliveryError(
+            f"version {version} is an adapter to weights with digest {manifest.base_digest:016x}, but this engine's"
+            f" have {base_digest:016x}"
+        )
+    if manifest.kind == "delta" and (quarantined or proved != manifest.base):
+        held = "unproved weights" if quarantined else f"version {proved}"
+        raise WrongBase(f"version {version} is a change to version {manifest.base}, but this engine has {held}")
+
+
+def _check_casts(weights: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> None:
+    """Raise `DeliveryError` if the cast of a published tensor to the live tensor's dtype would lose precision."""
+    for name, tensor in weights.items():
+        target = live[name].dtype
+        if target != tensor.dtype:
+            back = tensor.to(target).to(tensor.dtype)
+            # Compared as bytes, so that a NaN equals itself and the two zeros differ.
+            if not torch.equal(back.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)):
+                raise DeliveryError(
+                    f"{name} is published as {dtype_name(tensor.dtype)} and loses precision as the engine's"
+                    f" {dtype_name(target)}"
+                )
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ordered[0] if len(ordered) == 1 else f"{ordered[0]} and {len(ordered) - 1} more"

@@ -14,10 +14,9 @@ from headrace.config.declared import transport_facts
 from headrace.config.schema import DeliveryConfig
 from headrace.delivery import transports
 from headrace.delivery.transports.base import Sender, SenderSettings
-from headrace.delivery.transports.keys import KEYS, make_keys
 from headrace.delivery.transports.segments import sweep
 from headrace.delivery.transports.storage import connect, is_url, owner_of, sweep_storage
-from headrace.delivery.transports.tcp_wire import is_loopback
+from headrace.delivery.transports.tcp_wire import KEYS, is_loopback, make_keys
 
 _SHARED_MEMORY = Path("/dev/shm")
 

@@ -18,7 +18,7 @@ from headrace.config import Config
 from headrace.config.memory import LONGEST_DEFAULT
 from headrace.config.model_dir import model_facts
 from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.transports.keys import KEYS
+from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.base import Request
 from headrace.engines.event_loop import EventLoopServer, Opened
 from headrace.engines.serving import Emit

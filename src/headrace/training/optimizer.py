@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from headrace.config.schema import TrainingConfig
-from headrace.delivery.shards import held_region
+from headrace.delivery.parts import held_region
 from headrace.errors import UserError
 from headrace.training.devices import upload
 from headrace.training.ranks import Ranks, copies, global_norm, local_part, local_tensor, on_whole_matrices

@@ -38,8 +38,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from headrace.config.schema import TrainingConfig
-from headrace.delivery.regions import whole
-from headrace.delivery.shards import held_region
+from headrace.delivery.parts import held_region
 from headrace.errors import ConfigError, ModelError, UserError
 from headrace.training.devices import compute_dtype, input_device
 
@@ -201,7 +200,7 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def own_part(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return the part of a whole tensor that this rank holds, cut like another tensor of the same shape."""
-    return tensor[held_region(like).within(whole(like.shape))]
+    return tensor[held_region(like).slices]
 
 
 @torch.no_grad()

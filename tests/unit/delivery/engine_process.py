@@ -10,13 +10,13 @@ from bigram import make_weights, score
 from headrace.channel.codec import decode
 from headrace.delivery.base import Manifest, Proof
 from headrace.delivery.receiver import Receiver
-from headrace.delivery.transports import tcp_source
+from headrace.delivery.transports import tcp
 from headrace.errors import DeliveryError
 
 
 def serve(line: Connection) -> None:
     """Until the other end is closed."""
-    tcp_source.BUCKET_BYTES = 256  # several buckets, although the table is small
+    tcp.BUCKET_BYTES = 256  # several buckets, although the table is small
     live = make_weights(0)
     receiver = Receiver(live, "engine-1")
     while True:

@@ -3,12 +3,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.delivery.kernels.copy import TILE, DeviceCopy, tensor_runs
+from headrace.delivery.kernels import COPY_TILE, DeviceCopy, tensor_runs
 from headrace.errors import DeliveryError
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8]
-SIZES = [0, 1, 2, 7, TILE - 1, TILE, TILE + 1, 2 * TILE, 2 * TILE + 5]
+SIZES = [0, 1, 2, 7, COPY_TILE - 1, COPY_TILE, COPY_TILE + 1, 2 * COPY_TILE, 2 * COPY_TILE + 5]
 
 
 def random_bits(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -65,11 +65,11 @@ def test_nothing_can_be_copied():
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.integers(0, 5 * TILE))
+@given(st.integers(0, 5 * COPY_TILE))
 def test_runs_cover_every_word_once(words: int):
     at = 0
     for target, source, count in tensor_runs(1 << 20, 1 << 30, words).tolist():
         assert (target - (1 << 20), source - (1 << 30)) == (4 * at, 4 * at)
-        assert 0 < count <= TILE
+        assert 0 < count <= COPY_TILE
         at += count
     assert at == words

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.delivery import copying
-from headrace.delivery.copying import copy_all
-from headrace.delivery.cores import share
+from headrace.delivery.copying import copy_all, share
 from headrace.errors import DeliveryError
 
 FLOATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -15,13 +15,14 @@ from torch._C._distributed_c10d import TCPStore
 
 from headrace.delivery.base import Entry
 from headrace.delivery.plan import make_plan, plan_weights
-from headrace.delivery.transports import nccl, nccl_source
+from headrace.delivery.transports import nccl, nccl_group
 from headrace.delivery.transports.nccl import NcclSender
 from headrace.delivery.transports.nccl_group import (
     BroadcastGroup,
     BroadcastReply,
     BroadcastRequest,
     HeldVersion,
+    NcclSource,
     ProgressWatch,
     bounded,
     connect,
@@ -29,7 +30,6 @@ from headrace.delivery.transports.nccl_group import (
     parse_location,
     pieces,
 )
-from headrace.delivery.transports.nccl_source import NcclSource
 from headrace.errors import ConfigError, DeliveryError
 
 PATIENCE = 1.0
@@ -123,7 +123,7 @@ def test_engines_that_ask_together_are_one_group_and_it_is_kept(
         joined.append(key)
         return BroadcastGroup(key, *arguments)
 
-    monkeypatch.setattr(nccl_source, "BroadcastGroup", join)
+    monkeypatch.setattr(nccl_group, "BroadcastGroup", join)
     sender = make_sender(3, **options)
     for version in range(4):
         location = publish(sender, version)

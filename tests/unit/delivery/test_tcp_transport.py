@@ -15,12 +15,18 @@ import pytest
 import torch
 
 from headrace.delivery.plan import plan_weights
-from headrace.delivery.transports import tcp, tcp_source
-from headrace.delivery.transports.keys import make_keys, read_keys
-from headrace.delivery.transports.tcp import TcpSender
-from headrace.delivery.transports.tcp_plain import PlainConnection
-from headrace.delivery.transports.tcp_source import TcpSource
-from headrace.delivery.transports.tcp_wire import LARGEST_BUCKET, ReadReply, ReadRequest, parse_location
+from headrace.delivery.transports import tcp, tcp_server
+from headrace.delivery.transports.tcp import TcpSource
+from headrace.delivery.transports.tcp_paths import PlainConnection
+from headrace.delivery.transports.tcp_server import TcpSender
+from headrace.delivery.transports.tcp_wire import (
+    LARGEST_BUCKET,
+    ReadReply,
+    ReadRequest,
+    make_keys,
+    parse_location,
+    read_keys,
+)
 from headrace.errors import ConfigError, DeliveryError
 
 WEIGHTS = {"w": torch.arange(1000, dtype=torch.float32)}
@@ -30,7 +36,7 @@ BUCKETS = -(-4000 // 256)
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_source, "BUCKET_BYTES", 256)
+    monkeypatch.setattr(tcp, "BUCKET_BYTES", 256)
 
 
 class Watched(TcpSender):
@@ -215,7 +221,7 @@ def test_a_server_closes_while_clients_wait_and_while_they_do_not_read(source: T
 @pytest.fixture
 def beyond(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat 127.0.0.1 as an address beyond the host."""
-    monkeypatch.setattr(tcp, "is_loopback", lambda address: False)
+    monkeypatch.setattr(tcp_server, "is_loopback", lambda address: False)
 
 
 def test_nothing_listens_beyond_the_host_without_keys(tmp_path: Path):
@@ -275,7 +281,7 @@ def test_the_bytes_on_the_wire_are_not_the_weights(monkeypatch: pytest.MonkeyPat
     keys = tmp_path / "delivery.keys"
     make_keys(keys)
     for encrypted in (True, False):
-        monkeypatch.setattr(tcp, "is_loopback", lambda address, encrypted=encrypted: not encrypted)
+        monkeypatch.setattr(tcp_server, "is_loopback", lambda address, encrypted=encrypted: not encrypted)
         sender = TcpSender(keys=keys)
         location = sender.write(1, PLAN, WEIGHTS)
         seen = bytearray()

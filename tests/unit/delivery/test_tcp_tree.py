@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from headrace.delivery.transports.tcp import SILENCE, TRAINER, Tree
+from headrace.delivery.transports.tcp_server import SILENCE, TRAINER, Tree
 
 
 def test_seven_engines_by_hand() -> None:

@@ -17,7 +17,7 @@ from headrace.delivery.publisher import Publisher
 from headrace.delivery.transports import nccl, nccl_group
 from headrace.delivery.transports.base import Sender, SenderSettings
 from headrace.delivery.transports.nccl import NcclSender
-from headrace.delivery.transports.tcp import TcpSender
+from headrace.delivery.transports.tcp_server import TcpSender
 
 
 class Mortal(TcpSender):

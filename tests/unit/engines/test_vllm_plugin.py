@@ -103,7 +103,7 @@ def test_what_is_staged_is_what_was_published(tmp_path: Path, transport: str) ->
 
     sending = sender(transport, SenderSettings(run_id=f"plugin-{transport}", directory=tmp_path))
     publisher = Publisher(sending, "float32", 1e-3, np.arange(4, dtype=np.int32))
-    staging = WorkerStaging(torch.device("cpu"))
+    staging = WorkerStaging(torch.device("cpu"), lambda: pytest.fail("no adapter is staged"))
     try:
         source = weights(2)
         manifest = publisher.publish(3, 2, 1, source, canary).result(timeout=10)

@@ -24,20 +24,13 @@ WITHOUT_GPU = ("shm", "file", "tcp", "nccl")
 """The transports that run on a host without a GPU; there `nccl` broadcasts with gloo."""
 
 
-def find(name: str) -> Transport:
-    """Make the transport of this name or reference."""
-    if name not in NAMES and ":" not in name:
-        raise DeliveryError(f"there is no transport {name!r}: one of {', '.join(NAMES)}")
-    make = import_function(f"{__name__}.{name}:Transport" if name in NAMES else name)
-    made: Transport = make()
-    return made
-
-
 def _opened(name: str, open_end: Callable[[Transport], End]) -> End:
     """Open one end of the transport of this name; an error in a user's own transport is reported in one line."""
     if name in NAMES:
-        return open_end(find(name))
-    made: End = call_factory(f"[delivery] transport: {name}", lambda: open_end(find(name)))
+        return open_end(import_function(f"{__name__}.{name}:Transport")())
+    if ":" not in name:
+        raise DeliveryError(f"there is no transport {name!r}: one of {', '.join(NAMES)}")
+    made: End = call_factory(f"[delivery] transport: {name}", lambda: open_end(import_function(name)()))
     return made
 
 

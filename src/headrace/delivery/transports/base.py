@@ -21,12 +21,16 @@ them without importing the file. `headrace.config.declared.TransportFacts` lists
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from headrace.errors import DeliveryError
 from headrace.types import NO_VERSION
 
 if TYPE_CHECKING:
@@ -34,6 +38,9 @@ if TYPE_CHECKING:
 
     from headrace.delivery.base import Entry
     from headrace.delivery.plan import PackingPlan
+
+LIMIT = 2
+"""The number of places: one for the version that engines read, and one that the trainer writes meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +84,9 @@ class Transport(Protocol):
 
     def sender(self, settings: SenderSettings, /) -> Sender:
         """Make the trainer's end."""
-        ...
 
     def source(self, settings: SourceSettings, /) -> Source:
         """Make an engine's end."""
-        ...
 
 
 class Sender(Protocol):
@@ -96,37 +101,33 @@ class Sender(Protocol):
 
         After `timeout` seconds, raise `DeliveryError` that names the versions holding the places.
         """
-        ...
 
+    @abstractmethod
     def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
         """Copy the weights, cast to the plan's dtypes, and return the location of the copy.
 
         The caller may change its weights after this returns. On a GPU the copy is enqueued on the current stream, and
         later work of the caller on this stream runs after the copy. Raises `DeliveryError` if there is no free place.
         """
-        ...
 
     def finish(self, location: str) -> None:
         """Make the written version readable; nobody opens the location before this returns.
 
         A thread of the publisher calls this while the trainer continues. Raises `DeliveryError` on failure.
         """
-        ...
 
     def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Return views of the bytes that were really written; they are valid after `finish` and until `release`.
 
         On a GPU the views are valid for work that is enqueued on the current stream from now on.
         """
-        ...
 
+    @abstractmethod
     def release(self, location: str) -> None:
         """Allow the place to be used again, because nobody reads this location any more. Idempotent."""
-        ...
 
     def close(self) -> None:
         """Remove everything that this sender created. Idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -135,7 +136,6 @@ class Enqueuing(Protocol):
 
     def follow(self, location: str) -> None:
         """Make later work on the current stream wait until the place is written."""
-        ...
 
 
 class Source(Protocol):
@@ -145,13 +145,13 @@ class Source(Protocol):
     """Whether `open` returns memory of this source, which does not change before the next `open`. If False, the memory
     is the trainer's, and the reader must call `verify` after reading to check that it was not overwritten."""
 
+    @abstractmethod
     def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
         """Return views of a version's tensors, which must not be written to.
 
         On a GPU the views are valid for work that is enqueued on the current stream from now on. Raises
         `DeliveryError` if the location is gone, too small, or does not hold exactly this version, complete.
         """
-        ...
 
     def verify(self, location: str, version: int) -> None:
         """Raise `DeliveryError` unless the location still holds this version.
@@ -159,17 +159,17 @@ class Source(Protocol):
         If this returns, everything that was copied since `open` is from this version. Copies on a GPU must have
         finished before the call, not only been enqueued.
         """
-        ...
 
     def close(self) -> None:
         """Close every opened location. Idempotent."""
-        ...
 
 
-class Stored(ABC):
+class Stored(Sender, Source):
     """The base class of a transport that stores every version under a new location and has room for any number.
 
     An instance is the transport and also its end: the trainer's process has one instance, and so has every engine's.
+    The trainer also calls `open` to read its own copy, with `NO_VERSION` as the version. `wait`, `finish`, `verify` and
+    `close` do nothing: there is always a free place, and `open` gives memory of its own process.
     """
 
     private = True
@@ -186,33 +186,106 @@ class Stored(ABC):
         """See `Transport.source`."""
         return self
 
-    @abstractmethod
-    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
-        """See `Sender.write`."""
-
-    @abstractmethod
-    def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
-        """See `Source.open`. The trainer also calls this to read its own copy, with `NO_VERSION` as the version."""
-
-    @abstractmethod
-    def release(self, location: str) -> None:
-        """See `Sender.release`."""
-
     def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """See `Sender.snapshot`."""
         return self.open(location, NO_VERSION, plan.entries)
 
-    def wait(self, version: int, timeout: float) -> None:  # noqa: B027
-        """Return at once: there is always a free place. See `Sender.wait`."""
+
+class PlacedSender(ABC):
+    """The base class of a sender with a few places of its own.
+
+    At most two versions hold a place at a time, each from its write until its release. A place that is held is not
+    given to another version. See `Sender` for the methods.
+    """
+
+    name = ""
+
+    def __init__(self, noun: str, owner: str = "transport") -> None:
+        """Create a sender; `noun` is what errors call a place, and `owner` is what they call its owner."""
+        self._noun = noun
+        self._owner = owner
+        self._holders: dict[str, tuple[int, float]] = {}
+        """By location: the version that holds the place, and since when."""
+        self._released = threading.Condition()
+        self._ended = False
+
+    def wait(self, version: int, timeout: float) -> None:
+        """See `Sender.wait`."""
+        with self._released:
+            if not self._released.wait_for(self._has_room, timeout) or self._ended:
+                raise self._no_place(version)
+
+    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
+        """See `Sender.write`. The place is released if the copy fails."""
+        with self._released:
+            if self._ended or not self._has_room():
+                raise self._no_place(version)
+            location = self._choose(version, plan.nbytes, self._holders.keys())
+            self._holders[location] = version, time.monotonic()
+        with ExitStack() as undo:
+            undo.callback(self.release, location)
+            self._fill(location, version, plan, weights)
+            undo.pop_all()
+        return location
 
     def finish(self, location: str) -> None:  # noqa: B027
-        """See `Sender.finish`."""
+        """See `Sender.finish`. Most places are readable as soon as they are written."""
 
-    def verify(self, location: str, version: int) -> None:  # noqa: B027
-        """Return at once: `open` gave memory of this process. See `Source.verify`."""
+    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        """See `Sender.snapshot`. Raises `DeliveryError` if nothing was written there, or it was released."""
+        self._check_held(location)
+        return self._views(location, plan)
 
-    def close(self) -> None:  # noqa: B027
-        """See `Sender.close`."""
+    def release(self, location: str) -> None:
+        """See `Sender.release`."""
+        with self._released:
+            self._holders.pop(location, None)
+            self._released.notify_all()
+
+    def close(self) -> None:
+        """Free all places; threads that wait or come later get a `DeliveryError`. See `Sender.close`."""
+        with self._released:
+            self._ended = True
+            self._holders.clear()
+            self._released.notify_all()
+
+    @abstractmethod
+    def _choose(self, version: int, nbytes: int, held: Collection[str]) -> str:
+        """Return the location for a version of this size: none of those that are held already."""
+
+    @abstractmethod
+    def _fill(self, location: str, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy the weights to a location that this version holds."""
+
+    @abstractmethod
+    def _views(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        """Return views of what was written to a location that is held."""
+
+    def _holds(self, location: str) -> bool:
+        with self._released:
+            return location in self._holders
+
+    def _check_held(self, location: str) -> None:
+        if not self._holds(location):
+            raise DeliveryError(f"{self._noun} {location} holds nothing")
+
+    def _settled_before(self, version: int, timeout: float) -> bool:
+        """Wait until no version before this one holds a place; return False if that takes longer than `timeout`."""
+        with self._released:
+            done = self._released.wait_for(
+                lambda: self._ended or all(holder >= version for holder, _ in self._holders.values()), timeout
+            )
+            return done and not self._ended
+
+    def _has_room(self) -> bool:
+        return self._ended or len(self._holders) < LIMIT
+
+    def _no_place(self, version: int) -> DeliveryError:
+        if self._ended:
+            return DeliveryError(f"no {self._noun} for version {version}: the {self._owner} is closed")
+        now = time.monotonic()
+        holders = " and ".join(f"version {held} ({now - since:.1f} s)" for held, since in self._holders.values())
+        return DeliveryError(f"no {self._noun} for version {version}: not acknowledged by the engines: {holders}")
 
 
 @runtime_checkable
@@ -224,7 +297,6 @@ class PredictsPlaces(Protocol):
 
         The contents of these views have no meaning yet. The caller only prepares for versions that arrive there.
         """
-        ...
 
 
 @runtime_checkable
@@ -237,11 +309,9 @@ class Relaying(Protocol):
 
         If so, opening it again fetches it from the trainer.
         """
-        ...
 
     def share(self, location: str, version: int) -> None:
         """Offer the version that was opened last, and is proved now, to other engines until the next `open`."""
-        ...
 
 
 @runtime_checkable
@@ -260,4 +330,3 @@ class Growing(Protocol):
         `grown` gets the views that are returned at the end, and the number of bytes from the beginning that are final.
         It is called in the calling thread, the last time with all bytes.
         """
-        ...

@@ -12,24 +12,148 @@ other one. An engine maps both before it serves, because mapping takes longer th
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import uuid
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
 import torch
 
 from headrace.delivery.base import Entry
-from headrace.delivery.device_copies import DeviceCopies
+from headrace.delivery.live import DeviceCopies
 from headrace.delivery.plan import PackingPlan, Views, packed_bytes
-from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
-from headrace.delivery.transports.cuda_memory import allocate, open_handle
-from headrace.delivery.transports.places import LIMIT, PlacedSender
+from headrace.delivery.transports.base import LIMIT, PlacedSender, Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SegmentSource, SharedSegment
 from headrace.errors import ConfigError, DeliveryError
+
+HANDLE_BYTES = 64
+_LAZY_PEER_ACCESS = 1
+_OUT_OF_MEMORY = 2
+
+
+class _Handle(ctypes.Structure):
+    """The driver's CUipcMemHandle, which is passed by value."""
+
+    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
+
+
+_Pointer = ctypes.c_uint64
+_SIGNATURES: dict[str, list[Any]] = {
+    "cuDeviceGet": [ctypes.POINTER(ctypes.c_int), ctypes.c_int],
+    "cuDevicePrimaryCtxRetain": [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int],
+    "cuCtxPushCurrent_v2": [ctypes.c_void_p],
+    "cuCtxPopCurrent_v2": [ctypes.POINTER(ctypes.c_void_p)],
+    "cuMemAlloc_v2": [ctypes.POINTER(_Pointer), ctypes.c_size_t],
+    "cuMemFree_v2": [_Pointer],
+    "cuIpcGetMemHandle": [ctypes.POINTER(_Handle), _Pointer],
+    "cuIpcOpenMemHandle_v2": [ctypes.POINTER(_Pointer), _Handle, ctypes.c_uint],
+    "cuIpcCloseMemHandle": [_Pointer],
+    "cuGetErrorString": [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)],
+}
+
+
+class DriverError(DeliveryError):
+    """A call of the CUDA driver failed."""
+
+    def __init__(self, what: str, code: int) -> None:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        super().__init__(f"{what}: {(text.value or b'unknown error').decode()} (CUDA error {code})")
+        self.code = code
+
+
+def allocate(nbytes: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
+    """Allocate bytes on this GPU; return them with the handle by which another process maps them."""
+    with _context(device):
+        pointer = _Pointer()
+        try:
+            _call("cuMemAlloc_v2", f"{nbytes / 2**20:.0f} MiB on {device}", ctypes.byref(pointer), nbytes)
+        except DriverError as error:
+            if error.code != _OUT_OF_MEMORY:
+                raise
+            # Free the memory that torch caches, then try again.
+            torch.cuda.empty_cache()
+            _call("cuMemAlloc_v2", f"{nbytes / 2**20:.0f} MiB on {device}", ctypes.byref(pointer), nbytes)
+        memory = _tensor(pointer.value, nbytes, device, "cuMemFree_v2")
+        handle = _Handle()
+        _call("cuIpcGetMemHandle", "sharing GPU memory", ctypes.byref(handle), pointer)
+        return memory, bytes(handle)
+
+
+def open_handle(handle: bytes, nbytes: int, device: torch.device) -> torch.Tensor:
+    """Map another process's bytes on this GPU. Raises `DeliveryError` if that process is gone."""
+    if len(handle) != HANDLE_BYTES:
+        raise DeliveryError(f"a handle of GPU memory has {HANDLE_BYTES} bytes, not {len(handle)}")
+    with _context(device):
+        pointer = _Pointer()
+        passed = _Handle.from_buffer_copy(handle)
+        _call("cuIpcOpenMemHandle_v2", "opening shared GPU memory", ctypes.byref(pointer), passed, _LAZY_PEER_ACCESS)
+        return _tensor(pointer.value, nbytes, device, "cuIpcCloseMemHandle")
+
+
+class _Region:
+    """A range of GPU addresses in the form from which torch makes a tensor."""
+
+    def __init__(self, pointer: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (pointer, False), "version": 3}
+
+
+def _tensor(pointer: int, nbytes: int, device: torch.device, end: str) -> torch.Tensor:
+    region = _Region(pointer, nbytes)
+    weakref.finalize(region, _end, end, pointer, device).atexit = False
+    memory = torch.as_tensor(region, device=device)
+    if memory.data_ptr() != pointer:
+        raise DeliveryError(f"torch copied shared memory of {device} instead of looking at it")
+    return memory
+
+
+def _end(function: str, pointer: int, device: torch.device) -> None:
+    with suppress(DriverError), _context(device):  # a driver that is shutting down has freed it already
+        _call(function, "ending shared GPU memory", pointer)
+
+
+@contextmanager
+def _context(device: torch.device) -> Iterator[None]:
+    """Make the CUDA context that torch uses on this GPU current in this thread."""
+    _call("cuCtxPushCurrent_v2", f"using {device}", _primary(device.index))
+    try:
+        yield
+    finally:
+        _driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+@functools.cache
+def _primary(index: int) -> int:
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    ordinal, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuDeviceGet", f"GPU {index}", ctypes.byref(ordinal), index)
+    _call("cuDevicePrimaryCtxRetain", f"GPU {index}", ctypes.byref(context), ordinal.value)
+    assert context.value is not None
+    return context.value
+
+
+def _call(function: str, what: str, *arguments: Any) -> None:
+    if code := getattr(_driver(), function)(*arguments):
+        raise DriverError(what, code)
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise DeliveryError("there is no CUDA driver on this machine") from error
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(driver, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int
+    return driver
+
 
 TICKET_BYTES = 2048
 
@@ -87,45 +211,34 @@ class CudaIpcSender(PlacedSender):
         """Buffers that became too small. They are kept: to free memory that another process has mapped is undefined."""
         self._copies = DeviceCopies(self._device)
 
-    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
-        """Enqueue a copy into a free buffer on the current stream; see `Sender.write`.
-
-        Later changes that the caller makes to its weights on this stream run after the copy.
-        """
-        with self._places.filling(version, partial(self._free, plan.nbytes), self.release) as location:
-            place = self._held[location]
-            place.segment.begin(version)
-            with torch.cuda.device(self._device), torch.no_grad():
-                self._copies.copy(plan.digest, place.views.of(plan.entries), weights)
-                place.written.record(torch.cuda.current_stream(self._device))
-            place.segment.finish(version)
-        return location
-
     def follow(self, location: str) -> None:
         """Make the current stream wait until the buffer is written."""
-        self._holding(location)
-
-    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Return views of the buffer, and make the current stream wait until it is written."""
-        return self._holding(location).views.of(plan.entries)
+        self._check_held(location)
+        torch.cuda.current_stream(self._device).wait_event(self._held[location].written)
 
     def close(self) -> None:
         """Remove the segments; the GPU memory is freed with the last view of it."""
-        self._places.close()
+        super().close()
         self._copies.close()
         places, self._held = self._held, {}
         for place in places.values():
             place.segment.remove()
         self._outgrown.clear()
 
-    def _holding(self, location: str) -> _Place:
-        place = self._held.get(location)
-        if place is None or not self._places.holds(location):
-            raise DeliveryError(f"buffer {location} holds nothing")
-        torch.cuda.current_stream(self._device).wait_event(place.written)
-        return place
+    def _fill(self, location: str, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
+        """Enqueue the copy on the current stream."""
+        place = self._held[location]
+        place.segment.begin(version)
+        with torch.cuda.device(self._device), torch.no_grad():
+            self._copies.copy(plan.digest, place.views.of(plan.entries), weights)
+            place.written.record(torch.cuda.current_stream(self._device))
+        place.segment.finish(version)
 
-    def _free(self, nbytes: int, held: Collection[str]) -> str:
+    def _views(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        self.follow(location)
+        return self._held[location].views.of(plan.entries)
+
+    def _choose(self, version: int, nbytes: int, held: Collection[str]) -> str:
         for location in [location for location in self._held if location not in held]:
             if self._held[location].nbytes >= nbytes:
                 return location

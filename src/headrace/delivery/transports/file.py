@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,8 +18,7 @@ import torch
 
 from headrace.delivery.base import Entry
 from headrace.delivery.plan import PackingPlan, pack, packed_bytes, unpack
-from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
-from headrace.delivery.transports.places import PlacedSender
+from headrace.delivery.transports.base import PlacedSender, Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.storage import opened, stamp_of, storage_at
 from headrace.errors import DeliveryError
 
@@ -59,22 +58,11 @@ class FileSender(PlacedSender):
         self._uploaded: dict[str, torch.Tensor] = {}
         self._files: dict[str, int] = {}
         self._spare: list[torch.Tensor] = []
-        self._closed = False
-
-    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
-        """Copy the weights to memory; see `Sender.write`."""
-        where = self._storage.location_of(version)
-        with self._places.filling(version, lambda held: where, self._places.release) as location:
-            packed = self._buffer(plan.nbytes)
-            pack(packed, plan.entries, weights)
-        with self._lock:
-            self._unwritten[location] = (version, plan, packed)
-        return location
 
     def finish(self, location: str) -> None:
         """Write the file to the disk or the store, and remove files that are too old."""
         with self._lock:
-            if self._closed or location not in self._unwritten:
+            if location not in self._unwritten:
                 raise DeliveryError(f"{location}: nothing to write, or the transport is closed")
             version, plan, packed = self._unwritten.pop(location)
         layout = layout_of(version, plan.entries)
@@ -90,7 +78,7 @@ class FileSender(PlacedSender):
                 self._uploaded[location] = packed
         self._prune()
 
-    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
+    def _views(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
         """Return views of the mapped file; for a store, views of the bytes that were uploaded.
 
         The digest is then that of the uploaded bytes, so an engine notices if the store changed them.
@@ -98,7 +86,7 @@ class FileSender(PlacedSender):
         with self._lock:
             version = self._files.get(location)
             uploaded = self._uploaded.get(location)
-        if version is None or not self._places.holds(location):
+        if version is None:
             raise DeliveryError(f"file {location} holds nothing")
         if uploaded is not None:
             return unpack(uploaded, plan.entries)
@@ -124,23 +112,20 @@ class FileSender(PlacedSender):
 
     def close(self) -> None:
         """Remove every version and the lock."""
-        self._places.close()
+        if self._ended:
+            return
+        super().close()
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
             self._unwritten.clear()
             self._uploaded.clear()
+            self._files.clear()
             self._spare.clear()
             self._storage.remove()
 
     def _prune(self) -> None:
         with self._lock:
-            if self._closed:
-                return
-            newest_first = sorted(self._files, key=self._files.__getitem__, reverse=True)
-            old = newest_first[self._keep :]
-            doomed = {location: self._files.pop(location) for location in old if not self._places.holds(location)}
+            old = sorted(self._files, key=self._files.__getitem__, reverse=True)[self._keep :]
+            doomed = {location: self._files.pop(location) for location in old if not self._holds(location)}
         # Outside the lock, because a store may be slow and the trainer's copy needs the lock.
         for location, version in doomed.items():
             try:
@@ -150,12 +135,16 @@ class FileSender(PlacedSender):
                 with self._lock:
                     self._files[location] = version
 
-    def _buffer(self, nbytes: int) -> torch.Tensor:
+    def _choose(self, version: int, nbytes: int, held: Collection[str]) -> str:
+        return self._storage.location_of(version)
+
+    def _fill(self, location: str, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
-            while self._spare:
-                if len(buffer := self._spare.pop()) == nbytes:
-                    return buffer
-        return torch.empty(nbytes, dtype=torch.uint8)
+            self._spare = [spare for spare in self._spare if len(spare) == plan.nbytes]
+            packed = self._spare.pop() if self._spare else torch.empty(plan.nbytes, dtype=torch.uint8)
+        pack(packed, plan.entries, weights)
+        with self._lock:
+            self._unwritten[location] = (version, plan, packed)
 
 
 class FileSource:
@@ -173,9 +162,14 @@ class FileSource:
         with opened(location) as (file, size, stamp):
             layout = layout_of(version, entries)
             check_header(file, location, size, version, layout)
-            self._read(file, location, layout, entries)
+            nbytes = packed_bytes(entries)
+            if self._buffer is None or len(self._buffer) < nbytes:
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+            memory = self._buffer.numpy().data
+            offsets = {entry.name: entry.offset for entry in entries}
+            for entry in layout.entries:
+                _read_all(file, memory[offsets[entry.name] :][: entry.nbytes], location)
         self._opened = (location, version, stamp)
-        assert self._buffer is not None
         return unpack(self._buffer, entries)
 
     def verify(self, location: str, version: int) -> None:
@@ -188,15 +182,6 @@ class FileSource:
     def close(self) -> None:
         """Release the memory."""
         self._buffer = self._opened = None
-
-    def _read(self, file: BinaryIO, location: str, layout: FileLayout, entries: Sequence[Entry]) -> None:
-        nbytes = packed_bytes(entries)
-        if self._buffer is None or len(self._buffer) < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        memory = self._buffer.numpy().data
-        offsets = {entry.name: entry.offset for entry in entries}
-        for entry in layout.entries:
-            _read_all(file, memory[offsets[entry.name] :][: entry.nbytes], location)
 
 
 def _read_all(file: BinaryIO, target: memoryview, location: str) -> None:

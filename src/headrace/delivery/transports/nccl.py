@@ -8,49 +8,52 @@ the others lose only that one broadcast: every wait has a deadline, and the next
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistNetworkError
 
 from headrace.delivery.plan import PackingPlan, pack, unpack
-from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
+from headrace.delivery.transports.base import LIMIT, PlacedSender, Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.nccl_group import (
     BUCKET_BYTES,
+    POLL_SECONDS,
     BroadcastGroup,
     BroadcastReply,
     BroadcastRequest,
     HeldVersion,
     NcclLocation,
+    NcclSource,
     ProgressWatch,
     connect,
+    encoded,
     exact,
+    first_line,
     key,
+    key_of,
     on_device,
     pieces,
 )
-from headrace.delivery.transports.nccl_source import NcclSource
-from headrace.delivery.transports.places import LIMIT, PlacedSender
 from headrace.delivery.transports.tcp_wire import is_loopback
 from headrace.errors import ConfigError, DeliveryError
 
 HOST = "127.0.0.1"
 """The address to listen on. Broadcasts are neither encrypted nor authenticated, so they never leave this host."""
 _IDLE_SECONDS = 0.1
-_POLL_SECONDS = 0.001
 
 logger = logging.getLogger(__name__)
 
 
-class HeldSnapshot:
+class _Snapshot:
     """One place of a sender: its bytes, the version they hold, and on a GPU the event after which they are written."""
 
     def __init__(self, device: torch.device) -> None:
@@ -73,6 +76,14 @@ class HeldSnapshot:
         if self._packed is not None:
             torch.cuda.current_stream(self.buffer.device).wait_event(self._packed)
         return self.buffer
+
+
+class _Pending(msgspec.Struct):
+    """A request that waits for its broadcast."""
+
+    number: int
+    ask: BroadcastRequest
+    since: float
 
 
 class NcclSender(PlacedSender):
@@ -104,53 +115,39 @@ class NcclSender(PlacedSender):
         self._backend = "nccl" if self._device.type == "cuda" else "gloo"
         if self._backend == "gloo":
             logger.warning("the weights are on the CPU: the nccl transport broadcasts them with gloo")
+        self._receivers = receivers
+        self._bucket_bytes = 0 if per_parameter else bucket_bytes
+        self._joining = joining
         self._patience = patience
         self._changed = threading.Condition()
-        self._snapshots = [HeldSnapshot(self._device) for _ in range(LIMIT)]
+        self._snapshots = [_Snapshot(self._device) for _ in range(LIMIT)]
         self._sequence = 0
-        self._closed = False
         self._store: TCPStore | None = _store(patience)
-        self._locations = [str(NcclLocation(self._backend, HOST, self._store.port, place)) for place in range(LIMIT)]
+        self._address = HOST, self._store.port
+        self._locations = [str(NcclLocation(self._backend, *self._address, place)) for place in range(LIMIT)]
         for place in range(LIMIT):
             self._hold(place, HeldVersion())
-        self._sessions = BroadcastSessions(
-            self._snapshots,
-            self._backend,
-            (HOST, self._store.port),
-            self._device,
-            receivers=receivers,
-            bucket_bytes=0 if per_parameter else bucket_bytes,
-            joining=joining,
-            patience=patience,
-        )
+        # The thread that broadcasts uses the attributes below alone, until it has ended.
+        # A separate stream: on the trainer's, a broadcast would wait for training steps that are already enqueued.
+        self._stream = torch.cuda.Stream(self._device) if self._backend == "nccl" else None  # type: ignore[no-untyped-call]
+        self._line: Any = connect(*self._address, patience)
+        self._session = 0
+        self._read = 0
+        self._pending: list[_Pending] = []
+        self._served: dict[int, set[str]] = {}
+        self._group: BroadcastGroup | None = None
+        self._members: list[str] = []
         self._server = threading.Thread(target=self._serve, name="weights", daemon=True)
         self._server.start()
-
-    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
-        """Copy the weights into a free snapshot; see `Sender.write`."""
-        with self._places.filling(version, self._free, self.release) as location:
-            place = self._locations.index(location)
-            with self._changed:
-                self._sequence += 1
-                held = HeldVersion(version, self._sequence, plan.nbytes)
-                self._hold(place, held)
-            self._snapshots[place].fill(plan, weights)
-        return location
 
     def finish(self, location: str) -> None:
         """Allow engines to request the version."""
         place = self._locations.index(location)
         with self._changed:
-            if not self._places.holds(location):
+            if not self._holds(location):
                 raise DeliveryError(f"snapshot {location} was released, or the transport is closed")
             self._hold(place, msgspec.structs.replace(self._snapshots[place].held, whole=True))
             self._changed.notify_all()
-
-    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Return views of a snapshot that was written and not released."""
-        if not self._places.holds(location):
-            raise DeliveryError(f"snapshot {location} holds nothing")
-        return unpack(self._snapshots[self._locations.index(location)].ready(), plan.entries)
 
     def release(self, location: str) -> None:
         """Stop broadcasting the snapshot and allow it to be overwritten."""
@@ -161,108 +158,55 @@ class NcclSender(PlacedSender):
 
     def close(self) -> None:
         """End the group, and release the port and the memory. A broadcast that is under way fails."""
-        self._places.close()
+        super().close()
         with self._changed:
-            self._closed = True
             self._changed.notify_all()
         self._server.join(4 * self._patience)
         with self._changed:
-            self._sessions.close()
-            self._store = None
-            self._snapshots[:] = [HeldSnapshot(self._device) for _ in range(LIMIT)]
+            self._drop_group()
+            self._line = self._store = None
+            self._snapshots[:] = [_Snapshot(self._device) for _ in range(LIMIT)]
 
-    def _free(self, held: Collection[str]) -> str:
+    def _choose(self, version: int, nbytes: int, held: Collection[str]) -> str:
         return next(location for location in self._locations if location not in held)
+
+    def _fill(self, location: str, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
+        place = self._locations.index(location)
+        with self._changed:
+            self._sequence += 1
+            self._hold(place, HeldVersion(version, self._sequence, plan.nbytes))
+        self._snapshots[place].fill(plan, weights)
+
+    def _views(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        return unpack(self._snapshots[self._locations.index(location)].ready(), plan.entries)
 
     def _hold(self, place: int, held: HeldVersion) -> None:
         self._snapshots[place].held = held
         if self._store is not None:
-            self._store.set(key("held", place), msgspec.json.encode(held).decode())
+            self._store.set(key("held", place), encoded(held))
 
     def _serve(self) -> None:
         while self._armed():
             try:
-                if not self._sessions.serve():
-                    time.sleep(_POLL_SECONDS)
-            except DistNetworkError:
+                if not self._serve_due():
+                    time.sleep(POLL_SECONDS)
+            except dist.DistNetworkError:
                 logger.exception("the store of the nccl transport is gone: no more weights are broadcast")
                 return
             except (DeliveryError, RuntimeError) as error:
-                logger.warning("a broadcast of weights failed: %s", str(error).partition("\n")[0])
-                time.sleep(_POLL_SECONDS)
+                logger.warning("a broadcast of weights failed: %s", first_line(error))
+                time.sleep(POLL_SECONDS)
 
     def _armed(self) -> bool:
         """Wait until there is a version that engines may request; return False if the transport is closed."""
         with self._changed:
-            while not self._closed:
+            while not self._ended:
                 if any(snapshot.held.whole for snapshot in self._snapshots):
                     return True
                 self._changed.wait(_IDLE_SECONDS)
             return False
 
-
-def _store(patience: float) -> TCPStore:
-    """Make the store for requests on a loopback port. A store that opens its own port would listen on every address."""
-    listening = socket.create_server((HOST, 0))
-    port = listening.getsockname()[1]
-    return TCPStore(
-        HOST,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=patience),
-        master_listen_fd=listening.detach(),
-    )
-
-
-class _Pending(msgspec.Struct):
-    """A request that waits for its broadcast."""
-
-    number: int
-    ask: BroadcastRequest
-    since: float
-
-    @property
-    def wanted(self) -> tuple[int, int]:
-        """The wanted place and write; requests for the same can be served together."""
-        return self.ask.place, self.ask.sequence
-
-
-class BroadcastSessions:
-    """The requests and broadcasts of one sender. Used by one thread, except `close`, which is called after it ended."""
-
-    def __init__(
-        self,
-        snapshots: Sequence[HeldSnapshot],
-        backend: str,
-        address: tuple[str, int],
-        device: torch.device,
-        *,
-        receivers: int,
-        bucket_bytes: int,
-        joining: float,
-        patience: float,
-    ) -> None:
-        """Create the sessions; `snapshots` are the sender's places. See `NcclSender` for the other arguments."""
-        self._snapshots = snapshots
-        self._backend = backend
-        self._address = address
-        self._device = device
-        # A separate stream: on the trainer's, a broadcast would wait for training steps that are already enqueued.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._receivers = receivers
-        self._bucket_bytes = bucket_bytes
-        self._joining = joining
-        self._patience = patience
-        self._line: Any = connect(*address, patience)
-        self._session = 0
-        self._read = 0
-        self._pending: list[_Pending] = []
-        self._served: dict[int, set[str]] = {}
-        self._group: BroadcastGroup | None = None
-        self._members: list[str] = []
-
-    def serve(self) -> bool:
+    def _serve_due(self) -> bool:
         """Read new requests and serve those that are due; return False if none are due.
 
         An error of a broadcast is raised; the next call continues with another group.
@@ -272,19 +216,11 @@ class BroadcastSessions:
         if not members:
             return False
         self._pending = [pending for pending in self._pending if pending not in members]
-        served = False
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._drop_group)
             self._broadcast(members)
-            served = True
-        finally:
-            if not served:
-                self._drop_group()
+            undo.pop_all()
         return True
-
-    def close(self) -> None:
-        """End the group and close the connection to the store."""
-        self._drop_group()
-        self._line = None
 
     def _read_questions(self) -> None:
         while self._line.check([key("ask", self._read + 1)]):
@@ -303,7 +239,8 @@ class BroadcastSessions:
         if not self._pending:
             return []
         oldest = self._pending[0]
-        members = [pending for pending in self._pending if pending.wanted == oldest.wanted]
+        # A write has one place, so its number says which requests can be served together.
+        members = [pending for pending in self._pending if pending.ask.sequence == oldest.ask.sequence]
         missing = self._receivers - len(self._served.get(oldest.ask.sequence, ())) - len(members)
         return members if missing <= 0 or time.monotonic() - oldest.since >= self._joining else []
 
@@ -316,10 +253,10 @@ class BroadcastSessions:
         self._session += 1
         names = [pending.ask.receiver for pending in members]
         kept = self._group is not None and sorted(names) == sorted(self._members)
-        if not kept or any(pending.ask.group != self._group_key() for pending in members):
+        if not kept or any(pending.ask.group != key_of(self._group) for pending in members):
             self._drop_group()
             self._members = names
-        group = self._group_key() or f"group-{self._session}"
+        group = key_of(self._group) or f"group-{self._session}"
         for pending in members:
             rank = self._members.index(pending.ask.receiver) + 1
             answer = BroadcastReply(self._session, group, rank, len(members) + 1, self._bucket_bytes)
@@ -346,7 +283,7 @@ class BroadcastSessions:
             if progress.left() < 0:
                 self._line.set(key("begin", self._session), f"{len(absent)} of {members} engines did not join")
                 raise DeliveryError(f"{len(absent)} of {members} engines asked for weights and did not join")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         self._line.set(key("begin", self._session), "yes")
         for rank in ranks:
             self._line.delete_key(key("joined", self._session, rank))
@@ -358,15 +295,26 @@ class BroadcastSessions:
         return "" if held.whole else f"version {ask.version} was released"
 
     def _answer(self, number: int, answer: BroadcastReply) -> None:
-        self._line.set(key("answer", number), msgspec.json.encode(answer).decode())
-
-    def _group_key(self) -> str:
-        return self._group.key if self._group is not None else ""
+        self._line.set(key("answer", number), encoded(answer))
 
     def _drop_group(self) -> None:
         if self._group is not None:
             self._group.abort()
         self._group, self._members = None, []
+
+
+def _store(patience: float) -> TCPStore:
+    """Make the store for requests on a loopback port. A store that opens its own port would listen on every address."""
+    listening = socket.create_server((HOST, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(
+        HOST,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=patience),
+        master_listen_fd=listening.detach(),
+    )
 
 
 class Transport:

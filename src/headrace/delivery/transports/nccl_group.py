@@ -1,9 +1,13 @@
-"""What the two ends of the `nccl` transport share: messages in a key-value store, and a communicator of their own.
+"""An engine's end of the `nccl` transport, and what both ends share: messages in a key-value store, and a communicator.
 
 Every request names the write that it is about, and the pieces of a broadcast are a pure function of the plan, so nobody
 receives bytes of two writes or in another order. Every step has a deadline. The communicator does not touch the
 default process group. Calls that may block inside a library run in a separate thread, which is abandoned when it makes
 no progress. After that, the communicator and the memory passed to it must not be used again.
+
+An engine asks for a version, joins the group that the sender forms, and receives. The received bytes count only if the
+place still holds the same write afterwards. After any failure, the group, the connection to the sender and the memory
+are discarded, so a late broadcast cannot change memory that is in use.
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ import re
 import socket
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -25,7 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from headrace.delivery.base import Entry
-from headrace.delivery.plan import packed_bytes
+from headrace.delivery.plan import packed_bytes, unpack
 from headrace.delivery.transports.tcp_wire import is_loopback
 from headrace.errors import DeliveryError
 
@@ -33,7 +39,9 @@ BUCKET_BYTES = 64 << 20
 """The bytes of one broadcast call."""
 WINDOW = 2
 """The number of broadcasts in flight: the next is enqueued before the previous one is done."""
-POLL_SECONDS = 0.0002
+POLL_SECONDS = 0.001
+"""The pause between two looks into the store."""
+_WORK_POLL_SECONDS = 0.0002
 _LOCATION = re.compile(r"(nccl|gloo)://([0-9.]+):(\d+)/(\d+)")
 _GRACE_SECONDS = 1.0
 _ABORT_SECONDS = 5.0
@@ -150,27 +158,19 @@ def bounded(work: Callable[[], T], progress: ProgressWatch) -> T:
 
     If there is no progress in time, the thread is abandoned and `DeliveryError` is raised.
     """
-    results: list[T] = []
-    failures: list[Exception] = []
-    done = threading.Event()
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            outcome.set_result(work())
         except (RuntimeError, ValueError, DeliveryError) as error:
-            failures.append(error)
-        finally:
-            done.set()
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="broadcast", daemon=True)
-    thread.start()
-    while not done.wait(max(0.0, progress.left() + _GRACE_SECONDS)):
+    threading.Thread(target=run, name="broadcast", daemon=True).start()
+    while not wait([outcome], max(0.0, progress.left() + _GRACE_SECONDS)).done:
         # `work` checks the deadline too, unless it hangs in a library.
         progress.check(_GRACE_SECONDS)
-    thread.join()
-    if failures:
-        raise failures[0]
-    return results[0]
+    return outcome.result()
 
 
 def connect(host: str, port: int, patience: float) -> TCPStore:
@@ -255,7 +255,7 @@ class BroadcastGroup:
 def _finish(work: Any, progress: ProgressWatch) -> None:
     while not work.is_completed():
         progress.check()
-        time.sleep(POLL_SECONDS)
+        time.sleep(_WORK_POLL_SECONDS)
     work.wait()
     progress.made()
 
@@ -301,3 +301,133 @@ def on_device(device: torch.device, stream: torch.cuda.Stream | None) -> Iterato
         return
     with torch.cuda.device(device), torch.cuda.stream(stream):
         yield
+
+
+def encoded(message: msgspec.Struct) -> str:
+    """Return a message as it is kept in the store."""
+    return msgspec.json.encode(message).decode()
+
+
+def first_line(error: Exception) -> str:
+    """Return the reason of an error; libraries add a stack after it."""
+    return str(error).partition("\n")[0]
+
+
+def key_of(group: BroadcastGroup | None) -> str:
+    """Return the key of a group; an empty string if there is none."""
+    return group.key if group is not None else ""
+
+
+class NcclSource:
+    """An engine's end: one connection to the sender, one group, and one buffer of its own."""
+
+    private = True
+
+    def __init__(self, *, device: torch.device | str = "cpu", patience: float = 10.0) -> None:
+        """Create a source; `patience` is the longest wait for the group or for one bucket, in seconds."""
+        self._device = exact(device)
+        self._patience = patience
+        self._name = uuid.uuid4().hex
+        self._line: tuple[str, int, TCPStore] | None = None
+        self._group: BroadcastGroup | None = None
+        self._buffer: torch.Tensor | None = None
+        self._complete: tuple[str, int, int] | None = None
+
+    def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
+        """Take part in a broadcast of the version; see `Source.open`."""
+        self._complete = None
+        place = parse_location(location)
+        if (place.backend == "nccl") != (self._device.type == "cuda"):
+            raise DeliveryError(f"{location} cannot be received on {self._device}")
+        with self._all_or_nothing(place):
+            line = self._connected(place)
+            held = _held(line, place, version)
+            nbytes = packed_bytes(entries)
+            if held.nbytes != nbytes:
+                raise DeliveryError(f"version {version} at {location} has {held.nbytes} bytes, not {nbytes}")
+            answer = self._invited(
+                line, BroadcastRequest(self._name, place.place, version, held.sequence, key_of(self._group))
+            )
+            group = self._joined(line, place, answer)
+            if self._buffer is None or len(self._buffer) < nbytes:
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            group.broadcast(answer.session, self._buffer, pieces(entries, answer.bucket_bytes))
+            self._complete = (location, version, held.sequence)
+            return unpack(self._buffer, entries)
+
+    def verify(self, location: str, version: int) -> None:
+        """Check in the sender's store that the place still holds what was broadcast."""
+        if self._complete is None or self._complete[:2] != (location, version):
+            raise DeliveryError(f"version {version} was not received from {location}")
+        place = parse_location(location)
+        with self._all_or_nothing(place):
+            if _held(self._connected(place), place, version).sequence != self._complete[2]:
+                raise DeliveryError(f"{location} was written again while version {version} was received")
+
+    def close(self) -> None:
+        """Leave the group, close the connection and release the memory."""
+        if self._group is not None:
+            self._group.abort()
+        self._line = self._group = self._buffer = self._complete = None
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self, place: NcclLocation) -> Iterator[None]:
+        whole = False
+        try:
+            yield
+            whole = True
+        except dist.DistNetworkError as error:
+            raise DeliveryError(f"the sender at {place.host}:{place.port} is gone") from error
+        except RuntimeError as error:
+            raise DeliveryError(f"the broadcast from {place} failed: {first_line(error)}") from error
+        finally:
+            if not whole:
+                self.close()
+
+    def _connected(self, place: NcclLocation) -> TCPStore:
+        if self._line is None or self._line[:2] != (place.host, place.port):
+            self.close()
+            self._line = (place.host, place.port, connect(place.host, place.port, self._patience))
+        return self._line[2]
+
+    def _invited(self, line: TCPStore, ask: BroadcastRequest) -> BroadcastReply:
+        number = line.add(key("asks"), 1)
+        line.set(key("ask", number), encoded(ask))
+        # Twice the patience, because the sender may be busy with a broadcast that fails.
+        said = self._await(line, key("answer", number), 2 * self._patience)
+        line.delete_key(key("answer", number))
+        answer = msgspec.json.decode(said, type=BroadcastReply)
+        if answer.refusal:
+            raise DeliveryError(f"the sender refused: {answer.refusal}")
+        return answer
+
+    def _joined(self, line: TCPStore, place: NcclLocation, answer: BroadcastReply) -> BroadcastGroup:
+        line.set(key("joined", answer.session, answer.rank), "yes")
+        if (said := self._await(line, key("begin", answer.session), self._patience).decode()) != "yes":
+            raise DeliveryError(f"broadcast {answer.session} was called off: {said}")
+        if self._group is None or self._group.key != answer.group:
+            if self._group is not None:
+                self._group.abort()
+                self._group = None
+            address = (place.host, place.port)
+            self._group = BroadcastGroup(
+                answer.group, place.backend, address, answer.rank, answer.size, self._device, self._patience
+            )
+        return self._group
+
+    def _await(self, line: TCPStore, awaited: str, patience: float) -> bytes:
+        # Polled, because a wait inside the store writes to the log when it times out.
+        progress = ProgressWatch(patience, "waiting for the sender of weights")
+        while not line.check([awaited]):
+            progress.check()
+            time.sleep(POLL_SECONDS)
+        return bytes(line.get(awaited))
+
+
+def _held(line: TCPStore, place: NcclLocation, version: int) -> HeldVersion:
+    held = msgspec.json.decode(line.get(key("held", place.place)), type=HeldVersion)
+    if held.version != version:
+        raise DeliveryError(f"{place} holds version {held.version}, not {version}: it was used again")
+    if not held.whole:
+        raise DeliveryError(f"version {version} at {place} was released, or is not written to its end")
+    return held

@@ -75,11 +75,10 @@ class SharedSegment:
     @classmethod
     def _create_in(cls, directory: Path, run_id: str, nbytes: int) -> SharedSegment:
         marked = re.sub(r"[^A-Za-z0-9_.-]", "_", run_id)[:64] or "run"
-        for number in _numbers:
+        while True:
             # A name that exists was left by a dead process with the same pid; a sweep will remove it.
             with contextlib.suppress(FileExistsError):
-                return cls(directory / f"headrace-{marked}-{os.getpid()}-{number}", nbytes)
-        raise AssertionError("numbers end")
+                return cls(directory / f"headrace-{marked}-{os.getpid()}-{next(_numbers)}", nbytes)
 
     def begin(self, version: int) -> None:
         """Mark the segment as incomplete, before this version is written."""

@@ -7,7 +7,6 @@ before and after its copy. A location is the path of a segment.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,10 +14,8 @@ import torch
 from headrace.delivery.base import Entry
 from headrace.delivery.copying import copy_all
 from headrace.delivery.plan import PackingPlan, Views, packed_bytes
-from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
-from headrace.delivery.transports.places import PlacedSender
+from headrace.delivery.transports.base import PlacedSender, Sender, SenderSettings, Source, SourceSettings
 from headrace.delivery.transports.segments import HEADER_BYTES, MappedSegment, SegmentSource, SharedSegment
-from headrace.errors import DeliveryError
 
 
 class ShmSender(PlacedSender):
@@ -30,45 +27,36 @@ class ShmSender(PlacedSender):
         super().__init__("segment")
         self._run_id = run_id
         self._segments: dict[str, SharedSegment] = {}
-        self._views: dict[str, Views] = {}
-
-    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
-        """Copy the weights into a free segment; see `Sender.write`."""
-        choose = partial(self._free_segment, plan.nbytes)
-        with self._places.filling(version, choose, self.release) as location:
-            segment = self._segments[location]
-            segment.begin(version)
-            with torch.no_grad():
-                copy_all(self._views[location].of(plan.entries), weights)
-            segment.finish(version)
-        return location
-
-    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Return views of a segment that was written and not released."""
-        views = self._views.get(location)
-        if views is None or not self._places.holds(location):
-            raise DeliveryError(f"segment {location} holds nothing")
-        return views.of(plan.entries)
+        self._memory: dict[str, Views] = {}
 
     def close(self) -> None:
         """Remove the segments; a `wait` that is under way raises `DeliveryError`."""
-        self._places.close()
+        super().close()
         # The views go first, because a mapping lasts as long as its last view.
-        self._views.clear()
+        self._memory.clear()
         segments, self._segments = self._segments, {}
         for segment in segments.values():
             segment.remove()
 
-    def _free_segment(self, nbytes: int, held: Collection[str]) -> str:
+    def _fill(self, location: str, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> None:
+        segment = self._segments[location]
+        segment.begin(version)
+        copy_all(self._memory[location].of(plan.entries), weights)
+        segment.finish(version)
+
+    def _views(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
+        return self._memory[location].of(plan.entries)
+
+    def _choose(self, version: int, nbytes: int, held: Collection[str]) -> str:
         for location in [location for location in self._segments if location not in held]:
             if self._segments[location].nbytes == nbytes:
                 return location
             # A segment is never resized: a reader that has it mapped would be killed when it reads past the end.
-            del self._views[location]
+            del self._memory[location]
             self._segments.pop(location).remove()
         segment = SharedSegment.create(self._run_id, nbytes)
         self._segments[str(segment.path)] = segment
-        self._views[str(segment.path)] = Views(_payload(segment.buffer))
+        self._memory[str(segment.path)] = Views(_payload(segment.buffer))
         return str(segment.path)
 
 

@@ -76,7 +76,7 @@ class Storage(ABC):
 def storage_at(directory: Path | str, owner: str) -> Storage:
     """Open the storage at this path or URL; `owner` is the name of the run, which stores without locks record."""
     if is_url(directory):
-        return ObjectFolder(str(directory), owner)
+        return _ObjectFolder(str(directory), owner)
     return Directory(Path(directory).absolute())
 
 
@@ -86,19 +86,18 @@ def sweep_storage(directory: Path | str, owner: str) -> bool:
     Returns False if there is nothing, if the writer is alive or of another run, or if the storage cannot be reached.
     """
     try:
-        left = _marked(str(directory)) if is_url(directory) else (Path(directory) / LOCK).exists()
+        if is_url(directory):
+            store, path = connect(str(directory))
+            with _as_delivery_errors(f"{directory} cannot be swept"):
+                store.invalidate_cache()
+                left = bool(store.exists(f"{path.rstrip('/')}/{MARKER}"))
+        else:
+            left = (Path(directory) / LOCK).exists()
         if left:
             storage_at(directory, owner).remove()
         return left
     except (DeliveryError, ConfigError):
         return False
-
-
-def _marked(url: str) -> bool:
-    store, path = connect(url)
-    with _as_delivery_errors(f"{url} cannot be swept"):
-        store.invalidate_cache()
-        return bool(store.exists(f"{path.rstrip('/')}/{MARKER}"))
 
 
 @contextlib.contextmanager
@@ -217,14 +216,14 @@ class Directory(Storage):
             self.path.rmdir()
 
 
-class Marker(msgspec.Struct, frozen=True):
+class _Marker(msgspec.Struct, frozen=True):
     """The content of the marker file: the run that publishes in a folder, and a random token of its trainer."""
 
     owner: str
     token: str
 
 
-class ObjectFolder(Storage):
+class _ObjectFolder(Storage):
     """A folder of versions. It holds the writer's marker from `__init__` to `remove`; see `Storage`."""
 
     mounted = False
@@ -232,7 +231,7 @@ class ObjectFolder(Storage):
     def __init__(self, url: str, owner: str) -> None:
         super().__init__(url.rstrip("/"))
         self._store, self._path = connect(self._root)
-        self._marker = Marker(owner, secrets.token_hex(8))
+        self._marker = _Marker(owner, secrets.token_hex(8))
         with _as_delivery_errors(f"weights cannot be published in {url}"):
             held = self._held()
             if held is not None and held.owner != owner:
@@ -246,10 +245,11 @@ class ObjectFolder(Storage):
 
     def write(self, location: str, chunks: Iterable[memoryview]) -> None:
         """Upload the file under another name, then move it; the version appears at once if moves are atomic there."""
-        path = f"{self._path}/{location.rsplit('/', 1)[1]}"
+        path = self._in_store(location)
         partial = f"{path}.partial"
         with _as_delivery_errors(f"{location} cannot be written"), contextlib.ExitStack() as undo:
-            self._check_marker()
+            if self._held() != self._marker:
+                raise DeliveryError(f"another trainer publishes weights in {self._root}")
             undo.callback(self._delete, partial)
             with self._store.open(partial, "wb") as file:
                 for chunk in chunks:
@@ -259,9 +259,8 @@ class ObjectFolder(Storage):
             undo.pop_all()
 
     def delete(self, location: str) -> None:
-        """Remove a version's file; it is no error if the file is gone."""
         with _as_delivery_errors(f"{location} cannot be removed"):
-            self._delete(f"{self._path}/{location.rsplit('/', 1)[1]}")
+            self._delete(self._in_store(location))
 
     def remove(self) -> None:
         """Remove all versions and the marker; if another trainer took over the folder, remove nothing."""
@@ -273,20 +272,19 @@ class ObjectFolder(Storage):
                     with contextlib.suppress(OSError):
                         self._store.rmdir(self._path)
 
-    def _held(self) -> Marker | None:
+    def _in_store(self, location: str) -> str:
+        return f"{self._path}/{location.rsplit('/', 1)[1]}"
+
+    def _held(self) -> _Marker | None:
         self._store.invalidate_cache()
         try:
             content = self._store.cat_file(f"{self._path}/{MARKER}")
         except FileNotFoundError:
             return None
         try:
-            return msgspec.json.decode(content, type=Marker)
+            return msgspec.json.decode(content, type=_Marker)
         except msgspec.DecodeError as error:
             raise DeliveryError(f"{self._root}/{MARKER} is not a marker of ours") from error
-
-    def _check_marker(self) -> None:
-        if self._held() != self._marker:
-            raise DeliveryError(f"another trainer publishes weights in {self._root}")
 
     def _clear(self) -> None:
         self._store.invalidate_cache()

@@ -1,189 +1,269 @@
-"""The trainer's end of the `tcp` transport: it serves byte ranges of two snapshots in memory to any number of engines.
+"""The `tcp` transport, and an engine's end of it, which requests a few buckets at a time and receives them in place.
 
-A snapshot is not overwritten before it is released, and every reply names the write that its bytes come from. If there
-are many engines, they fetch in a tree: the trainer serves FAN_OUT engines, and each engine that has the version serves
-FAN_OUT others. The trainer serves every engine that asks it for bytes, whatever the tree says.
+Every wait has a deadline. A broken connection is made again, and only the missing buckets are requested again; a later
+`open` of the same version does the same. A server that is gone raises an error within about a second. If there are many
+engines, an engine may fetch from another one; whatever goes wrong there, the bytes then come from the trainer.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Collection, Mapping
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from headrace.delivery.copying import copy_all
-from headrace.delivery.plan import PackingPlan, Views
+from headrace.delivery.base import Entry
+from headrace.delivery.plan import Views, packed_bytes
 from headrace.delivery.transports.base import Sender, SenderSettings, Source, SourceSettings
-from headrace.delivery.transports.keys import read_keys
-from headrace.delivery.transports.places import LIMIT, PlacedSender
-from headrace.delivery.transports.tcp_server import HeldBytes, ServedMemory, WeightServer
-from headrace.delivery.transports.tcp_source import TcpSource
-from headrace.delivery.transports.tcp_wire import MemorySlice, ReadReply, ReadRequest, is_loopback
-from headrace.errors import ConfigError, DeliveryError
+from headrace.delivery.transports.tcp_paths import Connection, Into, connect
+from headrace.delivery.transports.tcp_server import Relay, TcpSender
+from headrace.delivery.transports.tcp_wire import BUCKET_BYTES, ReadReply, ReadRequest, TcpLocation, parse_location
+from headrace.errors import DeliveryError
 
-FAN_OUT = 2
-"""How many engines each parent serves. A level of the tree takes FAN_OUT copies, and the number of levels is the
-logarithm of the number of engines to this base. So 2 and 3 are the fastest, and 2 sends least from the trainer."""
-TREE_ABOVE = 2 * FAN_OUT
-"""Up to this many engines all fetch from the trainer, because a second level would not serve so few any sooner."""
-SILENCE = 10.0
-"""After this many seconds of silence, an engine that fetches is no longer waited for."""
+WINDOW = 4
+"""The number of buckets in flight: enough that the connection never waits for a request."""
+RESUMES = 6
+"""After this many broken connections and failed attempts in a row, the server is considered dead."""
+RELAY_PATIENCE = 3.0
+"""The longest wait for one bucket from another engine. It is short, because the trainer has the bucket too."""
+PARENT_SECONDS = 120.0
+"""The longest wait until another engine has the version; after that it is fetched from the trainer."""
+_ASK_AGAIN = 0.02
+_SIGN_OF_LIFE = 1.0
+"""How often an engine that fetches tells the trainer that it is still alive."""
 
-TRAINER = ""
-"""The trainer as a parent; it is always available."""
+logger = logging.getLogger(__name__)
 
-
-class _Snapshot(HeldBytes):
-    """One place of the sender, and the tree of the engines that fetch its version."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hold(0)
-        self.tree = Tree()
-
-    def hold(self, nbytes: int) -> None:
-        """Replace the memory by memory of this size."""
-        self._memory = ServedMemory(nbytes)
-        self.buffer = self._memory.bytes
-        self.views = Views(self.buffer)
-
-    def payload(self, start: int, stop: int) -> MemorySlice:
-        """Return the bytes in place; the slice keeps the memory alive, and `sequence` shows if it was overwritten."""
-        return self._memory.part(start, stop)
+Grown = Callable[[Mapping[str, torch.Tensor], int], None]
 
 
-class TcpSender(PlacedSender, WeightServer):
-    """The trainer's end, a server that runs from its creation until `close`."""
+class _Fetch:
+    """The progress of fetching one version into memory."""
 
-    name = "tcp"
+    def __init__(self, location: str, version: int, memory: memoryview) -> None:
+        self.key = (location, version, len(memory))
+        self.trainer = parse_location(location)
+        self.memory = memory
+        self.sequence: int | None = None
+        self.missing = deque(range(0, len(memory), BUCKET_BYTES))
+        self.relay = ""
+        """The location of the relay that some of the bytes came from; empty if all came from the trainer."""
 
-    def __init__(self, *, bind: str = "127.0.0.1", keys: Path | None = None, receivers: int = 1) -> None:
-        """Start the server on `bind`, an address of this host.
+    def check(self, answer: ReadReply) -> None:
+        """Raise `_Refused` unless the reply is about the same write as all others, and about as many bytes."""
+        location, version, nbytes = self.key
+        if self.sequence is None:
+            self.sequence = answer.sequence
+        if answer.sequence != self.sequence:
+            raise _Refused(f"{location} was written again while version {version} was fetched")
+        if answer.nbytes != nbytes:
+            raise _Refused(f"version {version} at {location} has {answer.nbytes} bytes, not {nbytes}")
 
-        If that is not loopback, `keys` must be the file with the keys of the run. `receivers` is the number of engines
-        that fetch each version; more than `TREE_ABOVE` engines form a tree.
-        """
-        self.sent_bytes = 0
-        """The bytes of weights that this sender has sent since it was made."""
-        PlacedSender.__init__(self, "snapshot")
-        self._snapshots = [_Snapshot() for _ in range(LIMIT)]
-        self._sequence = 0
-        run_keys = None if is_loopback(bind) else read_keys(keys)
+    def room(self, answer: ReadReply, nbytes: int) -> memoryview:
+        """Return the memory for the bytes of this reply; raises unless they are a missing bucket."""
+        self.check(answer)
+        stop = min(len(self.memory), answer.start + BUCKET_BYTES)
+        if answer.stop != stop or nbytes != stop - answer.start or answer.start not in self.missing:
+            raise _Refused(f"{self.key[0]} sent {nbytes} bytes that were not asked for")
+        return self.memory[answer.start : stop]
+
+
+class TcpSource:
+    """An engine's end: one connection, memory of its own, and a relay once it shares versions with others."""
+
+    private = True
+
+    def __init__(self, *, keys: Path | None = None, patience: float = 10.0) -> None:
+        """Create a source; `patience` is the longest wait for one bucket from the trainer, in seconds."""
+        self._keys = keys
+        self._patience = patience
+        self._name = uuid.uuid4().hex
+        self._line: Connection | None = None
+        self._memory = Views(torch.empty(0, dtype=torch.uint8))
+        self._fetch: _Fetch | None = None
+        self._complete: _Fetch | None = None
+        self._suspect: _Fetch | None = None
+        self.relay: Relay | None = None
+        """The server from which other engines fetch versions of this one; None until the first version is shared."""
+        self._ticket = 0
+
+    @property
+    def relayed(self) -> bool:
+        """Whether the version that was opened last came from another engine and is not proved yet."""
+        return self._suspect is not None
+
+    def open(self, location: str, version: int, entries: Sequence[Entry]) -> dict[str, torch.Tensor]:
+        """Fetch the version; see `Source.open`. If it was relayed before and not proved, fetch it from the trainer."""
+        return self.open_growing(location, version, entries, lambda weights, nbytes: None)
+
+    def open_growing(
+        self, location: str, version: int, entries: Sequence[Entry], grown: Grown
+    ) -> dict[str, torch.Tensor]:
+        """Fetch the version and report progress; see `Growing.open_growing`."""
+        nbytes = packed_bytes(entries)
+        if self.relay is not None:
+            self.relay.withdraw()
+        suspect, self._complete, self._suspect = self._suspect, None, None
+        # Buckets of a failed attempt are used again. A completed fetch is not: its digest may have been wrong.
+        if self._fetch is None or self._fetch.key != (location, version, nbytes):
+            if len(self._memory.packed) < nbytes:
+                self._memory = Views(torch.empty(nbytes, dtype=torch.uint8))
+            self._fetch = _Fetch(location, version, self._memory.packed.numpy().data[:nbytes])
+        distrusted = suspect.relay if suspect is not None and suspect.key == self._fetch.key else ""
+        weights = self._memory.of(entries)
         try:
-            WeightServer.__init__(self, self._snapshots, bind, run_keys)
-        except OSError as error:
-            raise ConfigError(f"[delivery] bind: cannot listen on {bind}: {error.strerror}") from error
-        tree = receivers > TREE_ABOVE
-        self._locations = [str(self._server.location(place, tree=tree)) for place in range(LIMIT)]
+            self._bring(self._fetch, distrusted, partial(grown, weights))
+        except _Refused:
+            self._fetch = None
+            raise
+        self._complete, self._fetch = self._fetch, None
+        self._suspect = self._complete if self._complete.relay else None
+        return weights
 
-    def write(self, version: int, plan: PackingPlan, weights: Mapping[str, torch.Tensor]) -> str:
-        """Copy the weights into a free snapshot; see `Sender.write`."""
-        with self._places.filling(version, self._free, self.release) as location:
-            place = self._at(location)
-            with self._lock:
-                self._sequence += 1
-                place.whole, place.version, place.sequence = False, version, self._sequence
-                place.tree = Tree()
-                if len(place.buffer) != plan.nbytes:
-                    place.hold(plan.nbytes)
-            with torch.no_grad():
-                copy_all(place.views.of(plan.entries), weights)
-            with self._lock:
-                place.whole = True
-        return location
+    def verify(self, location: str, version: int) -> None:
+        """Ask the trainer whether the place still holds the same write of this version."""
+        if self._complete is None or self._complete.key[:2] != (location, version):
+            raise DeliveryError(f"version {version} was not fetched from {location}")
+        if self._told(self._complete).sequence != self._complete.sequence:
+            raise DeliveryError(f"{location} was written again while version {version} was fetched")
 
-    def snapshot(self, location: str, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Return views of a snapshot that was written and not released."""
-        if not self._places.holds(location):
-            raise DeliveryError(f"snapshot {location} holds nothing")
-        return self._at(location).views.of(plan.entries)
-
-    def release(self, location: str) -> None:
-        """Stop serving the snapshot and allow it to be overwritten."""
-        with self._lock:
-            self._at(location).whole = False
-        super().release(location)
+    def share(self, location: str, version: int) -> None:
+        """Offer the version that was opened last, and is proved now, to other engines, if the trainer wants a tree."""
+        done = self._complete
+        self._suspect = None
+        if done is None or done.key[:2] != (location, version) or not done.trainer.tree:
+            return
+        assert done.sequence is not None
+        try:
+            self.relay = self.relay or Relay(done.trainer, self._keys)
+            self.relay.serve(version, done.sequence, self._memory.packed[: done.key[2]])
+            # The reply is not awaited. If the offer is lost, nobody fetches from here, which does no harm.
+            line = self._connected(done.trainer)
+            line.send(ReadRequest(0, done.trainer.place, version, 0, 0, self._name, offer=self.relay.location))
+        except DeliveryError as error:
+            logger.warning("version %d is not handed on to other engines: %s", version, error)
 
     def close(self) -> None:
-        """Stop serving, and release the port and the memory."""
-        self._places.close()
-        self._server.close()
-        self._snapshots[:] = [_Snapshot() for _ in range(LIMIT)]
+        """Close the connection and the relay, and release the memory."""
+        if self.relay is not None:
+            self.relay.close()
+            self.relay = None
+        self._disconnect()
+        self._memory = Views(torch.empty(0, dtype=torch.uint8))
+        self._fetch = self._complete = self._suspect = None
 
-    def _header(self, held: HeldBytes, ask: ReadRequest) -> ReadReply:
-        """See `WeightServer._header`. In a tree, the reply also says from whom to fetch."""
-        self.sent_bytes += ask.stop - ask.start
-        parent: str | None = TRAINER
-        if ask.engine:
-            assert isinstance(held, _Snapshot)
-            if ask.offer:
-                held.tree.offered(ask.engine, ask.offer)
-            if ask.lost:
-                held.tree.lost(ask.lost)
-            parent = held.tree.parent_of(ask.engine, time.monotonic())
-        size = len(held.buffer)
-        return ReadReply(
-            ask.ticket, ask.start, ask.stop, held.sequence, size, parent=parent or TRAINER, wait=parent is None
-        )
+    def _bring(self, fetch: _Fetch, distrusted: str, grown: Callable[[int], None]) -> None:
+        """Fetch all missing buckets from the parent that the trainer names; if that fails, from the trainer itself."""
+        version = fetch.key[1]
+        if distrusted:
+            logger.warning("version %d was wrong as %s sent it: it is fetched from the trainer", version, distrusted)
+        parent = self._parent(fetch, distrusted) if fetch.trainer.tree else ""
+        if parent and not distrusted:
+            try:
+                relay = parse_location(parent)
+                if relay.encrypted != fetch.trainer.encrypted:
+                    raise DeliveryError(f"{parent} is not encrypted as the trainer is")
+                with closing(connect(relay, self._keys)) as line:
+                    fetch.relay = parent
+                    self._pull(fetch, line, relay.place, RELAY_PATIENCE, grown)
+            except DeliveryError as error:
+                logger.warning("version %d does not come from its relay, but from the trainer: %s", version, error)
+                self._parent(fetch, parent)
+        self._pull(fetch, self._connected(fetch.trainer), fetch.trainer.place, self._patience, grown)
 
-    def _at(self, location: str) -> _Snapshot:
-        return self._snapshots[self._locations.index(location)]
+    def _parent(self, fetch: _Fetch, lost: str) -> str:
+        """Ask the trainer whom to fetch from, and take the expected `sequence` from its reply.
 
-    def _free(self, held: Collection[str]) -> str:
-        return next(location for location in self._locations if location not in held)
-
-
-class Tree:
-    """The tree in which engines fetch one version, which grows with every request. Used by one thread at a time.
-
-    The tree is pure arithmetic over the engines' requests in the order of their arrival. An engine has no position in
-    the tree before it asks, so a slow, late or dead engine delays only the engines that already fetch from it, and
-    these can turn to the trainer. Only an engine that has the whole version, proved by the manifest's digest, becomes a
-    parent.
-    """
-
-    def __init__(self, fan_out: int = FAN_OUT) -> None:
-        self._fan_out = fan_out
-        self._parents: dict[str, str] = {}
-        self._offers: dict[str, str] = {}
-        self._seen: dict[str, float] = {}
-
-    def parent_of(self, engine: str, now: float) -> str | None:
-        """Return where this engine fetches: `TRAINER`, the location of another engine's offer, or None for "ask again".
-
-        An engine that asks again keeps its parent, unless the parent was lost; then it gets the trainer.
+        `lost` is a relay that failed; the trainer then sends nobody else there.
         """
-        self._seen[engine] = now
-        known = self._parents.get(engine)
-        if known is not None and (known == TRAINER or known in self._offers):
-            return known
-        found = TRAINER if known is not None else self._room()
-        if found is None and not self._under_way(now):
-            found = TRAINER
-        if found is not None:
-            self._parents[engine] = found
-        return found
+        deadline = time.monotonic() + PARENT_SECONDS
+        while True:
+            answer = self._told(fetch, engine=self._name, lost=lost)
+            fetch.check(answer)
+            if not answer.wait or time.monotonic() > deadline:
+                return answer.parent
+            time.sleep(_ASK_AGAIN)
 
-    def offered(self, engine: str, location: str) -> None:
-        """Record that this engine has the version and serves it at this location."""
-        self._offers[location] = engine
+    def _pull(self, fetch: _Fetch, line: Connection, place: int, patience: float, grown: Callable[[int], None]) -> None:
+        """Fetch all missing buckets from one server; `grown` gets the number of bytes that arrived without a gap."""
+        _, version, nbytes = fetch.key
+        asked: set[int] = set()
+        broken = 0
+        self._ticket += 1
+        told = time.monotonic()
+        grown(fetch.missing[0] if fetch.missing else nbytes)
+        while fetch.missing:
+            for start in fetch.missing:
+                if len(asked) >= WINDOW:
+                    break
+                if start not in asked:
+                    line.send(ReadRequest(self._ticket, place, version, start, min(nbytes, start + BUCKET_BYTES)))
+                    asked.add(start)
+            if time.monotonic() - told > _SIGN_OF_LIFE:
+                told = time.monotonic()
+                if fetch.trainer.tree and self._line is not None:
+                    # Other engines may wait for this engine's copy, so the trainer must know that it still fetches.
+                    self._line.send(ReadRequest(0, fetch.trainer.place, version, 0, 0, self._name))
+            answer = self._awaited(line, patience, fetch.room)
+            if answer is None:
+                broken += 1
+                if broken > RESUMES:
+                    if line is self._line:
+                        self._disconnect()
+                    raise DeliveryError(f"the server at {line.endpoint} is gone")
+                asked.clear()
+                self._ticket += 1
+                continue
+            broken = 0
+            fetch.missing.remove(answer.start)
+            asked.discard(answer.start)
+            grown(fetch.missing[0] if fetch.missing else nbytes)
 
-    def lost(self, location: str) -> None:
-        """Remove an offer that failed or was wrong, so that nobody else is sent there."""
-        self._offers.pop(location, None)
+    def _told(self, fetch: _Fetch, *, engine: str = "", lost: str = "") -> ReadReply:
+        """Send a request without bytes to the trainer and return its reply."""
+        line = self._connected(fetch.trainer)
+        for _ in range(RESUMES):
+            self._ticket += 1
+            line.send(ReadRequest(self._ticket, fetch.trainer.place, fetch.key[1], 0, 0, engine, lost=lost))
+            answer = self._awaited(line, self._patience)
+            if answer is not None:
+                return answer
+        self._disconnect()
+        raise DeliveryError(f"the server at {line.endpoint} is gone")
 
-    def _room(self) -> str | None:
-        children = [*self._parents.values()]
-        # The trainer comes first, then the engine with the fewest children; of several, the one that offered first.
-        free = [at for at in (TRAINER, *self._offers) if children.count(at) < self._fan_out]
-        return TRAINER if TRAINER in free else min(free, key=children.count, default=None)
+    def _awaited(self, line: Connection, patience: float, into: Into = lambda answer, nbytes: None) -> ReadReply | None:
+        """Return the next reply with the current ticket; replies to requests that were given up are dropped."""
 
-    def _under_way(self, now: float) -> bool:
-        """Return whether an engine that fetches now may still become a parent."""
-        arrived = set(self._offers.values())
-        return any(engine not in arrived and now - self._seen[engine] < SILENCE for engine in self._parents)
+        def wanted(answer: ReadReply, nbytes: int) -> memoryview | None:
+            return into(answer, nbytes) if answer.ticket == self._ticket and not answer.refusal else None
+
+        deadline = time.monotonic() + patience
+        while (left := deadline - time.monotonic()) > 0:
+            answer = line.receive(left, wanted)
+            if answer is None or answer.ticket == self._ticket:
+                if answer is not None and answer.refusal:
+                    raise _Refused(f"the server at {line.endpoint} refused: {answer.refusal}")
+                return answer
+        raise DeliveryError(f"the server at {line.endpoint} said nothing of use for {patience:.3g} s")
+
+    def _connected(self, location: TcpLocation) -> Connection:
+        if self._line is not None and self._line.server != (location.endpoint, location.encrypted):
+            self._disconnect()
+        if self._line is None:
+            self._line = connect(location, self._keys)
+        self._line.drop_old_answers()
+        return self._line
+
+    def _disconnect(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
 
 
 class Transport:
@@ -199,3 +279,7 @@ class Transport:
     def source(self, settings: SourceSettings) -> Source:
         """See `base.Transport.source`."""
         return TcpSource(keys=settings.keys)
+
+
+class _Refused(DeliveryError):
+    """The server cannot serve this version, so nothing of this attempt can be used."""

@@ -1,29 +1,31 @@
-"""The messages of the `tcp` transport, and what its two byte paths have in common.
+"""The messages, locations and keys of the `tcp` transport.
 
 A client requests byte ranges of one version, and a server replies or refuses. A request for bytes names everything that
 it depends on, so a server keeps no state for it: a client that dies or asks again changes nothing for other clients.
-On loopback the bytes travel through plain sockets (`tcp_plain`). Beyond loopback, ZeroMQ's CURVE encrypts them and
-authenticates both ends (`tcp_curve`). This module does not import torch.
+The keys of a run are in one file of the run directory: only a process that can read this file may fetch the weights
+from another host. The file is made when a run starts and removed when the run ends. This module does not import torch,
+because the controller makes the file.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+import stat
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import msgspec
+import zmq
 
-from headrace.errors import DeadlineError, DeliveryError
+from headrace.errors import DeliveryError
 
+KEYS = "delivery.keys"
+"""The name of the file with the keys in the run directory. Only its owner may read it."""
 BUCKET_BYTES = 4 << 20
 """The bytes that one message carries. On loopback 4 and 8 MiB are equally fast, and 1 MiB is a third slower."""
 LARGEST_BUCKET = 64 << 20
-_CLOSE_SECONDS = 10.0
 _LOCATION = re.compile(r"(tcp|curve)://(\[[0-9a-fA-F:.]+\]|[0-9.]+):(\d+)/(\d+)(/tree)?")
 
 
@@ -84,13 +86,6 @@ class MemorySlice:
         return bytes(self.view)
 
 
-Respond = Callable[[list[bytes]], list[Any]]
-"""A function from the frames of a request to the frames of its reply: a header and, unless it is a refusal, bytes or a
-`MemorySlice`."""
-Into = Callable[[ReadReply, int], memoryview | None]
-"""A function that gets a reply and its number of bytes, and returns the memory for the bytes; None drops them."""
-
-
 class TcpLocation(msgspec.Struct, frozen=True):
     """A place of a server."""
 
@@ -111,68 +106,6 @@ class TcpLocation(msgspec.Struct, frozen=True):
         return f"{scheme}://{self.host}:{self.port}/{self.place}{tree}"
 
 
-class ByteServer(ABC):
-    """A server that answers requests in the background, from its creation until `close`."""
-
-    encrypted: bool
-    _port: int
-
-    def __init__(self, bind: str) -> None:
-        """Note the address on which the server will listen."""
-        self._host = f"[{bind}]" if ":" in bind else bind
-
-    def location(self, place: int, *, tree: bool = False) -> TcpLocation:
-        """Return the location by which clients find this place of the server."""
-        return TcpLocation(self.encrypted, self._host, self._port, place, tree)
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop answering and release the port; raises `DeadlineError` if a thread does not end in time. Idempotent."""
-
-    def _join(self, thread: threading.Thread) -> None:
-        thread.join(_CLOSE_SECONDS)
-        if thread.is_alive():
-            raise DeadlineError(f"the server of weights on port {self._port} did not end within {_CLOSE_SECONDS:g} s")
-
-
-class Connection(ABC):
-    """A client's connection to one server, which is made again when it breaks. Used by one thread at a time."""
-
-    encrypted: bool
-
-    def __init__(self, location: TcpLocation) -> None:
-        """Note the server to connect to."""
-        self.endpoint = location.endpoint
-
-    @abstractmethod
-    def send(self, ask: ReadRequest) -> None:
-        """Send a request without waiting for a reply."""
-
-    @abstractmethod
-    def receive(self, patience: float, into: Into) -> ReadReply | None:
-        """Return the next reply, or None if the connection broke; `into` says where the reply's bytes go.
-
-        Raises `DeliveryError` if no reply comes within `patience` seconds, and any error that `into` raises.
-        """
-
-    @abstractmethod
-    def drop_old_answers(self) -> None:
-        """Forget that the connection broke while it was idle: that says nothing about the next fetch."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the connection."""
-
-    def _decode(self, header: bytearray | memoryview) -> ReadReply:
-        try:
-            return msgspec.msgpack.decode(header, type=ReadReply)
-        except msgspec.DecodeError as error:
-            raise DeliveryError(f"the server at {self.endpoint} does not speak of weights: {error}") from error
-
-    def _silent(self, patience: float) -> DeliveryError:
-        return DeliveryError(f"the server at {self.endpoint} said nothing for {patience:.3g} s")
-
-
 def parse_location(text: str) -> TcpLocation:
     """Parse the location in a manifest; a location beyond this host that is not encrypted is refused."""
     match = _LOCATION.fullmatch(text)
@@ -190,3 +123,47 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError as error:
         raise DeliveryError(f"{address!r} is not an IP address") from error
+
+
+class RunKeys(msgspec.Struct, frozen=True, kw_only=True):
+    """Two CURVE key pairs, encoded as Z85: the pair of all servers of the run, and the pair of all clients."""
+
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+
+def make_keys(path: Path) -> RunKeys:
+    """Make new keys and write them to a file of mode 0600, which replaces an older file."""
+    server, client = zmq.curve_keypair(), zmq.curve_keypair()
+    keys = RunKeys(
+        server_public=server[0].decode(),
+        server_secret=server[1].decode(),
+        client_public=client[0].decode(),
+        client_secret=client[1].decode(),
+    )
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.encode(keys))
+    partial.rename(path)
+    return keys
+
+
+def read_keys(path: Path | None) -> RunKeys:
+    """Read the keys of the run; raises `DeliveryError` if the file is missing, damaged, or readable by others."""
+    if path is None:
+        raise DeliveryError("weights travel between hosts only with the keys of a run, and none were given")
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        text = path.read_bytes()
+    except OSError as error:
+        raise DeliveryError(f"the keys of the run, {path}, cannot be read: {error.strerror}") from error
+    if mode & 0o077:
+        raise DeliveryError(f"the keys of the run, {path}, can be read by others (mode {mode:04o}, not 0600)")
+    try:
+        return msgspec.json.decode(text, type=RunKeys)
+    except msgspec.DecodeError as error:
+        raise DeliveryError(f"the keys of the run, {path}, are damaged: {error}") from error

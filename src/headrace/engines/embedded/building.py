@@ -23,7 +23,7 @@ from headrace.config.memory import (
 from headrace.config.model_dir import model_facts
 from headrace.config.schema import LoraConfig
 from headrace.delivery.digest import digest_as
-from headrace.delivery.transports.keys import KEYS
+from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.engine import EngineLoop
 from headrace.engines.embedded.setup import choose_device, give_way_to_decoding

@@ -24,7 +24,7 @@ from headrace.config.declared import transport_facts
 from headrace.config.memory import LONGEST_DEFAULT
 from headrace.config.model_dir import model_facts
 from headrace.delivery.setup import choose
-from headrace.delivery.transports.keys import KEYS
+from headrace.delivery.transports.tcp_wire import KEYS
 from headrace.engines.event_loop import EventLoopServer, Opened
 from headrace.engines.serving import Emit
 from headrace.engines.vllm.client import VllmClient

@@ -1,13 +1,19 @@
-"""This kernel computes the digest of a whole model in one launch, bit for bit the digest of `delivery.digest`.
+"""The Triton kernels of delivery: the digest of a whole model and the copy of a whole model, one launch each.
 
-The host does not wait for a launch. A program takes one slice of the table and the same slice of several blocks of one
-tensor, so one read of the table (which is as wide as a block) serves many blocks. Sums are added atomically: integers
-give the same sum in any order. The tensors must keep their addresses; their values may change between two launches.
+The digest is bit for bit that of `delivery.digest`. The host does not wait for its launch. A program takes one slice of
+the table and the same slice of several blocks of one tensor, so one read of the table (which is as wide as a block)
+serves many blocks. Sums are added atomically: integers give the same sum in any order. The tensors must keep their
+addresses; their values may change between two launches.
+
+The copy has the bandwidth of one large copy. Torch fuses such copies too, but into launches with too few blocks to fill
+a GPU. Here each program copies one run of words of one tensor, and one launch has the programs of all tensors.
+
+Only code that runs on a GPU imports this module, and only when it needs it: Triton may not be installed elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from headrace.delivery.digest_sums import BLOCK, HEAD, MASK, count_sums, name_key, sum_keys, table
+from headrace.delivery.copying import check_shape, copy_all
+from headrace.delivery.digest import BLOCK, HEAD, MASK, count_sums, name_key, sum_keys, table
 from headrace.delivery.plan import dtype_name
 
 _Int64Array = npt.NDArray[np.int64]
@@ -27,12 +34,14 @@ ROWS = 32
 UNROLL = tl.constexpr(4)
 """The number of blocks that a program loads at a time."""
 
+COPY_TILE = 8192
+"""The number of words that a program copies."""
+COPY_WARPS = 8
+
 _FIELDS = 6
+_COPY_FIELDS = 3
 _ALIGNMENT = tl.constexpr(16)
-"""The bytes that a thread loads at a time. The kernel is compiled for addresses that are multiples of it."""
-
-
-Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+"""The bytes that a thread loads at a time. The kernels are compiled for addresses that are multiples of it."""
 
 
 class DeviceDigest:
@@ -42,10 +51,9 @@ class DeviceDigest:
     to separate memory at each launch.
     """
 
-    def __init__(self, weights: Weights, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor], dtypes: Mapping[str, torch.dtype] | None = None) -> None:
         """Prepare the digest; `dtypes` gives the dtype to digest a tensor in, where it differs from its own."""
-        pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
-        devices = {tensor.device for _, tensor in pairs}
+        devices = {tensor.device for tensor in weights.values()}
         if len(devices) > 1:
             raise ValueError(f"one digest over several devices: {', '.join(sorted(map(str, devices)))}")
         self._device = devices.pop() if devices else torch.device("cpu")
@@ -54,7 +62,7 @@ class DeviceDigest:
         items = [np.empty((0, _FIELDS), np.int64)]
         keys: list[int] = []
         lengths: list[int] = []
-        for name, tensor in pairs:
+        for name, tensor in weights.items():
             tensor = self._placed(tensor.detach(), (dtypes or {}).get(name, tensor.dtype))
             keys.append(name_key(name, dtype_name(tensor.dtype)))
             items.append(tensor_items(tensor.data_ptr(), -(-tensor.nbytes // 4), sum(lengths)))
@@ -115,14 +123,8 @@ def tensor_items(address: int, words: int, slot: int) -> _Int64Array:
     places = places[places < HEAD]
     left = np.minimum(words - places, TILE)
     one = left // TILE
-    head = [
-        address + places * 4,
-        one,
-        left % TILE,
-        np.full_like(places, slot),
-        BLOCK + places,
-        np.full_like(places, 16),
-    ]
+    slots, shifts = np.full_like(places, slot), np.full_like(places, 16)
+    head = [address + places * 4, one, left % TILE, slots, BLOCK + places, shifts]
     return np.concatenate([np.stack(blocks, axis=1), np.stack(head, axis=1)]).astype(np.int64)
 
 
@@ -151,3 +153,68 @@ def _sum(items, table, sums, TILE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.c
         # In 64 bits, because Triton's interpreter does not wrap a scalar sum. Only the ends of tensors pay for it.
         total = tl.sum(((bits >> shift) * factors).to(tl.int64), axis=0)
         tl.atomic_add(into + whole, total.to(tl.int32), sem="relaxed")
+
+
+class DeviceCopy:
+    """A copy between tensors on one device, prepared once. Targets and sources must keep their addresses.
+
+    Tensors that are not contiguous, not aligned, not a whole number of words, or cast are left to `copy_all`.
+    """
+
+    def __init__(self, targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+        """Prepare the copy; raises `DeliveryError` if a shape differs."""
+        runs = [np.empty((0, _COPY_FIELDS), np.int64)]
+        self._others: dict[str, torch.Tensor] = {}
+        for name, target in targets.items():
+            check_shape(name, target, sources[name])
+            if _in_words(target, sources[name]):
+                runs.append(tensor_runs(target.data_ptr(), sources[name].data_ptr(), target.nbytes // 4))
+            else:
+                self._others[name] = target
+        self._sources = sources
+        device = next((target.device for target in targets.values()), torch.device("cpu"))
+        self.runs = torch.from_numpy(np.concatenate(runs)).to(device)
+        """The table that the kernel reads. A recorded launch needs this table and nothing else of this object."""
+        # A kernel is loaded at its first launch, and loading is not possible while a graph is recorded.
+        _copy(torch.zeros_like(self.runs[:1]))
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Enqueue the copy on the current stream."""
+        _copy(self.runs)
+        copy_all(self._others, self._sources)
+
+
+def _copy(runs: torch.Tensor) -> None:
+    if len(runs):
+        with torch.cuda.device_of(runs):
+            _copy_runs[(len(runs),)](runs, COPY_TILE, _COPY_FIELDS, num_warps=COPY_WARPS)
+
+
+def _in_words(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Return whether the kernel can copy this pair."""
+    return (
+        target.dtype == source.dtype
+        and target.nbytes % 4 == 0
+        and all(each.is_contiguous() and each.data_ptr() % _ALIGNMENT.value == 0 for each in (target, source))
+    )
+
+
+def tensor_runs(target: int, source: int, words: int) -> _Int64Array:
+    """Return one row for each program over one tensor: target address, source address, number of words."""
+    first = np.arange(0, words, COPY_TILE, dtype=np.int64)
+    return np.stack([target + 4 * first, source + 4 * first, np.minimum(words - first, COPY_TILE)], axis=1)
+
+
+@triton.jit
+def _copy_runs(runs, TILE: tl.constexpr, FIELDS: tl.constexpr):
+    run = runs + tl.program_id(0).to(tl.int64) * FIELDS
+    # The alignment hints, and a run without a mask, let a thread copy several words at a time.
+    target = tl.multiple_of(tl.load(run).to(tl.pointer_type(tl.int32)), _ALIGNMENT)
+    source = tl.multiple_of(tl.load(run + 1).to(tl.pointer_type(tl.int32)), _ALIGNMENT)
+    words = tl.load(run + 2)
+    lanes = tl.arange(0, TILE)
+    if words == TILE:
+        tl.store(target + lanes, tl.load(source + lanes))
+    else:
+        tl.store(target + lanes, tl.load(source + lanes, mask=lanes < words), mask=lanes < words)
