@@ -12,33 +12,45 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import socket
 import statistics
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
-from headrace.bench.base import begin, choose_dtype, copy_seconds, load, vocabulary_of
+from headrace.bench.base import Weights, begin, choose_dtype, copy_seconds, load, vocabulary_of
 from headrace.bench.delivery_engine import RANK, Enter, Taken, served_adapter
+from headrace.bench.delivery_sides import (
+    Begin,
+    Published,
+    PublisherProcess,
+    Ready,
+    Side,
+    canary_tokens,
+    copy_weights_seconds,
+    save_sets,
+)
 from headrace.bench.engine_checks import install, plain_twin, score_canary
-from headrace.bench.options import DeliveryBench, check_options
-from headrace.bench.plain_copies import Weights, proof_seconds, socket_seconds
-from headrace.bench.publishing import Begin, PublisherProcess, PublishReply, canary_tokens, save_sets
+from headrace.bench.options import DeliveryBench
 from headrace.bench.report import Say
-from headrace.bench.side import Ready, Side
+from headrace.bench.timing import REPEATS, median_seconds
 from headrace.delivery.base import Kind, Manifest
 from headrace.delivery.cores import threads_here
+from headrace.delivery.digest import digest
 from headrace.delivery.transports import WITHOUT_GPU
+from headrace.delivery.transports.tcp_wire import BUCKET_BYTES
 from headrace.errors import DeliveryError, UserError
 from headrace.models.loading import named_weights
-from headrace.types import Float32Array, Int32Array
+from headrace.types import Float32Array
 
 KINDS: tuple[Kind, ...] = ("full", "delta", "adapter")
-DEADLINE = 600.0
+SOCKET_SECONDS = 60.0
 WARM_UP = 2
 """The number of first versions that are not measured, so that both places to which versions are written in turn have
 been used before."""
@@ -79,24 +91,16 @@ def rows(options: DeliveryBench, device: str) -> list[Row]:
     return found
 
 
-@dataclass(frozen=True)
-class Sets:
-    """The two sets of weights that are published in turn."""
-
-    weights: tuple[Weights, Weights]
-    """The sets, in host memory."""
-    logprobs: list[Float32Array]
-    """The log-probabilities of the canary under each set."""
-    canary: Int32Array
-    base_digest: int
-    """The digest of the weights under an adapter; 0 without an adapter."""
-
-
 @torch.inference_mode()
-def make_sets(options: DeliveryBench, model: Any, kind: Kind) -> Sets:
-    """Return two sets of what a trainer of this model would send. The model has the second set afterwards."""
+def make_sets(
+    options: DeliveryBench, model: Any, kind: Kind
+) -> tuple[tuple[Weights, Weights], list[Float32Array], int]:
+    """Return two sets of what a trainer of this model would send, in host memory.
+
+    Return with them the log-probabilities of the canary under each set, and the digest of the weights under an adapter
+    (0 without one).
+    """
     draw = torch.Generator().manual_seed(options.seed)
-    canary, logprobs = canary_tokens(vocabulary_of(model)), []
     adapter, base = served_adapter(model) if kind == "adapter" else (None, 0)
     if adapter is not None:
         live = adapter.weights()
@@ -104,7 +108,7 @@ def make_sets(options: DeliveryBench, model: Any, kind: Kind) -> Sets:
     else:
         first = {name: tensor.to("cpu", copy=True) for name, tensor in named_weights(model).items()}
         pair = (first, {name: flip_words(tensor, options.changed, draw) for name, tensor in first.items()})
-    twin = plain_twin(model)
+    twin, canary, logprobs = plain_twin(model), canary_tokens(vocabulary_of(model)), []
     for weights in pair:
         if adapter is None:
             install(model, weights)
@@ -113,7 +117,7 @@ def make_sets(options: DeliveryBench, model: Any, kind: Kind) -> Sets:
                 tensor.copy_(weights[name])
             adapter.apply()
         logprobs.append(score_canary(twin, canary))
-    return Sets(pair, logprobs, canary, base)
+    return pair, logprobs, base
 
 
 def flip_words(tensor: torch.Tensor, share: float, draw: torch.Generator) -> torch.Tensor:
@@ -135,12 +139,64 @@ def _random(like: Weights, dtype: str, draw: torch.Generator) -> Weights:
     }
 
 
-@dataclass(frozen=True)
-class _Delivered:
+def proof_seconds(weights: Weights, device: str) -> dict[str, float]:
+    """Return the seconds of a digest of these weights on `device`, of a plain copy of them, and their ratio.
+
+    Digest and copy use the same number of threads. On a CPU a delivery takes its digests with more threads, so
+    `all_cores_digest_seconds` is measured too.
+    """
+    placed = {name: tensor.to(device) for name, tensor in weights.items()}
+    targets = {name: torch.zeros_like(tensor) for name, tensor in placed.items()}
+    digests: dict[str, Callable[[], object]] = {}
+    if device == "cpu":
+        alike = torch.get_num_threads()
+        digests["digest_seconds"] = lambda: digest(placed.items(), alike)
+        digests["all_cores_digest_seconds"] = lambda: digest(placed.items())
+    else:
+        # Imported only here, because Triton is needed only with a GPU.
+        from headrace.delivery.kernels.digest import DeviceDigest
+
+        prepared = DeviceDigest(placed)
+        digests["digest_seconds"] = lambda: prepared.value(prepared.launch())
+    # They take turns, so that other work on the machine slows all of them down alike.
+    found = [
+        {"copy_seconds": copy_weights_seconds(targets, placed, device)}
+        | {name: median_seconds(work, device, repeats=1) for name, work in digests.items()}
+        for _ in range(REPEATS)
+    ]
+    medians = {name: statistics.median(one[name] for one in found) for name in found[0]}
+    return {**medians, "digest_over_copy": medians["digest_seconds"] / medians["copy_seconds"]}
+
+
+def socket_seconds(nbytes: int) -> float:
+    """Return the seconds to pass this many bytes through a bare loopback socket, in the buckets of the transport."""
+    data, target = np.ones(nbytes, np.uint8).data, np.zeros(nbytes, np.uint8).data
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        sending = stack.enter_context(socket.create_connection(server.getsockname(), timeout=SOCKET_SECONDS))
+        receiving = stack.enter_context(server.accept()[0])
+        receiving.settimeout(SOCKET_SECONDS)
+
+        def send() -> None:
+            for start in range(0, nbytes, BUCKET_BYTES):
+                sending.sendall(data[start : start + BUCKET_BYTES])
+
+        def pass_once() -> None:
+            threading.Thread(target=send, daemon=True).start()
+            got = 0
+            while got < nbytes:
+                count = receiving.recv_into(target[got : got + BUCKET_BYTES])
+                if not count:
+                    raise ConnectionError("the loopback socket was closed")
+                got += count
+
+        return median_seconds(pass_once, repeats=1)
+
+
+class _Delivered(NamedTuple):
     """The measurements of one version."""
 
-    done: PublishReply
-    manifest: Manifest
+    published: Published
     taken: list[Taken]
     copy_seconds: float
     """The time of a plain copy of as many bytes as were sent, measured just after the delivery."""
@@ -150,7 +206,6 @@ class _Delivered:
 
 def bench_delivery(options: DeliveryBench, say: Say) -> dict[str, Any]:
     """Measure and return all figures. `say` gets a line before each part."""
-    check_options(options)
     device, found = begin("delivery", options, "--model-shape ")
     todo = rows(options, device)
     options = msgspec.structs.replace(options, device=device, dtype=choose_dtype(options.dtype, device))
@@ -160,147 +215,132 @@ def bench_delivery(options: DeliveryBench, say: Say) -> dict[str, Any]:
         found |= {name: getattr(options, name) for name in ("dtype", "threads", "engines")}
         found |= {"sharing_threads": threads_here(), "adapter_rank": RANK, "proof": {}, "rows": []}
         for kind in dict.fromkeys(row.send for row in todo):
-            bench = _Bench(options, kind, say)
-            found["proof"][kind] = bench.proof
-            with bench.entered():
-                found["rows"] += [bench.row(row) for row in todo if row.send == kind]
+            found["proof"][kind], measured = _kind(options, kind, [row for row in todo if row.send == kind], say)
+            found["rows"] += measured
         return found
     finally:
         torch.set_num_threads(before)
 
 
-class _Bench:
-    """Two sets of weights of one kind (full, delta or adapter), which every measured transport carries in turn."""
+def _kind(
+    options: DeliveryBench, kind: Kind, todo: list[Row], say: Say
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Measure the rows that send one kind of weights. Return the figures of its digest, and those of each row.
 
-    def __init__(self, options: DeliveryBench, kind: Kind, say: Say) -> None:
-        self._options = options
-        self._kind = kind
-        self._say = say
-        say(f"making two sets of weights ({kind}) of {options.model} in {options.dtype}")
-        model = load(options.model, options.dtype, options.device, options.seed)
-        self._sets = make_sets(options, model, kind)
-        del model
-        gc.collect()
-        first = self._sets.weights[0]
-        self.proof = {
-            "bytes": sum(tensor.nbytes for tensor in first.values()),
-            "tensors": len(first),
-            **proof_seconds(first, options.device),
-        }
-        self._files: list[str] = []
-        self._directory = Path()
-        self._engines: list[Side] = []
-        self._version = 0
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Start the engines, which wait for weights inside this context.
-
-        The sets are moved from this process to files, from which the publisher processes load them.
-        """
-        with contextlib.ExitStack() as stack:
-            made = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-"))
-            self._directory = Path(made)
-            self._files = save_sets(self._directory, self._sets.weights)
-            self._sets = Sets(({}, {}), self._sets.logprobs, self._sets.canary, self._sets.base_digest)
-            self._say(f"starting {self._options.engines} engine(s)")
-            for number in range(self._options.engines):
-                environment = _environment(number + 1)
-                engine = Side("headrace.bench.delivery_engine", deadline=DEADLINE, environment=environment)
-                stack.callback(engine.close)
-                engine.tell(Enter(name=f"engine-{number}", options=self._options, adapter=self._kind == "adapter"))
-                self._engines.append(engine)
-            for engine in self._engines:
-                engine.answer(Ready)
-            yield
-
-    def row(self, row: Row) -> dict[str, Any]:
-        """Measure one row and return its figures."""
-        options = self._options
-        self._say(f"{row}: {options.versions} versions to {options.engines} engine(s)")
-        with contextlib.closing(PublisherProcess(self._begin(row), DEADLINE, _environment(0))) as publisher:
-            delivered = [self._deliver(publisher, row) for _ in range(WARM_UP + options.versions)][WARM_UP:]
-        return _figures(row, delivered, decodes=bool(options.decode))
-
-    def _deliver(self, publisher: PublisherProcess, row: Row) -> _Delivered:
-        self._version += 1
-        done = publisher.publish(self._version)
-        assert done.manifest is not None
-        for engine in self._engines:
-            engine.tell(done.manifest)
-        taken = [engine.answer(Taken) for engine in self._engines]
-        for proof in (each.proof for each in taken):
-            if not proof.accepted:
-                raise DeliveryError(f"version {proof.version} was not accepted by {proof.engine}: {proof.reason}")
-        publisher.acknowledged(self._version)
-        # Compared right after each version, so that other work on the machine slows both down alike.
-        wire = _wire_bytes(done.manifest)
-        bare = socket_seconds(wire, repeats=1) if row.transport == "tcp" else 0.0
-        return _Delivered(done, done.manifest, taken, copy_seconds(wire, self._options.device, repeats=1), bare)
-
-    def _begin(self, row: Row) -> Begin:
-        options = self._options
-        return Begin(
-            files=self._files,
+    The sets are moved from this process to files, from which the publisher processes load them.
+    """
+    say(f"making two sets of weights ({kind}) of {options.model} in {options.dtype}")
+    model = load(options.model, options.dtype, options.device, options.seed)
+    sets, logprobs, base_digest = make_sets(options, model, kind)
+    canary = canary_tokens(vocabulary_of(model))
+    del model
+    gc.collect()
+    first = sets[0]
+    proof: dict[str, float] = {"bytes": sum(tensor.nbytes for tensor in first.values()), "tensors": len(first)}
+    measured, version = [], 1
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-")))
+        begun = Begin(
+            files=save_sets(directory, sets),
             dtype=options.dtype,
-            transport=row.transport,
-            canary=self._sets.canary,
-            logprobs=self._sets.logprobs,
+            transport="",
+            canary=canary,
+            logprobs=logprobs,
             device=options.device,
-            send=row.send,
-            base_digest=self._sets.base_digest,
-            per_parameter=row.per_parameter,
+            send=kind,
+            base_digest=base_digest,
             receivers=options.engines,
-            directory=str(self._directory / "weights"),
+            directory=str(directory / "weights"),
             threads=options.threads,
             compare=True,
             within_seconds=WITHIN_SECONDS if options.decode else 0.0,
         )
+        proof |= proof_seconds(first, options.device)
+        del first, sets
+        gc.collect()
+        say(f"starting {options.engines} engine(s)")
+        engines = []
+        for number in range(options.engines):
+            enter = Enter(name=f"engine-{number}", options=options, adapter=kind == "adapter")
+            engines.append(Side("headrace.bench.delivery_engine", enter, _environment(number + 1)))
+            stack.callback(engines[-1].close)
+        for engine in engines:
+            engine.answer(Ready)
+        for row in todo:
+            say(f"{row}: {options.versions} versions to {options.engines} engine(s)")
+            last = version + WARM_UP + options.versions
+            given = msgspec.structs.replace(begun, transport=row.transport, per_parameter=row.per_parameter)
+            with contextlib.closing(PublisherProcess(given, _environment(0))) as publisher:
+                delivered = [_deliver(publisher, engines, each, row, options.device) for each in range(version, last)]
+            measured.append(_figures(row, delivered[WARM_UP:], decodes=bool(options.decode)))
+            version = last
+    return proof, measured
+
+
+def _deliver(publisher: PublisherProcess, engines: list[Side], version: int, row: Row, device: str) -> _Delivered:
+    published = publisher.publish(version)
+    for engine in engines:
+        engine.tell(published.manifest)
+    taken = [engine.answer(Taken) for engine in engines]
+    for proof in (each.proof for each in taken):
+        if not proof.accepted:
+            raise DeliveryError(f"version {proof.version} was not accepted by {proof.engine}: {proof.reason}")
+    # Compared right after each version, so that other work on the machine slows both down alike.
+    wire = _wire_bytes(published.manifest)
+    bare = socket_seconds(wire) if row.transport == "tcp" else 0.0
+    return _Delivered(published, taken, copy_seconds(wire, device, repeats=1), bare)
 
 
 def _figures(row: Row, delivered: list[_Delivered], *, decodes: bool) -> dict[str, Any]:
-    """Return the figures of a row. Of the times that engines report for a version, the slowest engine's counts."""
-    wire = statistics.median(_wire_bytes(one.manifest) for one in delivered)
-    whole = sum(entry.nbytes for entry in delivered[0].manifest.entries)
-    seconds = _spread([max(taken.proved_at for taken in one.taken) - one.done.began for one in delivered])
-    fetch = _slowest(delivered, "fetch_seconds")
-    copy = statistics.median(one.copy_seconds for one in delivered)
+    """Return the medians of a row. Of the times that engines report for a version, the slowest engine's counts."""
+
+    def median(of: Callable[[_Delivered], float]) -> float:
+        return statistics.median(map(of, delivered))
+
+    def slowest(name: str) -> float:
+        return median(lambda one: max(float(getattr(taken, name)) for taken in one.taken))
+
+    def since_publish(name: str) -> float:
+        return median(lambda one: max(getattr(taken, name) for taken in one.taken) - one.published.began)
+
+    wire = median(lambda one: _wire_bytes(one.published.manifest))
+    whole = sum(entry.nbytes for entry in delivered[0].published.manifest.entries)
+    seconds, fetch = since_publish("proved_at"), slowest("fetch_seconds")
+    copy = median(lambda one: one.copy_seconds)
     found: dict[str, Any] = {
         **msgspec.to_builtins(row),
-        "sent": sorted({one.manifest.kind for one in delivered}),
+        "sent": sorted({one.published.manifest.kind for one in delivered}),
         "bytes_on_the_wire": wire,
         "bytes_of_weights": whole,
         "wire_over_weights": wire / whole,
         "acknowledged_seconds": seconds,
-        "trainer_lost_seconds": _spread([one.done.lost_seconds for one in delivered]),
-        "trainer_lost_over_copy": statistics.median(one.done.lost_seconds / one.done.copy_seconds for one in delivered),
-        "ready_seconds": _spread([one.done.ready_seconds for one in delivered]),
+        "trainer_lost_seconds": median(lambda one: one.published.lost_seconds),
+        "trainer_lost_over_copy": median(lambda one: one.published.lost_seconds / one.published.copy_seconds),
+        "ready_seconds": median(lambda one: one.published.ready_seconds),
         "fetch_seconds": fetch,
-        **{f"{name}_seconds": _slowest(delivered, f"{name}_seconds") for name in ("stage", "swap", "canary")},
-        "gb_per_second": wire / seconds["median"] / 1e9,
+        **{f"{name}_seconds": slowest(f"{name}_seconds") for name in ("stage", "swap", "canary")},
+        "gb_per_second": wire / seconds / 1e9,
         "copy_gb_per_second": wire / copy / 1e9,
-        "ratio_to_copy": copy / seconds["median"],
+        "ratio_to_copy": copy / seconds,
     }
     if row.transport == "tcp":
-        bare = statistics.median(one.socket_seconds for one in delivered)
-        found |= {"socket_gb_per_second": wire / bare / 1e9, "ratio_to_socket": bare / seconds["median"]}
-        found["fetch_ratio_to_socket"] = bare / fetch["median"]
+        bare = median(lambda one: one.socket_seconds)
+        found |= {"socket_gb_per_second": wire / bare / 1e9, "ratio_to_socket": bare / seconds}
+        found["fetch_ratio_to_socket"] = bare / fetch
     if decodes:
-        step = statistics.median(max(taken.step_seconds for taken in one.taken) for one in delivered)
-        first = [max(taken.first_token_at for taken in one.taken) - one.done.began for one in delivered]
-        found |= {"step_seconds": step, "first_token_seconds": _spread(first)}
-        found["first_token_beyond_a_step_seconds"] = found["first_token_seconds"]["median"] - step
-        legs = [_legs(one.done, max(one.taken, key=lambda taken: taken.first_token_at)) for one in delivered]
-        found |= {f"leg_{name}_seconds": _spread([leg[name] for leg in legs]) for name in LEGS}
+        step, first = slowest("step_seconds"), since_publish("first_token_at")
+        found |= {"step_seconds": step, "first_token_seconds": first, "first_token_beyond_a_step_seconds": first - step}
+        legs = [_legs(one.published, max(one.taken, key=lambda taken: taken.first_token_at)) for one in delivered]
+        found |= {f"leg_{name}_seconds": statistics.median(leg[name] for leg in legs) for name in LEGS}
     return found
 
 
-def _legs(done: PublishReply, taken: Taken) -> dict[str, float]:
+def _legs(published: Published, taken: Taken) -> dict[str, float]:
     """Return the seconds of each part of the time from the publish to the first token; see `LEGS`."""
     moments = [
-        done.began,
-        done.began + done.lost_seconds,
-        done.began + done.ready_seconds,
+        published.began,
+        published.began + published.lost_seconds,
+        published.began + published.ready_seconds,
         taken.received_at,
         taken.staged_at,
         taken.install_began_at,
@@ -314,14 +354,6 @@ def _legs(done: PublishReply, taken: Taken) -> dict[str, float]:
 def _wire_bytes(manifest: Manifest) -> int:
     """Return the number of bytes at the location that the manifest names, including gaps between tensors."""
     return max(entry.offset + entry.nbytes for entry in manifest.payload or manifest.entries)
-
-
-def _slowest(delivered: list[_Delivered], name: str) -> dict[str, float]:
-    return _spread([max(float(getattr(taken, name)) for taken in one.taken) for one in delivered])
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def _environment(number: int) -> dict[str, str]:

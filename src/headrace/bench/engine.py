@@ -4,7 +4,7 @@ The ceiling is the rate at which the engine would generate if every step took on
 must read, at the bandwidth of a plain copy. A step must read every weight once, and for each row the keys and values of
 all tokens before it. Nothing else is counted, so an engine can come close to the ceiling but never exceed it.
 
-One call measures all that is compared: the bandwidth, the rates of the engine and of its peers, and the reference
+One call measures all that is compared: the bandwidth, the rates of the engine and of its peer, and the reference
 scores, in the same process, with the same weights and the same prompts.
 
 The tail is the last part of a round in which only the longest requests still run (`--tail`). A stretch is a part of a
@@ -15,31 +15,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import transformers
+from transformers import GenerationConfig
 
 from headrace.bench.base import begin, choose_dtype, copy_bandwidth, free_memory, load, vocabulary_of
 from headrace.bench.engine_checks import check_tags, chosen_rows, install, plain_twin, rescore
-from headrace.bench.engine_peers import bench_peer
 from headrace.bench.engine_rounds import Driver, Round, Work, bench_fork, make_work
-from headrace.bench.engine_swaps import SwapStream, start_publisher, swap_figures, two_sets
-from headrace.bench.options import EngineBench, check_options
+from headrace.bench.engine_swaps import run_with_swaps, start_publisher, swap_figures, two_sets
+from headrace.bench.options import EngineBench
 from headrace.bench.report import Say
 from headrace.bench.timing import Timed
 from headrace.config.schema import EngineConfig
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.setup import give_way_to_decoding
-from headrace.errors import UserError
+from headrace.errors import HeadraceError, UserError
 from headrace.models.selfcheck import check_model
 
 
 def bench_engine(options: EngineBench, say: Say) -> dict[str, Any]:
     """Measure and return all figures. `say` gets a line before each part."""
-    check_options(options)
     device, found = begin("engine", options)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -58,8 +59,12 @@ class _Bench:
         with Timed(device) as loading:
             self._model = load(options.model, dtype, device, options.seed, random_weights=options.random_weights)
             self._work = make_work(options, vocabulary_of(self._model))
-            self._longest = _longest(options, self._work)
-            _check_length(self._model, self._longest)
+            self._longest = options.prompt + max(self._work.lengths)
+            if self._work.fork:
+                self._longest = max(self._longest, self._work.fork[1] + options.generate)
+            limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", self._longest)
+            if self._longest > limit:
+                raise UserError(f"sequences of {self._longest} tokens are longer than this model's {limit} positions")
             check_model(self._model, self._longest)
         self._load_seconds = loading.seconds
         self._footprint = footprint(self._model)
@@ -93,14 +98,24 @@ class _Bench:
             "warm_up_seconds": warm.seconds,
         }
         found |= self._figures(measured)
-        found["rescore"] = self._rescored(measured)
+        if options.rescore:
+            rows = chosen_rows(len(measured.answers), options.rescore)
+            self._say(f"scoring {len(rows)} rows again by the plain model")
+            found["rescore"] = rescore(self._twin, work.prompts, measured.answers, rows, work.sampling)
         found["before_tail"], found["tail"] = self._parts(measured)
-        found["fork"] = self._forked(driver)
-        found["swaps"] = self._swapped(driver, measured) if options.swap_every else None
+        if work.fork:
+            self._say(f"forking a sequence {work.fork[0]} times at token {work.fork[1]}")
+            found["fork"] = bench_fork(driver, work, *work.fork, options.generate)
+        if options.swap_every:
+            found["swaps"] = self._swapped(driver, measured)
         core.close()
         del core, driver
         free_memory(self._device)
-        found["peers"] = {name: self._peer(name, found["tokens_per_second"]) for name in options.peers}
+        if options.peer:
+            self._say("the same requests by generate on padded batches")
+            seconds = padded_generate(self._twin, work, options.batch, self._device)
+            rate, ratio = work.tokens / seconds, found["tokens_per_second"] * seconds / work.tokens
+            found["peers"] = {"generate": {"seconds": seconds, "tokens_per_second": rate, "ratio": ratio}}
         return found
 
     def _figures(self, run: Round) -> dict[str, Any]:
@@ -169,39 +184,17 @@ class _Bench:
         found |= {"tokens_per_second": tokens / seconds, "step_ms": 1e3 * seconds / steps}
         return found | self._ceiling(contexts, tokens, steps, seconds)
 
-    def _rescored(self, run: Round) -> dict[str, Any] | None:
-        if not self._options.rescore:
-            return None
-        rows = chosen_rows(len(run.answers), self._options.rescore)
-        self._say(f"scoring {len(rows)} rows again by the plain model")
-        return rescore(self._twin, self._work.prompts, run.answers, rows, self._work.sampling)
-
-    def _forked(self, driver: Driver) -> dict[str, Any] | None:
-        if self._work.fork is None:
-            return None
-        count, at = self._work.fork
-        self._say(f"forking a sequence {count} times at token {at}")
-        return bench_fork(driver, self._work, count, at, self._options.generate)
-
     def _swapped(self, driver: Driver, plain: Round) -> dict[str, Any]:
         work, options = self._work.rolled(2), self._options
         sets = two_sets(self._model, options.seed)
-        publisher = start_publisher(self._twin, sets, self._dtype)
         self._say(f"the same requests, with new weights every {options.swap_every:g} s")
-        with SwapStream(driver.core, publisher, every=options.swap_every) as stream:
-            run = driver.run(work.requests("swaps"), between=stream.tick)
-        found = swap_figures(stream.swaps, run, plain, copy_seconds=2 * self._footprint.weights / self._bandwidth)
+        with closing(start_publisher(self._twin, sets, self._dtype)) as publisher:
+            run, swaps = run_with_swaps(driver, work.requests("swaps"), publisher, options.swap_every)
+        found = swap_figures(swaps, run, plain, copy_seconds=2 * self._footprint.weights / self._bandwidth)
         rows = chosen_rows(len(run.answers), options.rescore)
         self._say(f"replaying {len(rows)} rows under the versions of their tags")
         found |= check_tags(self._twin, sets, work.prompts, run.answers, rows, work.sampling, self._dtype)
         install(self._twin, sets[0])
-        return found
-
-    def _peer(self, name: str, rate: float) -> dict[str, Any]:
-        self._say(f"the same requests by {PEER_NAMES[name]}")
-        found = bench_peer(name, self._twin, self._work, self._options.batch, self._device)
-        if found["ran"]:
-            found["ratio"] = rate / found["tokens_per_second"]
         return found
 
     def _engine_config(self) -> EngineConfig:
@@ -214,7 +207,35 @@ class _Bench:
         return msgspec.structs.replace(config, cache_tokens=_cache_tokens(options, self._work, config.block_size))
 
 
-PEER_NAMES = {"transformers": "transformers' continuous batching", "generate": "generate on padded batches"}
+@torch.inference_mode()
+def padded_generate(twin: Any, work: Work, batch: int, device: str) -> float:
+    """Return the seconds of Hugging Face's `generate` for the same prompts, after a short warm-up.
+
+    Each batch, in the order of the requests, runs until its longest answer is complete. Only tokens that were asked for
+    count.
+    """
+
+    def generate(first: int, tokens: int) -> None:
+        ids = torch.from_numpy(np.stack(work.prompts[first : first + batch]).astype(np.int64)).to(twin.device)
+        # The model's own generation settings (end tokens, penalties) would change the work.
+        twin.generation_config = GenerationConfig(
+            do_sample=True,
+            temperature=work.sampling.temperature,
+            top_p=work.sampling.top_p,
+            top_k=work.sampling.top_k,
+            max_new_tokens=tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        out = twin.generate(ids, attention_mask=torch.ones_like(ids))
+        if out.shape[1] != ids.shape[1] + tokens:
+            raise HeadraceError(f"generate gave {out.shape[1] - ids.shape[1]} of {tokens} tokens")
+
+    generate(0, 4)
+    with Timed(device) as timed:
+        for first in range(0, len(work.prompts), batch):
+            generate(first, max(work.lengths[first : first + batch]))
+    return timed.seconds
 
 
 def drawn_before_tail(lengths: list[int], tail_rows: int, tokens: int) -> list[int]:
@@ -224,17 +245,6 @@ def drawn_before_tail(lengths: list[int], tail_rows: int, tokens: int) -> list[i
     """
     ended = lengths[:-tail_rows]
     return ended + [(tokens - sum(ended)) // tail_rows] * tail_rows
-
-
-def _longest(options: EngineBench, work: Work) -> int:
-    longest = options.prompt + max(work.lengths)
-    return max(longest, work.fork[1] + options.generate) if work.fork else longest
-
-
-def _check_length(model: Any, longest: int) -> None:
-    limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", longest))
-    if longest > limit:
-        raise UserError(f"sequences of {longest} tokens are longer than this model's {limit} positions")
 
 
 def _cache_tokens(options: EngineBench, work: Work, block_size: int) -> int:

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 
+from headrace.bench.base import Weights
 from headrace.bench.engine_rounds import DrawnAnswer
-from headrace.bench.plain_copies import Weights
 from headrace.engines.base import Sampling
 from headrace.models.head import float32_head
 from headrace.models.loading import named_weights
@@ -172,19 +172,15 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) 
 
 def sampled_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return the log-probabilities [n, V] of the sampling distribution; minus infinity where truncation cuts."""
-    logprobs = torch.log_softmax(logits.float() / (sampling.temperature or 1.0), -1)
     if sampling.temperature == 0 or (sampling.top_k == 0 and sampling.top_p == 1):
-        return logprobs
-    ordered, ids = logprobs.sort(-1, descending=True)
-    if 0 < sampling.top_k < logits.shape[-1]:
-        ordered[:, sampling.top_k :] = float("-inf")
-        ordered = torch.log_softmax(ordered, -1)
+        return torch.log_softmax(logits.float() / (sampling.temperature or 1.0), -1)
+    # In double precision, because the sum of all masses decides which tokens top-p keeps.
+    scores: Any = logits.double() / sampling.temperature
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
     if sampling.top_p < 1:
-        mass = ordered.double().exp()
-        left_out = mass.cumsum(-1) - mass >= sampling.top_p
-        left_out[:, 0] = False
-        ordered = torch.log_softmax(ordered.masked_fill(left_out, float("-inf")), -1)
-    return torch.empty_like(ordered).scatter_(1, ids, ordered)
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    return torch.log_softmax(scores, -1)
 
 
 def _distances(one: Float32Array, other: Float32Array, where: npt.NDArray[np.bool_]) -> Float32Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,12 +56,10 @@ class Work:
             for i, (prompt, length) in enumerate(zip(self.prompts, self.lengths, strict=True))
         ]
 
-    def request(
-        self, name: str, prompt: Int32Array, length: int, *, seed: int, parent: str = "", group: str = ""
-    ) -> Request:
+    def request(self, name: str, prompt: Int32Array, length: int, *, seed: int, group: str = "") -> Request:
         """Return one request with the sampling settings of this work."""
         sampling = msgspec.structs.replace(self.sampling, max_tokens=length, seed=self.sampling.seed + seed)
-        return Request(id=name, token_ids=prompt, sampling=sampling, parent=parent, group=group)
+        return Request(id=name, token_ids=prompt, sampling=sampling, group=group)
 
     def _group(self, name: str, number: int) -> str:
         return f"{name}/group-{number // self.group_size}" if self.group_size > 1 else ""
@@ -156,16 +154,15 @@ class Driver:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
+        self.open: set[str] = set()
+        """The ids of the requests that have not ended."""
         self._deltas: dict[str, list[Delta]] = {}
-        self._open: set[str] = set()
         self._alive = 0.0
 
-    def run(
-        self, requests: Sequence[Request], *, tail_rows: int = 0, between: Callable[[], None] | None = None
-    ) -> Round:
+    def run(self, requests: Sequence[Request], *, tail_rows: int = 0) -> Round:
         """Submit all requests, and run steps until every request has ended.
 
-        `between` is called before every step. The tail begins when at most `tail_rows` requests are left.
+        The tail begins when at most `tail_rows` requests are left.
         """
         timings = self.core.timings
         timings.reset()
@@ -173,9 +170,7 @@ class Driver:
         run = Round()
         started = now = time.perf_counter()
         self.submit(requests)
-        while self._open:
-            if between is not None:
-                between()
+        while self.open:
             steps, then, prefilled = timings.steps, now, stats.prefilled_tokens
             self.step()
             now, stats = time.perf_counter(), self.core.counters()
@@ -185,7 +180,7 @@ class Driver:
             mark = ProgressMark(now - started, timings.steps, stats.generated_tokens - before.generated_tokens)
             if run.full_until is None and not stats.waiting:
                 run.full_until = mark
-            if tail_rows and run.tail_from is None and len(self._open) <= tail_rows:
+            if tail_rows and run.tail_from is None and len(self.open) <= tail_rows:
                 run.tail_from = mark
         run.seconds, run.steps = now - started, timings.steps
         run.prefilled = stats.prefilled_tokens - before.prefilled_tokens
@@ -196,7 +191,7 @@ class Driver:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Submit these requests to the engine."""
-        self._open.update(request.id for request in requests)
+        self.open.update(request.id for request in requests)
         self._deltas |= {request.id: [] for request in requests}
         self._alive = time.perf_counter()
         self.core.submit(requests)
@@ -217,18 +212,17 @@ class Driver:
                 raise HeadraceError(f"the engine failed: {delta.error}")
             self._deltas[delta.id].append(delta)
             if delta.finish is not None:
-                self._open.remove(delta.id)
+                self.open.remove(delta.id)
 
-    def answer(self, request: Request, *, whole: bool = True) -> DrawnAnswer:
-        """Return all tokens of a request so far. With `whole`, raise `HeadraceError` unless the answer is complete."""
-        deltas = self._deltas[request.id]
+    def answer(self, request: Request) -> DrawnAnswer:
+        """Return all tokens of a request. Raises `HeadraceError` if the answer is not complete."""
+        deltas, wanted = self._deltas[request.id], request.sampling.max_tokens
         answer = DrawnAnswer(
-            np.concatenate([np.empty(0, np.int32), *(d.token_ids for d in deltas)]),
-            np.concatenate([np.empty(0, np.float32), *(d.logprobs for d in deltas)]),
-            np.concatenate([np.empty(0, np.int32), *(d.versions for d in deltas)]),
+            np.concatenate([delta.token_ids for delta in deltas]),
+            np.concatenate([delta.logprobs for delta in deltas]),
+            np.concatenate([delta.versions for delta in deltas]),
         )
-        wanted = request.sampling.max_tokens
-        if whole and not len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) == wanted:
+        if not len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) == wanted:
             raise HeadraceError(f"request {request.id} ended with {len(answer.token_ids)} of {wanted} tokens")
         return answer
 
@@ -239,10 +233,17 @@ def bench_fork(driver: Driver, work: Work, count: int, at: int, length: int) -> 
     The running sequence is called the pivot. Each fork must have exactly the tokens that a fresh request with the same
     prefix and seed gets.
     """
-    prefix, pivot = _run_to_pivot(driver, work, at, length)
-    forked = driver.run([work.request(f"fork/{i}", prefix, length, seed=1 + i, parent=pivot.id) for i in range(count)])
-    driver.core.forget_prefixes()
-    fresh = driver.run([work.request(f"fresh/{i}", prefix, length, seed=1 + i) for i in range(count)])
+    core, prompt = driver.core, work.prompts[0]
+    # The pivot samples as many more tokens as its forks, so that all end together.
+    driver.submit([work.request("pivot", prompt, at - len(prompt) + length, seed=0)])
+    while len(core.sequences["pivot"].tokens) < at:
+        driver.step()
+    requests = core.fork("pivot", at, count)
+    forked = driver.run(requests)
+    core.forget_prefixes()
+    fresh = driver.run(
+        [msgspec.structs.replace(request, id=f"fresh/{request.id}", parent="", group="") for request in requests]
+    )
     pairs = list(zip(forked.answers, fresh.answers, strict=True))
     return {
         "continuations": count,
@@ -255,18 +256,6 @@ def bench_fork(driver: Driver, work: Work, count: int, at: int, length: int) -> 
         "equal": sum(np.array_equal(a.token_ids, b.token_ids) for a, b in pairs),
         "max_logprob_difference": max(_difference(a, b) for a, b in pairs),
     }
-
-
-def _run_to_pivot(driver: Driver, work: Work, at: int, length: int) -> tuple[Int32Array, Request]:
-    prompt = work.prompts[0]
-    # The pivot samples as many more tokens as its forks, so that all end together.
-    pivot = work.request("pivot", prompt, at - len(prompt) + length, seed=0)
-    driver.submit([pivot])
-    while len(driver.answer(pivot, whole=False).token_ids) < at - len(prompt):
-        driver.step()
-        driver.take(driver.core.flush())
-    known = driver.answer(pivot, whole=False).token_ids
-    return np.concatenate([prompt, known])[:at].astype(np.int32), pivot
 
 
 def _difference(fork: DrawnAnswer, fresh: DrawnAnswer) -> float:
