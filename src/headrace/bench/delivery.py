@@ -11,43 +11,28 @@ any step.
 from __future__ import annotations
 
 import contextlib
-import gc
 import socket
 import statistics
 import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
-from headrace.bench.base import Weights, begin, choose_dtype, copy_seconds, load, vocabulary_of
-from headrace.bench.delivery_engine import RANK, Enter, Taken, served_adapter
-from headrace.bench.delivery_sides import (
-    Begin,
-    Published,
-    PublisherProcess,
-    Ready,
-    Side,
-    canary_tokens,
-    copy_weights_seconds,
-    save_sets,
-)
-from headrace.bench.engine_checks import install, plain_twin, score_canary
+from headrace.bench.base import begin, choose_dtype, copy_seconds
+from headrace.bench.delivery_engine import Enter, Taken
+from headrace.bench.delivery_sides import RANK, Begin, Publish, Published, PublisherProcess, Ready, Side
 from headrace.bench.options import DeliveryBench
 from headrace.bench.report import Say
-from headrace.bench.timing import REPEATS, median_seconds
+from headrace.bench.timing import median_seconds
 from headrace.delivery.base import Kind, Manifest
 from headrace.delivery.cores import threads_here
-from headrace.delivery.digest import digest
 from headrace.delivery.transports import WITHOUT_GPU
 from headrace.delivery.transports.tcp_wire import BUCKET_BYTES
 from headrace.errors import DeliveryError, UserError
-from headrace.models.loading import named_weights
-from headrace.types import Float32Array
 
 KINDS: tuple[Kind, ...] = ("full", "delta", "adapter")
 SOCKET_SECONDS = 60.0
@@ -63,8 +48,6 @@ copies its weights. `digest`: the copy is digested, until the version can be fet
 engine. `stage`: the engine fetches and digests the weights. `notice`: the staged weights wait until the engine is
 between two steps. `install`: the engine launches the copy over its live weights. `under_way`: the steps that were
 launched before end. `first_step`: the copy runs, and the first step with the new weights."""
-_SPREAD = 0.02
-"""The standard deviation of an adapter's random entries."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,83 +72,6 @@ def rows(options: DeliveryBench, device: str) -> list[Row]:
             if options.per_parameter and transport == "nccl":
                 found.append(Row(transport=transport, send=send, per_parameter=True))
     return found
-
-
-@torch.inference_mode()
-def make_sets(
-    options: DeliveryBench, model: Any, kind: Kind
-) -> tuple[tuple[Weights, Weights], list[Float32Array], int]:
-    """Return two sets of what a trainer of this model would send, in host memory.
-
-    Return with them the log-probabilities of the canary under each set, and the digest of the weights under an adapter
-    (0 without one).
-    """
-    draw = torch.Generator().manual_seed(options.seed)
-    adapter, base = served_adapter(model) if kind == "adapter" else (None, 0)
-    if adapter is not None:
-        live = adapter.weights()
-        pair = (_random(live, options.dtype, draw), _random(live, options.dtype, draw))
-    else:
-        first = {name: tensor.to("cpu", copy=True) for name, tensor in named_weights(model).items()}
-        pair = (first, {name: flip_words(tensor, options.changed, draw) for name, tensor in first.items()})
-    twin, canary, logprobs = plain_twin(model), canary_tokens(vocabulary_of(model)), []
-    for weights in pair:
-        if adapter is None:
-            install(model, weights)
-        else:
-            for name, tensor in adapter.weights().items():
-                tensor.copy_(weights[name])
-            adapter.apply()
-        logprobs.append(score_canary(twin, canary))
-    return pair, logprobs, base
-
-
-def flip_words(tensor: torch.Tensor, share: float, draw: torch.Generator) -> torch.Tensor:
-    """Return a copy in which the last bit is flipped in this share of words, chosen at random."""
-    changed = tensor.clone()
-    count = round(share * tensor.numel())
-    if not count or not tensor.is_floating_point():
-        return changed
-    words = changed.view(-1).view(torch.int16 if tensor.itemsize == 2 else torch.int32)
-    chosen = torch.randperm(len(words), generator=draw)[:count]
-    words[chosen] ^= 1
-    return changed
-
-
-def _random(like: Weights, dtype: str, draw: torch.Generator) -> Weights:
-    return {
-        name: (_SPREAD * torch.randn(tensor.shape, generator=draw)).to(getattr(torch, dtype))
-        for name, tensor in like.items()
-    }
-
-
-def proof_seconds(weights: Weights, device: str) -> dict[str, float]:
-    """Return the seconds of a digest of these weights on `device`, of a plain copy of them, and their ratio.
-
-    Digest and copy use the same number of threads. On a CPU a delivery takes its digests with more threads, so
-    `all_cores_digest_seconds` is measured too.
-    """
-    placed = {name: tensor.to(device) for name, tensor in weights.items()}
-    targets = {name: torch.zeros_like(tensor) for name, tensor in placed.items()}
-    digests: dict[str, Callable[[], object]] = {}
-    if device == "cpu":
-        alike = torch.get_num_threads()
-        digests["digest_seconds"] = lambda: digest(placed.items(), alike)
-        digests["all_cores_digest_seconds"] = lambda: digest(placed.items())
-    else:
-        # Imported only here, because Triton is needed only with a GPU.
-        from headrace.delivery.kernels.digest import DeviceDigest
-
-        prepared = DeviceDigest(placed)
-        digests["digest_seconds"] = lambda: prepared.value(prepared.launch())
-    # They take turns, so that other work on the machine slows all of them down alike.
-    found = [
-        {"copy_seconds": copy_weights_seconds(targets, placed, device)}
-        | {name: median_seconds(work, device, repeats=1) for name, work in digests.items()}
-        for _ in range(REPEATS)
-    ]
-    medians = {name: statistics.median(one[name] for one in found) for name in found[0]}
-    return {**medians, "digest_over_copy": medians["digest_seconds"] / medians["copy_seconds"]}
 
 
 def socket_seconds(nbytes: int) -> float:
@@ -225,60 +131,46 @@ def bench_delivery(options: DeliveryBench, say: Say) -> dict[str, Any]:
 def _kind(
     options: DeliveryBench, kind: Kind, todo: list[Row], say: Say
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Measure the rows that send one kind of weights. Return the figures of its digest, and those of each row.
-
-    The sets are moved from this process to files, from which the publisher processes load them.
-    """
-    say(f"making two sets of weights ({kind}) of {options.model} in {options.dtype}")
-    model = load(options.model, options.dtype, options.device, options.seed)
-    sets, logprobs, base_digest = make_sets(options, model, kind)
-    canary = canary_tokens(vocabulary_of(model))
-    del model
-    gc.collect()
-    first = sets[0]
-    proof: dict[str, float] = {"bytes": sum(tensor.nbytes for tensor in first.values()), "tensors": len(first)}
-    measured, version = [], 1
+    """Measure the rows that send one kind of weights. Return the figures of its digest, and those of each row."""
+    measured, version = [], 0
     with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-")))
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-"))
+        say(f"making two sets of weights ({kind}) of {options.model} in {options.dtype}")
         begun = Begin(
-            files=save_sets(directory, sets),
+            model=options.model,
             dtype=options.dtype,
-            transport="",
-            canary=canary,
-            logprobs=logprobs,
             device=options.device,
-            send=kind,
-            base_digest=base_digest,
+            seed=options.seed,
+            kind=kind,
+            changed=options.changed,
             receivers=options.engines,
-            directory=str(directory / "weights"),
+            directory=f"{directory}/weights",
             threads=options.threads,
             compare=True,
             within_seconds=WITHIN_SECONDS if options.decode else 0.0,
         )
-        proof |= proof_seconds(first, options.device)
-        del first, sets
-        gc.collect()
+        publisher = stack.enter_context(contextlib.closing(PublisherProcess(begun, _environment(0))))
         say(f"starting {options.engines} engine(s)")
         engines = []
         for number in range(options.engines):
             enter = Enter(name=f"engine-{number}", options=options, adapter=kind == "adapter")
-            engines.append(Side("headrace.bench.delivery_engine", enter, _environment(number + 1)))
-            stack.callback(engines[-1].close)
+            engine = Side("headrace.bench.delivery_engine", enter, _environment(number + 1))
+            engines.append(stack.enter_context(contextlib.closing(engine)))
         for engine in engines:
             engine.answer(Ready)
         for row in todo:
             say(f"{row}: {options.versions} versions to {options.engines} engine(s)")
-            last = version + WARM_UP + options.versions
-            given = msgspec.structs.replace(begun, transport=row.transport, per_parameter=row.per_parameter)
-            with contextlib.closing(PublisherProcess(given, _environment(0))) as publisher:
-                delivered = [_deliver(publisher, engines, each, row, options.device) for each in range(version, last)]
+            delivered = []
+            for _ in range(WARM_UP + options.versions):
+                version += 1
+                order = Publish(version=version, transport=row.transport, per_parameter=row.per_parameter)
+                delivered.append(_deliver(publisher, engines, order, options.device))
             measured.append(_figures(row, delivered[WARM_UP:], decodes=bool(options.decode)))
-            version = last
-    return proof, measured
+    return publisher.proof, measured
 
 
-def _deliver(publisher: PublisherProcess, engines: list[Side], version: int, row: Row, device: str) -> _Delivered:
-    published = publisher.publish(version)
+def _deliver(publisher: PublisherProcess, engines: list[Side], order: Publish, device: str) -> _Delivered:
+    published = publisher.publish(order)
     for engine in engines:
         engine.tell(published.manifest)
     taken = [engine.answer(Taken) for engine in engines]
@@ -287,7 +179,7 @@ def _deliver(publisher: PublisherProcess, engines: list[Side], version: int, row
             raise DeliveryError(f"version {proof.version} was not accepted by {proof.engine}: {proof.reason}")
     # Compared right after each version, so that other work on the machine slows both down alike.
     wire = _wire_bytes(published.manifest)
-    bare = socket_seconds(wire) if row.transport == "tcp" else 0.0
+    bare = socket_seconds(wire) if order.transport == "tcp" else 0.0
     return _Delivered(published, taken, copy_seconds(wire, device, repeats=1), bare)
 
 

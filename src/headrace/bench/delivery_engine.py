@@ -18,12 +18,11 @@ import numpy as np
 import torch
 
 from headrace.bench.base import load, vocabulary_of
-from headrace.bench.delivery_sides import Connection, Ready
+from headrace.bench.delivery_sides import Connection, Ready, served_adapter
 from headrace.bench.engine_checks import plain_twin, score_canary
 from headrace.bench.options import DeliveryBench
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.digest import digest
 from headrace.delivery.receiver import Receiver, Staged
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.core import EngineCore
@@ -31,10 +30,8 @@ from headrace.engines.embedded.loop import EngineLoop
 from headrace.engines.embedded.setup import give_way_to_decoding
 from headrace.errors import DeliveryError, HeadraceError
 from headrace.models.loading import named_weights
-from headrace.models.lora import ALL_LINEAR, Adapter, LoraSpec
+from headrace.models.lora import Adapter
 
-RANK = 16
-"""The rank of the adapter that is sent."""
 PROMPT = 16
 LONGEST = 512
 """The length of a sequence in tokens, including its prompt."""
@@ -84,15 +81,6 @@ class Taken(msgspec.Struct, kw_only=True):
     """When the host got the first token of the new version."""
     step_seconds: float = 0.0
     """The mean time of a decode step since the delivery before."""
-
-
-def served_adapter(model: Any) -> tuple[Adapter, int]:
-    """Attach an adapter to this model, as an engine serves it (merged).
-
-    Return the adapter and the digest of the weights under it.
-    """
-    base = digest(named_weights(model).items())
-    return Adapter(model, LoraSpec(rank=RANK, alpha=2.0 * RANK, targets=(ALL_LINEAR,)), "merged"), base
 
 
 def hold(line: Connection, enter: Enter) -> None:

@@ -26,9 +26,10 @@ import transformers
 from transformers import GenerationConfig
 
 from headrace.bench.base import begin, choose_dtype, copy_bandwidth, free_memory, load, vocabulary_of
+from headrace.bench.delivery_sides import Begin, PublisherProcess, two_sets
 from headrace.bench.engine_checks import check_tags, chosen_rows, install, plain_twin, rescore
 from headrace.bench.engine_rounds import Driver, Round, Work, bench_fork, make_work
-from headrace.bench.engine_swaps import run_with_swaps, start_publisher, swap_figures, two_sets
+from headrace.bench.engine_swaps import run_with_swaps, swap_figures
 from headrace.bench.options import EngineBench
 from headrace.bench.report import Say
 from headrace.bench.timing import Timed
@@ -36,6 +37,7 @@ from headrace.config.schema import EngineConfig
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.setup import give_way_to_decoding
 from headrace.errors import HeadraceError, UserError
+from headrace.models.loading import named_weights
 from headrace.models.selfcheck import check_model
 
 
@@ -186,10 +188,21 @@ class _Bench:
 
     def _swapped(self, driver: Driver, plain: Round) -> dict[str, Any]:
         work, options = self._work.rolled(2), self._options
-        sets = two_sets(self._model, options.seed)
-        self._say(f"the same requests, with new weights every {options.swap_every:g} s")
-        with closing(start_publisher(self._twin, sets, self._dtype)) as publisher:
-            run, swaps = run_with_swaps(driver, work.requests("swaps"), publisher, options.swap_every)
+        first, second = two_sets(named_weights(self._model), options.seed)
+        # In host memory, because the engine may have taken most of the device's.
+        sets = tuple({name: tensor.cpu() for name, tensor in weights.items()} for weights in (first, second))
+        # The transport that `auto` chooses if trainer and engine are on one host.
+        transport = "cuda_ipc" if self._device == "cuda" else "shm"
+        begun = Begin(
+            model=options.model,
+            random_weights=options.random_weights,
+            dtype=self._dtype,
+            device=self._device,
+            seed=options.seed,
+        )
+        with closing(PublisherProcess(begun)) as publisher:
+            self._say(f"the same requests, with new weights every {options.swap_every:g} s")
+            run, swaps = run_with_swaps(driver, work.requests("swaps"), publisher, transport, options.swap_every)
         found = swap_figures(swaps, run, plain, copy_seconds=2 * self._footprint.weights / self._bandwidth)
         rows = chosen_rows(len(run.answers), options.rescore)
         self._say(f"replaying {len(rows)} rows under the versions of their tags")

@@ -13,6 +13,7 @@ tag.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -88,7 +89,7 @@ def rescore(
 
 def check_tags(
     twin: Any,
-    sets: tuple[Weights, Weights],
+    sets: Sequence[Weights],
     prompts: list[Int32Array],
     answers: list[DrawnAnswer],
     rows: list[int],
@@ -124,7 +125,7 @@ def check_tags(
 @torch.inference_mode()
 def replay(
     twin: Any,
-    sets: tuple[Weights, Weights],
+    sets: Sequence[Weights],
     prompt: Int32Array,
     answer: DrawnAnswer,
     sampling: Sampling,

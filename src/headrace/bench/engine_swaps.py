@@ -7,49 +7,25 @@ version is found by its log-probability.
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
-import torch
 
-from headrace.bench.base import Weights, vocabulary_of
-from headrace.bench.delivery_sides import Begin, PublisherProcess, canary_tokens, save_sets
-from headrace.bench.engine_checks import install, score_canary
+from headrace.bench.delivery_sides import Publish, PublisherProcess
 from headrace.bench.engine_rounds import Driver, Round
 from headrace.delivery.base import Proof
 from headrace.engines.base import Delta, Request
 from headrace.engines.embedded.base import Timings
 from headrace.engines.embedded.loop import EngineLoop
 from headrace.errors import DeliveryError, HeadraceError
-from headrace.models.loading import named_weights
-from headrace.types import Float32Array
 
 DEADLINE = 300.0
 _POLL_SECONDS = 0.005
-_CHANGE = 0.2
-"""The standard deviation of the change from the first set to the second, relative to each weight."""
-
-
-@torch.inference_mode()
-def two_sets(model: Any, seed: int) -> tuple[Weights, Weights]:
-    """Return the model's weights and a changed set, both in host memory."""
-    draw = torch.Generator(model.device).manual_seed(seed)
-
-    def changed(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        noise = torch.randn(tensor.shape, generator=draw, device=tensor.device)
-        return tensor * (1 + _CHANGE * noise).to(tensor.dtype)
-
-    live = named_weights(model)
-    first = {name: tensor.to("cpu", copy=True) for name, tensor in live.items()}
-    return first, {name: changed(tensor).to("cpu", copy=True) for name, tensor in live.items()}
 
 
 class Swap(NamedTuple):
@@ -64,14 +40,14 @@ class Swap(NamedTuple):
 
 
 def run_with_swaps(
-    driver: Driver, requests: Sequence[Request], publisher: PublisherProcess, every: float
+    driver: Driver, requests: Sequence[Request], publisher: PublisherProcess, transport: str, every: float
 ) -> tuple[Round, list[Swap]]:
     """Serve these requests, and deliver a version every `every` seconds meanwhile. The core is closed afterwards.
 
     One version is installed before, because in a run too an engine has weights before it serves.
     """
     core, ended = driver.core, threading.Event()
-    first = core.version + 1
+    first = Publish(version=core.version + 1, transport=transport)
     _check(core.swap(core.stage(publisher.publish(first).manifest)))
 
     def emit(deltas: list[Delta]) -> None:
@@ -90,7 +66,7 @@ def run_with_swaps(
             # A prompt that is partly computed would get keys and values of two versions.
             while any(not sequence.sampled for sequence in list(core.sequences.values())):
                 ended.wait(_POLL_SECONDS)
-            return stream_versions(loop, core.timings, publisher, first + 1, every, ended)
+            return stream_versions(loop, core.timings, publisher, first, every, ended)
 
         fed = pool.submit(feed)
         try:
@@ -107,11 +83,11 @@ def stream_versions(
     loop: EngineLoop,
     timings: Timings,
     publisher: PublisherProcess,
-    version: int,
+    last: Publish,
     every: float,
     ended: threading.Event,
 ) -> list[Swap]:
-    """Deliver versions from `version` on until the round has `ended`, and return the swaps.
+    """Deliver the versions after `last` until the round has `ended`, and return the swaps.
 
     A delivery begins `every` seconds after the last one was proved. So if a version is late, all later ones are too.
     """
@@ -119,7 +95,8 @@ def stream_versions(
     due = time.perf_counter() + every
     while True:
         # In a run too, the trainer makes the next version while the engine serves this one.
-        manifest = publisher.publish(version).manifest
+        last = msgspec.structs.replace(last, version=last.version + 1)
+        manifest = publisher.publish(last).manifest
         if ended.wait(max(0.0, due - time.perf_counter())):
             return swaps
         at = time.perf_counter()
@@ -135,34 +112,11 @@ def stream_versions(
         # Without a GPU there is no gap between launches: decoding waits for the whole installation.
         swaps.append(Swap(at, timings.longest_gap_seconds or proof.swap_seconds, proof))
         due = time.perf_counter() + every
-        version += 1
 
 
 def _check(proof: Proof) -> None:
     if not proof.accepted:
         raise DeliveryError(f"version {proof.version} was not accepted: {proof.reason}")
-
-
-def start_publisher(twin: Any, sets: tuple[Weights, Weights], dtype: str) -> PublisherProcess:
-    """Start the process that publishes these sets in turn. `twin` scores the canary, and then has the first set."""
-    canary = canary_tokens(vocabulary_of(twin))
-    expected: list[Float32Array] = []
-    # The first set is scored last, because the twin must have it afterwards.
-    for weights in reversed(sets):
-        install(twin, weights)
-        expected.insert(0, score_canary(twin, canary))
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as directory:
-        begin = Begin(
-            files=save_sets(Path(directory), sets),
-            dtype=dtype,
-            # The transport that `auto` chooses if trainer and engine are on one host.
-            transport="cuda_ipc" if twin.device.type == "cuda" else "shm",
-            device=str(twin.device),
-            canary=canary,
-            logprobs=expected,
-        )
-        # The process has loaded the files when this returns, so the directory can be removed.
-        return PublisherProcess(begin)
 
 
 def swap_figures(swaps: list[Swap], run: Round, plain: Round, *, copy_seconds: float) -> dict[str, Any]:
