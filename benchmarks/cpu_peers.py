@@ -94,15 +94,14 @@ def main() -> None:
 
 def made_work(model: str) -> Work:
     """Return the prompts and lengths of `headrace bench engine` with these options."""
-    from headrace.bench.engine_rounds import make_work
+    from headrace.bench.engine_rounds import make_requests
     from headrace.bench.options import EngineBench
 
     vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
     lengths = f"lognormal:{MEAN}:{LONGEST}"
-    work = make_work(
-        EngineBench(model=model, batch=SLOTS, requests=REQUESTS, prompt=PROMPT, lengths=lengths), vocabulary
-    )
-    return [(prompt.tolist(), length) for prompt, length in zip(work.prompts, work.lengths, strict=True)]
+    options = EngineBench(model=model, batch=SLOTS, requests=REQUESTS, prompt=PROMPT, lengths=lengths)
+    requests = make_requests(options, vocabulary)
+    return [(request.token_ids.tolist(), request.sampling.max_tokens) for request in requests]
 
 
 if __name__ == "__main__":

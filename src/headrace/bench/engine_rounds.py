@@ -6,7 +6,6 @@ benchmark fails instead of showing a lower figure.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.bench.options import EngineBench, parse_pair
+from headrace.bench.options import EngineBench
 from headrace.bench.workload import make_lengths
 from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.core import EngineCore
@@ -30,79 +29,57 @@ STALL_SECONDS = 300.0
 """If no step gives a token for this long, the engine is stalled."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """The requests of one round. Request i has the prompt `prompts[i]` and an answer of `lengths[i]` tokens."""
-
-    prompts: list[Int32Array]
-    lengths: list[int]
-    tail_rows: int = 0
-    """The number of requests in the tail: the last ones, which still run when all others have ended."""
-    fork: tuple[int, int] | None = None
-    """The number of forks, and the number of tokens before them; None if nothing is forked."""
-    group_size: int = 1
-    """The number of successive requests with the same prompt."""
-    sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=1))
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens to generate, over all requests."""
-        return sum(self.lengths)
-
-    def requests(self, name: str) -> list[Request]:
-        """Return the requests of the round, each with a seed of its own."""
-        return [
-            self.request(f"{name}/{i}", prompt, length, seed=i, group=self._group(name, i))
-            for i, (prompt, length) in enumerate(zip(self.prompts, self.lengths, strict=True))
-        ]
-
-    def request(self, name: str, prompt: Int32Array, length: int, *, seed: int, group: str = "") -> Request:
-        """Return one request with the sampling settings of this work."""
-        sampling = msgspec.structs.replace(self.sampling, max_tokens=length, seed=self.sampling.seed + seed)
-        return Request(id=name, token_ids=prompt, sampling=sampling, group=group)
-
-    def _group(self, name: str, number: int) -> str:
-        return f"{name}/group-{number // self.group_size}" if self.group_size > 1 else ""
-
-    def warm_up(self) -> Work:
-        """Return a short round that goes through the same batch sizes, because its answers end in the same order."""
-        longest = max(self.lengths)
-        scaled = [
-            max(2, round(length * WARM_TOKENS / longest)) if longest > WARM_TOKENS else length
-            for length in self.lengths
-        ]
-        return dataclasses.replace(self.rolled(1), lengths=scaled, tail_rows=0, fork=None)
-
-    def rolled(self, by: int) -> Work:
-        """Return the same round with other prompts, so that no cache holds a prefix of them."""
-        return dataclasses.replace(self, prompts=[np.roll(prompt, by) for prompt in self.prompts])
-
-
-def make_work(options: EngineBench, vocabulary: int) -> Work:
-    """Return the round that is measured."""
+def make_requests(options: EngineBench, vocabulary: int) -> list[Request]:
+    """Return the requests of the round that is measured, each with a seed of its own."""
     draw = np.random.default_rng(options.seed)
-    count = options.requests or options.batch
-    groups = draw.integers(0, vocabulary, (-(-count // options.group_size), options.prompt)).astype(np.int32)
-    prompts = list(np.repeat(groups, options.group_size, axis=0)[:count])
+    count, size = options.requests or options.batch, options.group_size
+    prompts = draw.integers(0, vocabulary, (-(-count // size), options.prompt)).astype(np.int32)
     lengths = make_lengths(options.lengths or f"equal:{options.generate}", count, options.seed).tolist()
-    rows = 0
-    if options.tail:
-        rows, longest = parse_pair("--tail", "ROWS:LENGTH", options.tail)
-        lengths[count - rows :] = [longest] * rows
-    return Work(
-        prompts=prompts,
-        lengths=lengths,
-        tail_rows=rows,
-        fork=parse_pair("--fork", "N:AT", options.fork) if options.fork else None,
-        group_size=options.group_size,
-        sampling=Sampling(
-            max_tokens=1,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            seed=options.seed << 32,
-        ),
-    )
+    rows, longest = options.pair("tail")
+    lengths[count - rows :] = [longest] * rows
+    return [
+        Request(
+            id=f"run/{number}",
+            token_ids=prompts[number // size],
+            group=f"run/group-{number // size}" if size > 1 else "",
+            sampling=Sampling(
+                max_tokens=length,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                top_k=options.top_k,
+                seed=(options.seed << 32) + number,
+            ),
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def lengths_of(requests: Sequence[Request]) -> list[int]:
+    """Return the number of tokens that each request asks for."""
+    return [request.sampling.max_tokens for request in requests]
+
+
+def other_round(requests: Sequence[Request], roll: int, longest: int | None = None) -> list[Request]:
+    """Return the same round with other prompts, so that no cache holds a prefix of them.
+
+    With `longest`, answers are scaled so that none is longer. They end in the same order, so that the round goes
+    through the same batch sizes.
+    """
+    scale = min(1.0, longest / max(lengths_of(requests))) if longest else 1.0
+    return [
+        msgspec.structs.replace(
+            request,
+            id=f"{roll}/{request.id}",
+            group=request.group and f"{roll}/{request.group}",
+            token_ids=np.roll(request.token_ids, roll),
+            sampling=msgspec.structs.replace(
+                request.sampling,
+                # At least two, so that every answer has a decode step.
+                max_tokens=max(min(2, longest or 2, request.sampling.max_tokens), round(request.sampling.max_tokens * scale)),
+            ),
+        )
+        for request in requests
+    ]
 
 
 @dataclass(frozen=True)
@@ -227,15 +204,16 @@ class Driver:
         return answer
 
 
-def bench_fork(driver: Driver, work: Work, count: int, at: int, length: int) -> dict[str, Any]:
+def bench_fork(driver: Driver, like: Request, count: int, at: int, length: int) -> dict[str, Any]:
     """Fork a running sequence `count` times after its first `at` tokens. Each fork samples `length` tokens.
 
     The running sequence is called the pivot. Each fork must have exactly the tokens that a fresh request with the same
     prefix and seed gets.
     """
-    core, prompt = driver.core, work.prompts[0]
+    core = driver.core
     # The pivot samples as many more tokens as its forks, so that all end together.
-    driver.submit([work.request("pivot", prompt, at - len(prompt) + length, seed=0)])
+    sampling = msgspec.structs.replace(like.sampling, max_tokens=at - len(like.token_ids) + length)
+    driver.submit([msgspec.structs.replace(like, id="pivot", sampling=sampling)])
     while len(core.sequences["pivot"].tokens) < at:
         driver.step()
     requests = core.fork("pivot", at, count)

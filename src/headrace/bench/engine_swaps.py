@@ -126,6 +126,8 @@ def swap_figures(swaps: list[Swap], run: Round, plain: Round, *, copy_seconds: f
     weights at the bandwidth of the device.
     """
     stalls = [swap.stall_seconds for swap in swaps]
+    # A swap may take as long as its copy at 70% of the bandwidth, and the step that it waits for.
+    limit = copy_seconds / 0.7 + plain.seconds / plain.steps
     rate, plain_rate = run.tokens / run.seconds, plain.tokens / plain.seconds
     return {
         "swaps": len(swaps),
@@ -133,12 +135,10 @@ def swap_figures(swaps: list[Swap], run: Round, plain: Round, *, copy_seconds: f
         "stall_seconds": stalls,
         "stall_seconds_mean": float(np.mean(stalls)) if stalls else None,
         "stall_seconds_max": max(stalls, default=None),
-        "copy_seconds_mean": float(np.mean([swap.proof.swap_seconds for swap in swaps])) if swaps else None,
         "stage_seconds_mean": float(np.mean([swap.proof.stage_seconds for swap in swaps])) if swaps else None,
         "copy_seconds": copy_seconds,
-        # A swap may take as long as its copy at 70% of the bandwidth, and the step that it waits for.
-        "stall_limit_seconds": copy_seconds / 0.7 + plain.seconds / plain.steps,
-        "lost_seconds_a_swap": (run.seconds - run.tokens / plain_rate) / len(swaps) if swaps else None,
+        "stall_limit_seconds": limit,
+        "stall_over_limit": max(stalls) / limit if stalls else None,
         "tokens_per_second_without": plain_rate,
         "tokens_per_second_with": rate,
         "loss": 1 - rate / plain_rate,

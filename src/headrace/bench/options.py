@@ -65,18 +65,22 @@ class EngineBench(Bench, frozen=True, kw_only=True):
             raise UserError("--peer needs a --temperature above 0: peers sample too")
         if self.lengths:
             parse_lengths(self.lengths)
-        if self.tail:
-            rows, longest = parse_pair("--tail", "ROWS:LENGTH", self.tail)
+        rows, longest = self.pair("tail")
+        if rows:
             if self.lengths:
                 raise UserError("--tail and --lengths both say how long answers are: give one")
             if rows >= count or count > self.batch:
                 raise UserError(f"--tail {self.tail}: needs more requests than {rows}, all of them in one batch")
             if longest <= self.generate:
                 raise UserError(f"--tail {self.tail}: must be longer than --generate {self.generate}")
-        if self.fork:
-            _, at = parse_pair("--fork", "N:AT", self.fork)
-            if at <= self.prompt:
-                raise UserError(f"--fork {self.fork}: the pivot must lie after the prompt of {self.prompt} tokens")
+        forks, at = self.pair("fork")
+        if forks and at <= self.prompt:
+            raise UserError(f"--fork {self.fork}: the pivot must lie after the prompt of {self.prompt} tokens")
+
+    def pair(self, option: Literal["tail", "fork"]) -> tuple[int, int]:
+        """Return the two numbers of `--tail` or `--fork`; zeros if it is not given."""
+        given, form = (self.tail, "ROWS:LENGTH") if option == "tail" else (self.fork, "N:AT")
+        return parse_pair(f"--{option}", form, given) if given else (0, 0)
 
 
 class DeliveryBench(Bench, frozen=True, kw_only=True):
