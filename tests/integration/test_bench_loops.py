@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.bench import journal, loop
-from headrace.bench.options import LoopBench, check_options
+from headrace.bench.options import LoopBench
 from headrace.bench.report import lines
 from headrace.bench.workload import LengthsTask
 from headrace.errors import UserError
@@ -49,4 +49,4 @@ def test_mistakes_are_one_line() -> None:
     with pytest.raises(UserError, match="--versions 3: at least 5 with --long-tail"):
         loop.bench_loop(LoopBench(long_tail=True, versions=3), lambda line: None)
     with pytest.raises(UserError, match="--long-tail: measures a tiny model of its own"):
-        check_options(LoopBench(long_tail=True, model="qwen3-0.6b"))
+        LoopBench(long_tail=True, model="qwen3-0.6b").check()
