@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from headrace.bench import journal, loop
@@ -12,9 +14,9 @@ from headrace.errors import UserError
 
 
 @pytest.mark.slow
-def test_a_run_whose_journal_was_off_now_and_then_is_whole() -> None:
+def test_a_run_whose_journal_was_off_now_and_then_is_whole(tmp_path: Path) -> None:
     said: list[str] = []
-    found = journal.bench_overhead(2, 1, said.append)
+    found = journal.bench_overhead(tmp_path, 2, 1, said.append)
     assert found["balanced"], "what was held in memory is in the journal, in its order"
     assert len(found["off"]) == len(found["on"]) == 2 and min(found["off"] + found["on"]) > 0
     losses = [1 - on / off for off, on in zip(found["off"], found["on"], strict=True)]

@@ -75,7 +75,9 @@ def other_round(requests: Sequence[Request], roll: int, longest: int | None = No
             sampling=msgspec.structs.replace(
                 request.sampling,
                 # At least two, so that every answer has a decode step.
-                max_tokens=max(min(2, longest or 2, request.sampling.max_tokens), round(request.sampling.max_tokens * scale)),
+                max_tokens=max(
+                    min(2, longest or 2, request.sampling.max_tokens), round(request.sampling.max_tokens * scale)
+                ),
             ),
         )
         for request in requests

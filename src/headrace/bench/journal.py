@@ -86,31 +86,22 @@ def plan_blocks(pairs: int, versions: int) -> list[Block]:
 
 
 class HoldingWriter(Writer):
-    """A writer that keeps events in memory between `hold` and `let_go`.
+    """A writer that keeps events in memory while `held` is a list. A `Call`, whose result is awaited, is never kept."""
 
-    A `Call`, whose result somebody waits for, is never kept.
-    """
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(store)
-        self._held: list[Event] | None = None
-
-    def hold(self) -> None:
-        """Keep all later events in memory."""
-        self._held = [] if self._held is None else self._held
+    held: list[Event] | None = None
 
     def let_go(self) -> None:
         """Write the kept events in order, and keep no new ones. Call this in the thread that calls `put`."""
-        held, self._held = self._held or [], None
+        held, self.held = self.held or [], None
         for event in held:
             super().put(event)
 
     def put(self, event: Event) -> None:
         """Queue an event, or keep it in memory."""
-        if self._held is None or isinstance(event, Call):
+        if self.held is None or isinstance(event, Call):
             super().put(event)
         else:
-            self._held.append(event)
+            self.held.append(event)
 
     def close(self, timeout: float) -> None:
         """Write all events, and close the writer."""
@@ -132,11 +123,10 @@ class BlockJournal(Journal):
         """Record an optimizer step. If a block begins or ends with this step, switch the journal."""
         super().step(step=step, trained_tokens=trained_tokens, **facts)
         self._ended[step] = (time.monotonic(), trained_tokens)
-        for block in self._blocks:
-            if step == block.first and not block.on:
-                self._writer.hold()
-            if step == block.last:
-                self._writer.let_go()
+        if any(step == block.last for block in self._blocks):
+            self._writer.let_go()
+        if any(step == block.first and not block.on for block in self._blocks):
+            self._writer.held = []
 
     def rates(self) -> dict[str, list[float]]:
         """Return the consumed tokens per second of each block, in order, by `off` and `on`."""
@@ -150,13 +140,13 @@ class BlockJournal(Journal):
 
 def bench_journal(options: JournalBench, say: Say) -> dict[str, Any]:
     """Measure and return all figures. `say` gets a line before each part."""
-    if not options.rollouts:
-        return bench_overhead(options.pairs, options.versions, say)
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-        return bench_size(Path(scratch), options.rollouts, say)
+        if options.rollouts:
+            return bench_size(Path(scratch), options.rollouts, say)
+        return bench_overhead(Path(scratch), options.pairs, options.versions, say)
 
 
-def bench_overhead(pairs: int, versions: int, say: Say) -> dict[str, Any]:
+def bench_overhead(directory: Path, pairs: int, versions: int, say: Say) -> dict[str, Any]:
     """Make one run with this many pairs of blocks, of `versions` versions each, and return the figures."""
     blocks = plan_blocks(pairs, versions)
     total = blocks[-1].last + DEPTH + 1  # beside the last versions nothing is generated
@@ -166,24 +156,14 @@ def bench_overhead(pairs: int, versions: int, say: Say) -> dict[str, Any]:
         made.append(BlockJournal(path, blocks, keep_rollouts=keep_rollouts))
         return made[-1]
 
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-        directory = Path(scratch)
-        write_model(directory / "model")
-        config = tiny_config(
-            directory,
-            "run",
-            prompt=PROMPT,
-            answer=ANSWER,
-            threads=1,
-            versions=total,
-            depth=DEPTH,
-            observe={"keep_rollouts": True},
-        )
-        say(f"{total} versions in {2 * pairs} blocks of {versions}")
-        run_dir = RunDir.create(config)
-        task, chat = check_inputs(config)
-        RunSession(config, run_dir, NoProgress(), task, chat, journal=journal).execute()
-        balanced = read_ledgers(run_dir.path)["balanced"]
+    write_model(directory / "model")
+    given: dict[str, Any] = {"prompt": PROMPT, "answer": ANSWER, "threads": 1, "versions": total, "depth": DEPTH}
+    config = tiny_config(directory, "run", **given, observe={"keep_rollouts": True})
+    say(f"{total} versions in {2 * pairs} blocks of {versions}")
+    run_dir = RunDir.create(config)
+    task, chat = check_inputs(config)
+    RunSession(config, run_dir, NoProgress(), task, chat, journal=journal).execute()
+    balanced = read_ledgers(run_dir.path)["balanced"]
     rates = made[0].rates()
     for pair, (off, on) in enumerate(zip(rates["off"], rates["on"], strict=True), start=1):
         say(f"pair {pair}: {off:.0f} tokens/s without, {on:.0f} with, loss {1 - on / off:+.1%}")
@@ -254,46 +234,38 @@ def write_run(path: Path, rollouts: int) -> int:
         for step in range(1, steps + 1):
             groups = range((step - 1) * GROUPS, step * GROUPS)
             for group_id in groups:
-                _admit(journal, group_id, version=max(0, step - 2))
-                _complete(journal, group_id, version=max(0, step - 2))
+                _sample(journal, group_id, version=max(0, step - 2))
             _train(journal, step, groups)
-        _leave(journal, steps)
+        first = steps * GROUPS
+        for group_id in range(first, first + LEFT_GROUPS):
+            done = group_id < first + LEFT_GROUPS // 2
+            begun = group_id >= first + 3 * LEFT_GROUPS // 4
+            _sample(journal, group_id, version=steps, part=1.0 if done else 0.0 if begun else 0.5)
     return steps
 
 
-def _admit(journal: Journal, group_id: int, version: int) -> None:
-    prompt = Prompt(id=str(group_id % PROMPTS))
-    journal.admitted(
-        Group(id=group_id, prompt=prompt, version=version), [f"{group_id}/{index}" for index in range(GROUP_SIZE)]
-    )
-
-
-def _complete(journal: Journal, group_id: int, version: int) -> None:
-    for index in range(GROUP_SIZE):
+def _sample(journal: Journal, group_id: int, version: int, part: float = 1.0) -> None:
+    """Admit a group, and record its answers up to this part."""
+    ids = [f"{group_id}/{index}" for index in range(GROUP_SIZE)]
+    journal.admitted(Group(id=group_id, prompt=Prompt(id=str(group_id % PROMPTS)), version=version), ids)
+    for index, rollout_id in enumerate(ids if part else []):
+        tokens = PROMPT_TOKENS + round(part * ANSWER_TOKENS)
+        trained = np.arange(tokens) >= PROMPT_TOKENS
+        versions = np.where(trained, version, NO_VERSION).astype(np.int32)
         # One answer in ten has tokens of two versions, and half of the answers are right.
-        later = (group_id + index) % 10 == 0
-        journal.rollout_ended(
-            Rollout(
-                id=f"{group_id}/{index}",
-                index=index,
-                traces=[_trace(version, later=later)],
-                ending="finished",
-                reward=float(index % 2),
-            )
+        if part == 1 and (group_id + index) % 10 == 0:
+            versions[-tokens // 4 :] += 1
+        trace = Trace(
+            token_ids=np.arange(tokens, dtype=np.int32),
+            trained=trained,
+            logprobs=np.where(trained, -0.5, 0.0).astype(np.float32),
+            versions=versions,
         )
-
-
-def _trace(version: int, *, later: bool, tokens: int = PROMPT_TOKENS + ANSWER_TOKENS) -> Trace:
-    trained = np.arange(tokens) >= PROMPT_TOKENS
-    versions = np.where(trained, version, NO_VERSION).astype(np.int32)
-    if later:
-        versions[-tokens // 4 :] += 1
-    return Trace(
-        token_ids=np.arange(tokens, dtype=np.int32),
-        trained=trained,
-        logprobs=np.where(trained, -0.5, 0.0).astype(np.float32),
-        versions=versions,
-    )
+        if part < 1:
+            journal.partial(Rollout(id=rollout_id, index=index, traces=[trace], ending="aborted"))
+        else:
+            reward = float(index % 2)
+            journal.rollout_ended(Rollout(id=rollout_id, index=index, traces=[trace], ending="finished", reward=reward))
 
 
 def _train(journal: Journal, step: int, groups: range) -> None:
@@ -314,18 +286,6 @@ def _train(journal: Journal, step: int, groups: range) -> None:
     journal.delivery(version=step, engine="engine-0", accepted=True)
     for process in ("engine-0", "trainer-0"):
         journal.activity(process=process, started=step / 2, ended=step / 2 + 0.5, busy_seconds=0.4)
-
-
-def _leave(journal: Journal, steps: int) -> None:
-    first = steps * GROUPS
-    for group_id in range(first, first + LEFT_GROUPS):
-        _admit(journal, group_id, version=steps)
-        if group_id < first + LEFT_GROUPS // 2:
-            _complete(journal, group_id, version=steps)
-        elif group_id < first + 3 * LEFT_GROUPS // 4:
-            for index in range(GROUP_SIZE):
-                part = _trace(steps, later=False, tokens=PROMPT_TOKENS + ANSWER_TOKENS // 2)
-                journal.partial(Rollout(id=f"{group_id}/{index}", index=index, traces=[part], ending="aborted"))
 
 
 def _config() -> Config:
