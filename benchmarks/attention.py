@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from gpu_timing import gpu_seconds
 
 from headrace.bench.base import copy_bandwidth
+from headrace.bench.timing import gpu_seconds
 from headrace.engines.embedded.kernels.decode import choose_splits, paged_decode
 
 BLOCK_SIZE = 16

@@ -8,8 +8,8 @@ with all bytes. For a CPU, `headrace bench delivery` measures the digest beside 
 from __future__ import annotations
 
 import torch
-from gpu_timing import gpu_seconds
 
+from headrace.bench.timing import gpu_seconds
 from headrace.delivery.digest import digest
 from headrace.delivery.kernels.copy import DeviceCopy
 from headrace.delivery.kernels.digest import DeviceDigest
