@@ -37,8 +37,9 @@ from headrace.bench.engine_rounds import (
     lengths_of,
     make_requests,
     other_round,
+    run_with_swaps,
+    swap_figures,
 )
-from headrace.bench.engine_swaps import run_with_swaps, swap_figures
 from headrace.bench.options import EngineBench
 from headrace.bench.report import Say
 from headrace.bench.timing import Timed

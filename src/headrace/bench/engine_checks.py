@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -23,17 +24,27 @@ import torch
 from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 
 from headrace.bench.base import Weights
-from headrace.bench.engine_rounds import DrawnAnswer
 from headrace.engines.base import Request, Sampling
 from headrace.models.head import float32_head
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array, Int32Array
 
-Row = tuple[Request, DrawnAnswer]
 TAG_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 """If a log-probability differs by more than this from that of the tagged version, the tag is wrong."""
 _ROWS = 512
 """The number of positions whose whole distributions exist at the same time."""
+
+
+@dataclass(frozen=True)
+class DrawnAnswer:
+    """All tokens of one request, with their records."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    versions: Int32Array
+
+
+Row = tuple[Request, DrawnAnswer]
 
 
 def plain_twin(model: Any) -> Any:

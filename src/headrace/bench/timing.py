@@ -74,10 +74,10 @@ def gpu_seconds(work: Callable[[], object], *, replayed: int = 0, runs: int = RE
         run = graph.replay
     times = []
     for _ in range(runs):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         run()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / 1000 / (replayed or 1))
+        times.append(float(start.elapsed_time(end)) / 1000 / (replayed or 1))
     return statistics.median(times)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headrace.bench.delivery_sides import two_sets
 from headrace.bench.engine_checks import (
+    DrawnAnswer,
     check_tags,
     chosen_rows,
     plain_twin,
@@ -20,7 +21,6 @@ from headrace.bench.engine_checks import (
     rescore,
     sampled_distribution,
 )
-from headrace.bench.engine_rounds import DrawnAnswer
 from headrace.engines.base import Request, Sampling
 from headrace.models.attention import ATTENTION
 from headrace.models.loading import named_weights

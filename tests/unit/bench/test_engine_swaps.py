@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from headrace.bench.delivery_sides import Publish
-from headrace.bench.engine_swaps import stream_versions
+from headrace.bench.engine_rounds import stream_versions
 from headrace.errors import DeliveryError, HeadraceError
 
 EVERY = 0.05
