@@ -80,10 +80,10 @@ def standalone(charts: dict[str, list[Series]], x_label: str, y_label: str) -> s
     body, width = [], WIDTH // len(charts)
     for number, (name, lines) in enumerate(charts.items()):
         chart = line_chart(
-            lines, name=name, x_label=x_label, y_label=y_label, width=width, height=HEIGHT, y_range=(0.0, 1.0)
+            lines, name=name, x_label=x_label, y_label=y_label, width=width, height=HEIGHT, from_zero=True
         )
         place = f'<svg x="{number * width}" y="20" width="{width}" height="{HEIGHT}" '
-        body.append(chart.replace("<svg ", place, 1) + f'<text x="{number * width + 66}" y="16">{name}:')
+        body.append(chart.replace("<svg ", place, 1) + f'<text x="{number * width + 8}" y="16">{name}:')
         legend = dict.fromkeys((line.label, line.tone) for line in lines)
         body += [f'<tspan class="{tone}" dx="8">{label}</tspan>' for label, tone in legend] + ["</text>"]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + 20}"><style>{STYLE}</style>'
