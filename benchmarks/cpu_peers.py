@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 DEADLINE = 1800
 """The time limit of each of the two processes in seconds, including its start."""
@@ -56,12 +55,11 @@ def serve_vllm(model: str) -> None:
     print(time.perf_counter() - started, flush=True)
 
 
-def run(command: list[str], environment: dict[str, str], given: str = "") -> Any:
-    """Run a process, and return the JSON that it printed last."""
-    done = subprocess.run(
+def run(command: list[str], environment: dict[str, str], given: str = "") -> str:
+    """Run a process, and return what it printed."""
+    return subprocess.run(
         command, env=environment, input=given, stdout=subprocess.PIPE, text=True, timeout=DEADLINE, check=True
-    )
-    return json.loads(done.stdout[done.stdout.find("{") :] if "{" in done.stdout else done.stdout.split()[-1])
+    ).stdout
 
 
 def main() -> None:
@@ -79,14 +77,15 @@ def main() -> None:
     options = {"batch": SLOTS, "requests": REQUESTS, "prompt": PROMPT, "lengths": f"lognormal:{MEAN}:{LONGEST}"}
     options |= {"device": "cpu", "threads": given.threads, "peer": "generate", "rescore": 0}
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    found = run([sys.executable, "-m", "headrace", "bench", "engine", given.model, "--json", *arguments], environment)
+    command = [sys.executable, "-m", "headrace", "bench", "engine", given.model, "--json", *arguments]
+    found = json.loads(run(command, environment))
     rates = {"Headrace": found["tokens_per_second"], "generate": found["peers"]["generate"]["tokens_per_second"]}
     if given.vllm_python:
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": f"0-{given.threads - 1}"}
         environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         environment.pop("PYTHONPATH", None)
         command = [given.vllm_python, str(Path(__file__)), given.model, "--serve"]
-        seconds = run(command, environment, json.dumps(made_work(given.model)))
+        seconds = float(run(command, environment, json.dumps(made_work(given.model))).split()[-1])
         rates["vLLM"] = found["generated_tokens"] / seconds
     for name, rate in rates.items():
         print(f"{name}: {rate:.1f} tokens/s, ours over it {rates['Headrace'] / rate:.2f}")
