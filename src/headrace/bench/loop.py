@@ -172,13 +172,11 @@ def _model(directory: Path, options: LoopBench, say: Say) -> dict[str, Any]:
             model={"path": str(model), "weights": weights, "dtype": dtype},
             engine={"slots": options.in_flight, "device": device},
             training={"device": device, "micro_batch_tokens": options.micro_batch_tokens},
-            pipeline={"one_gpu": options.one_gpu if device == "cuda" else "turns", "stall_seconds": 300.0},
+            pipeline={"stall_seconds": 300.0},
             observe={"timeline": bool(options.keep)},
         )
         with _watched_memory(device) as memory:
             measured, outcome = measure_run(config, depth, WARM_VERSIONS + depth)
-        if why := outcome.summary["no_mps"]:
-            raise UserError(f"--one-gpu mps: {why}")
         with open_readonly(outcome.run_dir.journal) as journal:
             held = journal.meta().get("peak_memory_bytes", {})
         return measured | {

@@ -128,13 +128,10 @@ class TrainBench(Bench, frozen=True, kw_only=True):
     steps: Annotated[int, Option(help="Steps that are timed.", min=1)] = 5
     micro_batch_tokens: Annotated[int, Option(help="Tokens that one pass holds.", min=1)] = 16384
     device: Device = "auto"
-    compute_dtype: Dtype = ""
     pack: Annotated[bool, Option("--pack/--no-pack", help="Pack, or pad to the longest of a pass.")] = True
     chunk: Annotated[bool, Option("--chunk/--no-chunk", help="Logits by chunks, or whole.")] = True
     compile: Annotated[bool, Option("--compile/--no-compile", help="GPU: compiled layers.")] = True
-    checkpointing: Annotated[bool, Option("--checkpointing", help="Activation checkpointing.")] = False
     compare: Annotated[bool, Option("--compare", help="Also without packing, chunks, compilation.")] = False
-    random_weights: RandomWeights = False
     seed: Annotated[int, Option(help="Of weights, tokens and lengths.", min=0)] = 0
 
     @property
@@ -166,7 +163,6 @@ class LoopBench(Bench, frozen=True, kw_only=True):
         int, Option(help="With a model: of the asynchronous run; 0 takes what the longest answer lasts.", min=0)
     ] = 0
     micro_batch_tokens: Annotated[int, Option(help="With a model: tokens that a training pass holds.", min=1)] = 16384
-    one_gpu: Annotated[Literal["turns", "slices", "mps"], Option(help="With a model: how both share a GPU.")] = "turns"
     device: Annotated[Literal["auto", "cpu", "cuda"], Option(help="With a model: auto, cpu or cuda.")] = "auto"
     seed: Annotated[int, Option(help="With a model: of weights, prompts and lengths.", min=0)] = 0
     keep: Annotated[str, Option(help="With a model: leave both runs in this directory, with timelines.")] = ""

@@ -127,15 +127,12 @@ def _measured(options: TrainBench, device: str, say: Say) -> dict[str, Any]:
 
 
 def _trainer(options: TrainBench, device: str) -> tuple[Trainer, Flops, int]:
-    model = load(options.model, "float32", device, options.seed, random_weights=options.random_weights)
+    model = load(options.model, "float32", device, options.seed)
     training = TrainingConfig(
         device="cuda" if device == "cuda" else "cpu",
         compile=options.compile,
         micro_batch_tokens=options.micro_batch_tokens,
-        activation_checkpointing=options.checkpointing,
     )
-    if options.compute_dtype:
-        training = msgspec.structs.replace(training, compute_dtype=options.compute_dtype)
     flops, vocabulary = count_flops(model), vocabulary_of(model)
     trainer = Trainer(
         prepare_model(model, training),
