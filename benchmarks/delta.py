@@ -10,7 +10,6 @@ the row `float32`, every word changes by about a millionth. Seconds are the best
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 
 import torch
 
@@ -40,23 +39,18 @@ def stepped(base: torch.Tensor, share: float) -> torch.Tensor:
     return new
 
 
-def best(work: Callable[[], object], repeats: int) -> float:
-    """Return the seconds of the fastest of `repeats` calls. A first call is not counted."""
-    return median_seconds(work, repeats=repeats, of=min)
-
-
 def measure(name: str, base: torch.Tensor, new: torch.Tensor, word_bytes: int, repeats: int, threads: int) -> None:
     """Measure and print one row of the table."""
     changed = (base.view(-1, word_bytes) != new.view(-1, word_bytes)).any(1).float().mean().item()
     payload = delta.encode(base, new, word_bytes, threads=threads)
-    encoding = best(lambda: delta.encode(base, new, word_bytes, threads=threads), repeats)
+    encoding = median_seconds(lambda: delta.encode(base, new, word_bytes, threads=threads), repeats=repeats, of=min)
     if payload is None:
         print(f"{name:20} {changed:8.4f} {'none':>12} {'':>8} {encoding:9.3f}")
         return
     target = base.clone()
     delta.apply(payload, target, threads=threads)
     assert torch.equal(target, new)
-    applying = best(lambda: delta.apply(payload, target, threads=threads), repeats)
+    applying = median_seconds(lambda: delta.apply(payload, target, threads=threads), repeats=repeats, of=min)
     print(f"{name:20} {changed:8.4f} {len(payload):12} {len(new) / len(payload):8.1f} {encoding:9.3f} {applying:9.3f}")
 
 
@@ -73,7 +67,8 @@ def main() -> None:
     plan = plan_weights(weights, "bfloat16")
     base = packed(plan, weights)
     copy = torch.empty_like(base)
-    print(f"{plan.nbytes} bytes in bfloat16; a copy takes {best(lambda: copy.copy_(base), 3):.3f} s")
+    copying = median_seconds(lambda: copy.copy_(base), of=min)
+    print(f"{plan.nbytes} bytes in bfloat16; a copy takes {copying:.3f} s")
     print(f"{'':20} {'changed':>8} {'bytes':>12} {'full/':>8} {'encode s':>9} {'apply s':>9}")
     for share in options.changed:
         measure(f"bfloat16, {share:.2%}", base, stepped(base, share), 2, options.repeats, options.threads)

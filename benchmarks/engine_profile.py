@@ -12,52 +12,37 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from headrace.bench.engine import bench_engine
-from headrace.bench.engine_rounds import Driver, Round
+from headrace.bench.engine_rounds import WARM_TOKENS
 from headrace.bench.options import EngineBench
+from headrace.engines.embedded.core import EngineCore
 
-MEASURED_ROUND = 3
-"""The number of the measured round, counted from 1. The first request and the warm-up come before it."""
-FIRST_STEP, STEPS = 40, 5
-
-
-class ProfiledRound:
-    """A replacement for `Driver.run` that profiles the measured round."""
-
-    def __init__(self) -> None:
-        self._rounds = 0
-        self._run = Driver.run
-
-    def __call__(self, driver: Driver, *args: Any, **kwargs: Any) -> Round:
-        """Run a round. Some steps of the measured round, from `FIRST_STEP` on, run under the profiler."""
-        self._rounds += 1
-        if self._rounds == MEASURED_ROUND:
-            _profile_steps(driver.core)
-        return self._run(driver, *args, **kwargs)
+FIRST_STEP, STEPS = WARM_TOKENS + 48, 5
+"""The steps that are recorded, counted from the first request on. The warm-up has a little more than `WARM_TOKENS`."""
 
 
-def _profile_steps(core: Any) -> None:
-    step, profiler, done = core.step, profile(activities=[ProfilerActivity.CUDA]), 0
+def profiled_step() -> Any:
+    """Return a replacement for `EngineCore.step` that runs some steps under the profiler."""
+    step, profiler, done = EngineCore.step, profile(activities=[ProfilerActivity.CUDA]), 0
 
-    def profiled() -> Any:
+    def profiled(core: EngineCore) -> Any:
         nonlocal done
         done += 1
         if done == FIRST_STEP:
             profiler.start()
-        deltas = step()
+        deltas = step(core)
         if done == FIRST_STEP + STEPS - 1:
             torch.cuda.synchronize()
             profiler.stop()
             print(profiler.key_averages().table(sort_by="cuda_time_total", row_limit=20, max_name_column_width=70))
         return deltas
 
-    core.step = profiled
+    return profiled
 
 
 def main() -> None:
     """Profile the shape and batch given on the command line."""
     shape, batch = sys.argv[1], int(sys.argv[2])
-    profiled = ProfiledRound()
-    Driver.run = lambda driver, *args, **kwargs: profiled(driver, *args, **kwargs)  # type: ignore[method-assign]
+    EngineCore.step = profiled_step()  # type: ignore[method-assign]
     bench_engine(EngineBench(model=shape, batch=batch, rescore=0.0), lambda line: print(line, file=sys.stderr))
 
 

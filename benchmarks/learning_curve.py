@@ -22,7 +22,8 @@ WINDOW = 5
 STYLE = """
 text { font: 12px sans-serif; fill: #555; } .mid { text-anchor: middle; } .end { text-anchor: end; }
 .grid { stroke: #e3e6e3; } .axis { stroke: #888; } path.line { fill: none; stroke-width: 2; }
-.line.a { stroke: #17758c; } .line.b { stroke: #c76b29; } .a { fill: #17758c; } .b { fill: #c76b29; }
+.line.a { stroke: #17758c; } .line.b { stroke: #c76b29; } .line.c { stroke: #1f6feb; } .line.d { stroke: #d1495b; }
+.a { fill: #17758c; } .b { fill: #c76b29; } .c { fill: #1f6feb; } .d { fill: #d1495b; }
 .hit rect, .target { fill: transparent; } .hit .dot { opacity: 0; } .hit.shown .dot { opacity: 1; }
 """
 
@@ -61,31 +62,32 @@ def gain(steps: list[StepRecord], evaluations: list[EvaluationRecord]) -> str:
 
 
 def picture(steps: list[StepRecord], evaluations: list[EvaluationRecord]) -> str:
-    """Draw reward and held-out accuracy over the seconds since the first evaluation.
-
-    The SVG brings its own styles, so it can be shown without the page of a report.
-    """
+    """Draw reward and held-out accuracy over the seconds since the first evaluation."""
     began = evaluations[0].ended
     reward = [(step.ended - began, step.reward_mean) for step in steps]
     heldout = [(max(0.0, e.started - began), e.pass_1) for e in evaluations]
-    chart = line_chart(
-        [
-            Series(label=f"reward, mean of {WINDOW} steps", points=moving_mean(reward, WINDOW), hover=False),
-            Series(label="held out, second", points=heldout, tone="b", dots=True),
-        ],
-        name="What the run learned",
-        x_label="seconds since the first evaluation",
-        y_label="reward in training (line), held out (dots)",
-        width=WIDTH,
-        height=HEIGHT,
-        from_zero=True,
+    chart = [
+        Series(label=f"reward, mean of {WINDOW} steps", points=moving_mean(reward, WINDOW), hover=False),
+        Series(label="held out", points=heldout, tone="b", dots=True),
+    ]
+    return standalone(
+        {"What the run learned": chart}, "seconds since the first evaluation", "reward in training, held out"
     )
-    return (
-        chart.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).replace(
-            ">", f'><style>{STYLE}</style><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>', 1
+
+
+def standalone(charts: dict[str, list[Series]], x_label: str, y_label: str) -> str:
+    """Draw charts side by side, each with its name and its legend, as an SVG that brings its own styles."""
+    body, width = [], WIDTH // len(charts)
+    for number, (name, lines) in enumerate(charts.items()):
+        chart = line_chart(
+            lines, name=name, x_label=x_label, y_label=y_label, width=width, height=HEIGHT, from_zero=True
         )
-        + "\n"
-    )
+        place = f'<svg x="{number * width}" y="20" width="{width}" height="{HEIGHT}" '
+        body.append(chart.replace("<svg ", place, 1) + f'<text x="{number * width + 8}" y="16">{name}:')
+        legend = dict.fromkeys((line.label, line.tone) for line in lines)
+        body += [f'<tspan class="{tone}" dx="8">{label}</tspan>' for label, tone in legend] + ["</text>"]
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + 20}"><style>{STYLE}</style>'
+    return "".join([head, f'<rect width="{WIDTH}" height="{HEIGHT + 20}" fill="white"/>', *body, "</svg>\n"])
 
 
 if __name__ == "__main__":

@@ -1,22 +1,132 @@
-"""The long-tail study: prints a table, and draws the picture of docs/staleness.md.
+"""The long-tail study: which rollouts a buffer leaves out, and what it costs to leave none out.
 
     python benchmarks/long_tail.py [--rollouts 20000] [--seed 0] [--svg docs/long_tail.svg]
 
-The real controller, window and rollouts run with the fake engine under a virtual clock, so the numbers are the same on
-every machine.
+It prints the table and draws the picture of docs/staleness.md. The real controller, window and rollouts run with the
+fake engine under a virtual clock, so the numbers are the same on every machine. Answers have lognormal lengths, and one
+in ten is ten times longer. The lengths of trained rollouts are compared with those of all generated rollouts, for the
+window and for a queue that drops its oldest groups.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
+from learning_curve import standalone
 
-from headrace.sim.long_tail import POLICIES, PolicyOutcome, study
+from headrace.bench.workload import LONG_FACTOR, LONG_SHARE, MEDIAN, SIGMA
+from headrace.buffer.reader import open_readonly
+from headrace.buffer.window import Window
+from headrace.config import Config, make_config
+from headrace.engines.base import Request
+from headrace.observe.charts import Series
+from headrace.observe.drift import ks_distance
+from headrace.sim.run import SimRun, run_virtual
+from headrace.types import Group
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 640, 360, 56, 44
-TONES = {"generated": "#8a8f98", "depth 2": "#1f6feb", "drop oldest": "#d1495b"}
+TOKEN_SECONDS = 0.01
+TRAIN_SECONDS = 0.002
+"""Seconds per trained token. The trainer is the slower side unless it waits for the longest answer of a batch."""
+GROUPS, GROUP_SIZE = 16, 2
+KEPT_SHARE = 4
+"""The queue trains less than one in this many groups, so fewer steps are enough for the same number of rollouts."""
+POLICIES = ("depth 0", "depth 2", "drop oldest")
+
+
+class DropOldest(Window):
+    """The policy that the window is compared with.
+
+    As many groups are in flight as the window has slots, whatever the trainer does. A queue holds finished groups for
+    one batch; when it overflows, it drops the groups that started first.
+    """
+
+    @property
+    def free(self) -> int:
+        """The number of slots in which no group is generated."""
+        return self.capacity - self.in_flight
+
+    def stale(self) -> list[Group]:
+        """Return the oldest groups that the queue has no room for."""
+        return self.ready_groups()[: max(0, self.ready - self.groups)]
+
+    def _next_batch(self) -> list[int] | None:
+        ids = [group.id for group in self.ready_groups()[: self.groups]]
+        return ids if len(ids) == self.groups else None
+
+
+@dataclass(frozen=True)
+class PolicyOutcome:
+    """The results of one policy."""
+
+    generated: npt.NDArray[np.int64]
+    """The lengths of all rollouts that ended."""
+    trained: npt.NDArray[np.int64]
+    distance: float
+    """The Kolmogorov-Smirnov distance between the generated and the trained lengths."""
+    tokens_per_second: float
+    """The trained tokens per second of virtual time."""
+    largest_lag: int
+    dropped_groups: int
+
+
+def long_tail(seed: int) -> Callable[[Request], int]:
+    """Return a function that gives each request a length, which depends only on the request's own seed."""
+
+    def length(request: Request) -> int:
+        rng = np.random.default_rng([seed, request.sampling.seed])
+        factor = LONG_FACTOR if rng.random() < LONG_SHARE else 1
+        return max(1, round(factor * MEDIAN * float(np.exp(SIGMA * rng.standard_normal()))))
+
+    return length
+
+
+def study(policy: str, rollouts: int, seed: int = 0) -> PolicyOutcome:
+    """Simulate one of `POLICIES` until about this many rollouts are generated."""
+    trained = rollouts // KEPT_SHARE if policy == "drop oldest" else rollouts
+    config = make_config(
+        {
+            "run": {"versions": -(-trained // (GROUPS * GROUP_SIZE)), "seed": seed},
+            "model": {"path": "-"},
+            "task": {"kind": "gym", "name": "-"},
+            "engine": {"slots": 3 * GROUPS * GROUP_SIZE},
+            "rollouts": {"group_size": GROUP_SIZE, "max_tokens": 1000},
+            "buffer": {"groups": GROUPS, "depth": 0 if policy == "depth 0" else 2},
+        }
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        return run_virtual(_simulate(policy, config, Path(directory), seed))
+
+
+async def _simulate(policy: str, config: Config, path: Path, seed: int) -> PolicyOutcome:
+    window = DropOldest(GROUPS, 2, versions=None) if policy == "drop oldest" else None
+    if window is not None:
+        window.lag_bound = config.run.versions  # This policy has no lag bound.
+    run = SimRun(
+        config,
+        path,
+        lengths=long_tail(seed),
+        token_seconds=TOKEN_SECONDS,
+        train_seconds=lambda batch: TRAIN_SECONDS * batch.trained_tokens,
+        window=window,
+    )
+    await run.execute()
+    with open_readonly(path / "journal.db") as journal:
+        ended = [record.sampled_tokens for record in journal.rollout_records("ending = 'finished'")]
+    generated, trained = np.asarray(ended, np.int64), np.asarray(run.trainer.lengths, np.int64)
+    return PolicyOutcome(
+        generated=generated,
+        trained=trained,
+        distance=ks_distance(generated, trained),
+        tokens_per_second=run.trainer.trained_tokens / run.seconds,
+        largest_lag=max(run.trainer.lags),
+        dropped_groups=run.recorder.ledgers.as_dict()["groups"]["dropped"],
+    )
 
 
 def main() -> None:
@@ -46,45 +156,16 @@ def main() -> None:
 def picture(outcomes: dict[str, PolicyOutcome]) -> str:
     """Draw the cumulative distributions of answer lengths over a logarithmic axis."""
     kept, queue = outcomes["depth 2"], outcomes["drop oldest"]
-    longest = float(max(kept.generated.max(), queue.generated.max()))
-    lines = {"generated": kept.generated, "depth 2": kept.trained, "drop oldest": queue.trained}
-    body = [_axes(longest)]
-    for number, (name, lengths) in enumerate(lines.items()):
-        grid = np.unique(np.geomspace(1, longest, 160).round())
+    grid = np.unique(np.geomspace(1, kept.generated.max(), 160).round())
+    shown = {"generated": kept.generated, "trained, depth 2": kept.trained, "trained, drop oldest": queue.trained}
+    lines = []
+    for (name, lengths), tone in zip(shown.items(), "abd", strict=True):
         share = np.searchsorted(np.sort(lengths), grid, side="right") / len(lengths)
-        points = " ".join(f"{_x(x, longest):.1f},{_y(y):.1f}" for x, y in zip(grid, share, strict=True))
-        # The curve of generated answers lies under that of depth 2, so it is drawn wide, and both can be seen.
-        width = 7 if name == "generated" else 2
-        body.append(f'<polyline fill="none" stroke="{TONES[name]}" stroke-width="{width}" points="{points}"/>')
-        label = name if name == "generated" else f"trained, {name}"
-        x, y = WIDTH - 190, HEIGHT - BOTTOM - 70 + 22 * number
-        body.append(f'<line x1="{x}" y1="{y}" x2="{x + 26}" y2="{y}" stroke="{TONES[name]}" stroke-width="{width}"/>')
-        body.append(f'<text x="{x + 34}" y="{y + 4}">{label}</text>')
-    style = "font: 13px sans-serif; fill: #333; background: white"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" style="{style}">'
-    return "\n".join([head, f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>', *body, "</svg>\n"])
-
-
-def _axes(longest: float) -> str:
-    marks = []
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        y = _y(share)
-        marks.append(f'<line x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - 16}" y2="{y:.1f}" stroke="#ddd"/>')
-        marks.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{share:g}</text>')
-    for length in (1, 3, 10, 30, 100, 300, 1000):
-        if length <= longest:
-            marks.append(f'<text x="{_x(length, longest):.1f}" y="{HEIGHT - 24}" text-anchor="middle">{length}</text>')
-    middle = (LEFT + WIDTH) / 2
-    marks.append(f'<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">tokens of an answer (at most)</text>')
-    return "\n".join(marks)
-
-
-def _x(length: float, longest: float) -> float:
-    return LEFT + (WIDTH - LEFT - 16) * float(np.log(length) / np.log(longest))
-
-
-def _y(share: float) -> float:
-    return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - 16) * share
+        points = list(zip(np.log2(grid).tolist(), share.tolist(), strict=True))
+        lines.append(Series(label=name, points=points, tone=tone, hover=False))
+    return standalone(
+        {"Lengths of answers": lines}, "tokens of an answer (at most), as a power of 2", "share of answers"
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from learning_curve import standalone
+
 from headrace.config import load_config
+from headrace.observe.charts import Series
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import start_run
 
@@ -29,8 +32,7 @@ QUICKSTART = ROOT / "examples/quickstart/quickstart.toml"
 LOSSES = {"corrected": "cispo", "uncorrected": "reinforce"}
 """The losses that are compared. `cispo`, the default, is min(r, 1.28) A log pi. `reinforce` is A log pi: the same
 without the importance weight."""
-TONES = {0: "#8a8f98", 1: "#2a9d8f", 4: "#1f6feb", 8: "#d1495b"}
-WIDTH, HEIGHT, LEFT, BOTTOM, GAP = 640, 340, 56, 44, 26
+TONES = {0: "a", 1: "b", 4: "c", 8: "d"}
 KEY = ("lag", "arm", "seed", "learning_rate", "versions")
 
 
@@ -150,57 +152,20 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def picture(results: Sequence[dict[str, Any]], rate: float) -> str:
-    """Draw held-out accuracy over versions at one learning rate: a panel for each loss, and a line for each seed."""
+    """Draw held-out accuracy over versions at one learning rate: a chart for each loss, and a line for each seed."""
     shown = [run for run in results if run["learning_rate"] == rate]
-    body = []
-    for number, arm in enumerate(LOSSES):
-        left, right = _panel(number)
-        body.append(_axes(left, right, shown[0]["versions"]))
-        body.append(f'<text x="{(left + right) / 2}" y="18" text-anchor="middle">{arm} ({LOSSES[arm]})</text>')
-        for run in shown:
-            if run["arm"] == arm or run["lag"] == 0:
-                body.append(_line(run, left, right))
-    for number, lag in enumerate(sorted({run["lag"] for run in shown})):
-        x, y = LEFT + 14 + 130 * number, HEIGHT - 10
-        body.append(f'<line x1="{x}" y1="{y - 4}" x2="{x + 24}" y2="{y - 4}" stroke="{TONES[lag]}" stroke-width="3"/>')
-        body.append(f'<text x="{x + 32}" y="{y}">{"on-policy" if lag == 0 else f"lag {lag}"}</text>')
-    style = "font: 13px sans-serif; fill: #333; background: white"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" style="{style}">'
-    return "\n".join([head, f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>', *body, "</svg>\n"])
+    charts = {
+        f"{arm} ({LOSSES[arm]})": [_line(run) for run in shown if run["arm"] == arm or run["lag"] == 0]
+        for arm in LOSSES
+    }
+    return standalone(charts, "versions", "held-out accuracy")
 
 
-def _line(run: dict[str, Any], left: float, right: float) -> str:
+def _line(run: dict[str, Any]) -> Series:
     first = run["curve"][0][0]
-    points = " ".join(
-        f"{left + (right - left) * (version - first) / run['versions']:.1f},{_y(share):.1f}"
-        for version, share in run["curve"]
-    )
-    return f'<polyline fill="none" stroke="{TONES[run["lag"]]}" stroke-width="1.6" opacity="0.85" points="{points}"/>'
-
-
-def _axes(left: float, right: float, versions: int) -> str:
-    marks = []
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        y = _y(share)
-        marks.append(f'<line x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#ddd"/>')
-        if left == LEFT:
-            marks.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{share:g}</text>')
-    for part in (0, 0.5, 1):
-        x = left + (right - left) * part
-        marks.append(
-            f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{round(versions * part)}</text>'
-        )
-    return "\n".join(marks)
-
-
-def _panel(number: int) -> tuple[float, float]:
-    width = (WIDTH - LEFT - 20 - GAP) / 2
-    left = LEFT + number * (width + GAP)
-    return left, left + width
-
-
-def _y(share: float) -> float:
-    return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - 30) * share
+    points = [(float(version - first), right) for version, right in run["curve"]]
+    label = f"lag {run['lag']}" if run["lag"] else "on-policy"
+    return Series(label=label, points=points, tone=TONES[run["lag"]], hover=False)
 
 
 if __name__ == "__main__":

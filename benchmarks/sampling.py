@@ -10,8 +10,8 @@ For comparison, it prints the time to read the logits once, to find their maximu
 from __future__ import annotations
 
 import torch
-from gpu_timing import gpu_seconds
 
+from headrace.bench.timing import gpu_seconds
 from headrace.engines.base import KEPT_LIMIT, Sampling
 from headrace.engines.embedded.kernels.sampling import SamplingRows, sample
 

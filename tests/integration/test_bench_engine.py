@@ -43,18 +43,17 @@ def check_ceiling(found: dict[str, Any], tokens: int, seconds: float, steps: int
 def test_the_command_prints_one_json_object_and_progress_beside_it(model_dir: Path) -> None:
     done = headrace(
         *("bench", "engine", str(model_dir), "--batch", "4", "--prompt", "8", "--generate", "12", "--json"),
-        *("--rescore", "0.5", "--device", "cpu", "--peer", "generate", "--peer", "transformers", "--threads", "1"),
+        *("--rescore", "0.5", "--device", "cpu", "--peer", "generate", "--threads", "1"),
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert "generating 48 tokens for 4 requests" in done.stderr
     assert found["generated_tokens"] == 4 * 12 and found["prompt_tokens"] == found["prefilled_tokens"] == 4 * 8
     assert found["torch"] == torch.__version__ and found["device"] == "cpu" and found["dtype"] == "float32"
-    assert found["arguments"]["batch"] == 4 and found["arguments"]["peers"] == ["generate", "transformers"]
-    for peer in found["peers"].values():
-        assert peer["ran"], peer
-        assert peer["tokens"] == 48
-        assert peer["ratio"] == pytest.approx(found["tokens_per_second"] / peer["tokens_per_second"])
+    assert found["arguments"]["batch"] == 4 and found["arguments"]["peer"] == "generate"
+    peer = found["peers"]["generate"]
+    assert peer["tokens_per_second"] == pytest.approx(48 / peer["seconds"])
+    assert peer["ratio"] == pytest.approx(found["tokens_per_second"] / peer["tokens_per_second"])
 
 
 def test_the_figures_of_a_round_fit_together(model_dir: Path) -> None:
@@ -69,16 +68,17 @@ def test_the_figures_of_a_round_fit_together(model_dir: Path) -> None:
     assert found["bytes_a_step"]["kv"] == pytest.approx(4 * sum(range(9, 20)) * kv_token / 12)
     check_ceiling(found, 48, found["seconds"], found["steps"])
     assert found["rescore"]["tokens"] == 48 and found["rescore"]["max_error"] < 1e-4
-    assert found["before_tail"] is found["tail"] is found["fork"] is found["swaps"] is None
+    assert not {"before_tail", "tail", "fork", "swaps", "peers"} & found.keys()
 
 
 def test_drawn_lengths_in_fewer_slots(model_dir: Path) -> None:
-    found = bench(model_dir, batch=3, requests=8, lengths="lognormal:10:20", peers=("generate",), rescore=1.0)
+    found = bench(model_dir, batch=3, requests=8, lengths="lognormal:10:20", peer="generate", rescore=1.0)
     lengths = found["answer_lengths"]
     assert len(lengths) == found["requests"] == 8 and max(lengths) <= 20 and len(set(lengths)) > 2
     assert found["generated_tokens"] == found["rescore"]["tokens"] == sum(lengths)
     assert found["rescore"]["max_error"] < 1e-4
-    assert found["peers"]["generate"]["tokens"] == sum(lengths), "padding is time, not tokens"
+    peer = found["peers"]["generate"]
+    assert peer["tokens_per_second"] * peer["seconds"] == pytest.approx(sum(lengths)), "padding is time, not tokens"
 
 
 def test_truncated_sampling_is_scored_as_it_was_sampled(tmp_path: Path) -> None:
@@ -109,13 +109,14 @@ def test_the_tail_is_measured_by_itself(model_dir: Path) -> None:
 
 
 def test_swaps_are_counted_timed_and_tagged(model_dir: Path) -> None:
-    found = bench(model_dir, generate=60, swap_every=0.02, peers=("generate",))["swaps"]
+    found = bench(model_dir, generate=60, swap_every=0.02, peer="generate")["swaps"]
     assert found["swaps"] >= 2 and found["versions_seen"] >= 2
     assert found["mis_tagged"] == 0 and found["replayed_tokens"] == 2 * 60
     assert found["replay_max_error"] < 1e-4 < 0.1 < found["other_version_mean_error"]
     assert len(found["stall_seconds"]) == found["swaps"] and min(found["stall_seconds"]) > 0
     assert found["stall_seconds_mean"] == pytest.approx(sum(found["stall_seconds"]) / found["swaps"])
     assert found["stall_seconds_max"] == max(found["stall_seconds"])
+    assert found["stall_over_limit"] == pytest.approx(found["stall_seconds_max"] / found["stall_limit_seconds"])
     assert found["loss"] == pytest.approx(1 - found["tokens_per_second_with"] / found["tokens_per_second_without"])
 
 
@@ -142,9 +143,9 @@ def test_a_mistake_is_one_line(model_dir: Path, model: str | None, changes: dict
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_mistakes_end_the_command_with_one_line(tmp_path: Path) -> None:
+def test_mistakes_end_the_command(tmp_path: Path) -> None:
     done = headrace("bench", "engine", str(tmp_path), "--batch", "0")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "headrace: --batch 0: must be at least 1\n"
+    assert "Invalid value for '--batch'" in done.stderr
     with pytest.raises(UserError, match=r"has no config\.json"):
         bench(tmp_path)

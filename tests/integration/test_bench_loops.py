@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from headrace.bench import journal, loop
-from headrace.bench.options import LoopBench, check_options
+from headrace.bench.options import LoopBench
 from headrace.bench.report import lines
 from headrace.bench.workload import LengthsTask
 from headrace.errors import UserError
 
 
 @pytest.mark.slow
-def test_a_run_whose_journal_was_off_now_and_then_is_whole() -> None:
+def test_a_run_whose_journal_was_off_now_and_then_is_whole(tmp_path: Path) -> None:
     said: list[str] = []
-    found = journal.bench_overhead(2, 1, said.append)
+    found = journal.bench_overhead(tmp_path, 2, 1, said.append)
     assert found["balanced"], "what was held in memory is in the journal, in its order"
     assert len(found["off"]) == len(found["on"]) == 2 and min(found["off"] + found["on"]) > 0
     losses = [1 - on / off for off, on in zip(found["off"], found["on"], strict=True)]
@@ -49,4 +51,4 @@ def test_mistakes_are_one_line() -> None:
     with pytest.raises(UserError, match="--versions 3: at least 5 with --long-tail"):
         loop.bench_loop(LoopBench(long_tail=True, versions=3), lambda line: None)
     with pytest.raises(UserError, match="--long-tail: measures a tiny model of its own"):
-        check_options(LoopBench(long_tail=True, model="qwen3-0.6b"))
+        LoopBench(long_tail=True, model="qwen3-0.6b").check()

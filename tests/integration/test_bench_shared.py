@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.loop import bench_loop
-from headrace.bench.loop_model import lasting_versions
-from headrace.bench.options import LoopBench, check_options
+from headrace.bench.loop import bench_loop, lasting_versions
+from headrace.bench.options import LoopBench
 from headrace.bench.report import lines
 from headrace.bench.workload import steady_rate, write_model
 from headrace.errors import UserError
@@ -68,9 +67,7 @@ def test_the_window_outlasts_the_longest_answer() -> None:
 def test_mistakes_are_one_line() -> None:
     for changes, line in (
         ({"in_flight": 12}, "--in-flight 12: not a multiple of --group-size 8"),
-        ({"versions": -1}, "--versions -1: must not be negative"),
         ({"lengths": "equal:0"}, "--lengths equal:0: must be equal:N or lognormal:MEAN:CUT"),
-        ({"one_gpu": "both"}, "--one-gpu both: turns, slices or mps"),
     ):
         with pytest.raises(UserError, match=line):
-            check_options(LoopBench(model="x", **changes))  # type: ignore[arg-type]
+            LoopBench(model="x", **changes).check()  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from headrace.errors import UserError
 from headrace.models.loading import load_model
 from headrace.models.shapes import SHAPES, build_shape
 
+Weights = dict[str, torch.Tensor]
 ModelBench = EngineBench | DeliveryBench | TrainBench | LoopBench
 
 _COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}

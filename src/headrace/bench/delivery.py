@@ -11,34 +11,31 @@ any step.
 from __future__ import annotations
 
 import contextlib
-import gc
+import socket
 import statistics
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
-from headrace.bench.base import begin, choose_dtype, copy_seconds, load, vocabulary_of
-from headrace.bench.delivery_engine import RANK, Enter, Taken, served_adapter
-from headrace.bench.engine_checks import install, plain_twin, score_canary
-from headrace.bench.options import DeliveryBench, check_options
-from headrace.bench.plain_copies import Weights, proof_seconds, socket_seconds
-from headrace.bench.publishing import Begin, PublisherProcess, PublishReply, canary_tokens, save_sets
+from headrace.bench.base import begin, choose_dtype, copy_seconds
+from headrace.bench.delivery_engine import Enter, Taken
+from headrace.bench.delivery_sides import RANK, Begin, Publish, Published, PublisherProcess, Ready, Side
+from headrace.bench.options import DeliveryBench
 from headrace.bench.report import Say
-from headrace.bench.side import Ready, Side
+from headrace.bench.timing import median_seconds
 from headrace.delivery.base import Kind, Manifest
 from headrace.delivery.copying import threads_here
 from headrace.delivery.transports import WITHOUT_GPU
+from headrace.delivery.transports.tcp_wire import BUCKET_BYTES
 from headrace.errors import DeliveryError, UserError
-from headrace.models.loading import named_weights
-from headrace.types import Float32Array, Int32Array
 
 KINDS: tuple[Kind, ...] = ("full", "delta", "adapter")
-DEADLINE = 600.0
+SOCKET_SECONDS = 60.0
 WARM_UP = 2
 """The number of first versions that are not measured, so that both places to which versions are written in turn have
 been used before."""
@@ -51,8 +48,6 @@ copies its weights. `digest`: the copy is digested, until the version can be fet
 engine. `stage`: the engine fetches and digests the weights. `notice`: the staged weights wait until the engine is
 between two steps. `install`: the engine launches the copy over its live weights. `under_way`: the steps that were
 launched before end. `first_step`: the copy runs, and the first step with the new weights."""
-_SPREAD = 0.02
-"""The standard deviation of an adapter's random entries."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,68 +74,35 @@ def rows(options: DeliveryBench, device: str) -> list[Row]:
     return found
 
 
-@dataclass(frozen=True)
-class Sets:
-    """The two sets of weights that are published in turn."""
+def socket_seconds(nbytes: int) -> float:
+    """Return the seconds to pass this many bytes through a bare loopback socket, in the buckets of the transport."""
+    data, target = np.ones(nbytes, np.uint8).data, np.zeros(nbytes, np.uint8).data
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        sending = stack.enter_context(socket.create_connection(server.getsockname(), timeout=SOCKET_SECONDS))
+        receiving = stack.enter_context(server.accept()[0])
+        receiving.settimeout(SOCKET_SECONDS)
 
-    weights: tuple[Weights, Weights]
-    """The sets, in host memory."""
-    logprobs: list[Float32Array]
-    """The log-probabilities of the canary under each set."""
-    canary: Int32Array
-    base_digest: int
-    """The digest of the weights under an adapter; 0 without an adapter."""
+        def send() -> None:
+            for start in range(0, nbytes, BUCKET_BYTES):
+                sending.sendall(data[start : start + BUCKET_BYTES])
 
+        def pass_once() -> None:
+            threading.Thread(target=send, daemon=True).start()
+            got = 0
+            while got < nbytes:
+                count = receiving.recv_into(target[got : got + BUCKET_BYTES])
+                if not count:
+                    raise ConnectionError("the loopback socket was closed")
+                got += count
 
-@torch.inference_mode()
-def make_sets(options: DeliveryBench, model: Any, kind: Kind) -> Sets:
-    """Return two sets of what a trainer of this model would send. The model has the second set afterwards."""
-    draw = torch.Generator().manual_seed(options.seed)
-    canary, logprobs = canary_tokens(vocabulary_of(model)), []
-    adapter, base = served_adapter(model) if kind == "adapter" else (None, 0)
-    if adapter is not None:
-        live = adapter.weights()
-        pair = (_random(live, options.dtype, draw), _random(live, options.dtype, draw))
-    else:
-        first = {name: tensor.to("cpu", copy=True) for name, tensor in named_weights(model).items()}
-        pair = (first, {name: flip_words(tensor, options.changed, draw) for name, tensor in first.items()})
-    twin = plain_twin(model)
-    for weights in pair:
-        if adapter is None:
-            install(model, weights)
-        else:
-            for name, tensor in adapter.weights().items():
-                tensor.copy_(weights[name])
-            adapter.apply()
-        logprobs.append(score_canary(twin, canary))
-    return Sets(pair, logprobs, canary, base)
+        return median_seconds(pass_once, repeats=1)
 
 
-def flip_words(tensor: torch.Tensor, share: float, draw: torch.Generator) -> torch.Tensor:
-    """Return a copy in which the last bit is flipped in this share of words, chosen at random."""
-    changed = tensor.clone()
-    count = round(share * tensor.numel())
-    if not count or not tensor.is_floating_point():
-        return changed
-    words = changed.view(-1).view(torch.int16 if tensor.itemsize == 2 else torch.int32)
-    chosen = torch.randperm(len(words), generator=draw)[:count]
-    words[chosen] ^= 1
-    return changed
-
-
-def _random(like: Weights, dtype: str, draw: torch.Generator) -> Weights:
-    return {
-        name: (_SPREAD * torch.randn(tensor.shape, generator=draw)).to(getattr(torch, dtype))
-        for name, tensor in like.items()
-    }
-
-
-@dataclass(frozen=True)
-class _Delivered:
+class _Delivered(NamedTuple):
     """The measurements of one version."""
 
-    done: PublishReply
-    manifest: Manifest
+    published: Published
     taken: list[Taken]
     copy_seconds: float
     """The time of a plain copy of as many bytes as were sent, measured just after the delivery."""
@@ -150,7 +112,6 @@ class _Delivered:
 
 def bench_delivery(options: DeliveryBench, say: Say) -> dict[str, Any]:
     """Measure and return all figures. `say` gets a line before each part."""
-    check_options(options)
     device, found = begin("delivery", options, "--model-shape ")
     todo = rows(options, device)
     options = msgspec.structs.replace(options, device=device, dtype=choose_dtype(options.dtype, device))
@@ -160,147 +121,118 @@ def bench_delivery(options: DeliveryBench, say: Say) -> dict[str, Any]:
         found |= {name: getattr(options, name) for name in ("dtype", "threads", "engines")}
         found |= {"sharing_threads": threads_here(), "adapter_rank": RANK, "proof": {}, "rows": []}
         for kind in dict.fromkeys(row.send for row in todo):
-            bench = _Bench(options, kind, say)
-            found["proof"][kind] = bench.proof
-            with bench.entered():
-                found["rows"] += [bench.row(row) for row in todo if row.send == kind]
+            found["proof"][kind], measured = _kind(options, kind, [row for row in todo if row.send == kind], say)
+            found["rows"] += measured
         return found
     finally:
         torch.set_num_threads(before)
 
 
-class _Bench:
-    """Two sets of weights of one kind (full, delta or adapter), which every measured transport carries in turn."""
-
-    def __init__(self, options: DeliveryBench, kind: Kind, say: Say) -> None:
-        self._options = options
-        self._kind = kind
-        self._say = say
+def _kind(
+    options: DeliveryBench, kind: Kind, todo: list[Row], say: Say
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Measure the rows that send one kind of weights. Return the figures of its digest, and those of each row."""
+    measured, version = [], 0
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-"))
         say(f"making two sets of weights ({kind}) of {options.model} in {options.dtype}")
-        model = load(options.model, options.dtype, options.device, options.seed)
-        self._sets = make_sets(options, model, kind)
-        del model
-        gc.collect()
-        first = self._sets.weights[0]
-        self.proof = {
-            "bytes": sum(tensor.nbytes for tensor in first.values()),
-            "tensors": len(first),
-            **proof_seconds(first, options.device),
-        }
-        self._files: list[str] = []
-        self._directory = Path()
-        self._engines: list[Side] = []
-        self._version = 0
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Start the engines, which wait for weights inside this context.
-
-        The sets are moved from this process to files, from which the publisher processes load them.
-        """
-        with contextlib.ExitStack() as stack:
-            made = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-"))
-            self._directory = Path(made)
-            self._files = save_sets(self._directory, self._sets.weights)
-            self._sets = Sets(({}, {}), self._sets.logprobs, self._sets.canary, self._sets.base_digest)
-            self._say(f"starting {self._options.engines} engine(s)")
-            for number in range(self._options.engines):
-                environment = _environment(number + 1)
-                engine = Side("headrace.bench.delivery_engine", deadline=DEADLINE, environment=environment)
-                stack.callback(engine.close)
-                engine.tell(Enter(name=f"engine-{number}", options=self._options, adapter=self._kind == "adapter"))
-                self._engines.append(engine)
-            for engine in self._engines:
-                engine.answer(Ready)
-            yield
-
-    def row(self, row: Row) -> dict[str, Any]:
-        """Measure one row and return its figures."""
-        options = self._options
-        self._say(f"{row}: {options.versions} versions to {options.engines} engine(s)")
-        with contextlib.closing(PublisherProcess(self._begin(row), DEADLINE, _environment(0))) as publisher:
-            delivered = [self._deliver(publisher, row) for _ in range(WARM_UP + options.versions)][WARM_UP:]
-        return _figures(row, delivered, decodes=bool(options.decode))
-
-    def _deliver(self, publisher: PublisherProcess, row: Row) -> _Delivered:
-        self._version += 1
-        done = publisher.publish(self._version)
-        assert done.manifest is not None
-        for engine in self._engines:
-            engine.tell(done.manifest)
-        taken = [engine.answer(Taken) for engine in self._engines]
-        for proof in (each.proof for each in taken):
-            if not proof.accepted:
-                raise DeliveryError(f"version {proof.version} was not accepted by {proof.engine}: {proof.reason}")
-        publisher.acknowledged(self._version)
-        # Compared right after each version, so that other work on the machine slows both down alike.
-        wire = _wire_bytes(done.manifest)
-        bare = socket_seconds(wire, repeats=1) if row.transport == "tcp" else 0.0
-        return _Delivered(done, done.manifest, taken, copy_seconds(wire, self._options.device, repeats=1), bare)
-
-    def _begin(self, row: Row) -> Begin:
-        options = self._options
-        return Begin(
-            files=self._files,
+        begun = Begin(
+            model=options.model,
             dtype=options.dtype,
-            transport=row.transport,
-            canary=self._sets.canary,
-            logprobs=self._sets.logprobs,
             device=options.device,
-            send=row.send,
-            base_digest=self._sets.base_digest,
-            per_parameter=row.per_parameter,
+            seed=options.seed,
+            kind=kind,
+            changed=options.changed,
             receivers=options.engines,
-            directory=str(self._directory / "weights"),
+            directory=f"{directory}/weights",
             threads=options.threads,
             compare=True,
             within_seconds=WITHIN_SECONDS if options.decode else 0.0,
         )
+        publisher = stack.enter_context(contextlib.closing(PublisherProcess(begun, _environment(0))))
+        say(f"starting {options.engines} engine(s)")
+        engines = []
+        for number in range(options.engines):
+            enter = Enter(name=f"engine-{number}", options=options, adapter=kind == "adapter")
+            engine = Side("headrace.bench.delivery_engine", enter, _environment(number + 1))
+            engines.append(stack.enter_context(contextlib.closing(engine)))
+        for engine in engines:
+            engine.answer(Ready)
+        for row in todo:
+            say(f"{row}: {options.versions} versions to {options.engines} engine(s)")
+            delivered = []
+            for _ in range(WARM_UP + options.versions):
+                version += 1
+                order = Publish(version=version, transport=row.transport, per_parameter=row.per_parameter)
+                delivered.append(_deliver(publisher, engines, order, options.device))
+            measured.append(_figures(row, delivered[WARM_UP:], decodes=bool(options.decode)))
+    return publisher.proof, measured
+
+
+def _deliver(publisher: PublisherProcess, engines: list[Side], order: Publish, device: str) -> _Delivered:
+    published = publisher.publish(order)
+    for engine in engines:
+        engine.tell(published.manifest)
+    taken = [engine.answer(Taken) for engine in engines]
+    for proof in (each.proof for each in taken):
+        if not proof.accepted:
+            raise DeliveryError(f"version {proof.version} was not accepted by {proof.engine}: {proof.reason}")
+    # Compared right after each version, so that other work on the machine slows both down alike.
+    wire = _wire_bytes(published.manifest)
+    bare = socket_seconds(wire) if order.transport == "tcp" else 0.0
+    return _Delivered(published, taken, copy_seconds(wire, device, repeats=1), bare)
 
 
 def _figures(row: Row, delivered: list[_Delivered], *, decodes: bool) -> dict[str, Any]:
-    """Return the figures of a row. Of the times that engines report for a version, the slowest engine's counts."""
-    wire = statistics.median(_wire_bytes(one.manifest) for one in delivered)
-    whole = sum(entry.nbytes for entry in delivered[0].manifest.entries)
-    seconds = _spread([max(taken.proved_at for taken in one.taken) - one.done.began for one in delivered])
-    fetch = _slowest(delivered, "fetch_seconds")
-    copy = statistics.median(one.copy_seconds for one in delivered)
+    """Return the medians of a row. Of the times that engines report for a version, the slowest engine's counts."""
+
+    def median(of: Callable[[_Delivered], float]) -> float:
+        return statistics.median(map(of, delivered))
+
+    def slowest(name: str) -> float:
+        return median(lambda one: max(float(getattr(taken, name)) for taken in one.taken))
+
+    def since_publish(name: str) -> float:
+        return median(lambda one: max(getattr(taken, name) for taken in one.taken) - one.published.began)
+
+    wire = median(lambda one: _wire_bytes(one.published.manifest))
+    whole = sum(entry.nbytes for entry in delivered[0].published.manifest.entries)
+    seconds, fetch = since_publish("proved_at"), slowest("fetch_seconds")
+    copy = median(lambda one: one.copy_seconds)
     found: dict[str, Any] = {
         **msgspec.to_builtins(row),
-        "sent": sorted({one.manifest.kind for one in delivered}),
+        "sent": sorted({one.published.manifest.kind for one in delivered}),
         "bytes_on_the_wire": wire,
         "bytes_of_weights": whole,
         "wire_over_weights": wire / whole,
         "acknowledged_seconds": seconds,
-        "trainer_lost_seconds": _spread([one.done.lost_seconds for one in delivered]),
-        "trainer_lost_over_copy": statistics.median(one.done.lost_seconds / one.done.copy_seconds for one in delivered),
-        "ready_seconds": _spread([one.done.ready_seconds for one in delivered]),
+        "trainer_lost_seconds": median(lambda one: one.published.lost_seconds),
+        "trainer_lost_over_copy": median(lambda one: one.published.lost_seconds / one.published.copy_seconds),
+        "ready_seconds": median(lambda one: one.published.ready_seconds),
         "fetch_seconds": fetch,
-        **{f"{name}_seconds": _slowest(delivered, f"{name}_seconds") for name in ("stage", "swap", "canary")},
-        "gb_per_second": wire / seconds["median"] / 1e9,
+        **{f"{name}_seconds": slowest(f"{name}_seconds") for name in ("stage", "swap", "canary")},
+        "gb_per_second": wire / seconds / 1e9,
         "copy_gb_per_second": wire / copy / 1e9,
-        "ratio_to_copy": copy / seconds["median"],
+        "ratio_to_copy": copy / seconds,
     }
     if row.transport == "tcp":
-        bare = statistics.median(one.socket_seconds for one in delivered)
-        found |= {"socket_gb_per_second": wire / bare / 1e9, "ratio_to_socket": bare / seconds["median"]}
-        found["fetch_ratio_to_socket"] = bare / fetch["median"]
+        bare = median(lambda one: one.socket_seconds)
+        found |= {"socket_gb_per_second": wire / bare / 1e9, "ratio_to_socket": bare / seconds}
+        found["fetch_ratio_to_socket"] = bare / fetch
     if decodes:
-        step = statistics.median(max(taken.step_seconds for taken in one.taken) for one in delivered)
-        first = [max(taken.first_token_at for taken in one.taken) - one.done.began for one in delivered]
-        found |= {"step_seconds": step, "first_token_seconds": _spread(first)}
-        found["first_token_beyond_a_step_seconds"] = found["first_token_seconds"]["median"] - step
-        legs = [_legs(one.done, max(one.taken, key=lambda taken: taken.first_token_at)) for one in delivered]
-        found |= {f"leg_{name}_seconds": _spread([leg[name] for leg in legs]) for name in LEGS}
+        step, first = slowest("step_seconds"), since_publish("first_token_at")
+        found |= {"step_seconds": step, "first_token_seconds": first, "first_token_beyond_a_step_seconds": first - step}
+        legs = [_legs(one.published, max(one.taken, key=lambda taken: taken.first_token_at)) for one in delivered]
+        found |= {f"leg_{name}_seconds": statistics.median(leg[name] for leg in legs) for name in LEGS}
     return found
 
 
-def _legs(done: PublishReply, taken: Taken) -> dict[str, float]:
+def _legs(published: Published, taken: Taken) -> dict[str, float]:
     """Return the seconds of each part of the time from the publish to the first token; see `LEGS`."""
     moments = [
-        done.began,
-        done.began + done.lost_seconds,
-        done.began + done.ready_seconds,
+        published.began,
+        published.began + published.lost_seconds,
+        published.began + published.ready_seconds,
         taken.received_at,
         taken.staged_at,
         taken.install_began_at,
@@ -314,14 +246,6 @@ def _legs(done: PublishReply, taken: Taken) -> dict[str, float]:
 def _wire_bytes(manifest: Manifest) -> int:
     """Return the number of bytes at the location that the manifest names, including gaps between tensors."""
     return max(entry.offset + entry.nbytes for entry in manifest.payload or manifest.entries)
-
-
-def _slowest(delivered: list[_Delivered], name: str) -> dict[str, float]:
-    return _spread([max(float(getattr(taken, name)) for taken in one.taken) for one in delivered])
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def _environment(number: int) -> dict[str, str]:

@@ -8,7 +8,6 @@ idle engine.
 
 from __future__ import annotations
 
-import queue
 import sys
 import threading
 import time
@@ -19,29 +18,27 @@ import numpy as np
 import torch
 
 from headrace.bench.base import load, vocabulary_of
+from headrace.bench.delivery_sides import Connection, Ready, served_adapter
 from headrace.bench.engine_checks import plain_twin, score_canary
 from headrace.bench.options import DeliveryBench
-from headrace.bench.side import IDLE_SECONDS, Connection, Ready
 from headrace.config.schema import EngineConfig
 from headrace.delivery.base import Manifest, Proof
-from headrace.delivery.digest import digest
 from headrace.delivery.receiver import Receiver, Staged
-from headrace.engines.base import Request, Sampling
+from headrace.engines.base import Delta, Request, Sampling
 from headrace.engines.embedded.core import EngineCore
+from headrace.engines.embedded.engine import EngineLoop
 from headrace.engines.embedded.setup import give_way_to_decoding
 from headrace.errors import DeliveryError, HeadraceError
 from headrace.models.loading import named_weights
-from headrace.models.lora import ALL_LINEAR, Adapter, LoraSpec
+from headrace.models.lora import Adapter
 
-RANK = 16
-"""The rank of the adapter that is sent."""
 PROMPT = 16
 LONGEST = 512
 """The length of a sequence in tokens, including its prompt."""
 PROOF_SECONDS = 300.0
 _POLL_SECONDS = 0.0001
-_STEPS = 16
-"""The number of steps over which the time of a step is first measured, after as many steps that are not measured."""
+_WARM_TOKENS = 32
+"""How many tokens each sequence has before the first delivery, so that kernels are loaded and graphs captured."""
 
 
 class Enter(msgspec.Struct, kw_only=True):
@@ -62,13 +59,13 @@ class Taken(msgspec.Struct, kw_only=True):
     """
 
     proof: Proof
-    fetch_seconds: float
-    stage_seconds: float
+    fetch_seconds: float = 0.0
+    stage_seconds: float = 0.0
     """The time to fetch and check the version. It includes `fetch_seconds`."""
-    swap_seconds: float
+    swap_seconds: float = 0.0
     """The time of the copy over the live weights and of their digest. For a decoding engine: the time by which the swap
     delayed its steps."""
-    proved_at: float
+    proved_at: float = 0.0
     """When the version was proved. For an engine that only holds weights, the canary is not included."""
     canary_seconds: float = 0.0
     """The time to score the canary; 0 for a decoding engine, which scores it beside its steps."""
@@ -86,59 +83,77 @@ class Taken(msgspec.Struct, kw_only=True):
     """The mean time of a decode step since the delivery before."""
 
 
-def served_adapter(model: Any) -> tuple[Adapter, int]:
-    """Attach an adapter to this model, as an engine serves it (merged).
+def hold(line: Connection, enter: Enter) -> None:
+    """Take versions as an engine that only holds the weights of a model. The plain model scores the canary."""
+    model, adapter, base = _served(enter)
+    weights = adapter.weights() if adapter else named_weights(model)
+    receiver = Receiver(weights, enter.name, installed=adapter.apply if adapter else None, base_digest=base)
+    twin = plain_twin(model)
+    line.send(Ready())
+    try:
+        while True:
+            staged = receiver.stage(line.receive(Manifest))
+            began = time.monotonic()
+            with torch.no_grad():
+                installed = receiver.install(staged)
+            while not installed.ready():
+                _check_time(staged.manifest, began)
+                time.sleep(_POLL_SECONDS)
+            proved_at = time.monotonic()
+            logprobs = score_canary(twin, staged.manifest.canary.token_ids)
+            canary = time.monotonic() - proved_at
+            line.send(
+                Taken(
+                    proof=receiver.prove(installed, logprobs),
+                    fetch_seconds=staged.fetch_seconds,
+                    stage_seconds=staged.seconds,
+                    swap_seconds=proved_at - began,
+                    proved_at=proved_at,
+                    canary_seconds=canary,
+                )
+            )
+    finally:
+        receiver.close()
 
-    Return the adapter and the digest of the weights under it.
-    """
-    base = digest(named_weights(model).items())
-    return Adapter(model, LoraSpec(rank=RANK, alpha=2.0 * RANK, targets=(ALL_LINEAR,)), "merged"), base
 
+class TimedCore(EngineCore):
+    """An engine core that notes when each part of the last delivery happened."""
 
-class HoldingEngine:
-    """A `BenchEngine` that only holds the weights of a model. The plain model scores the canary."""
-
-    def __init__(self, enter: Enter) -> None:
-        model, adapter, base = _served(enter)
-        self._receiver = Receiver(
-            adapter.weights() if adapter else named_weights(model),
-            enter.name,
-            installed=adapter.apply if adapter else None,
-            base_digest=base,
-        )
-        self._twin: Any = plain_twin(model)
+    staged: Staged
+    staged_at = install_began_at = installed_at = last_token_at = proved_at = step_seconds = 0.0
 
     def stage(self, manifest: Manifest) -> Staged:
-        """Fetch and check a version. This is called in another thread than the other methods."""
-        return self._receiver.stage(manifest)
+        """See `EngineCore.stage`."""
+        self.staged = super().stage(manifest)
+        self.staged_at = time.monotonic()
+        return self.staged
 
-    def take(self, staged: Staged) -> Taken:
-        """Make the staged weights live, prove them, and return the measured times."""
-        manifest, began = staged.manifest, time.monotonic()
-        with torch.no_grad():
-            installed = self._receiver.install(staged)
-        while not installed.ready():
-            _check_time(manifest, began)
-            time.sleep(_POLL_SECONDS)
-        proved_at = time.monotonic()
-        logprobs = score_canary(self._twin, manifest.canary.token_ids)
-        canary = time.monotonic() - proved_at
-        return Taken(
-            proof=self._receiver.prove(installed, logprobs),
-            fetch_seconds=staged.fetch_seconds,
-            stage_seconds=staged.seconds,
-            swap_seconds=proved_at - began,
-            proved_at=proved_at,
-            canary_seconds=canary,
-        )
+    def install(self, staged: Staged) -> None:
+        """See `EngineCore.install`."""
+        timings = self.timings
+        self.step_seconds = (timings.device_seconds or timings.host_seconds) / max(1, timings.steps)
+        timings.reset()
+        self.install_began_at = time.monotonic()
+        super().install(staged)
+        self.installed_at = self.last_token_at = time.monotonic()
 
-    def close(self) -> None:
-        """Release what deliveries hold."""
-        self._receiver.close()
+    def step(self) -> list[Delta]:
+        """See `EngineCore.step`."""
+        known = self._generated
+        deltas = super().step()
+        if self._generated > known and self.drawn_version < self._live:
+            self.last_token_at = time.monotonic()
+        return deltas
+
+    def proof(self, *, wait: bool) -> Proof | None:
+        """See `EngineCore.proof`."""
+        if (proof := super().proof(wait=wait)) is not None:
+            self.proved_at = time.monotonic()
+        return proof
 
 
 class DecodingEngine:
-    """An engine that decodes a full batch all the time."""
+    """An engine that decodes a full batch all the time, driven by the loop that drives an engine in a run."""
 
     def __init__(self, enter: Enter) -> None:
         model, adapter, base = _served(enter)
@@ -147,97 +162,81 @@ class DecodingEngine:
         self._longest = min(LONGEST, positions)
         # Layers are compiled, as in a run. Compiled steps are shorter, and new weights wait for a step to end.
         config = EngineConfig(kv="keep", slots=rows, cache_tokens=(rows + 1) * (self._longest + 64))
-        self._core = EngineCore(
+        self._core = TimedCore(
             model, config, name=enter.name, max_length=self._longest, version=0, adapter=adapter, base_digest=base
         )
         self._draw = np.random.default_rng(enter.options.seed)
         self._vocabulary = vocabulary_of(model)
         self._submitted = 0
-        self._submit(rows)
-        self._first_step_seconds = self._warm()
+        self._core.submit(self._requests(rows))
+        while self._core.counters().generated_tokens < rows * _WARM_TOKENS:
+            self._replace(self._core.step())
+        self.loop = EngineLoop(self._core, self._replace)
 
-    def stage(self, manifest: Manifest) -> Staged:
-        """See `HoldingEngine.stage`."""
-        return self._core.stage(manifest)
-
-    def take(self, staged: Staged) -> Taken:
-        """Install the weights between two steps, and decode until they are proved and have drawn a token."""
-        step = self._step()
-        self._core.timings.reset()
-        began = time.monotonic()
-        self._core.install(staged)
-        installed = time.monotonic()
-        taken = self._proved(staged, installed)
-        # Without a GPU there is no gap between launches: decoding waits for the whole call of `install`.
-        taken.swap_seconds = self._core.timings.longest_gap_seconds or installed - began
-        taken.install_began_at, taken.step_seconds = began, step
-        return taken
-
-    def turn(self) -> None:
-        """Run one step, and replace the sequences that ended in it."""
-        for delta in self._core.step():
-            if delta.finish == "failed":
-                raise HeadraceError(f"the engine failed: {delta.error}")
-            if delta.finish is not None:
-                self._submit(1)
-
-    def close(self) -> None:
-        """See `HoldingEngine.close`."""
-        self._core.close()
-
-    def _proved(self, staged: Staged, installed: float) -> Taken:
-        version, proof = staged.manifest.version, None
-        proved_at, last_token_at, first_token_at = 0.0, installed, 0.0
-        while proof is None or not first_token_at:
-            if proof is None and (proof := self._core.proof(wait=False)) is not None:
-                proved_at = time.monotonic()
-                if not proof.accepted:
-                    break
-            known = self._core.counters().generated_tokens
-            self.turn()
-            if not first_token_at and self._core.drawn_version >= version:
-                first_token_at = self._core.drawn_at
-            elif not first_token_at and self._core.counters().generated_tokens > known:
-                last_token_at = time.monotonic()
-            _check_time(staged.manifest, installed)
+    def take(self, manifest: Manifest, received_at: float) -> Taken:
+        """Load a version while the engine decodes. Return once it is proved and a token was drawn under it."""
+        core = self._core
+        proof = self.loop.load(manifest).result(PROOF_SECONDS)
+        if not proof.accepted:
+            return Taken(proof=proof)
+        while core.drawn_version < manifest.version:
+            _check_time(manifest, received_at)
+            time.sleep(_POLL_SECONDS)
         return Taken(
             proof=proof,
-            fetch_seconds=staged.fetch_seconds,
-            stage_seconds=staged.seconds,
-            swap_seconds=0.0,
-            proved_at=proved_at,
-            installed_at=installed,
-            last_token_at=last_token_at,
-            first_token_at=first_token_at,
+            fetch_seconds=core.staged.fetch_seconds,
+            stage_seconds=core.staged.seconds,
+            # Without a GPU there is no gap between launches: decoding waits for the whole call of `install`.
+            swap_seconds=core.timings.longest_gap_seconds or core.installed_at - core.install_began_at,
+            proved_at=core.proved_at,
+            received_at=received_at,
+            staged_at=core.staged_at,
+            install_began_at=core.install_began_at,
+            installed_at=core.installed_at,
+            last_token_at=core.last_token_at,
+            first_token_at=core.drawn_at,
+            step_seconds=core.step_seconds,
         )
 
-    def _step(self) -> float:
-        """Return the mean seconds of a decode step since the last delivery, or before that of the warm-up."""
-        timings = self._core.timings
-        if not timings.steps:
-            return self._first_step_seconds
-        return (timings.device_seconds or timings.host_seconds) / timings.steps
+    def _replace(self, deltas: list[Delta]) -> None:
+        """Replace the sequences that have ended."""
+        for delta in deltas:
+            if delta.finish == "failed":
+                raise HeadraceError(f"the engine failed: {delta.error}")
+            if delta.finish == "length":
+                self._core.submit(self._requests(1))
 
-    def _submit(self, count: int) -> None:
-        requests = []
-        for _ in range(count):
-            prompt = self._draw.integers(0, self._vocabulary, PROMPT).astype(np.int32)
-            sampling = Sampling(max_tokens=self._longest - PROMPT, seed=self._submitted)
-            requests.append(Request(id=f"row-{self._submitted}", token_ids=prompt, sampling=sampling))
-            self._submitted += 1
-        self._core.submit(requests)
+    def _requests(self, count: int) -> list[Request]:
+        first, self._submitted = self._submitted, self._submitted + count
+        return [
+            Request(
+                id=f"row-{number}",
+                token_ids=self._draw.integers(0, self._vocabulary, PROMPT).astype(np.int32),
+                sampling=Sampling(max_tokens=self._longest - PROMPT, seed=number),
+            )
+            for number in range(first, self._submitted)
+        ]
 
-    def _warm(self) -> float:
-        """Run the first steps, and return the mean seconds of a decode step."""
-        while not self._core.counters().generated_tokens:
-            self.turn()
-        for _ in range(_STEPS):
-            self.turn()
-        tokens, rows, began = self._core.counters().generated_tokens, self._core.counters().running, time.monotonic()
-        while (drawn := self._core.counters().generated_tokens - tokens) < _STEPS * rows:
-            self.turn()
-        # Steps are counted by their tokens, because on a GPU the host plans several steps at a time.
-        return (time.monotonic() - began) * rows / drawn
+
+def decode(line: Connection, enter: Enter) -> None:
+    """Take versions as an engine that decodes. Versions are received beside the thread that makes the steps."""
+    engine = DecodingEngine(enter)
+    # The process of a real engine does the same, once everything is loaded.
+    give_way_to_decoding()
+    line.send(Ready())
+
+    def receive() -> None:
+        try:
+            while True:
+                manifest = line.receive(Manifest)
+                line.send(engine.take(manifest, time.monotonic()))
+        except EOFError:
+            return
+        finally:
+            engine.loop.stop()
+
+    threading.Thread(target=receive, name="versions", daemon=True).start()
+    engine.loop.run()
 
 
 def _served(enter: Enter) -> tuple[Any, Adapter | None, int | None]:
@@ -251,61 +250,14 @@ def _check_time(manifest: Manifest, began: float) -> None:
         raise DeliveryError(f"version {manifest.version} was not proved within {PROOF_SECONDS:g} s")
 
 
-class Orders:
-    """Receives versions in a thread of its own and stages each at once. The engine takes them between two steps."""
-
-    def __init__(self, line: Connection, engine: HoldingEngine | DecodingEngine) -> None:
-        self._line = line
-        self._engine = engine
-        self._staged: queue.SimpleQueue[tuple[Staged, float, float] | BaseException] = queue.SimpleQueue()
-        threading.Thread(target=self._receive, name="orders", daemon=True).start()
-
-    def waiting(self) -> bool:
-        """Return whether a staged version is there, so that `next` does not wait."""
-        return not self._staged.empty()
-
-    def next(self) -> tuple[Staged, float, float]:
-        """Return the next staged version, when it was received, and when it was staged.
-
-        Raises `EOFError` once the connection is closed.
-        """
-        got = self._staged.get(timeout=IDLE_SECONDS)
-        if isinstance(got, BaseException):
-            raise got
-        return got
-
-    def _receive(self) -> None:
-        try:
-            while True:
-                manifest = self._line.receive(Manifest)
-                received = time.monotonic()
-                self._staged.put((self._engine.stage(manifest), received, time.monotonic()))
-        except (EOFError, OSError, HeadraceError, RuntimeError) as error:
-            # `next` raises it in the thread that drives the engine. Here it would be lost with this thread.
-            self._staged.put(error)
-
-
 def serve(line: Connection) -> None:
-    """Load the sets, and answer requests until the connection is closed."""
+    """Load the model, and take versions until the connection is closed."""
     enter = line.receive(Enter)
     torch.set_num_threads(enter.options.threads)
-    engine = DecodingEngine(enter) if enter.options.decode else HoldingEngine(enter)
-    # The process of a real engine does the same, once everything is loaded.
-    give_way_to_decoding()
-    line.send(Ready())
-    orders = Orders(line, engine)
     try:
-        while True:
-            while isinstance(engine, DecodingEngine) and not orders.waiting():
-                engine.turn()
-            staged, received_at, staged_at = orders.next()
-            taken = engine.take(staged)
-            taken.received_at, taken.staged_at = received_at, staged_at
-            line.send(taken)
+        (decode if enter.options.decode else hold)(line, enter)
     except EOFError:
         return
-    finally:
-        engine.close()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ The ceiling is the rate at which the engine would generate if every step took on
 must read, at the bandwidth of a plain copy. A step must read every weight once, and for each row the keys and values of
 all tokens before it. Nothing else is counted, so an engine can come close to the ceiling but never exceed it.
 
-One call measures all that is compared: the bandwidth, the rates of the engine and of its peers, and the reference
+One call measures all that is compared: the bandwidth, the rates of the engine and of its peer, and the reference
 scores, in the same process, with the same weights and the same prompts.
 
 The tail is the last part of a round in which only the longest requests still run (`--tail`). A stretch is a part of a
@@ -15,31 +15,45 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import transformers
+from transformers import GenerationConfig
 
 from headrace.bench.base import begin, choose_dtype, copy_bandwidth, free_memory, load, vocabulary_of
+from headrace.bench.delivery_sides import Begin, PublisherProcess, two_sets
 from headrace.bench.engine_checks import check_tags, chosen_rows, install, plain_twin, rescore
-from headrace.bench.engine_peers import bench_peer
-from headrace.bench.engine_rounds import Driver, Round, Work, bench_fork, make_work
-from headrace.bench.engine_swaps import SwapStream, start_publisher, swap_figures, two_sets
-from headrace.bench.options import EngineBench, check_options
+from headrace.bench.engine_rounds import (
+    WARM_TOKENS,
+    Driver,
+    ProgressMark,
+    Round,
+    bench_fork,
+    lengths_of,
+    make_requests,
+    other_round,
+    run_with_swaps,
+    swap_figures,
+)
+from headrace.bench.options import EngineBench
 from headrace.bench.report import Say
 from headrace.bench.timing import Timed
 from headrace.config.schema import EngineConfig
+from headrace.engines.base import Request
 from headrace.engines.embedded.core import EngineCore
 from headrace.engines.embedded.setup import give_way_to_decoding
-from headrace.errors import UserError
+from headrace.errors import HeadraceError, UserError
+from headrace.models.loading import named_weights
 from headrace.models.selfcheck import check_model
 
 
 def bench_engine(options: EngineBench, say: Say) -> dict[str, Any]:
     """Measure and return all figures. `say` gets a line before each part."""
-    check_options(options)
     device, found = begin("engine", options)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -57,9 +71,12 @@ class _Bench:
         say(f"loading {options.model} in {dtype} on {device}")
         with Timed(device) as loading:
             self._model = load(options.model, dtype, device, options.seed, random_weights=options.random_weights)
-            self._work = make_work(options, vocabulary_of(self._model))
-            self._longest = _longest(options, self._work)
-            _check_length(self._model, self._longest)
+            self._requests = make_requests(options, vocabulary_of(self._model))
+            self._lengths = lengths_of(self._requests)
+            self._longest = max(options.prompt + max(self._lengths), options.pair("fork")[1] + options.generate)
+            limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", self._longest)
+            if self._longest > limit:
+                raise UserError(f"sequences of {self._longest} tokens are longer than this model's {limit} positions")
             check_model(self._model, self._longest)
         self._load_seconds = loading.seconds
         self._footprint = footprint(self._model)
@@ -72,18 +89,19 @@ class _Bench:
 
         The swaps come last for the engine, because it has other weights afterwards.
         """
-        options, work = self._options, self._work
+        options, requests = self._options, self._requests
+        tail_rows, _ = options.pair("tail")
         self._say("starting the engine")
         with Timed() as start:
             core = EngineCore(self._model, self._engine_config(), name="bench", max_length=self._longest, version=0)
             driver = Driver(core)
-            driver.run([work.request("first", work.prompts[0], 1, seed=0)])
+            driver.run(other_round(requests[:1], 1, longest=1))
         # The process of a real engine does the same, once everything is loaded.
         give_way_to_decoding()
         self._say("warming up")
-        warm = driver.run(work.warm_up().requests("warm"))
-        self._say(f"generating {work.tokens} tokens for {len(work.prompts)} requests")
-        measured = driver.run(work.requests("run"), tail_rows=work.tail_rows)
+        warm = driver.run(other_round(requests, 2, longest=WARM_TOKENS))
+        self._say(f"generating {sum(self._lengths)} tokens for {len(requests)} requests")
+        measured = driver.run(requests, tail_rows=tail_rows)
         found: dict[str, Any] = {
             "dtype": self._dtype,
             "threads": torch.get_num_threads(),
@@ -93,24 +111,37 @@ class _Bench:
             "warm_up_seconds": warm.seconds,
         }
         found |= self._figures(measured)
-        found["rescore"] = self._rescored(measured)
-        found["before_tail"], found["tail"] = self._parts(measured)
-        found["fork"] = self._forked(driver)
-        found["swaps"] = self._swapped(driver, measured) if options.swap_every else None
+        if options.rescore:
+            rows = chosen_rows(requests, measured.answers, options.rescore)
+            self._say(f"scoring {len(rows)} rows again by the plain model")
+            found["rescore"] = rescore(self._twin, rows)
+        if measured.tail_from:
+            found["before_tail"], found["tail"] = self._parts(measured, measured.tail_from, tail_rows)
+        if options.fork:
+            count, at = options.pair("fork")
+            self._say(f"forking a sequence {count} times at token {at}")
+            found["fork"] = bench_fork(driver, requests[0], count, at, options.generate)
+        if options.swap_every:
+            found["swaps"] = self._swapped(driver, measured)
         core.close()
         del core, driver
         free_memory(self._device)
-        found["peers"] = {name: self._peer(name, found["tokens_per_second"]) for name in options.peers}
+        if options.peer:
+            self._say("the same requests by generate on padded batches")
+            seconds = padded_generate(self._twin, requests, options.batch, self._device)
+            rate = measured.tokens / seconds
+            ratio = found["tokens_per_second"] / rate
+            found["peers"] = {"generate": {"seconds": seconds, "tokens_per_second": rate, "ratio": ratio}}
         return found
 
     def _figures(self, run: Round) -> dict[str, Any]:
-        work, foot, options = self._work, self._footprint, self._options
+        foot, options = self._footprint, self._options
         full = run.full_until if len(run.answers) > options.batch else None
         return {
-            "requests": len(work.prompts),
-            "prompt_tokens": sum(len(prompt) for prompt in work.prompts),
+            "requests": len(self._requests),
+            "prompt_tokens": options.prompt * len(self._requests),
             "generated_tokens": run.tokens,
-            "answer_lengths": work.lengths if options.lengths else None,
+            "answer_lengths": self._lengths if options.lengths else None,
             "seconds": run.seconds,
             "tokens_per_second": run.tokens / run.seconds,
             # Until the last request got a slot; None if all had one from the beginning.
@@ -126,7 +157,7 @@ class _Bench:
             },
             "parameter_bytes": foot.weights,
             "kv_bytes_a_token": foot.kv_token,
-            **self._ceiling(decode_contexts(options.prompt, work.lengths), run.tokens, run.steps, run.seconds),
+            **self._ceiling(decode_contexts(options.prompt, self._lengths), run.tokens, run.steps, run.seconds),
         }
 
     def _ceiling(self, contexts: list[tuple[int, int]], tokens: int, steps: int, seconds: float) -> dict[str, Any]:
@@ -146,20 +177,18 @@ class _Bench:
             "fraction_of_ceiling": ideal / (seconds / steps),
         }
 
-    def _parts(self, run: Round) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    def _parts(self, run: Round, mark: ProgressMark, tail_rows: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the figures of the steps until only the requests of the tail were left, including the prompts.
 
         The second result is the figures of the steps after all requests but those of the tail had ended.
         """
-        if run.tail_from is None:
-            return None, None
-        work, mark, prompt = self._work, run.tail_from, self._options.prompt
-        drawn = drawn_before_tail(work.lengths, work.tail_rows, mark.tokens)
+        prompt = self._options.prompt
+        drawn = drawn_before_tail(self._lengths, tail_rows, mark.tokens)
         before = self._stretch(len(drawn), decode_contexts(prompt, drawn), mark.tokens, mark.steps, mark.seconds)
         tokens, steps, seconds = run.tokens - mark.tokens, run.steps - mark.steps, run.seconds - mark.seconds
-        last = prompt + work.lengths[-1] - 1
-        contexts = [(last - tokens // work.tail_rows + 1, last)] * work.tail_rows
-        return before, self._stretch(work.tail_rows, contexts, tokens, steps, seconds)
+        last = prompt + self._lengths[-1] - 1
+        contexts = [(last - tokens // tail_rows + 1, last)] * tail_rows
+        return before, self._stretch(tail_rows, contexts, tokens, steps, seconds)
 
     def _stretch(
         self, rows: int, contexts: list[tuple[int, int]], tokens: int, steps: int, seconds: float
@@ -169,39 +198,28 @@ class _Bench:
         found |= {"tokens_per_second": tokens / seconds, "step_ms": 1e3 * seconds / steps}
         return found | self._ceiling(contexts, tokens, steps, seconds)
 
-    def _rescored(self, run: Round) -> dict[str, Any] | None:
-        if not self._options.rescore:
-            return None
-        rows = chosen_rows(len(run.answers), self._options.rescore)
-        self._say(f"scoring {len(rows)} rows again by the plain model")
-        return rescore(self._twin, self._work.prompts, run.answers, rows, self._work.sampling)
-
-    def _forked(self, driver: Driver) -> dict[str, Any] | None:
-        if self._work.fork is None:
-            return None
-        count, at = self._work.fork
-        self._say(f"forking a sequence {count} times at token {at}")
-        return bench_fork(driver, self._work, count, at, self._options.generate)
-
     def _swapped(self, driver: Driver, plain: Round) -> dict[str, Any]:
-        work, options = self._work.rolled(2), self._options
-        sets = two_sets(self._model, options.seed)
-        publisher = start_publisher(self._twin, sets, self._dtype)
-        self._say(f"the same requests, with new weights every {options.swap_every:g} s")
-        with SwapStream(driver.core, publisher, every=options.swap_every) as stream:
-            run = driver.run(work.requests("swaps"), between=stream.tick)
-        found = swap_figures(stream.swaps, run, plain, copy_seconds=2 * self._footprint.weights / self._bandwidth)
-        rows = chosen_rows(len(run.answers), options.rescore)
+        options, requests = self._options, other_round(self._requests, 3)
+        first, second = two_sets(named_weights(self._model), options.seed)
+        # In host memory, because the engine may have taken most of the device's.
+        sets = tuple({name: tensor.cpu() for name, tensor in weights.items()} for weights in (first, second))
+        # The transport that `auto` chooses if trainer and engine are on one host.
+        transport = "cuda_ipc" if self._device == "cuda" else "shm"
+        begun = Begin(
+            model=options.model,
+            random_weights=options.random_weights,
+            dtype=self._dtype,
+            device=self._device,
+            seed=options.seed,
+        )
+        with closing(PublisherProcess(begun)) as publisher:
+            self._say(f"the same requests, with new weights every {options.swap_every:g} s")
+            run, swaps = run_with_swaps(driver, requests, publisher, transport, options.swap_every)
+        found = swap_figures(swaps, run, plain, copy_seconds=2 * self._footprint.weights / self._bandwidth)
+        rows = chosen_rows(requests, run.answers, options.rescore)
         self._say(f"replaying {len(rows)} rows under the versions of their tags")
-        found |= check_tags(self._twin, sets, work.prompts, run.answers, rows, work.sampling, self._dtype)
+        found |= check_tags(self._twin, sets, run.answers, rows, self._dtype)
         install(self._twin, sets[0])
-        return found
-
-    def _peer(self, name: str, rate: float) -> dict[str, Any]:
-        self._say(f"the same requests by {PEER_NAMES[name]}")
-        found = bench_peer(name, self._twin, self._work, self._options.batch, self._device)
-        if found["ran"]:
-            found["ratio"] = rate / found["tokens_per_second"]
         return found
 
     def _engine_config(self) -> EngineConfig:
@@ -211,10 +229,47 @@ class _Bench:
         changes |= {name: value for name in ("block_size", "prefill_chunk") if (value := getattr(options, name))}
         config = EngineConfig(slots=options.batch, kv="keep", max_length=self._longest)
         config = msgspec.structs.replace(config, device=self._device, **changes)
-        return msgspec.structs.replace(config, cache_tokens=_cache_tokens(options, self._work, config.block_size))
+        return msgspec.structs.replace(config, cache_tokens=self._cache_tokens(config.block_size))
+
+    def _cache_tokens(self, block_size: int) -> int:
+        """Return how many tokens the cache must hold: a full batch of the longest answers, or all forks and a pivot."""
+        options, (forks, at) = self._options, self._options.pair("fork")
+        held = sorted((options.prompt + length for length in self._lengths), reverse=True)[: options.batch]
+        forked = [at + options.generate] * (forks + 1) if forks else []
+        # Each sequence needs up to one block more for rounding up, and admission needs one free block.
+        return max(sum(part) + block_size * (len(part) + 1) for part in (held, forked))
 
 
-PEER_NAMES = {"transformers": "transformers' continuous batching", "generate": "generate on padded batches"}
+@torch.inference_mode()
+def padded_generate(twin: Any, requests: list[Request], batch: int, device: str) -> float:
+    """Return the seconds of Hugging Face's `generate` for the same prompts, after a short warm-up.
+
+    Each batch, in the order of the requests, runs until its longest answer is complete. Only tokens that were asked for
+    count.
+    """
+
+    def generate(first: int, tokens: int) -> None:
+        prompts = np.stack([request.token_ids for request in requests[first : first + batch]])
+        ids = torch.from_numpy(prompts.astype(np.int64)).to(twin.device)
+        # The model's own generation settings (end tokens, penalties) would change the work.
+        twin.generation_config = GenerationConfig(
+            do_sample=True,
+            temperature=requests[0].sampling.temperature,
+            top_p=requests[0].sampling.top_p,
+            top_k=requests[0].sampling.top_k,
+            max_new_tokens=tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        out = twin.generate(ids, attention_mask=torch.ones_like(ids))
+        if out.shape[1] != ids.shape[1] + tokens:
+            raise HeadraceError(f"generate gave {out.shape[1] - ids.shape[1]} of {tokens} tokens")
+
+    generate(0, 4)
+    with Timed(device) as timed:
+        for first in range(0, len(requests), batch):
+            generate(first, max(lengths_of(requests[first : first + batch])))
+    return timed.seconds
 
 
 def drawn_before_tail(lengths: list[int], tail_rows: int, tokens: int) -> list[int]:
@@ -224,25 +279,6 @@ def drawn_before_tail(lengths: list[int], tail_rows: int, tokens: int) -> list[i
     """
     ended = lengths[:-tail_rows]
     return ended + [(tokens - sum(ended)) // tail_rows] * tail_rows
-
-
-def _longest(options: EngineBench, work: Work) -> int:
-    longest = options.prompt + max(work.lengths)
-    return max(longest, work.fork[1] + options.generate) if work.fork else longest
-
-
-def _check_length(model: Any, longest: int) -> None:
-    limit = int(getattr(model.config.get_text_config(), "max_position_embeddings", longest))
-    if longest > limit:
-        raise UserError(f"sequences of {longest} tokens are longer than this model's {limit} positions")
-
-
-def _cache_tokens(options: EngineBench, work: Work, block_size: int) -> int:
-    """Return how many tokens the cache must hold: a full batch of the longest answers, or all forks and their pivot."""
-    held = sorted((options.prompt + length for length in work.lengths), reverse=True)[: options.batch]
-    forks = [work.fork[1] + options.generate] * (work.fork[0] + 1) if work.fork else []
-    # Each sequence needs up to one block more for rounding up, and admission needs one free block.
-    return max(sum(part) + block_size * (len(part) + 1) for part in (held, forks))
 
 
 @dataclass(frozen=True)
@@ -283,11 +319,11 @@ class Footprint:
 
         `contexts` holds for each sequence the number of tokens it sees in its first and in its last step.
         """
-        total = 0
-        for first, last in contexts:
-            for window, size in self.kv_of_window.items():
-                total += size * _tokens_seen(first, last, window)
-        return total
+        return sum(
+            times * size * int(np.minimum(np.arange(first, last + 1), window or last).sum())
+            for (first, last), times in Counter(contexts).items()
+            for window, size in self.kv_of_window.items()
+        )
 
 
 def decode_contexts(prompt: int, lengths: Iterable[int]) -> list[tuple[int, int]]:
@@ -296,15 +332,6 @@ def decode_contexts(prompt: int, lengths: Iterable[int]) -> list[tuple[int, int]
     The first token of an answer comes from the pass over the prompt, so an answer of one token has no decode step.
     """
     return [(prompt + 1, prompt + length - 1) for length in lengths if length > 1]
-
-
-def _tokens_seen(first: int, last: int, window: int | None) -> int:
-    """Return the sum of `min(n, window)` for n from first to last."""
-    if last < first:
-        return 0
-    whole = last if window is None else min(last, window)
-    below = (first + whole) * (whole - first + 1) // 2 if whole >= first else 0
-    return below + (0 if window is None else window * (last - max(whole, first - 1)))
 
 
 def footprint(model: Any) -> Footprint:

@@ -13,17 +13,18 @@ tag.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, TopKLogitsWarper, TopPLogitsWarper
 
-from headrace.bench.engine_rounds import DrawnAnswer
-from headrace.bench.plain_copies import Weights
-from headrace.engines.base import Sampling
+from headrace.bench.base import Weights
+from headrace.engines.base import Request, Sampling
 from headrace.models.head import float32_head
 from headrace.models.loading import named_weights
 from headrace.types import Float32Array, Int32Array
@@ -32,6 +33,18 @@ TAG_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 """If a log-probability differs by more than this from that of the tagged version, the tag is wrong."""
 _ROWS = 512
 """The number of positions whose whole distributions exist at the same time."""
+
+
+@dataclass(frozen=True)
+class DrawnAnswer:
+    """All tokens of one request, with their records."""
+
+    token_ids: Int32Array
+    logprobs: Float32Array
+    versions: Int32Array
+
+
+Row = tuple[Request, DrawnAnswer]
 
 
 def plain_twin(model: Any) -> Any:
@@ -52,15 +65,15 @@ def install(model: Any, weights: Weights) -> None:
         tensor.copy_(weights[name])
 
 
-def chosen_rows(count: int, share: float) -> list[int]:
+def chosen_rows(requests: Sequence[Request], answers: Sequence[DrawnAnswer], share: float) -> list[Row]:
     """Return this share of the rows, and at least one, spread evenly over the batch."""
+    count = len(requests)
     wanted = min(count, max(1, round(count * share)))
-    return [(2 * i + 1) * count // (2 * wanted) for i in range(wanted)]
+    chosen = [(2 * i + 1) * count // (2 * wanted) for i in range(wanted)]
+    return [(requests[i], answers[i]) for i in chosen]
 
 
-def rescore(
-    twin: Any, prompts: list[Int32Array], answers: list[DrawnAnswer], rows: list[int], sampling: Sampling
-) -> dict[str, Any]:
+def rescore(twin: Any, rows: list[Row]) -> dict[str, Any]:
     """Compare the recorded log-probabilities of these rows with those of the same weights in float32.
 
     `outside` counts the tokens that truncation (top-k, top-p) leaves out in float32, although the engine sampled them.
@@ -68,13 +81,13 @@ def rescore(
     """
     exact = twin if twin.dtype == torch.float32 else copy.deepcopy(twin).float()
     expected, own = (
-        np.concatenate([row_logprobs(model, prompts[row], answers[row].token_ids, sampling) for row in rows])
+        np.concatenate([row_logprobs(model, request, answer.token_ids) for request, answer in rows])
         for model in (exact, twin)
     )
     # At the edge of a truncated distribution, rounding decides whether a token is inside. Tokens outside are counted,
     # but have no error.
     inside = ~np.isneginf(expected)
-    errors = _distances(expected, np.concatenate([answers[row].logprobs for row in rows]), inside)
+    errors = _distances(expected, np.concatenate([answer.logprobs for _, answer in rows]), inside)
     plain = _distances(expected, own, inside & ~np.isneginf(own))
     return {
         "rows": len(rows),
@@ -87,25 +100,18 @@ def rescore(
 
 
 def check_tags(
-    twin: Any,
-    sets: tuple[Weights, Weights],
-    prompts: list[Int32Array],
-    answers: list[DrawnAnswer],
-    rows: list[int],
-    sampling: Sampling,
-    dtype: str,
+    twin: Any, sets: Sequence[Weights], answers: list[DrawnAnswer], rows: list[Row], dtype: str
 ) -> dict[str, Any]:
     """Count the tokens whose tag cannot be right.
 
-    In every row, a tag must not be smaller than the tag before it. The rows in `rows` are replayed too, and their
+    In every answer, a tag must not be smaller than the tag before it. The rows in `rows` are replayed too, and their
     log-probabilities are compared with the recorded ones.
     """
     backwards = sum(int((np.diff(answer.versions) < 0).sum()) for answer in answers)
     expected, wrong = (
-        np.concatenate([replay(twin, sets, prompts[row], answers[row], sampling, off_by=off) for row in rows])
-        for off in (0, 1)
+        np.concatenate([replay(twin, sets, request, answer, off_by=off) for request, answer in rows]) for off in (0, 1)
     )
-    recorded = np.concatenate([answers[row].logprobs for row in rows])
+    recorded = np.concatenate([answer.logprobs for _, answer in rows])
     # Minus infinity means that truncation leaves the token out: by rounding at the edge, or because the tag is wrong.
     inside = ~np.isneginf(expected)
     errors = _distances(expected, recorded, inside)
@@ -122,18 +128,12 @@ def check_tags(
 
 
 @torch.inference_mode()
-def replay(
-    twin: Any,
-    sets: tuple[Weights, Weights],
-    prompt: Int32Array,
-    answer: DrawnAnswer,
-    sampling: Sampling,
-    off_by: int = 0,
-) -> Float32Array:
+def replay(twin: Any, sets: Sequence[Weights], request: Request, answer: DrawnAnswer, off_by: int = 0) -> Float32Array:
     """Return the log-probabilities of an answer whose inputs go through the weights of their tags.
 
     Keys and values of older versions are kept, as in the engine. `off_by` is added to every tag.
     """
+    prompt = request.token_ids
     ids = torch.from_numpy(np.concatenate([prompt, answer.token_ids]).astype(np.int64)).to(twin.device)
     cache, fed, found = DynamicCache(config=twin.config), 0, []
     for version, stretch in groupby(answer.versions.tolist()):
@@ -142,23 +142,23 @@ def replay(
         end = max(fed, len(prompt) - 1) + drawn
         with float32_head(twin):
             output = twin(input_ids=ids[None, fed:end], past_key_values=cache, use_cache=True, logits_to_keep=drawn)
-        found.append(logprobs_of(output.logits[0], ids[end - drawn + 1 : end + 1], sampling))
+        found.append(logprobs_of(output.logits[0], ids[end - drawn + 1 : end + 1], request.sampling))
         fed = end
     return np.concatenate(found)
 
 
 @torch.inference_mode()
-def row_logprobs(twin: Any, prompt: Int32Array, answer: Int32Array, sampling: Sampling) -> Float32Array:
+def row_logprobs(twin: Any, request: Request, answer: Int32Array) -> Float32Array:
     """Return the log-probability of every token of the answer, under the distribution that was sampled from."""
-    ids = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64)).to(twin.device)
+    ids = torch.from_numpy(np.concatenate([request.token_ids, answer]).astype(np.int64)).to(twin.device)
     with float32_head(twin):
         logits = twin(input_ids=ids[None, :-1], use_cache=False, logits_to_keep=len(answer)).logits[0]
-    return logprobs_of(logits, ids[len(prompt) :], sampling)
+    return logprobs_of(logits, ids[len(request.token_ids) :], request.sampling)
 
 
 def score_canary(twin: Any, tokens: Int32Array) -> Float32Array:
     """Return the log-probabilities of all tokens of the canary but the first."""
-    return row_logprobs(twin, tokens[:1], tokens[1:], Sampling(max_tokens=1))
+    return row_logprobs(twin, Request(id="", token_ids=tokens[:1], sampling=Sampling(max_tokens=1)), tokens[1:])
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -> Float32Array:
@@ -172,19 +172,15 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) 
 
 def sampled_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Return the log-probabilities [n, V] of the sampling distribution; minus infinity where truncation cuts."""
-    logprobs = torch.log_softmax(logits.float() / (sampling.temperature or 1.0), -1)
     if sampling.temperature == 0 or (sampling.top_k == 0 and sampling.top_p == 1):
-        return logprobs
-    ordered, ids = logprobs.sort(-1, descending=True)
-    if 0 < sampling.top_k < logits.shape[-1]:
-        ordered[:, sampling.top_k :] = float("-inf")
-        ordered = torch.log_softmax(ordered, -1)
+        return torch.log_softmax(logits.float() / (sampling.temperature or 1.0), -1)
+    # In double precision, because the sum of all masses decides which tokens top-p keeps.
+    scores: Any = logits.double() / sampling.temperature
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
     if sampling.top_p < 1:
-        mass = ordered.double().exp()
-        left_out = mass.cumsum(-1) - mass >= sampling.top_p
-        left_out[:, 0] = False
-        ordered = torch.log_softmax(ordered.masked_fill(left_out, float("-inf")), -1)
-    return torch.empty_like(ordered).scatter_(1, ids, ordered)
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    return torch.log_softmax(scores, -1)
 
 
 def _distances(one: Float32Array, other: Float32Array, where: npt.NDArray[np.bool_]) -> Float32Array:

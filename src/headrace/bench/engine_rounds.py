@@ -2,118 +2,99 @@
 
 The same options always give the same requests. Every request must end with all of its tokens. If one does not, the
 benchmark fails instead of showing a lower figure.
+
+A round with swaps gets new versions at a fixed interval. Versions are published in a process of their own, and staged,
+swapped in between two steps and proved by the loop that drives an engine in a run. Two sets of weights take turns. They
+differ so much that a token tagged with the wrong version is found by its log-probability.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from headrace.bench.options import EngineBench, parse_pair
+from headrace.bench.delivery_sides import Publish, PublisherProcess
+from headrace.bench.engine_checks import DrawnAnswer
+from headrace.bench.options import EngineBench
 from headrace.bench.workload import make_lengths
+from headrace.delivery.base import Proof
 from headrace.engines.base import Delta, Request, Sampling
+from headrace.engines.embedded.base import Timings
 from headrace.engines.embedded.core import EngineCore
-from headrace.errors import HeadraceError, StallError
-from headrace.types import Float32Array, Int32Array
+from headrace.engines.embedded.engine import EngineLoop
+from headrace.errors import DeliveryError, HeadraceError, StallError
 
 WARM_TOKENS = 64
 """The length of the longest answer in the warm-up round, in tokens; the others are scaled in proportion. It is so large
 that no answer has ended when the last request of a full batch begins. Otherwise the warm-up would never reach the
 largest batch, and its CUDA graph would be captured in the measured round."""
+DEADLINE = 300.0
+"""How long a delivery may take."""
+_POLL_SECONDS = 0.005
 STALL_SECONDS = 300.0
 """If no step gives a token for this long, the engine is stalled."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """The requests of one round. Request i has the prompt `prompts[i]` and an answer of `lengths[i]` tokens."""
-
-    prompts: list[Int32Array]
-    lengths: list[int]
-    tail_rows: int = 0
-    """The number of requests in the tail: the last ones, which still run when all others have ended."""
-    fork: tuple[int, int] | None = None
-    """The number of forks, and the number of tokens before them; None if nothing is forked."""
-    group_size: int = 1
-    """The number of successive requests with the same prompt."""
-    sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=1))
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens to generate, over all requests."""
-        return sum(self.lengths)
-
-    def requests(self, name: str) -> list[Request]:
-        """Return the requests of the round, each with a seed of its own."""
-        return [
-            self.request(f"{name}/{i}", prompt, length, seed=i, group=self._group(name, i))
-            for i, (prompt, length) in enumerate(zip(self.prompts, self.lengths, strict=True))
-        ]
-
-    def request(
-        self, name: str, prompt: Int32Array, length: int, *, seed: int, parent: str = "", group: str = ""
-    ) -> Request:
-        """Return one request with the sampling settings of this work."""
-        sampling = msgspec.structs.replace(self.sampling, max_tokens=length, seed=self.sampling.seed + seed)
-        return Request(id=name, token_ids=prompt, sampling=sampling, parent=parent, group=group)
-
-    def _group(self, name: str, number: int) -> str:
-        return f"{name}/group-{number // self.group_size}" if self.group_size > 1 else ""
-
-    def warm_up(self) -> Work:
-        """Return a short round that goes through the same batch sizes, because its answers end in the same order."""
-        longest = max(self.lengths)
-        scaled = [
-            max(2, round(length * WARM_TOKENS / longest)) if longest > WARM_TOKENS else length
-            for length in self.lengths
-        ]
-        return dataclasses.replace(self.rolled(1), lengths=scaled, tail_rows=0, fork=None)
-
-    def rolled(self, by: int) -> Work:
-        """Return the same round with other prompts, so that no cache holds a prefix of them."""
-        return dataclasses.replace(self, prompts=[np.roll(prompt, by) for prompt in self.prompts])
-
-
-def make_work(options: EngineBench, vocabulary: int) -> Work:
-    """Return the round that is measured."""
+def make_requests(options: EngineBench, vocabulary: int) -> list[Request]:
+    """Return the requests of the round that is measured, each with a seed of its own."""
     draw = np.random.default_rng(options.seed)
-    count = options.requests or options.batch
-    groups = draw.integers(0, vocabulary, (-(-count // options.group_size), options.prompt)).astype(np.int32)
-    prompts = list(np.repeat(groups, options.group_size, axis=0)[:count])
+    count, size = options.requests or options.batch, options.group_size
+    prompts = draw.integers(0, vocabulary, (-(-count // size), options.prompt)).astype(np.int32)
     lengths = make_lengths(options.lengths or f"equal:{options.generate}", count, options.seed).tolist()
-    rows = 0
-    if options.tail:
-        rows, longest = parse_pair("--tail", "ROWS:LENGTH", options.tail)
-        lengths[count - rows :] = [longest] * rows
-    return Work(
-        prompts=prompts,
-        lengths=lengths,
-        tail_rows=rows,
-        fork=parse_pair("--fork", "N:AT", options.fork) if options.fork else None,
-        group_size=options.group_size,
-        sampling=Sampling(
-            max_tokens=1,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            seed=options.seed << 32,
-        ),
-    )
+    rows, longest = options.pair("tail")
+    lengths[count - rows :] = [longest] * rows
+    return [
+        Request(
+            id=f"run/{number}",
+            token_ids=prompts[number // size],
+            group=f"run/group-{number // size}" if size > 1 else "",
+            sampling=Sampling(
+                max_tokens=length,
+                temperature=options.temperature,
+                top_p=options.top_p,
+                top_k=options.top_k,
+                seed=(options.seed << 32) + number,
+            ),
+        )
+        for number, length in enumerate(lengths)
+    ]
 
 
-@dataclass(frozen=True)
-class DrawnAnswer:
-    """All tokens of one request, with their records."""
+def lengths_of(requests: Sequence[Request]) -> list[int]:
+    """Return the number of tokens that each request asks for."""
+    return [request.sampling.max_tokens for request in requests]
 
-    token_ids: Int32Array
-    logprobs: Float32Array
-    versions: Int32Array
+
+def other_round(requests: Sequence[Request], roll: int, longest: int | None = None) -> list[Request]:
+    """Return the same round with other prompts, so that no cache holds a prefix of them.
+
+    With `longest`, answers are scaled so that none is longer. They end in the same order, so that the round goes
+    through the same batch sizes.
+    """
+    scale = min(1.0, longest / max(lengths_of(requests))) if longest else 1.0
+    return [
+        msgspec.structs.replace(
+            request,
+            id=f"{roll}/{request.id}",
+            group=request.group and f"{roll}/{request.group}",
+            token_ids=np.roll(request.token_ids, roll),
+            sampling=msgspec.structs.replace(
+                request.sampling,
+                # At least two, so that every answer has a decode step.
+                max_tokens=max(
+                    min(2, longest or 2, request.sampling.max_tokens), round(request.sampling.max_tokens * scale)
+                ),
+            ),
+        )
+        for request in requests
+    ]
 
 
 @dataclass
@@ -156,16 +137,15 @@ class Driver:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
+        self.open: set[str] = set()
+        """The ids of the requests that have not ended."""
         self._deltas: dict[str, list[Delta]] = {}
-        self._open: set[str] = set()
         self._alive = 0.0
 
-    def run(
-        self, requests: Sequence[Request], *, tail_rows: int = 0, between: Callable[[], None] | None = None
-    ) -> Round:
+    def run(self, requests: Sequence[Request], *, tail_rows: int = 0) -> Round:
         """Submit all requests, and run steps until every request has ended.
 
-        `between` is called before every step. The tail begins when at most `tail_rows` requests are left.
+        The tail begins when at most `tail_rows` requests are left.
         """
         timings = self.core.timings
         timings.reset()
@@ -173,9 +153,7 @@ class Driver:
         run = Round()
         started = now = time.perf_counter()
         self.submit(requests)
-        while self._open:
-            if between is not None:
-                between()
+        while self.open:
             steps, then, prefilled = timings.steps, now, stats.prefilled_tokens
             self.step()
             now, stats = time.perf_counter(), self.core.counters()
@@ -185,7 +163,7 @@ class Driver:
             mark = ProgressMark(now - started, timings.steps, stats.generated_tokens - before.generated_tokens)
             if run.full_until is None and not stats.waiting:
                 run.full_until = mark
-            if tail_rows and run.tail_from is None and len(self._open) <= tail_rows:
+            if tail_rows and run.tail_from is None and len(self.open) <= tail_rows:
                 run.tail_from = mark
         run.seconds, run.steps = now - started, timings.steps
         run.prefilled = stats.prefilled_tokens - before.prefilled_tokens
@@ -196,7 +174,7 @@ class Driver:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Submit these requests to the engine."""
-        self._open.update(request.id for request in requests)
+        self.open.update(request.id for request in requests)
         self._deltas |= {request.id: [] for request in requests}
         self._alive = time.perf_counter()
         self.core.submit(requests)
@@ -217,32 +195,39 @@ class Driver:
                 raise HeadraceError(f"the engine failed: {delta.error}")
             self._deltas[delta.id].append(delta)
             if delta.finish is not None:
-                self._open.remove(delta.id)
+                self.open.remove(delta.id)
 
-    def answer(self, request: Request, *, whole: bool = True) -> DrawnAnswer:
-        """Return all tokens of a request so far. With `whole`, raise `HeadraceError` unless the answer is complete."""
-        deltas = self._deltas[request.id]
+    def answer(self, request: Request) -> DrawnAnswer:
+        """Return all tokens of a request. Raises `HeadraceError` if the answer is not complete."""
+        deltas, wanted = self._deltas[request.id], request.sampling.max_tokens
         answer = DrawnAnswer(
-            np.concatenate([np.empty(0, np.int32), *(d.token_ids for d in deltas)]),
-            np.concatenate([np.empty(0, np.float32), *(d.logprobs for d in deltas)]),
-            np.concatenate([np.empty(0, np.int32), *(d.versions for d in deltas)]),
+            np.concatenate([delta.token_ids for delta in deltas]),
+            np.concatenate([delta.logprobs for delta in deltas]),
+            np.concatenate([delta.versions for delta in deltas]),
         )
-        wanted = request.sampling.max_tokens
-        if whole and not len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) == wanted:
+        if not len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) == wanted:
             raise HeadraceError(f"request {request.id} ended with {len(answer.token_ids)} of {wanted} tokens")
         return answer
 
 
-def bench_fork(driver: Driver, work: Work, count: int, at: int, length: int) -> dict[str, Any]:
+def bench_fork(driver: Driver, like: Request, count: int, at: int, length: int) -> dict[str, Any]:
     """Fork a running sequence `count` times after its first `at` tokens. Each fork samples `length` tokens.
 
     The running sequence is called the pivot. Each fork must have exactly the tokens that a fresh request with the same
     prefix and seed gets.
     """
-    prefix, pivot = _run_to_pivot(driver, work, at, length)
-    forked = driver.run([work.request(f"fork/{i}", prefix, length, seed=1 + i, parent=pivot.id) for i in range(count)])
-    driver.core.scheduler.forget_prefixes()
-    fresh = driver.run([work.request(f"fresh/{i}", prefix, length, seed=1 + i) for i in range(count)])
+    core = driver.core
+    # The pivot samples as many more tokens as its forks, so that all end together.
+    sampling = msgspec.structs.replace(like.sampling, max_tokens=at - len(like.token_ids) + length)
+    driver.submit([msgspec.structs.replace(like, id="pivot", sampling=sampling)])
+    while len(core.sequences["pivot"].tokens) < at:
+        driver.step()
+    requests = core.fork("pivot", at, count)
+    forked = driver.run(requests)
+    core.scheduler.forget_prefixes()
+    fresh = driver.run(
+        [msgspec.structs.replace(request, id=f"fresh/{request.id}", parent="", group="") for request in requests]
+    )
     pairs = list(zip(forked.answers, fresh.answers, strict=True))
     return {
         "continuations": count,
@@ -257,20 +242,125 @@ def bench_fork(driver: Driver, work: Work, count: int, at: int, length: int) -> 
     }
 
 
-def _run_to_pivot(driver: Driver, work: Work, at: int, length: int) -> tuple[Int32Array, Request]:
-    prompt = work.prompts[0]
-    # The pivot samples as many more tokens as its forks, so that all end together.
-    pivot = work.request("pivot", prompt, at - len(prompt) + length, seed=0)
-    driver.submit([pivot])
-    while len(driver.answer(pivot, whole=False).token_ids) < at - len(prompt):
-        driver.step()
-        driver.take(driver.core.flush())
-    known = driver.answer(pivot, whole=False).token_ids
-    return np.concatenate([prompt, known])[:at].astype(np.int32), pivot
-
-
 def _difference(fork: DrawnAnswer, fresh: DrawnAnswer) -> float:
     """Return the largest difference of the log-probabilities, up to the first token that differs."""
     same = fork.token_ids == fresh.token_ids
     until = len(same) if same.all() else int(same.argmin())
     return float(np.abs(fork.logprobs[:until] - fresh.logprobs[:until]).max(initial=0.0))
+
+
+class Swap(NamedTuple):
+    """The measurements of one swap."""
+
+    at: float
+    """When staging began."""
+    stall_seconds: float
+    """How long decoding stood still. On a GPU: the longest gap between two launches of steps, from the beginning of
+    staging until the weights were proved. The copy of the weights is part of that gap."""
+    proof: Proof
+
+
+def run_with_swaps(
+    driver: Driver, requests: Sequence[Request], publisher: PublisherProcess, transport: str, every: float
+) -> tuple[Round, list[Swap]]:
+    """Serve these requests, and deliver a version every `every` seconds meanwhile. The core is closed afterwards.
+
+    One version is installed before, because in a run too an engine has weights before it serves.
+    """
+    core, ended = driver.core, threading.Event()
+    first = Publish(version=core.version + 1, transport=transport)
+    _check(core.swap(core.stage(publisher.publish(first).manifest)))
+
+    def emit(deltas: list[Delta]) -> None:
+        driver.take(deltas)
+        if not driver.open:
+            ended.set()
+            loop.stop()
+
+    loop = EngineLoop(core, emit)
+    core.timings.reset()
+    driver.submit(requests)
+    started = time.perf_counter()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="versions") as pool:
+
+        def feed() -> list[Swap]:
+            # A prompt that is partly computed would get keys and values of two versions.
+            while any(not sequence.sampled for sequence in list(core.sequences.values())):
+                ended.wait(_POLL_SECONDS)
+            return stream_versions(loop, core.timings, publisher, first, every, ended)
+
+        fed = pool.submit(feed)
+        try:
+            loop.run()
+        finally:
+            ended.set()
+        seconds = time.perf_counter() - started
+        swaps = fed.result(DEADLINE)
+    answers = [driver.answer(request) for request in requests]
+    return Round(answers=answers, seconds=seconds, steps=core.timings.steps), swaps
+
+
+def stream_versions(
+    loop: EngineLoop,
+    timings: Timings,
+    publisher: PublisherProcess,
+    last: Publish,
+    every: float,
+    ended: threading.Event,
+) -> list[Swap]:
+    """Deliver the versions after `last` until the round has `ended`, and return the swaps.
+
+    A delivery begins `every` seconds after the last one was proved. So if a version is late, all later ones are too.
+    """
+    swaps: list[Swap] = []
+    due = time.perf_counter() + every
+    while True:
+        # In a run too, the trainer makes the next version while the engine serves this one.
+        last = msgspec.structs.replace(last, version=last.version + 1)
+        manifest = publisher.publish(last).manifest
+        if ended.wait(max(0.0, due - time.perf_counter())):
+            return swaps
+        at = time.perf_counter()
+        timings.longest_gap_seconds = 0.0
+        try:
+            proof = loop.load(manifest).result(DEADLINE)
+            _check(proof)
+        except (TimeoutError, DeliveryError):
+            loop.stop()
+            raise
+        except HeadraceError:
+            return swaps  # The round ended meanwhile, and the loop with it.
+        # Without a GPU there is no gap between launches: decoding waits for the whole installation.
+        swaps.append(Swap(at, timings.longest_gap_seconds or proof.swap_seconds, proof))
+        due = time.perf_counter() + every
+
+
+def _check(proof: Proof) -> None:
+    if not proof.accepted:
+        raise DeliveryError(f"version {proof.version} was not accepted: {proof.reason}")
+
+
+def swap_figures(swaps: list[Swap], run: Round, plain: Round, *, copy_seconds: float) -> dict[str, Any]:
+    """Return the figures of a round with swaps, compared with a round without.
+
+    `plain_rate` and `step_seconds` are those of the round without swaps. `copy_seconds` is the time of a copy of all
+    weights at the bandwidth of the device.
+    """
+    stalls = [swap.stall_seconds for swap in swaps]
+    # A swap may take as long as its copy at 70% of the bandwidth, and the step that it waits for.
+    limit = copy_seconds / 0.7 + plain.seconds / plain.steps
+    rate, plain_rate = run.tokens / run.seconds, plain.tokens / plain.seconds
+    return {
+        "swaps": len(swaps),
+        "interval_seconds": (swaps[-1].at - swaps[0].at) / (len(swaps) - 1) if len(swaps) > 1 else None,
+        "stall_seconds": stalls,
+        "stall_seconds_mean": float(np.mean(stalls)) if stalls else None,
+        "stall_seconds_max": max(stalls, default=None),
+        "stage_seconds_mean": float(np.mean([swap.proof.stage_seconds for swap in swaps])) if swaps else None,
+        "copy_seconds": copy_seconds,
+        "stall_limit_seconds": limit,
+        "stall_over_limit": max(stalls) / limit if stalls else None,
+        "tokens_per_second_without": plain_rate,
+        "tokens_per_second_with": rate,
+        "loss": 1 - rate / plain_rate,
+    }

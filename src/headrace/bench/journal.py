@@ -45,7 +45,11 @@ SETTLE_VERSIONS = 2
 are still queued are written."""
 DEPTH = 2
 PROMPT, ANSWER = 16, 32
-CONFIDENCE = 0.95
+STUDENT_T = (
+    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
+    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
+)
+"""Student's t for a confidence of 95%, by degrees of freedom from 1 on. The last value is used beyond."""
 LIMIT = 0.05
 """The largest share of the rate that the journal may cost, at the upper end of the confidence interval."""
 GROUP_SIZE, GROUPS = 8, 16
@@ -133,13 +137,13 @@ class BlockJournal(Journal):
 
 def bench_journal(options: JournalBench, say: Say) -> dict[str, Any]:
     """Measure and return all figures. `say` gets a line before each part."""
-    if not options.rollouts:
-        return bench_overhead(options.pairs, options.versions, say)
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-        return bench_size(Path(scratch), options.rollouts, say)
+        if options.rollouts:
+            return bench_size(Path(scratch), options.rollouts, say)
+        return bench_overhead(Path(scratch), options.pairs, options.versions, say)
 
 
-def bench_overhead(pairs: int, versions: int, say: Say) -> dict[str, Any]:
+def bench_overhead(directory: Path, pairs: int, versions: int, say: Say) -> dict[str, Any]:
     """Make one run with this many pairs of blocks, of `versions` versions each, and return the figures."""
     blocks = plan_blocks(pairs, versions)
     total = blocks[-1].last + DEPTH + 1  # beside the last versions nothing is generated
@@ -149,24 +153,14 @@ def bench_overhead(pairs: int, versions: int, say: Say) -> dict[str, Any]:
         made.append(BlockJournal(path, blocks, keep_rollouts=keep_rollouts))
         return made[-1]
 
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-        directory = Path(scratch)
-        write_model(directory / "model")
-        config = tiny_config(
-            directory,
-            "run",
-            prompt=PROMPT,
-            answer=ANSWER,
-            threads=1,
-            versions=total,
-            depth=DEPTH,
-            observe={"keep_rollouts": True},
-        )
-        say(f"{total} versions in {2 * pairs} blocks of {versions}")
-        run_dir = RunDir.create(config)
-        task, chat = check_inputs(config)
-        RunSession(config, run_dir, NoProgress(), task, chat, journal=journal).execute()
-        balanced = read_ledgers(run_dir.path)["balanced"]
+    write_model(directory / "model")
+    given: dict[str, Any] = {"prompt": PROMPT, "answer": ANSWER, "threads": 1, "versions": total, "depth": DEPTH}
+    config = tiny_config(directory, "run", **given, observe={"keep_rollouts": True})
+    say(f"{total} versions in {2 * pairs} blocks of {versions}")
+    run_dir = RunDir.create(config)
+    task, chat = check_inputs(config)
+    RunSession(config, run_dir, NoProgress(), task, chat, journal=journal).execute()
+    balanced = read_ledgers(run_dir.path)["balanced"]
     rates = made[0].rates()
     for pair, (off, on) in enumerate(zip(rates["off"], rates["on"], strict=True), start=1):
         say(f"pair {pair}: {off:.0f} tokens/s without, {on:.0f} with, loss {1 - on / off:+.1%}")
@@ -181,28 +175,9 @@ def interval(off: Sequence[float], on: Sequence[float]) -> dict[str, float]:
     """
     losses = [1 - with_it / without for without, with_it in zip(off, on, strict=True)]
     mean = statistics.fmean(losses)
-    half = student_t(CONFIDENCE, len(losses) - 1) * statistics.stdev(losses) / math.sqrt(len(losses))
+    half = STUDENT_T[min(len(losses) - 1, len(STUDENT_T)) - 1] * statistics.stdev(losses) / math.sqrt(len(losses))
     found = {"loss_mean": mean, "loss_low": mean - half, "loss_high": mean + half}
     return found | {"within_limit": mean + half <= LIMIT}
-
-
-def student_t(confidence: float, freedom: int) -> float:
-    """Return the t for which a value lies between -t and t with this probability.
-
-    It is found by numerical integration and bisection.
-    """
-    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
-
-    def inside(t: float) -> float:
-        # Integrated over the angle a with x = sqrt(n) tan(a), so that heavy tails need no more points than light ones.
-        angles = np.linspace(0.0, math.atan(t / math.sqrt(freedom)), 4001)
-        return float(2 * scale * math.sqrt(freedom) * np.trapezoid(np.cos(angles) ** (freedom - 1), angles))
-
-    low, high = 0.0, 1e6
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if inside(middle) < confidence else (low, middle)
-    return (low + high) / 2
 
 
 def bench_size(directory: Path, rollouts: int, say: Say) -> dict[str, Any]:
@@ -256,46 +231,38 @@ def write_run(path: Path, rollouts: int) -> int:
         for step in range(1, steps + 1):
             groups = range((step - 1) * GROUPS, step * GROUPS)
             for group_id in groups:
-                _admit(journal, group_id, version=max(0, step - 2))
-                _complete(journal, group_id, version=max(0, step - 2))
+                _sample(journal, group_id, version=max(0, step - 2))
             _train(journal, step, groups)
-        _leave(journal, steps)
+        first = steps * GROUPS
+        for group_id in range(first, first + LEFT_GROUPS):
+            done = group_id < first + LEFT_GROUPS // 2
+            begun = group_id >= first + 3 * LEFT_GROUPS // 4
+            _sample(journal, group_id, version=steps, part=1.0 if done else 0.0 if begun else 0.5)
     return steps
 
 
-def _admit(journal: Journal, group_id: int, version: int) -> None:
-    prompt = Prompt(id=str(group_id % PROMPTS))
-    journal.admitted(
-        Group(id=group_id, prompt=prompt, version=version), [f"{group_id}/{index}" for index in range(GROUP_SIZE)]
-    )
-
-
-def _complete(journal: Journal, group_id: int, version: int) -> None:
-    for index in range(GROUP_SIZE):
+def _sample(journal: Journal, group_id: int, version: int, part: float = 1.0) -> None:
+    """Admit a group, and record its answers up to this part."""
+    ids = [f"{group_id}/{index}" for index in range(GROUP_SIZE)]
+    journal.admitted(Group(id=group_id, prompt=Prompt(id=str(group_id % PROMPTS)), version=version), ids)
+    for index, rollout_id in enumerate(ids if part else []):
+        tokens = PROMPT_TOKENS + round(part * ANSWER_TOKENS)
+        trained = np.arange(tokens) >= PROMPT_TOKENS
+        versions = np.where(trained, version, NO_VERSION).astype(np.int32)
         # One answer in ten has tokens of two versions, and half of the answers are right.
-        later = (group_id + index) % 10 == 0
-        journal.rollout_ended(
-            Rollout(
-                id=f"{group_id}/{index}",
-                index=index,
-                traces=[_trace(version, later=later)],
-                ending="finished",
-                reward=float(index % 2),
-            )
+        if part == 1 and (group_id + index) % 10 == 0:
+            versions[-tokens // 4 :] += 1
+        trace = Trace(
+            token_ids=np.arange(tokens, dtype=np.int32),
+            trained=trained,
+            logprobs=np.where(trained, -0.5, 0.0).astype(np.float32),
+            versions=versions,
         )
-
-
-def _trace(version: int, *, later: bool, tokens: int = PROMPT_TOKENS + ANSWER_TOKENS) -> Trace:
-    trained = np.arange(tokens) >= PROMPT_TOKENS
-    versions = np.where(trained, version, NO_VERSION).astype(np.int32)
-    if later:
-        versions[-tokens // 4 :] += 1
-    return Trace(
-        token_ids=np.arange(tokens, dtype=np.int32),
-        trained=trained,
-        logprobs=np.where(trained, -0.5, 0.0).astype(np.float32),
-        versions=versions,
-    )
+        if part < 1:
+            journal.partial(Rollout(id=rollout_id, index=index, traces=[trace], ending="aborted"))
+        else:
+            reward = float(index % 2)
+            journal.rollout_ended(Rollout(id=rollout_id, index=index, traces=[trace], ending="finished", reward=reward))
 
 
 def _train(journal: Journal, step: int, groups: range) -> None:
@@ -318,18 +285,6 @@ def _train(journal: Journal, step: int, groups: range) -> None:
     journal.delivery(DeliveryRecord(version=step, engine="engine-0", accepted=True, time=step / 2))
     for process in ("engine-0", "trainer-0"):
         journal.activity(process=process, started=step / 2, ended=step / 2 + 0.5, busy_seconds=0.4)
-
-
-def _leave(journal: Journal, steps: int) -> None:
-    first = steps * GROUPS
-    for group_id in range(first, first + LEFT_GROUPS):
-        _admit(journal, group_id, version=steps)
-        if group_id < first + LEFT_GROUPS // 2:
-            _complete(journal, group_id, version=steps)
-        elif group_id < first + 3 * LEFT_GROUPS // 4:
-            for index in range(GROUP_SIZE):
-                part = _trace(steps, later=False, tokens=PROMPT_TOKENS + ANSWER_TOKENS // 2)
-                journal.partial(Rollout(id=f"{group_id}/{index}", index=index, traces=[part], ending="aborted"))
 
 
 def _config() -> Config:

@@ -1,44 +1,23 @@
-"""The options of all benchmarks, and their checks. Each command has a class, and the fields are its options.
+"""The options of all benchmarks. Each command has a class, and the fields are its options.
 
-A field gives the help text, the rule that its values must obey, and the default value. The command line is made from
-these fields. No torch is imported, so a mistake in the options is reported before anything is loaded.
+A field gives the help text, the limits of its values, and the default value. The command line is made from these fields
+(`cli/bench.py`). No torch is imported, so a mistake in the options is reported before anything is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Literal
 
 import msgspec
 from typer import Argument, Option
 
 from headrace.errors import UserError
 
-
-class Rule(NamedTuple):
-    """A condition for the values of an option, and the text for a value that breaks it."""
-
-    holds: Callable[[Any], bool]
-    says: str
-
-
-POSITIVE = Rule(lambda value: value >= 1, "must be at least 1")
-NOT_NEGATIVE = Rule(lambda value: value >= 0, "must not be negative")
-SHARE = Rule(lambda value: 0 <= value <= 1, "a share, from 0 to 1")
-ABOVE_0_TO_1 = Rule(lambda value: 0 < value <= 1, "must be above 0 and at most 1")
-DTYPE = Rule(lambda value: value in ("", "float32", "bfloat16"), "float32 or bfloat16")
-DEVICE = Rule(lambda value: value in ("auto", "cpu", "cuda"), "auto, cpu or cuda")
-ONE_GPU = Rule(lambda value: value in ("turns", "slices", "mps"), "turns, slices or mps")
-
-
-def one_of(*names: str) -> Rule:
-    """Return the rule that a value is one of these names."""
-    return Rule(lambda value: value in names, f"one of {', '.join(names)}")
-
-
 Model = Annotated[str, Argument(metavar="MODEL_OR_SHAPE", help="A Hugging Face directory, or a named shape.")]
-Device = Annotated[str, DEVICE, Option(help="auto, cpu or cuda.")]
-Dtype = Annotated[str, DTYPE, Option(help="float32 or bfloat16; by default the second on a GPU.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], Option(help="auto, cpu or cuda.")]
+Dtype = Annotated[
+    Literal["", "float32", "bfloat16"], Option(help="float32 or bfloat16; by default the second on a GPU.")
+]
 RandomWeights = Annotated[bool, Option("--random-weights", help="Use the directory's config alone.")]
 
 
@@ -53,53 +32,55 @@ class EngineBench(Bench, frozen=True, kw_only=True):
     """Measure the embedded engine: tokens/s, time and bytes of a step, and the limit that memory bandwidth sets."""
 
     model: Model
-    batch: Annotated[int, POSITIVE, Option(help="Sequences that decode together.")] = 256
-    requests: Annotated[int, NOT_NEGATIVE, Option(help="Requests in all; 0 takes as many as --batch.")] = 0
-    prompt: Annotated[int, POSITIVE, Option(help="Tokens of each prompt.")] = 64
-    group_size: Annotated[int, POSITIVE, Option(help="Requests to one prompt, one after the other.")] = 1
-    generate: Annotated[int, POSITIVE, Option(help="Tokens of each answer (without --lengths).")] = 512
+    batch: Annotated[int, Option(help="Sequences that decode together.", min=1)] = 256
+    requests: Annotated[int, Option(help="Requests in all; 0 takes as many as --batch.", min=0)] = 0
+    prompt: Annotated[int, Option(help="Tokens of each prompt.", min=1)] = 64
+    group_size: Annotated[int, Option(help="Requests to one prompt, one after the other.", min=1)] = 1
+    generate: Annotated[int, Option(help="Tokens of each answer (without --lengths).", min=1)] = 512
     lengths: Annotated[str, Option(help="lognormal:MEAN:CUT draws the length of each answer.")] = ""
-    temperature: Annotated[float, NOT_NEGATIVE, Option(help="0 is greedy.")] = 1.0
-    top_p: Annotated[float, ABOVE_0_TO_1, Option(help="1 keeps all.")] = 1.0
-    top_k: Annotated[int, NOT_NEGATIVE, Option(help="0 keeps all.")] = 0
+    temperature: Annotated[float, Option(help="0 is greedy.", min=0)] = 1.0
+    top_p: Annotated[float, Option(help="1 keeps all.", min=0, max=1)] = 1.0
+    top_k: Annotated[int, Option(help="0 keeps all.", min=0)] = 0
     dtype: Dtype = ""
     device: Device = "auto"
     graphs: Annotated[bool | None, Option("--graphs/--no-graphs", help="CUDA graphs.")] = None
     compile: Annotated[bool | None, Option("--compile/--no-compile", help="Compiled layers.")] = None
     block_size: Annotated[int, Option(help="Tokens in a block of the cache; 0 takes the engine's.", min=0)] = 0
     prefill_chunk: Annotated[int, Option(help="Prompt tokens a step; 0 takes the engine's.", min=0)] = 0
-    threads: Annotated[int, NOT_NEGATIVE, Option(help="Compute threads; 0 takes torch's default.")] = 0
-    rescore: Annotated[float, SHARE, Option(help="Share of rows that the plain model scores again.")] = 0.01
+    threads: Annotated[int, Option(help="Compute threads; 0 takes torch's default.", min=0)] = 0
+    rescore: Annotated[float, Option(help="Share of rows that the plain model scores again.", min=0, max=1)] = 0.01
     tail: Annotated[str, Option(help="ROWS:LENGTH, the last rows run on to so many tokens.")] = ""
-    swap_every: Annotated[float, NOT_NEGATIVE, Option(help="Seconds between two swaps of weights; 0 swaps none.")] = 0.0
+    swap_every: Annotated[float, Option(help="Seconds between two swaps of weights; 0 swaps none.", min=0)] = 0.0
     fork: Annotated[str, Option(help="N:AT, so many continuations from a pivot at token AT.")] = ""
-    peers: Annotated[
-        list[str],
-        one_of("transformers", "generate"),
-        Option("--peer", help="Also run: transformers, generate. May be repeated."),
-    ] = []
+    peer: Annotated[Literal["", "generate"], Option(help="generate: also measure transformers' own, padded.")] = ""
     random_weights: RandomWeights = False
     seed: Annotated[int, Option(help="Of weights, prompts, lengths and sampling.", min=0)] = 0
 
     def check(self) -> None:
         """See `Bench.check`."""
         count = self.requests or self.batch
-        if self.peers and self.temperature == 0:
+        if self.top_p == 0:
+            raise UserError("--top-p 0: must be above 0")
+        if self.peer and self.temperature == 0:
             raise UserError("--peer needs a --temperature above 0: peers sample too")
         if self.lengths:
             parse_lengths(self.lengths)
-        if self.tail:
-            rows, longest = parse_pair("--tail", "ROWS:LENGTH", self.tail)
+        rows, longest = self.pair("tail")
+        if rows:
             if self.lengths:
                 raise UserError("--tail and --lengths both say how long answers are: give one")
             if rows >= count or count > self.batch:
                 raise UserError(f"--tail {self.tail}: needs more requests than {rows}, all of them in one batch")
             if longest <= self.generate:
                 raise UserError(f"--tail {self.tail}: must be longer than --generate {self.generate}")
-        if self.fork:
-            _, at = parse_pair("--fork", "N:AT", self.fork)
-            if at <= self.prompt:
-                raise UserError(f"--fork {self.fork}: the pivot must lie after the prompt of {self.prompt} tokens")
+        forks, at = self.pair("fork")
+        if forks and at <= self.prompt:
+            raise UserError(f"--fork {self.fork}: the pivot must lie after the prompt of {self.prompt} tokens")
+
+    def pair(self, option: Literal["tail", "fork"]) -> tuple[int, int]:
+        """Return the two numbers of `--tail` or `--fork`; zeros if it is not given."""
+        given, form = (self.tail, "ROWS:LENGTH") if option == "tail" else (self.fork, "N:AT")
+        return parse_pair(f"--{option}", form, given) if given else (0, 0)
 
 
 class DeliveryBench(Bench, frozen=True, kw_only=True):
@@ -109,17 +90,19 @@ class DeliveryBench(Bench, frozen=True, kw_only=True):
     transports: Annotated[list[str], Option("--transport", help="How weights travel. May be repeated.")] = (
         msgspec.field(default_factory=lambda: ["shm"])
     )
-    sends: Annotated[
-        list[str], one_of("full", "delta", "adapter"), Option("--send", help="full, delta or adapter. May be repeated.")
-    ] = msgspec.field(default_factory=lambda: ["full"])
-    engines: Annotated[int, POSITIVE, Option(help="Engine processes.")] = 1
-    versions: Annotated[int, POSITIVE, Option(help="Versions that are measured, after two others.")] = 5
-    changed: Annotated[float, SHARE, Option(help="Share of words in which a version differs from the last.")] = 0.01
+    sends: Annotated[list[str], Option("--send", help="full, delta or adapter. May be repeated.")] = msgspec.field(
+        default_factory=lambda: ["full"]
+    )
+    engines: Annotated[int, Option(help="Engine processes.", min=1)] = 1
+    versions: Annotated[int, Option(help="Versions that are measured, after two others.", min=1)] = 5
+    changed: Annotated[float, Option(help="Share of words in which a version differs from the last.", min=0, max=1)] = (
+        0.01
+    )
     per_parameter: Annotated[bool, Option("--per-parameter", help="nccl: also tensor by tensor.")] = False
-    decode: Annotated[int, NOT_NEGATIVE, Option(help="Sequences that every engine decodes meanwhile.")] = 0
+    decode: Annotated[int, Option(help="Sequences that every engine decodes meanwhile.", min=0)] = 0
     dtype: Dtype = ""
     device: Device = "auto"
-    threads: Annotated[int, POSITIVE, Option(help="Compute threads of each process.")] = 1
+    threads: Annotated[int, Option(help="Compute threads of each process.", min=1)] = 1
     seed: Annotated[int, Option(help="Of the weights and of what changes.", min=0)] = 0
 
     def check(self) -> None:
@@ -129,6 +112,8 @@ class DeliveryBench(Bench, frozen=True, kw_only=True):
 
         if unknown := [name for name in self.transports if name not in NAMES]:
             raise UserError(f"--transport {unknown[0]}: one of {', '.join(NAMES)}")
+        if unknown := [kind for kind in self.sends if kind not in ("full", "delta", "adapter")]:
+            raise UserError(f"--send {unknown[0]}: one of full, delta, adapter")
         if self.per_parameter and "nccl" not in self.transports:
             raise UserError("--per-parameter is for --transport nccl: the others have no such way to send")
 
@@ -137,19 +122,16 @@ class TrainBench(Bench, frozen=True, kw_only=True):
     """Measure the trainer alone: tokens/s, MFU and peak memory of whole optimizer steps of full fine-tuning."""
 
     model: Model
-    tokens: Annotated[int, POSITIVE, Option(help="Tokens of a step, padding not counted.")] = 65536
-    sequence: Annotated[int, POSITIVE, Option(help="Tokens of each sequence (without --lengths).")] = 4096
+    tokens: Annotated[int, Option(help="Tokens of a step, padding not counted.", min=1)] = 65536
+    sequence: Annotated[int, Option(help="Tokens of each sequence (without --lengths).", min=1)] = 4096
     lengths: Annotated[str, Option(help="equal:N, or lognormal:MEAN:CUT.")] = ""
-    steps: Annotated[int, POSITIVE, Option(help="Steps that are timed.")] = 5
-    micro_batch_tokens: Annotated[int, POSITIVE, Option(help="Tokens that one pass holds.")] = 16384
+    steps: Annotated[int, Option(help="Steps that are timed.", min=1)] = 5
+    micro_batch_tokens: Annotated[int, Option(help="Tokens that one pass holds.", min=1)] = 16384
     device: Device = "auto"
-    compute_dtype: Dtype = ""
     pack: Annotated[bool, Option("--pack/--no-pack", help="Pack, or pad to the longest of a pass.")] = True
     chunk: Annotated[bool, Option("--chunk/--no-chunk", help="Logits by chunks, or whole.")] = True
     compile: Annotated[bool, Option("--compile/--no-compile", help="GPU: compiled layers.")] = True
-    checkpointing: Annotated[bool, Option("--checkpointing", help="Activation checkpointing.")] = False
     compare: Annotated[bool, Option("--compare", help="Also without packing, chunks, compilation.")] = False
-    random_weights: RandomWeights = False
     seed: Annotated[int, Option(help="Of weights, tokens and lengths.", min=0)] = 0
 
     @property
@@ -172,19 +154,16 @@ class LoopBench(Bench, frozen=True, kw_only=True):
     model: Annotated[
         str, Argument(metavar="[MODEL_OR_SHAPE]", help="A model directory or a named shape; none is a tiny one.")
     ] = ""
-    versions: Annotated[int, NOT_NEGATIVE, Option(help="Versions that are counted; 0 takes 30, 6 with a model.")] = 0
-    in_flight: Annotated[int, POSITIVE, Option(help="With a model: answers that are generated together.")] = 256
+    versions: Annotated[int, Option(help="Versions that are counted; 0 takes 30, 6 with a model.", min=0)] = 0
+    in_flight: Annotated[int, Option(help="With a model: answers that are generated together.", min=1)] = 256
     lengths: Annotated[str, Option(help="With a model: equal:N or lognormal:MEAN:CUT.")] = "lognormal:256:2048"
-    prompt: Annotated[int, POSITIVE, Option(help="With a model: tokens of each prompt.")] = 64
-    group_size: Annotated[int, POSITIVE, Option(help="With a model: answers to one prompt.")] = 8
+    prompt: Annotated[int, Option(help="With a model: tokens of each prompt.", min=1)] = 64
+    group_size: Annotated[int, Option(help="With a model: answers to one prompt.", min=1)] = 8
     depth: Annotated[
         int, Option(help="With a model: of the asynchronous run; 0 takes what the longest answer lasts.", min=0)
     ] = 0
-    micro_batch_tokens: Annotated[int, POSITIVE, Option(help="With a model: tokens that a training pass holds.")] = (
-        16384
-    )
-    one_gpu: Annotated[str, ONE_GPU, Option(help="With a model: turns, slices or mps.")] = "turns"
-    device: Annotated[str, DEVICE, Option(help="With a model: auto, cpu or cuda.")] = "auto"
+    micro_batch_tokens: Annotated[int, Option(help="With a model: tokens that a training pass holds.", min=1)] = 16384
+    device: Annotated[Literal["auto", "cpu", "cuda"], Option(help="With a model: auto, cpu or cuda.")] = "auto"
     seed: Annotated[int, Option(help="With a model: of weights, prompts and lengths.", min=0)] = 0
     keep: Annotated[str, Option(help="With a model: leave both runs in this directory, with timelines.")] = ""
     long_tail: Annotated[bool, Option("--long-tail", help="Without a model: one answer in ten is longer.")] = False
@@ -205,21 +184,6 @@ class JournalBench(Bench, frozen=True, kw_only=True):
     pairs: Annotated[int, Option(help="Blocks with the journal, and as many without.", min=2)] = 10
     versions: Annotated[int, Option(help="Versions of a block.", min=1)] = 10
     rollouts: Annotated[int, Option(help="Instead: the time to read a journal of so many.", min=0)] = 0
-
-
-def check_options(options: Bench) -> None:
-    """Raise a one-line `UserError` for the first option that makes no sense."""
-    for name, hint in get_type_hints(type(options), include_extras=True).items():
-        given = getattr(options, name)
-        rules = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Rule)]
-        # The field of an option that may be repeated has the plural of its name.
-        values, flag = (given, name.removesuffix("s")) if isinstance(given, list | tuple) else ([given], name)
-        for rule in rules:
-            for value in values:
-                if not rule.holds(value):
-                    shown = f"{value:g}" if isinstance(value, float) else value
-                    raise UserError(f"--{flag.replace('_', '-')} {shown}: {rule.says}")
-    options.check()
 
 
 def parse_pair(option: str, form: str, text: str) -> tuple[int, int]:

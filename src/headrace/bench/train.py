@@ -28,7 +28,7 @@ import torch
 import transformers
 
 from headrace.bench.base import begin, free_memory, load, vocabulary_of
-from headrace.bench.options import TrainBench, check_options
+from headrace.bench.options import TrainBench
 from headrace.bench.report import Say
 from headrace.bench.timing import Timed
 from headrace.bench.workload import make_lengths
@@ -50,20 +50,19 @@ VARIANTS: dict[str, dict[str, bool]] = {
 }
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 """Part of a GPU's name -> its peak of dense bfloat16 operations per second."""
-FORMULA = (
-    "n * (a_token + a_target) + n * (n + 1) / 2 * a_pair, summed over sequences of n + 1 tokens; "
-    "a_token = 6 * parameters, input embeddings and head left out, of experts those that a token passes; "
-    "a_pair = 12 * heads * head_size * layers; "
-    "a_target = 6 * hidden_size * vocabulary"
-)
-"""The formula of `Flops.of`, in words, with the coefficients of `count_flops`."""
+FORMULA = {
+    "a_sequence": "n * (a_token + a_target) + n * (n + 1) / 2 * a_pair",
+    "a_token": "6 * parameters",
+    "a_pair": "12 * heads * head_size * layers",
+    "a_target": "6 * hidden_size * vocabulary",
+}
+"""The formula of `Flops.of` for a sequence of n + 1 tokens, with the coefficients of `count_flops`."""
 
 
 def bench_train(options: TrainBench, say: Say) -> dict[str, Any]:
     """Measure and return all figures. `say` gets a line before each part."""
-    check_options(options)
     device, found = begin("train", options)
-    found |= {"transformers": transformers.__version__, **_measured(options, device, say)}
+    found |= {"transformers": transformers.__version__, **_measured(options, device, say), "flop_formula": FORMULA}
     if options.compare:
         found["variants"] = {}
         for name, changes in VARIANTS.items():
@@ -119,7 +118,6 @@ def _measured(options: TrainBench, device: str, say: Say) -> dict[str, Any]:
         "tokens_per_second": int(lengths.sum()) / mean,
         "flops_a_step": needed,
         "flops": {"a_token": flops.a_token, "a_pair": flops.a_pair, "a_target": flops.a_target},
-        "flop_formula": FORMULA,
         "flops_per_second": needed / mean,
         "peak_flops_per_second": peak,
         "mfu": None if peak is None else needed / mean / peak,
@@ -129,15 +127,12 @@ def _measured(options: TrainBench, device: str, say: Say) -> dict[str, Any]:
 
 
 def _trainer(options: TrainBench, device: str) -> tuple[Trainer, Flops, int]:
-    model = load(options.model, "float32", device, options.seed, random_weights=options.random_weights)
+    model = load(options.model, "float32", device, options.seed)
     training = TrainingConfig(
         device="cuda" if device == "cuda" else "cpu",
         compile=options.compile,
         micro_batch_tokens=options.micro_batch_tokens,
-        activation_checkpointing=options.checkpointing,
     )
-    if options.compute_dtype:
-        training = msgspec.structs.replace(training, compute_dtype=options.compute_dtype)
     flops, vocabulary = count_flops(model), vocabulary_of(model)
     trainer = Trainer(
         prepare_model(model, training),

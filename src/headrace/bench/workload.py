@@ -22,12 +22,13 @@ from headrace.buffer.reader import open_readonly
 from headrace.config import Config, make_config
 from headrace.observe.progress import NoProgress
 from headrace.pipeline.launch import RunSession, start_run
-from headrace.sim.long_tail import LONG_FACTOR, LONG_SHARE, MEDIAN, SIGMA
 from headrace.tasks.base import EnvironmentStep
 from headrace.types import Prompt
 
 SPREAD = 0.8
 """The sigma of the lognormal distribution of answer lengths."""
+MEDIAN, SIGMA, LONG_SHARE, LONG_FACTOR = 4.0, 0.8, 0.1, 10
+"""The lengths of the long-tail study: lognormal, and one answer in ten is ten times longer."""
 DRAWN = 1 << 16
 """The number of lengths that are drawn. After that, they are used again from the first."""
 WARM_VERSIONS = 2

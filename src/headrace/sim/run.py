@@ -1,14 +1,18 @@
 """One simulated run: the real controller over fake engines and a simulated trainer, in virtual seconds.
 
 The parts of a run that would need a process or a model are simulated here. The controller, the window and the rollouts
-are the real ones.
+are the real ones. The event loop has a virtual clock: when nothing is ready to run, the clock jumps to the next timer.
+Events come in the order of a real loop in which only sleeping takes time, so a run under this loop is a function of its
+inputs. The loop never waits for a file descriptor, so everything that runs under it must live in this process.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import selectors
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +24,7 @@ from headrace.delivery.base import Manifest
 from headrace.engines.fake import FakeEngine, Lengths
 from headrace.engines.fake_policy import FakePolicy
 from headrace.engines.pool import EnginePool
+from headrace.errors import HeadraceError
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import NoProgress
 from headrace.observe.spans import RunClock
@@ -37,53 +42,78 @@ STOP_TOKEN = 63
 VOCABULARY = 64
 
 
-class SimChat:
-    """A chat format with one token per character."""
+T = TypeVar("T")
+
+
+class _Jump(selectors.SelectSelector):
+    """A selector that moves the clock to the next timer instead of sleeping."""
+
+    time = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise HeadraceError("under a virtual clock everybody waits and nothing is due: this would take for ever")
+        self.time += max(0.0, timeout)
+        return super().select(0)
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop with a clock of its own, which starts at 0."""
+
+    def __init__(self) -> None:
+        self._jump = _Jump()
+        super().__init__(self._jump)
+
+    def time(self) -> float:
+        return self._jump.time
+
+
+def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end under a virtual clock, as `asyncio.run` does under the real one."""
+    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+        return runner.run(main)
+
+
+class _Chat:
+    """A `ChatFormat` with one token per character."""
 
     stop_token_ids = (STOP_TOKEN,)
 
     def open(self, messages: Sequence[dict[str, str]]) -> Int32Array:
-        """See `ChatFormat.open`."""
         return self.encode(messages[-1]["content"])
 
     def continue_(self, messages: Sequence[dict[str, str]], *, ended: bool) -> Int32Array:
-        """See `ChatFormat.continue_`."""
         return self.encode(messages[-1]["content"])
 
     def encode(self, text: str) -> Int32Array:
-        """See `ChatFormat.encode`."""
         return np.array([ord(letter) % STOP_TOKEN for letter in text], np.int32)
 
     def token_id(self, token: str) -> int:
-        """See `ChatFormat.token_id`."""
         return ord(token[0]) % STOP_TOKEN
 
     def decode(self, token_ids: Int32Array) -> str:
-        """See `ChatFormat.decode`."""
         return "".join(chr(97 + int(token) % 26) for token in token_ids)
 
 
-class SimEnvironment:
-    """An environment of one turn, judged by a function of prompt and answer."""
+class _Environment:
+    """An `Environment` of one turn, judged by a function of prompt and answer."""
 
     def __init__(self, prompt: Prompt, judge: Callable[[Prompt, str], float]) -> None:
         self._prompt = prompt
         self._judge = judge
 
     async def reset(self) -> list[dict[str, str]]:
-        """See `Environment.reset`."""
         return self._prompt.messages or []
 
     async def step(self, completion: str) -> EnvironmentStep:
-        """See `Environment.step`."""
         return EnvironmentStep(done=True, reward=self._judge(self._prompt, completion))
 
     async def close(self) -> None:
-        """See `Environment.close`."""
+        return
 
 
-class SimTask:
-    """A task whose prompts have no meaning."""
+class _Task:
+    """A `Task` whose prompts have no meaning."""
 
     def __init__(self, prompts: int, judge: Callable[[Prompt, str], float]) -> None:
         self._judge = judge
@@ -92,27 +122,22 @@ class SimTask:
         ]
         self.heldout: Sequence[Prompt] = []
 
-    def episode(self, prompt: Prompt) -> SimEnvironment:
-        """See `Task.episode`."""
-        return SimEnvironment(prompt, self._judge)
+    def episode(self, prompt: Prompt) -> _Environment:
+        return _Environment(prompt, self._judge)
 
     def demonstration(self, prompt: Prompt) -> str | None:
-        """See `Task.demonstration`."""
         return None
 
     async def close(self) -> None:
-        """See `Task.close`."""
+        return
 
 
-class SimTrainer:
-    """A simulated `TrainerHandle`.
-
-    A step takes as long as `seconds` says, and publishes manifests of the fake policy.
-    """
+class _Trainer:
+    """A `TrainerHandle`. A step takes as long as `seconds` says, and publishes manifests of the fake policy."""
 
     name = "trainer-0"
 
-    def __init__(self, policy: FakePolicy, seconds: Callable[[Batch], float], events: Events, step: int = 0) -> None:
+    def __init__(self, policy: FakePolicy, seconds: Callable[[Batch], float], events: Events, step: int) -> None:
         """Make a trainer that has already made `step` steps. What it publishes goes to `events`."""
         self._policy = policy
         self._step = step
@@ -129,7 +154,6 @@ class SimTrainer:
     async def train(
         self, batch: Batch, *, publish: int | None = None, parent: int = -1, save: bool = False
     ) -> StepReport:
-        """See `TrainerHandle.train`."""
         seconds = self._seconds(batch)
         async with self._turn:
             await asyncio.sleep(seconds)
@@ -157,20 +181,16 @@ class SimTrainer:
         )
 
     async def publish(self, version: int, parent: int) -> None:
-        """See `TrainerHandle.publish`."""
         manifest = self._policy.manifest(version, parent=parent, step=self._step)
-        announcement = Published(manifest=manifest, snapshot_seconds=0.0)
-        self._events.put(Heard(self.name, announcement))
+        self._events.put(Heard(self.name, Published(manifest=manifest, snapshot_seconds=0.0)))
 
     async def resend(self, manifest: Manifest) -> Manifest:
-        """See `TrainerHandle.resend`."""
         return manifest
 
     async def acknowledge(self, version: int) -> None:
-        """See `TrainerHandle.acknowledge`."""
+        return
 
     async def save(self, version: int) -> Path:
-        """See `TrainerHandle.save`."""
         return Path(f"checkpoint-{version}")
 
 
@@ -208,12 +228,12 @@ class SimRun:
             )
             for n in range(config.engine.count)
         ]
-        self.trainer = SimTrainer(policy, train_seconds, events, step=before.resume_step)
+        self.trainer = _Trainer(policy, train_seconds, events, before.resume_step)
         known = before.last_version >= 0
         parts = Parts(
             config,
-            task=SimTask(prompts, judge),
-            chat=SimChat(),
+            task=_Task(prompts, judge),
+            chat=_Chat(),
             pool=EnginePool(self.engines),
             trainer=self.trainer,
             outputs=Outputs(journal, MetricsLog(path / "metrics.jsonl"), NoProgress(), RunClock.now()),

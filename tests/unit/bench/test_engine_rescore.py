@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headrace.bench.delivery_sides import two_sets
 from headrace.bench.engine_checks import (
+    DrawnAnswer,
     check_tags,
     chosen_rows,
     plain_twin,
@@ -19,10 +21,9 @@ from headrace.bench.engine_checks import (
     rescore,
     sampled_distribution,
 )
-from headrace.bench.engine_rounds import DrawnAnswer
-from headrace.bench.engine_swaps import two_sets
-from headrace.engines.base import Sampling
+from headrace.engines.base import Request, Sampling
 from headrace.models.attention import ATTENTION
+from headrace.models.loading import named_weights
 
 PROBABILITIES = np.array([0.1, 0.4, 0.2, 0.3])
 
@@ -46,11 +47,17 @@ def test_the_distribution_is_tempered_then_cut(changes: dict[str, Any], expected
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
 
 
+def request_of(prompt: np.ndarray) -> Request:
+    return Request(id="r", token_ids=prompt, sampling=Sampling(max_tokens=1))
+
+
 @given(count=st.integers(1, 300), share=st.floats(0, 1))
 def test_chosen_rows_are_a_share_spread_over_the_batch(count: int, share: float) -> None:
-    rows = chosen_rows(count, share)
-    assert len(rows) == len(set(rows)) == max(1, min(count, round(count * share)))
-    assert rows == sorted(rows) and rows[0] >= 0 and rows[-1] < count
+    requests: Any = range(count)
+    rows: Any = chosen_rows(requests, requests, share)
+    chosen = [request for request, answer in rows if request == answer]
+    assert len(chosen) == len(set(chosen)) == len(rows) == max(1, min(count, round(count * share)))
+    assert chosen == sorted(chosen) and chosen[0] >= 0 and chosen[-1] < count
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +104,7 @@ def test_errors_are_the_distance_from_the_plain_model(model: Any) -> None:
     exact = by_hand(model, prompt, tokens, {})
     shift = np.array([0.0, 0.5, -0.25, 0.0])
     answer = DrawnAnswer(tokens, (exact + shift).astype(np.float32), np.zeros(4, np.int32))
-    found = rescore(plain_twin(model), [prompt], [answer], [0], Sampling(max_tokens=1))
+    found = rescore(plain_twin(model), [(request_of(prompt), answer)])
     assert found["mean_error"] == pytest.approx(0.1875, abs=1e-5)
     assert found["max_error"] == pytest.approx(0.5, abs=1e-5)
     assert (found["rows"], found["tokens"], found["outside"]) == (1, 4, 0)
@@ -105,15 +112,15 @@ def test_errors_are_the_distance_from_the_plain_model(model: Any) -> None:
 
 def test_a_wrong_tag_is_seen(model: Any) -> None:
     """Under one version the replay is the plain forward of its weights; a token tagged otherwise is counted."""
-    twin, sets = plain_twin(model), two_sets(model, 0)
+    twin, sets = plain_twin(model), two_sets(named_weights(model), 0)
     prompt, tokens = np.arange(3, dtype=np.int32), np.array([5, 7, 60, 2, 9], np.int32)
     logprobs = by_hand(model, prompt, tokens, sets[1]).astype(np.float32)
     odd = DrawnAnswer(tokens, logprobs, np.full(5, 3, np.int32))
-    np.testing.assert_allclose(replay(twin, sets, prompt, odd, Sampling(max_tokens=1)), logprobs, atol=1e-5)
+    np.testing.assert_allclose(replay(twin, sets, request_of(prompt), odd), logprobs, atol=1e-5)
 
     def mis_tagged(versions: list[int]) -> int:
         answer = DrawnAnswer(tokens, logprobs, np.array(versions, np.int32))
-        return int(check_tags(twin, sets, [prompt], [answer], [0], Sampling(max_tokens=1), "float32")["mis_tagged"])
+        return int(check_tags(twin, sets, [answer], [(request_of(prompt), answer)], "float32")["mis_tagged"])
 
     assert mis_tagged([3, 3, 3, 3, 3]) == 0
     assert mis_tagged([3, 3, 3, 3, 4]) == 1

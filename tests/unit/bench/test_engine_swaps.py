@@ -1,115 +1,92 @@
-"""How regular the engine benchmark's stream of swaps is, with a core and a publisher that only take their time."""
+"""How regular the engine benchmark's stream of versions is, with a loop and a publisher that only take their time."""
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from headrace.bench.engine_swaps import SwapStream
-from headrace.errors import DeliveryError
+from headrace.bench.delivery_sides import Publish
+from headrace.bench.engine_rounds import stream_versions
+from headrace.errors import DeliveryError, HeadraceError
 
 EVERY = 0.05
-STREAM = 2
-"""The first version of the stream: the one before it is installed before anything decodes."""
 EARLY = 0.005
 """Clocks and timers may differ by so much."""
 
 
 class Publisher:
-    """Publishes at once, but for the first version of the stream."""
+    """Publishes at once, but for the first version."""
 
     def __init__(self, first_seconds: float) -> None:
         self._first_seconds = first_seconds
-        self.closed = False
 
-    def publish(self, version: int) -> Any:
-        if version == STREAM:
+    def publish(self, order: Publish) -> Any:
+        if order.version == 1:
             time.sleep(self._first_seconds)
-        return SimpleNamespace(manifest=version)
-
-    def acknowledged(self, version: int) -> None:
-        pass
-
-    def close(self) -> None:
-        self.closed = True
+        return SimpleNamespace(manifest=order.version)
 
 
-class Core:
-    """Stages and proves; the first of the stream takes longer. `installed` is when each of it was made live."""
+class Loop:
+    """Loads versions; the first takes longer. `loaded` is when each was proved."""
 
-    def __init__(self, first_stage_seconds: float, first_proof_seconds: float) -> None:
-        self.version = 0
-        self.timings = SimpleNamespace(longest_gap_seconds=0.0)
-        self.installed: list[float] = []
-        self._first_stage_seconds = first_stage_seconds
-        self._first_proof_seconds = first_proof_seconds
+    def __init__(self, first_seconds: float, versions: int = 5, *, accepted: bool = True) -> None:
+        self.loaded: list[float] = []
+        self.ended = threading.Event()
+        self.stopped = False
+        self._first_seconds = first_seconds
+        self._versions = versions
+        self._accepted = accepted
 
-    def counters(self) -> Any:
-        return SimpleNamespace(prefilled_tokens=0)
+    def load(self, manifest: int) -> Future[Any]:
+        future: Future[Any] = Future()
+        if len(self.loaded) == self._versions:
+            self.ended.set()
+            future.set_exception(HeadraceError("the engine has stopped"))
+            return future
+        if manifest == 1:
+            time.sleep(self._first_seconds)
+        self.loaded.append(time.perf_counter())
+        proof = SimpleNamespace(accepted=self._accepted, version=manifest, swap_seconds=0.25, reason="another digest")
+        future.set_result(proof)
+        return future
 
-    def stage(self, manifest: int) -> Any:
-        if manifest == STREAM:
-            time.sleep(self._first_stage_seconds)
-        return SimpleNamespace(manifest=manifest, seconds=0.0)
+    def stop(self) -> None:
+        self.stopped = True
 
-    def swap(self, staged: Any) -> Any:
-        assert not self.installed
-        self.version = staged.manifest
-        return self._proved()
 
-    def install(self, staged: Any) -> None:
-        assert staged.manifest == self.version + 1
-        self.version = staged.manifest
-        self.installed.append(time.perf_counter())
-
-    def proof(self, *, wait: bool) -> Any:
-        lasts = self._first_proof_seconds if len(self.installed) == 1 else 0.0
-        if time.perf_counter() < self.installed[-1] + lasts:
-            return None
-        return self._proved()
-
-    def _proved(self) -> Any:
-        return SimpleNamespace(accepted=True, version=self.version, swap_seconds=0.0)
+def stream(loop: Loop, publisher: Publisher) -> Any:
+    timings: Any = SimpleNamespace(longest_gap_seconds=0.0)
+    given: Any = (loop, timings, publisher)
+    return stream_versions(*given, Publish(version=0, transport="shm"), EVERY, loop.ended)
 
 
 @pytest.mark.parametrize(
-    ("publish", "stage", "proof"),
+    ("publish", "load"),
     [
-        pytest.param(0.0, 0.0, 0.0, id="nothing is late"),
-        pytest.param(1.8, 0.0, 0.0, id="the first is published late"),
-        pytest.param(0.0, 0.8, 0.0, id="the first is staged slowly"),
-        pytest.param(0.0, 2.5, 0.0, id="the first is staged for longer than an interval"),
-        pytest.param(0.0, 0.5, 0.8, id="the first is proved late"),
+        pytest.param(0.0, 0.0, id="nothing is late"),
+        pytest.param(1.8, 0.0, id="the first is published late"),
+        pytest.param(0.0, 0.8, id="the first is loaded slowly"),
+        pytest.param(0.0, 2.5, id="the first is loaded for longer than an interval"),
     ],
 )
-def test_no_two_swaps_are_nearer_than_asked_for(publish: float, stage: float, proof: float) -> None:
+def test_no_two_versions_are_nearer_than_asked_for(publish: float, load: float) -> None:
     """How late the first is, in intervals: those after it do not make up for that."""
-    core: Any = Core(stage * EVERY, proof * EVERY)
-    publisher: Any = Publisher(publish * EVERY)
-    stream = SwapStream(core, publisher, every=EVERY)
-    deadline = time.perf_counter() + 30
-    began = time.perf_counter()
-    with stream:
-        while len(stream.swaps) < 5 and time.perf_counter() < deadline:
-            stream.tick()
-            time.sleep(0.001)
-    assert [swap.version for swap in stream.swaps] == [2, 3, 4, 5, 6]
-    assert core.installed[0] >= began + EVERY - EARLY
-    assert np.diff(core.installed).min() >= EVERY - EARLY
-    assert np.diff([swap.at for swap in stream.swaps]).min() >= EVERY - EARLY
+    loop, began = Loop(load * EVERY), time.perf_counter()
+    swaps = stream(loop, Publisher(publish * EVERY))
+    assert [swap.proof.version for swap in swaps] == [1, 2, 3, 4, 5], "the sixth ended with the round"
+    assert [swap.stall_seconds for swap in swaps] == [0.25] * 5
+    assert loop.loaded[0] >= began + EVERY - EARLY
+    assert np.diff(loop.loaded).min() >= EVERY - EARLY
 
 
-def test_a_first_version_that_is_not_accepted_ends_the_publisher() -> None:
-    publisher: Any = Publisher(0.0)
-    core: Any = Core(0.0, 0.0)
-    core.swap = lambda staged: SimpleNamespace(accepted=False, version=1, reason="another digest")
-    with (
-        pytest.raises(DeliveryError, match="version 1 was not accepted: another digest"),
-        SwapStream(core, publisher, every=EVERY),
-    ):
-        pytest.fail("entered")
-    assert publisher.closed
+def test_a_version_that_is_not_accepted_ends_the_round() -> None:
+    loop = Loop(0.0, accepted=False)
+    with pytest.raises(DeliveryError, match="version 1 was not accepted: another digest"):
+        stream(loop, Publisher(0.0))
+    assert loop.stopped

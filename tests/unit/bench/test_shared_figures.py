@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.loop_model import faster_training, held_by
+from headrace.bench.loop import faster_training, held_by
 from headrace.bench.workload import steady_rate
 
 

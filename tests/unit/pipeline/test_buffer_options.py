@@ -17,8 +17,7 @@ from headrace.engines.fake_policy import FakePolicy
 from headrace.errors import HeadraceError
 from headrace.observe.metrics import read_metrics
 from headrace.pipeline import attempts
-from headrace.sim.clock import run_virtual
-from headrace.sim.run import VOCABULARY, SimRun
+from headrace.sim.run import VOCABULARY, SimRun, run_virtual
 from headrace.types import Batch, Prompt, Rollout
 
 BASE = ("rollouts.group_size=2", "rollouts.max_tokens=400", "buffer.groups=2", "run.versions=12")

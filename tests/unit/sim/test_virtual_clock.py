@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import time
+from pathlib import Path
 
 import pytest
 
 from headrace.errors import HeadraceError
-from headrace.sim.clock import run_virtual
-from headrace.sim.long_tail import study
+from headrace.sim.run import run_virtual
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 def test_hours_pass_in_order_and_at_once() -> None:
@@ -39,7 +42,9 @@ def test_a_wait_for_nothing_is_an_error() -> None:
         run_virtual(main())
 
 
-def test_the_window_trains_what_was_generated_and_a_queue_that_drops_does_not() -> None:
+def test_the_window_trains_what_was_generated_and_a_queue_that_drops_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    study = importlib.import_module("long_tail").study
     window, queue, synchronous = (study(policy, 320) for policy in ("depth 2", "drop oldest", "depth 0"))
     assert window.distance == 0.0 and window.dropped_groups == 0
     assert sorted(window.trained) == sorted(window.generated) == sorted(synchronous.generated)

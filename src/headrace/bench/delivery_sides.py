@@ -1,0 +1,343 @@
+"""The child processes of a benchmark that delivers weights: how to talk to one, and the one that publishes.
+
+A child gets messages of the channel's codec over a pair of sockets. It ends when the connection is closed, so it never
+outlives the benchmark. The publisher takes the place of a trainer: as in a run, the work of publishing takes no time
+from the engine's process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
+from multiprocessing import connection as pipes
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from headrace.bench.base import Weights, load, vocabulary_of
+from headrace.bench.engine_checks import plain_twin, score_canary
+from headrace.bench.timing import REPEATS, median_seconds
+from headrace.channel.codec import decode, encode
+from headrace.delivery.base import Kind, Manifest
+from headrace.delivery.canary import Score, canary_sequence
+from headrace.delivery.copying import copy_all
+from headrace.delivery.digest import digest
+from headrace.delivery.publisher import Publisher
+from headrace.delivery.transports import sender
+from headrace.delivery.transports.base import SenderSettings
+from headrace.errors import HeadraceError
+from headrace.models.loading import named_weights
+from headrace.models.lora import ALL_LINEAR, Adapter, LoraSpec
+from headrace.types import Float32Array, Int32Array
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+IDLE_SECONDS = 3600.0
+"""How long a child waits for its next message."""
+ANSWER_SECONDS = 600.0
+CLOSE_SECONDS = 30.0
+_END_SECONDS = 5.0
+"""How long to wait for a process to end after its connection was closed, to learn its exit code."""
+CANARY_TOKENS = 16
+RANK = 16
+"""The rank of the adapter that is sent."""
+_ADAPTER_SPREAD = 0.02
+"""The standard deviation of an adapter's random entries."""
+_CHANGE = 0.2
+"""The standard deviation of the change from the first set to the second, relative to each weight."""
+
+
+class Ready(msgspec.Struct, kw_only=True):
+    """The answer of a child that has done what its first message asked for."""
+
+
+class Connection:
+    """One end of the connection. One thread may receive while another thread sends."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._connection = pipes.Connection(descriptor)
+        self.close = self._connection.close
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send one message."""
+        frames = encode(message)
+        self._connection.send_bytes(len(frames).to_bytes(4, "little"))
+        for frame in frames:
+            self._connection.send_bytes(frame)
+
+    def receive(self, kind: type[T], deadline: float = IDLE_SECONDS) -> T:
+        """Return the next message, which must be of this kind.
+
+        Raises `EOFError` once the other end is closed, and `HeadraceError` after `deadline` seconds.
+        """
+        if not self._connection.poll(deadline):
+            raise HeadraceError(f"a process of the benchmark did not answer within {deadline:g} s")
+        count = int.from_bytes(self._connection.recv_bytes(), "little")
+        return decode(kind, [self._connection.recv_bytes() for _ in range(count)])
+
+
+class Side:
+    """A child process `python -m MODULE DESCRIPTOR`, and our end of the connection to it."""
+
+    def __init__(self, module: str, first: msgspec.Struct, environment: Mapping[str, str] | None = None) -> None:
+        """Start the child, and send it its first message. Call `answer` with `Ready` to wait for it.
+
+        The child gets the environment of this process and the variables of `environment`.
+        """
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", module, str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env={**os.environ, **(environment or {})}
+            )
+        self._line = Connection(ours.detach())
+        self.tell(first)
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Send a message. Call `answer` later to get its answer."""
+        try:
+            self._line.send(message)
+        except OSError as error:
+            raise self._ended() from error
+
+    def answer(self, kind: type[T]) -> T:
+        """Return the answer to the oldest message that has none yet. Raises `HeadraceError` if the child has ended."""
+        try:
+            return self._line.receive(kind, ANSWER_SECONDS)
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+
+    def close(self) -> None:
+        """Close the connection, and wait for the child to end. Kill it after `CLOSE_SECONDS`. Idempotent."""
+        self._line.close()
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _ended(self) -> HeadraceError:
+        try:
+            code: int | None = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+        return HeadraceError(f"a process of the benchmark ended early (exit code {code}): it says why above")
+
+
+class Begin(msgspec.Struct, kw_only=True):
+    """The first message to the publisher: the two sets of weights. Version v has the weights of set v modulo 2."""
+
+    model: str
+    random_weights: bool = False
+    dtype: str
+    device: str
+    seed: int
+    kind: Kind = "full"
+    changed: float | None = None
+    """The share of words in which the last bit differs. None: all weights differ, and by much more."""
+    receivers: int = 1
+    directory: str = ""
+    """The directory of the `file` transport."""
+    threads: int = 0
+    """The number of torch's threads; 0 leaves torch its default."""
+    compare: bool = False
+    """Whether to time plain copies too, for comparison."""
+    within_seconds: float = 0.0
+    """Each publish is delayed by a random time of at most this many seconds. Without a delay, a version would be
+    published as soon as the engine has answered, always at the same point of the engine's step."""
+
+
+class Begun(msgspec.Struct, kw_only=True):
+    """The answer: the sets are there."""
+
+    proof: dict[str, float]
+    """The size of a set, and the figures of `proof_seconds`; empty without `compare`."""
+
+
+class Publish(msgspec.Struct, kw_only=True):
+    """The request to publish the next version. No engine reads the version before it any more."""
+
+    version: int
+    transport: str
+    per_parameter: bool = False
+
+
+class Published(msgspec.Struct, kw_only=True):
+    """The answer: the version can be fetched."""
+
+    manifest: Manifest
+    began: float
+    """When the publish began, by the monotonic clock, which all processes of a host share."""
+    lost_seconds: float
+    """How long the trainer waited for `publish` to return."""
+    ready_seconds: float
+    """How long it took until the version could be fetched."""
+    copy_seconds: float
+    """The time of a plain copy of the same tensors in this process, measured just before; 0 without `compare`."""
+
+
+class PublisherProcess(Side):
+    """The benchmark's handle to the process that publishes. Only one thread at a time may use it."""
+
+    def __init__(self, begin: Begin, environment: Mapping[str, str] | None = None) -> None:
+        super().__init__("headrace.bench.delivery_sides", begin, environment)
+        self.proof = self.answer(Begun).proof
+
+    def publish(self, order: Publish) -> Published:
+        """Publish the next version, and free the place of the version before it. Return once it can be fetched."""
+        self.tell(order)
+        return self.answer(Published)
+
+
+def served_adapter(model: Any) -> tuple[Adapter, int]:
+    """Attach an adapter to this model, as an engine serves it (merged).
+
+    Return the adapter and the digest of the weights under it.
+    """
+    base = digest(named_weights(model).items())
+    return Adapter(model, LoraSpec(rank=RANK, alpha=2.0 * RANK, targets=(ALL_LINEAR,)), "merged"), base
+
+
+def flip_words(tensor: torch.Tensor, share: float, draw: torch.Generator) -> torch.Tensor:
+    """Return a copy in which the last bit is flipped in this share of words, chosen at random."""
+    changed = tensor.clone()
+    count = round(share * tensor.numel())
+    if count and tensor.is_floating_point():
+        words = changed.view(-1).view(torch.int16 if tensor.itemsize == 2 else torch.int32)
+        words[torch.randperm(len(words), generator=draw, device=tensor.device)[:count]] ^= 1
+    return changed
+
+
+@torch.inference_mode()
+def two_sets(live: Weights, seed: int, share: float | None = None) -> tuple[Weights, Weights]:
+    """Return a copy of these weights, and a changed set; see `Begin.changed`. They are the same in every process."""
+    draw = torch.Generator(next(iter(live.values())).device).manual_seed(seed)
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        if share is not None or not tensor.is_floating_point():
+            return flip_words(tensor, share or 0.0, draw)
+        noise = torch.randn(tensor.shape, generator=draw, device=tensor.device)
+        return tensor * (1 + _CHANGE * noise).to(tensor.dtype)
+
+    # In the order of the names, because an engine may hold its weights in another order than a new model.
+    names = sorted(live)
+    return {name: live[name].clone() for name in names}, {name: changed(live[name]) for name in names}
+
+
+@torch.inference_mode()
+def make_sets(begin: Begin) -> tuple[tuple[Weights, Weights], list[Score], Int32Array, int]:
+    """Return two sets of what a trainer of this model would send, and the function that scores the canary for each.
+
+    Return with them the canary, and the digest of the weights under an adapter (0 without one).
+    """
+    model = load(begin.model, begin.dtype, begin.device, begin.seed, random_weights=begin.random_weights)
+    adapter, base = served_adapter(model) if begin.kind == "adapter" else (None, 0)
+    live = adapter.weights() if adapter else named_weights(model)
+    if adapter:
+        # All tensors of an adapter change in every step.
+        for tensor in live.values():
+            tensor.normal_(0.0, _ADAPTER_SPREAD, generator=torch.Generator(tensor.device).manual_seed(begin.seed))
+    # Rounded as they travel, so that engines have what the canary is scored under.
+    rounded = {name: tensor.to(getattr(torch, begin.dtype)) for name, tensor in live.items()}
+    sets = two_sets(rounded, begin.seed, None if adapter else begin.changed)
+    twin, canary = plain_twin(model), canary_sequence(vocabulary_of(model), CANARY_TOKENS)
+    scores: list[Score] = []
+    for weights in sets:
+        for name, tensor in live.items():
+            tensor.copy_(weights[name])
+        if adapter:
+            adapter.apply()
+        scores.append(partial(_known, score_canary(twin, canary)))
+    return sets, scores, canary, base
+
+
+def _known(logprobs: Float32Array, _: Int32Array) -> Float32Array:
+    return logprobs
+
+
+def proof_seconds(weights: Weights, device: str) -> dict[str, float]:
+    """Return the seconds of a digest of these weights, of a plain copy of them, and their ratio.
+
+    Digest and copy use the same number of threads. On a CPU a delivery takes its digests with more threads, so
+    `all_cores_digest_seconds` is measured too.
+    """
+    targets = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    works: dict[str, Callable[[], object]] = {"copy_seconds": lambda: copy_all(targets, weights, threads=1)}
+    if device == "cpu":
+        alike = torch.get_num_threads()
+        works["digest_seconds"] = lambda: digest(weights.items(), alike)
+        works["all_cores_digest_seconds"] = lambda: digest(weights.items())
+    else:
+        # Imported only here, because Triton is needed only with a GPU.
+        from headrace.delivery.kernels import DeviceDigest
+
+        prepared = DeviceDigest(weights)
+        works["digest_seconds"] = lambda: prepared.value(prepared.launch())
+    # They take turns, so that other work on the machine slows all of them down alike.
+    found = [{name: median_seconds(work, device, 1) for name, work in works.items()} for _ in range(REPEATS)]
+    medians = {name: statistics.median(one[name] for one in found) for name in works}
+    return {**medians, "digest_over_copy": medians["digest_seconds"] / medians["copy_seconds"]}
+
+
+def serve(line: Connection) -> None:
+    """Make the sets, and publish versions until the connection is closed."""
+    begin = line.receive(Begin)
+    if begin.threads:
+        torch.set_num_threads(begin.threads)
+    sets, scores, canary, base_digest = make_sets(begin)
+    gc.collect()
+    sizes = {"bytes": sum(tensor.nbytes for tensor in sets[0].values()), "tensors": len(sets[0])}
+    line.send(Begun(proof=sizes | proof_seconds(sets[0], begin.device) if begin.compare else {}))
+    targets = {name: torch.zeros_like(tensor) for name, tensor in sets[0].items()} if begin.compare else {}
+    publisher: Publisher | None = None
+    last = Publish(version=-1, transport="")
+    try:
+        while True:
+            order = line.receive(Publish)
+            if publisher is not None:
+                publisher.acknowledged(last.version)
+            if publisher is None or (order.transport, order.per_parameter) != (last.transport, last.per_parameter):
+                if publisher is not None:
+                    publisher.close()
+                settings = SenderSettings(
+                    run_id=f"bench-{uuid.uuid4().hex[:8]}",
+                    directory=Path(begin.directory) if begin.directory else None,
+                    device=begin.device,
+                    receivers=begin.receivers,
+                    per_parameter=order.per_parameter,
+                )
+                way = sender(order.transport, settings)
+                publisher = Publisher(way, begin.dtype, None, canary, send=begin.kind, base_digest=base_digest)
+            last, version, weights = order, order.version, sets[order.version % 2]
+            # Only torch's own threads work on this copy. A delivery may use more cores.
+            copy = median_seconds(lambda: copy_all(targets, sets[0], threads=1), begin.device, 1) if targets else 0.0
+            # The delays are the same in every run.
+            time.sleep(random.Random(version).uniform(0.0, begin.within_seconds))
+            began = time.monotonic()
+            future = publisher.publish(version, version - 1, version, weights, scores[version % 2])
+            lost = time.monotonic() - began
+            manifest = future.result()
+            ready = time.monotonic() - began
+            line.send(
+                Published(manifest=manifest, began=began, lost_seconds=lost, ready_seconds=ready, copy_seconds=copy)
+            )
+    except EOFError:
+        return
+    finally:
+        if publisher is not None:
+            publisher.close()
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))
