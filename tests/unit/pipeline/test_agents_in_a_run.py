@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ from headrace.errors import HeadraceError
 from headrace.gateway.base import Reward
 from headrace.gateway.gateway import Gateway
 from headrace.gateway.session import Session
-from headrace.pipeline.controller import Controller
 from headrace.tasks.chat import ChatFormat
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
@@ -27,7 +25,7 @@ def with_gateway(run: FakeRun, seconds: float) -> Gateway:
         run.controller.parts.pool, ChatFormat.load(MODEL), model="m", max_length=200, max_tokens=40, max_turns=4,
         session_seconds=seconds,
     )  # fmt: skip
-    run.controller = Controller(replace(run.controller.parts, agents=gateway.episode))
+    run.controller.parts.agents = gateway.episode
     return gateway
 
 
