@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from headrace.delivery.digest import MASK, digest
+from headrace.delivery.digest import digest
+from headrace.delivery.digest_sums import MASK
 from headrace.delivery.plan import packed_bytes, plan_digest, unpack
 from headrace.delivery.transports import source
 from headrace.delivery.transports.base import Source

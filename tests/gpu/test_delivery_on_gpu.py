@@ -9,7 +9,8 @@ import torch
 
 from headrace.delivery import kernels
 from headrace.delivery.base import Manifest
-from headrace.delivery.digest import BLOCK, digest
+from headrace.delivery.digest import digest
+from headrace.delivery.digest_sums import BLOCK
 from headrace.delivery.kernels import DeviceCopy, DeviceDigest
 from headrace.delivery.live import DeviceCopies
 from headrace.delivery.publisher import Publisher

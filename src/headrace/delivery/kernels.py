@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from headrace.delivery.copying import check_shape, copy_all
-from headrace.delivery.digest import BLOCK, HEAD, MASK, count_sums, name_key, sum_keys, table
+from headrace.delivery.digest_sums import BLOCK, HEAD, MASK, count_sums, name_key, sum_keys, table
 from headrace.delivery.plan import dtype_name
 
 _Int64Array = npt.NDArray[np.int64]

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from headrace.delivery.base import Manifest, Part
-from headrace.delivery.digest import Sums, digest_of_sums, region_block_sums
+from headrace.delivery.digest import digest_of_sums
+from headrace.delivery.digest_sums import Sums, region_block_sums
 from headrace.delivery.transports.base import Source
 from headrace.errors import DeliveryError
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from headrace.delivery import digest as digest_module
 from headrace.delivery.copying import MOST_THREADS, share
-from headrace.delivery.digest import BLOCK, HEAD, DigestPiece, Sums, digest, digest_of_sums, region_block_sums, table
+from headrace.delivery.digest import digest, digest_of_sums
+from headrace.delivery.digest_sums import BLOCK, HEAD, DigestPiece, Sums, region_block_sums, table
 
 Numbered = tuple[int, DigestPiece]
 Work = Callable[[Iterator[Numbered]], None]
@@ -151,7 +152,7 @@ def test_sums_of_several_tensors_make_one_digest():
 
 def test_threads_share_the_words_and_change_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headrace.delivery.digest.WORTH_THREADS", 0)
-    monkeypatch.setattr("headrace.delivery.digest.SPAN", 2 * BLOCK)
+    monkeypatch.setattr("headrace.delivery.digest_sums.SPAN", 2 * BLOCK)
     weights = {"large": random_tensor(31 * BLOCK + 5, torch.float32), "small": random_tensor(9, torch.bfloat16, 1)}
     alone = digest(weights.items(), threads=1)
     assert alone == sum(reference(name, tensor) for name, tensor in weights.items()) % 2**64

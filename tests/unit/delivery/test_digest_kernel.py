@@ -3,7 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.delivery.digest import BLOCK, HEAD, digest
+from headrace.delivery.digest import digest
+from headrace.delivery.digest_sums import BLOCK, HEAD
 from headrace.delivery.kernels import ROWS, TILE, DeviceDigest, tensor_items
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8, torch.bool]

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.delivery import digest as digest_module
-from headrace.delivery.digest import BLOCK, GrowingDigest, digest, layout_of
+from headrace.delivery.digest import GrowingDigest, digest
+from headrace.delivery.digest_sums import BLOCK, layout_of
 from headrace.delivery.plan import PackingPlan, make_plan, unpack
 
 SHAPES = {
@@ -23,7 +24,7 @@ SHAPES = {
 
 @pytest.fixture(autouse=True)
 def small_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("headrace.delivery.digest.SPAN", 2 * BLOCK)
+    monkeypatch.setattr("headrace.delivery.digest_sums.SPAN", 2 * BLOCK)
     layout_of.cache_clear()
     yield
     layout_of.cache_clear()

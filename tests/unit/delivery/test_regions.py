@@ -13,7 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from headrace.delivery.base import Canary, Entry, Manifest, Part
-from headrace.delivery.digest import digest, digest_of_sums, region_block_sums
+from headrace.delivery.digest import digest, digest_of_sums
+from headrace.delivery.digest_sums import region_block_sums
 from headrace.delivery.parts import Region, check_complete, chunk, fetch_parts, placed_region, whole
 from headrace.delivery.plan import make_plan
 from headrace.errors import DeliveryError
