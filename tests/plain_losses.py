@@ -51,14 +51,18 @@ def plain_losses(
     fixed = [float(h) for h in held]
     members = [[j for j, s in enumerate(tokens.sequences) if s == own] for own in tokens.sequences]
     kept = [kept_by(corrections, i, fixed, mu, tokens, members[i]) for i in range(len(mu))]
+    losses = [one(name, i, logp, fixed, mu, tokens, members[i], low, high, mix) for i in range(len(mu))]
     if "tis" in corrections:
-        mu = [f - math.log(min(math.exp(f - m), 2.0)) for f, m in zip(fixed, mu, strict=True)]
-    return torch.stack(
-        [
-            one(name, i, logp, fixed, mu, tokens, members[i], low, high, mix) if kept[i] else 0.0 * logp[i]
-            for i in range(len(mu))
-        ]
-    )
+        losses = [limited(loss, i, name, logp, held, tokens, 2.0) for i, loss in enumerate(losses)]
+    return torch.stack([loss if kept[i] else 0.0 * logp[i] for i, loss in enumerate(losses)])
+
+
+def limited(loss, i, name, logp, held, tokens, cap) -> torch.Tensor:
+    """A token's weight is what its gradient has beside the advantage: it is at most `cap`."""
+    advantage = float(tokens.teacher[i] - held[i] if name == "distillation" else tokens.advantages[i])
+    [slopes] = torch.autograd.grad(loss, logp, retain_graph=True)
+    weight = abs(float(slopes[i]) / advantage) if advantage else 0.0
+    return loss * cap / weight if weight > cap else loss
 
 
 def kept_by(corrections, i, fixed, mu, tokens, members) -> bool:

@@ -175,7 +175,7 @@ def test_a_wrong_reference_is_one_line(settings: dict[str, Any], folder: Path, s
     ("code", "more", "expected"),
     [
         ('NEEDS = ("teacher",)', "", "[algorithm] teacher: loss '{loss}' needs the directory"),
-        ("USES_RATIOS = False", 'algorithm.corrections=["tis"]', "corrections: 'tis' bounds ratios, and loss '{loss}'"),
+        ("", 'algorithm.corrections=["tis"]', "corrections: 'tis' limits importance weights, and loss '{loss}'"),
         ("USES_REWARDS = False", 'algorithm.corrections=["opsm"]', "'opsm' goes by rewards, which loss '{loss}'"),
         ("READS = ()", "algorithm.clip_high=0.1", "[algorithm] clip_high: loss '{loss}' does not look at it"),
         ("", "rollouts.group_size=1", "[rollouts] group_size: advantage 'grpo' compares answers"),

@@ -216,9 +216,10 @@ def _check_loss(algorithm: AlgorithmConfig, facts: LossFacts) -> None:
     for name in algorithm.corrections:
         if name in corrections.goes_by_rewards and not facts.uses_rewards:
             raise ConfigError(f"[algorithm] corrections: {name!r} goes by rewards, which loss {loss!r} does not")
-        if name in corrections.bounds_ratios and not facts.uses_ratios:
+        if name in corrections.caps_weights and not facts.caps_weights:
             raise ConfigError(
-                f"[algorithm] corrections: {name!r} bounds ratios, and loss {loss!r} has none (take 'cispo')"
+                f"[algorithm] corrections: {name!r} limits importance weights, and loss {loss!r} does not declare "
+                "that it limits any (CAPS_WEIGHTS)"
             )
     if algorithm.teacher is not None and not learns:
         learners = " or ".join(repr(name) for name in LOSSES if "teacher" in loss_facts(name).needs)

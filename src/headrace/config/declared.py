@@ -36,8 +36,8 @@ class LossFacts(msgspec.Struct, frozen=True):
     """Field -> the values of [algorithm] keys with which the loss needs this field."""
     uses_rewards: bool = True
     """Whether the loss uses advantages."""
-    uses_ratios: bool = True
-    """Whether the loss uses importance ratios."""
+    caps_weights: bool = False
+    """Whether the loss has importance weights and limits them to `TokenInputs.weight_cap`."""
 
     def needed(self, algorithm: AlgorithmConfig) -> set[str]:
         """Return the optional fields of `TokenInputs` that the loss needs with this configuration."""
@@ -62,7 +62,7 @@ class CorrectionFacts(msgspec.Struct, frozen=True):
     reads: dict[str, tuple[str, ...]] = {}
     """Correction -> the keys of [algorithm] that only this correction reads."""
     goes_by_rewards: tuple[str, ...] = ()
-    bounds_ratios: tuple[str, ...] = ()
+    caps_weights: tuple[str, ...] = ()
 
 
 class TransportFacts(msgspec.Struct, frozen=True):

@@ -329,7 +329,7 @@ class AlgorithmConfig(Section, frozen=True):
     """How tokens on which policy and sampler disagree are treated, with any loss. Several corrections can be
     combined."""
     tis_cap: PositiveFloat = 2.0
-    """tis: the largest importance ratio that the loss sees."""
+    """tis: the largest importance weight of a token in the gradient."""
     icepop_low: NonNegativeFloat = 0.5
     """icepop: a token with a smaller ratio is left out."""
     icepop_high: PositiveFloat = 5.0

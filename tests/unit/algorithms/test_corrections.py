@@ -42,8 +42,7 @@ def slopes(loss, inputs):
 def test_tis_bounds_the_importance_weight():
     inputs = inputs_of()
     verdict = tis(inputs, cap=2.0)
-    ratios = (inputs.logprobs - verdict.behaviour).exp().tolist()
-    assert ratios == pytest.approx([0.4, 0.5001, 1.0, 1.9, 2.0, 2.0], abs=1e-12)
+    assert verdict.cap.tolist() == [2.0] * len(RATIOS)
     assert verdict.kept.all()
     found, sums = slopes(plain_ratio(corrections=["tis"]), inputs)
     assert found == pytest.approx([-0.4, -0.5001, -1.0, -1.9, -2.0, -2.0], abs=1e-12)
@@ -60,6 +59,29 @@ def test_tis_holds_where_grpo_does_not_clip():
     for corrections, expected in [([], 30.0), (["tis"], 2.0)]:
         values = build_loss(AlgorithmConfig(loss="grpo", corrections=corrections))(inputs).values
         assert values.tolist() == pytest.approx([expected])
+
+
+@pytest.mark.parametrize("corrections", [[], ["tis"]])
+def test_tis_widens_no_trust_region(corrections):
+    """What a loss clips or masks follows from the recorded log-probabilities, with `tis` and without."""
+
+    def slope(loss, inputs, **changes):
+        config = AlgorithmConfig(loss=loss, corrections=corrections, **changes)
+        [found] = torch.autograd.grad(build_loss(config)(inputs).values.sum(), inputs.logprobs)
+        return found.tolist()
+
+    limit = 2.0 if corrections else 6.0
+    inputs = inputs_of([6.0, 6.0], [1.0, -1.0])
+    behaviour = torch.full_like(inputs.behaviour, math.log(0.05))
+    inputs = inputs._replace(behaviour=behaviour, logprobs=(behaviour + math.log(6)).requires_grad_())
+    # From .05 to .30 is further than .2: in the direction of its advantage a token gets no gradient.
+    assert slope("dppo_tv", inputs) == pytest.approx([0.0, limit])
+    assert slope("grpo", inputs, clip_high=3.0) == pytest.approx([0.0, limit])
+    # The geometric mean of a sequence with one ratio of 16 is 4, far outside of its clip.
+    inputs = inputs_of([16.0, 1.0, 16.0, 1.0], [1.0, 1.0, -1.0, -1.0], [0, 0, 1, 1])
+    limit = 2.0 if corrections else 4.0
+    assert slope("gspo", inputs) == pytest.approx([0.0, 0.0, limit, limit])
+    assert slope("gspo", inputs, clip_high=2.5) == pytest.approx([0.0, 0.0, limit, limit])
 
 
 def test_icepop_leaves_out_what_is_out_of_range():

@@ -41,6 +41,8 @@ class TokenInputs(NamedTuple):
     sequences."""
     lags: torch.Tensor
     """How many versions old the token is, in the dtype of `logprobs`."""
+    weight_cap: torch.Tensor | None = None
+    """The largest importance weight that the token may have in the gradient; see `capped`. None without a limit."""
     proximal: torch.Tensor | None = None
     """The log-probabilities under the weights with which the version in training began."""
     reference: torch.Tensor | None = None
@@ -68,8 +70,8 @@ Loss = Callable[[TokenInputs], TokenLoss]
 class Corrected(NamedTuple):
     """The result of a correction for N tokens."""
 
-    behaviour: torch.Tensor
-    """[N], the log mu that the loss uses: the recorded value, or a larger one that bounds the ratio."""
+    cap: torch.Tensor
+    """[N], the largest importance weight that a token may have. Infinite without a limit."""
     kept: torch.Tensor
     """[N], bool: whether a token is kept. The loss of the other tokens is zero."""
 
@@ -113,26 +115,24 @@ def corrected(loss: Loss, corrections: Mapping[str, Correction], above: int | No
     Each correction looks only at the recorded log-probabilities, so the order of corrections does not matter. A
     correction sees all tokens of whole sequences. With `above`, its decision counts only for tokens with a larger lag.
 
-    The metrics of the ratio are those of the recorded tokens. `<name>_fraction` counts the tokens that a correction
-    changed.
+    Whether the loss clips or masks a token follows from the recorded log-probabilities alone: a correction limits the
+    token's weight, or removes the token. `<name>_fraction` counts the tokens that a correction changed.
     """
 
     def whole(inputs: TokenInputs) -> TokenLoss:
-        behaviour, kept = inputs.behaviour, torch.ones_like(inputs.behaviour, dtype=torch.bool)
+        recorded = inputs._replace(logprobs=inputs.logprobs.detach())
+        ratio = log_ratio(recorded.logprobs, inputs.behaviour).exp()
+        cap, kept = unlimited(ratio), torch.ones_like(ratio, dtype=torch.bool)
         exempt = torch.zeros_like(kept) if above is None else inputs.lags <= above
         fractions: dict[str, torch.Tensor] = {}
         for name, correct in corrections.items():
-            verdict = correct(inputs._replace(logprobs=inputs.logprobs.detach()))
-            verdict = Corrected(
-                torch.where(exempt, inputs.behaviour, verdict.behaviour), torch.logical_or(exempt, verdict.kept)
-            )
-            touched = ~verdict.kept | (verdict.behaviour != inputs.behaviour)
-            fractions[f"{name}_fraction"] = touched.sum().to(inputs.behaviour.dtype)
-            behaviour = torch.maximum(behaviour, verdict.behaviour)
-            kept = kept & verdict.kept
-        result = loss(inputs._replace(behaviour=behaviour))
-        values = torch.where(kept, result.values, 0.0)
-        return TokenLoss(values, result.sums | ratio_sums(log_ratio(inputs.logprobs, inputs.behaviour)) | fractions)
+            verdict = correct(recorded)
+            touched = ~exempt & (~verdict.kept | (ratio > verdict.cap))
+            fractions[f"{name}_fraction"] = touched.sum().to(ratio.dtype)
+            cap = torch.where(exempt, cap, torch.minimum(cap, verdict.cap))
+            kept = kept & (exempt | verdict.kept)
+        result = loss(inputs._replace(weight_cap=cap))
+        return result._replace(values=torch.where(kept, result.values, 0.0), sums=result.sums | fractions)
 
     return whole
 
@@ -187,6 +187,18 @@ def imitation(inputs: TokenInputs) -> TokenLoss:
 def clip_range(config: AlgorithmConfig, low: float, high: float) -> tuple[float, float]:
     """Return the configuration's `clip_low` and `clip_high`, with these defaults."""
     return low if config.clip_low is None else config.clip_low, high if config.clip_high is None else config.clip_high
+
+
+def capped(weights: torch.Tensor, inputs: TokenInputs) -> torch.Tensor:
+    """Return importance weights lowered to the tokens' caps. A weight over its cap has its gradient lowered alike."""
+    if inputs.weight_cap is None:
+        return weights
+    return weights * (inputs.weight_cap / weights.detach()).clamp(max=1.0)
+
+
+def unlimited(values: torch.Tensor) -> torch.Tensor:
+    """Return caps that limit nothing, one for each value."""
+    return torch.full_like(values, torch.inf)
 
 
 def log_ratio(logprobs: torch.Tensor, behaviour: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Corrections: rules for tokens on which policy and sampler disagree, for any loss.
 
 A correction looks only at the recorded ratio rho = sg(pi) / mu, at advantages and at sequences. Every loss already
-takes its importance ratio against the recorded mu, so a correction bounds or removes, and never multiplies by rho
-again.
+takes its importance ratio against the recorded mu, so a correction limits a token's weight or removes the token, and
+never multiplies by rho again. Clips and masks of the loss stay those of the recorded mu.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from headrace.algorithms.losses.base import (
     log_ratio,
     sequence_means,
     sequence_sums,
+    unlimited,
 )
 
 READS = {
@@ -30,19 +31,19 @@ READS = {
 }
 """The keys of [algorithm] that only this correction reads."""
 GOES_BY_REWARDS = ("opsm",)
-BOUNDS_RATIOS = ("tis",)
+CAPS_WEIGHTS = ("tis",)
 
 
 def tis(inputs: TokenInputs, *, cap: float) -> Corrected:
-    """Truncated importance sampling: the loss sees the ratio min(rho, cap)."""
-    behaviour = torch.maximum(inputs.behaviour, inputs.logprobs - math.log(cap))
-    return Corrected(behaviour, torch.ones_like(behaviour, dtype=torch.bool))
+    """Truncated importance sampling: no token has a larger importance weight than `cap`."""
+    caps = torch.full_like(inputs.behaviour, cap)
+    return Corrected(caps, torch.ones_like(caps, dtype=torch.bool))
 
 
 def icepop(inputs: TokenInputs, *, low: float, high: float) -> Corrected:
     """IcePop: a token counts only if low <= rho <= high."""
     ratio = log_ratio(inputs.logprobs, inputs.behaviour).exp()
-    return Corrected(inputs.behaviour, (ratio >= low) & (ratio <= high))
+    return Corrected(unlimited(inputs.behaviour), (ratio >= low) & (ratio <= high))
 
 
 def mis(inputs: TokenInputs, *, low: float, high: float, ratio: Literal["product", "mean"]) -> Corrected:
@@ -54,13 +55,13 @@ def mis(inputs: TokenInputs, *, low: float, high: float, ratio: Literal["product
     over = {"product": sequence_sums, "mean": sequence_means}[ratio]
     whole = over(log_ratio(inputs.logprobs, inputs.behaviour), inputs.sequences)
     kept = whole <= math.log(high)
-    return Corrected(inputs.behaviour, kept & (whole >= math.log(low)) if low > 0 else kept)
+    return Corrected(unlimited(inputs.behaviour), kept & (whole >= math.log(low)) if low > 0 else kept)
 
 
 def opsm(inputs: TokenInputs, *, limit: float) -> Corrected:
     """Off-policy sequence masking: drop tokens with A < 0 if the sequence mean of log mu - log pi exceeds `limit`."""
     drift = -sequence_means(log_ratio(inputs.logprobs, inputs.behaviour), inputs.sequences)
-    return Corrected(inputs.behaviour, ~((inputs.advantages < 0) & (drift > limit)))
+    return Corrected(unlimited(inputs.behaviour), ~((inputs.advantages < 0) & (drift > limit)))
 
 
 CORRECTIONS["tis"] = lambda config: partial(tis, cap=config.tis_cap)

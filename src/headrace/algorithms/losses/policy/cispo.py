@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, capped, log_ratio, policy_sums
 from headrace.config.schema import AlgorithmConfig
 
 READS = ("clip_high",)
+CAPS_WEIGHTS = True
 CLIP_HIGH = 0.28
 
 
@@ -18,7 +19,7 @@ def cispo(inputs: TokenInputs, *, clip_high: float = CLIP_HIGH) -> TokenLoss:
     """Return -sg(min(r, 1 + clip_high)) * A * log pi, with r = pi / mu."""
     log_ratios = log_ratio(inputs.logprobs.detach(), inputs.behaviour)
     ratio = log_ratios.exp()
-    values = -ratio.clamp(max=1.0 + clip_high) * inputs.advantages * inputs.logprobs
+    values = -capped(ratio.clamp(max=1.0 + clip_high), inputs) * inputs.advantages * inputs.logprobs
     return TokenLoss(values, policy_sums(log_ratios, ratio > 1.0 + clip_high))
 
 

@@ -12,6 +12,7 @@ from headrace.algorithms.losses.policy.grpo import clipped_grpo
 from headrace.config.schema import AlgorithmConfig
 
 READS = ("clip_low", "clip_high")
+CAPS_WEIGHTS = True
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 
 

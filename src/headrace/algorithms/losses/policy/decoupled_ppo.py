@@ -17,6 +17,7 @@ from headrace.config.schema import AlgorithmConfig
 
 READS = ("clip_low", "clip_high", "proximal", "proximal_mix")
 NEEDS_WHEN = {"proximal": {"proximal": "recomputed"}}
+CAPS_WEIGHTS = True
 CLIP_LOW, CLIP_HIGH = 0.2, 0.2
 
 
@@ -35,8 +36,8 @@ def decoupled_ppo(
     # Both factors are computed from the clamped log-ratio, so that their product never overflows.
     weight = ((1.0 - mix) * recorded).exp()
     ratio = (mix * recorded + inputs.logprobs - inputs.logprobs.detach()).exp()
-    values, clipped = clipped_surrogate(ratio, inputs.advantages, clip_low, clip_high)
-    return TokenLoss(weight * values, policy_sums(recorded, clipped))
+    values, clipped = clipped_surrogate(ratio, inputs, clip_low, clip_high, weight)
+    return TokenLoss(values, policy_sums(recorded, clipped))
 
 
 def recomputed_decoupled_ppo(
@@ -46,8 +47,8 @@ def recomputed_decoupled_ppo(
     proximal = given(inputs.proximal)
     weight = log_ratio(proximal, inputs.behaviour).exp()
     ratio = log_ratio(inputs.logprobs, proximal).exp()
-    values, clipped = clipped_surrogate(ratio, inputs.advantages, clip_low, clip_high)
-    return TokenLoss(weight * values, policy_sums(log_ratio(inputs.logprobs, inputs.behaviour), clipped))
+    values, clipped = clipped_surrogate(ratio, inputs, clip_low, clip_high, weight)
+    return TokenLoss(values, policy_sums(log_ratio(inputs.logprobs, inputs.behaviour), clipped))
 
 
 def build(config: AlgorithmConfig) -> Loss:

@@ -15,6 +15,7 @@ from headrace.config.schema import AlgorithmConfig
 READS = ("clip_high",)
 NEEDS = ("teacher",)
 USES_REWARDS = False
+CAPS_WEIGHTS = True
 
 
 def distillation(inputs: TokenInputs, *, clip_high: float = CLIP_HIGH) -> TokenLoss:

@@ -10,10 +10,11 @@ from functools import partial
 
 import torch
 
-from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums
+from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, capped, log_ratio, policy_sums
 from headrace.config.schema import AlgorithmConfig
 
 READS = ("dppo_delta",)
+CAPS_WEIGHTS = True
 
 
 def dppo_tv(inputs: TokenInputs, *, delta: float) -> TokenLoss:
@@ -21,7 +22,7 @@ def dppo_tv(inputs: TokenInputs, *, delta: float) -> TokenLoss:
     log_ratios = log_ratio(inputs.logprobs, inputs.behaviour)
     moved = inputs.logprobs.detach().exp() - inputs.behaviour.exp()
     masked = torch.sign(inputs.advantages) * moved > delta
-    values = torch.where(masked, 0.0, -log_ratios.exp() * inputs.advantages)
+    values = torch.where(masked, 0.0, -capped(log_ratios.exp(), inputs) * inputs.advantages)
     return TokenLoss(values, policy_sums(log_ratios, masked))
 
 

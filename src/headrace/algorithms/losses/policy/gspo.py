@@ -20,6 +20,7 @@ from headrace.algorithms.losses.policy.grpo import clipped_surrogate
 from headrace.config.schema import AlgorithmConfig
 
 READS = ("clip_low", "clip_high")
+CAPS_WEIGHTS = True
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
 
 
@@ -33,7 +34,7 @@ def gspo(inputs: TokenInputs, *, clip_low: float = CLIP_LOW, clip_high: float = 
     fixed = inputs.logprobs.detach()
     log_ratios = log_ratio(fixed, inputs.behaviour)
     ratio = (sequence_means(log_ratios, inputs.sequences) + inputs.logprobs - fixed).exp()
-    values, clipped = clipped_surrogate(ratio, inputs.advantages, clip_low, clip_high)
+    values, clipped = clipped_surrogate(ratio, inputs, clip_low, clip_high)
     return TokenLoss(values, policy_sums(log_ratios, clipped))
 
 

@@ -10,8 +10,6 @@ import torch
 from headrace.algorithms.losses.base import Loss, TokenInputs, TokenLoss, log_ratio, policy_sums
 from headrace.config.schema import AlgorithmConfig
 
-USES_RATIOS = False
-
 
 def reinforce(inputs: TokenInputs) -> TokenLoss:
     """Return -A log pi."""

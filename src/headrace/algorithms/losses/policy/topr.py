@@ -13,11 +13,14 @@ from headrace.algorithms.losses.base import (
     Loss,
     TokenInputs,
     TokenLoss,
+    capped,
     log_ratio,
     policy_sums,
     sequence_sums,
 )
 from headrace.config.schema import AlgorithmConfig
+
+CAPS_WEIGHTS = True
 
 
 def topr(inputs: TokenInputs) -> TokenLoss:
@@ -25,7 +28,7 @@ def topr(inputs: TokenInputs) -> TokenLoss:
     log_ratios = log_ratio(inputs.logprobs.detach(), inputs.behaviour)
     whole = sequence_sums(log_ratios, inputs.sequences)
     negative = inputs.advantages < 0
-    weight = torch.where(negative, whole.clamp(-MAX_LOG_RATIO, 0.0).exp(), 1.0)
+    weight = capped(torch.where(negative, whole.clamp(-MAX_LOG_RATIO, 0.0).exp(), 1.0), inputs)
     return TokenLoss(-weight * inputs.advantages * inputs.logprobs, policy_sums(log_ratios, negative & (whole > 0)))
 
 
