@@ -68,8 +68,8 @@ def test_a_wait_for_the_turn_is_no_part_of_the_step(tmp_path: Path, monkeypatch:
     batch = next(warm_up_batches(role.trainer.model.config.vocab_size, 64))
     assert engine.take()
     timer = threading.Timer(wait, engine.give)
-    timer.start()
     began = time.monotonic()
+    timer.start()
     try:
         role.handle(Incoming(0, Train(batch=batch)))
         assert replies[0].report.seconds <= time.monotonic() - began - wait
