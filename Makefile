@@ -14,7 +14,7 @@ THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # Compiled bytecode is kept, also where the environment forbids it: tests start hundreds of processes.
 THREADS += PYTHONDONTWRITEBYTECODE=
 
-.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos examples smollm2 vllm test-vllm clean
+.PHONY: setup quickstart quickstart-control test lint fmt docs unit slow gpu chaos attack examples smollm2 vllm test-vllm clean
 
 setup: $(STAMP)
 
@@ -61,6 +61,12 @@ gpu: setup
 # A run that is killed a dozen times and must end as if undisturbed; takes minutes.
 chaos: setup
 	$(THREADS) $(BIN)/pytest -m chaos tests/chaos
+
+# Seeded damage to configurations, files, messages and processes: what was tried, and what it found. Until nothing is
+# found, this is run by hand: make attack COUNT=1000 OPTIONS="--seed 3".
+COUNT ?= 20
+attack: setup
+	PYTHONPATH=tests:tests/integration $(THREADS) $(BIN)/python tests/attack --count $(COUNT) $(OPTIONS)
 
 # Every shipped TOML but the quickstart's, for two versions, and deliveries of the real model that is fetched for them.
 examples: setup

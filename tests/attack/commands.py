@@ -1,0 +1,61 @@
+"""Runs commands of `headrace` and judges how they ended: a damaged input costs one clear line, never a traceback."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from command_server import CommandServer
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 60.0
+MOST_LINES = 40
+LONGEST_LINE = 2_000
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+class Commands:
+    """Commands, each forked from a process that has loaded torch."""
+
+    def __init__(self) -> None:
+        self._server = CommandServer()
+
+    def run(self, *arguments: str, seconds: float = SECONDS) -> Outcome:
+        """Run `headrace` with these arguments from the root of the checkout."""
+        try:
+            return Outcome(self._server.run(arguments, seconds, ROOT))
+        except subprocess.TimeoutExpired:
+            return Outcome(subprocess.CompletedProcess(arguments, -1, "", f"not over after {seconds:g} s"))
+
+    def close(self) -> None:
+        """End the process that commands are forked from."""
+        self._server.close()
+
+
+class Outcome:
+    """How a command ended, and what it said."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str]) -> None:
+        self.code = done.returncode
+        self.stderr = done.stderr
+        self.said = done.stdout + done.stderr
+
+    def problem(self, *, failing: tuple[int, ...] = (1, 2)) -> str | None:
+        """Return what is wrong with how the command ended, or None."""
+        if "Traceback (most recent call last)" in self.said:
+            return "a traceback: " + self.said.strip().splitlines()[-1][:300]
+        if self.code not in (0, *failing):
+            return f"exit code {self.code}: {self.stderr[-300:]}"
+        if self.code and not self.stderr.strip():
+            return f"exit code {self.code} without a word"
+        lines = self.stderr.splitlines()
+        if self.code and (len(lines) > MOST_LINES or any(len(line) > LONGEST_LINE for line in lines)):
+            return f"{len(lines)} lines of errors, the longest of {max(map(len, lines))} characters"
+        if CONTROL.search(self.said):
+            return "control characters reach the terminal"
+        return None
+
+    def names(self, *words: str) -> bool:
+        """Return whether the command said one of these words."""
+        return any(word in self.said for word in words)

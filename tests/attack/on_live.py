@@ -1,0 +1,201 @@
+"""Attacks on a live run: requests to its gateway, and frames to its hub. The run must go on undisturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+from functools import cached_property
+from pathlib import Path
+from random import Random
+from typing import Any
+from urllib.parse import urlparse
+
+import msgspec
+import numpy as np
+import zmq
+from mutations import as_json, damaged, mutated_json, nasty
+from targets import ROOT, Targets
+
+from headrace.channel.codec import pack
+from headrace.channel.heartbeats import Heartbeat, Hello, Ready
+from headrace.engines.base import Delta
+from headrace.engines.serving import Deltas
+
+EXAMPLE = ROOT / "examples/agent/agent.toml"
+SETTINGS = (
+    "run.name=live", "run.versions=100000", "warm_start.steps=0", "rollouts.group_size=2", "buffer.groups=2",
+    "evaluate.prompts=0", "observe.display=plain", "task.timeout=3600",
+)  # fmt: skip
+START_SECONDS, ANSWER_SECONDS = 120.0, 30.0
+CHAT = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "cab"}],
+    "max_tokens": 2,
+    "temperature": 1.0,
+    "top_p": 0.9,
+    "n": 1,
+    "stop": ["x"],
+    "seed": 3,
+    "logprobs": True,
+}
+PLAIN = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 2, "temperature": 1.0}
+BODIES: dict[str, Any] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": PLAIN,
+    "/v1/sessions": {"wait": 0.0},
+    "/v1/sessions/x/reward": {"reward": 1.0},
+}
+INTS = np.arange(2, dtype=np.int32)
+MESSAGES = (
+    Hello(pid=1),
+    Ready(facts={"a": 1}),
+    Heartbeat(phase="ready", time=0.0),
+    Deltas(deltas=[Delta(id="nobody", token_ids=INTS, logprobs=np.zeros(2, np.float32), versions=INTS)]),
+)
+
+
+class LiveRun:
+    """A run whose gateway waits for agents. It is started at the first attack and ended at the last."""
+
+    def __init__(self, targets: Targets) -> None:
+        self._targets = targets
+        self._read = 0
+        """How much of the log was judged."""
+
+    @cached_property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The run's controller, once its gateway listens."""
+        settings = [*SETTINGS, f"run.directory={self._targets.directory}"]
+        command = [sys.executable, "-m", "headrace", "gateway", str(EXAMPLE)]
+        command += [word for setting in settings for word in ("--set", setting)]
+        log = (self._targets.directory / "live.log").open("wb")
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + START_SECONDS
+        while not self._where.is_file() or not self._where.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, self.log
+            time.sleep(0.05)
+        return process
+
+    @property
+    def _where(self) -> Path:
+        return self._targets.directory / "live" / "gateway.json"
+
+    @property
+    def log(self) -> str:
+        """What the run has printed."""
+        return (self._targets.directory / "live.log").read_text(errors="replace")
+
+    @cached_property
+    def gateway(self) -> tuple[str, int, str]:
+        """The host, port and key of the gateway."""
+        assert self.process.poll() is None
+        told = json.loads(self._where.read_text())
+        url = urlparse(told["base_url"])
+        return str(url.hostname), int(url.port or 0), told["api_key"]
+
+    @cached_property
+    def hub(self) -> str:
+        """The address of the hub, which is in the command lines of the run's workers."""
+        assert self.process.poll() is None
+        run = str(self._targets.directory / "live")
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (process / "cmdline").read_bytes().decode().split("\0")
+                if "--address" in words and run in words:
+                    return words[words.index("--address") + 1]
+        raise AssertionError("no worker of the run was found")
+
+    def problem(self) -> str | None:
+        """Return what is wrong with the run now, or None: it must live, and answer a plain request."""
+        if self.process.poll() is not None:
+            return f"the run ended with exit code {self.process.returncode}: {self.log[-500:]}"
+        new, self._read = self.log[self._read :], len(self.log)
+        if "Traceback" in new:
+            return f"a traceback in the run's log: ... {new[-300:]}"
+        host, port, key = self.gateway
+        status, answer = ask(host, port, request("/v1/chat/completions", json.dumps(CHAT).encode(), key))
+        return None if status == 200 else f"a plain request was answered {status}: {answer[-300:]!r}"
+
+    def close(self) -> None:
+        """End the run, if it was started."""
+        if "process" in self.__dict__:
+            self.process.kill()
+            self.process.wait()
+
+
+def request(path: str, body: bytes, key: str, *, method: str = "POST") -> bytes:
+    """Return the bytes of an HTTP request."""
+    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n"
+    return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def ask(host: str, port: int, text: bytes) -> tuple[int, bytes]:
+    """Send these bytes and return the status and all that was answered; status 0 if the connection was closed."""
+    with socket.create_connection((host, port), timeout=ANSWER_SECONDS) as connection:
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(text)
+            connection.shutdown(socket.SHUT_WR)
+            while piece := connection.recv(1 << 16):
+                answer += piece
+    words = answer.split(b" ", 2)
+    return (int(words[1]) if len(words) > 2 and words[1].isdigit() else 0), answer
+
+
+def attack_gateway(random: Random, live: LiveRun) -> tuple[str, str | None]:
+    """Send a mutated request. It is answered below 500 and soon, and a plain request still works."""
+    host, port, key = live.gateway
+    path = random.choice(list(BODIES))
+    body = as_json(mutated_json(BODIES[path], random))
+    how = "another value"
+    if random.random() < 0.3:
+        body, how = damaged(json.dumps(BODIES[path]).encode(), random)
+    if random.random() < 0.1:
+        key = str(nasty(random))[:100].replace("\n", "").replace("\r", "") or "none"
+    text = request(path, body, key.encode("utf-8", "replace").decode(), method=random.choice(("POST",) * 9 + ("GET",)))
+    if random.random() < 0.2:
+        text, how = damaged(text, random)
+    try:
+        status, answer = ask(host, port, text)
+        problem = f"answered {status}: {answer[-300:]!r}" if status >= 500 else None
+    except TimeoutError:
+        problem = f"not answered within {ANSWER_SECONDS:g} s"
+    if problem is None and random.random() < 0.05:
+        problem = live.problem()
+    return f"{path} {how}: {text[:60]!r} ... {text[-60:]!r}", problem
+
+
+def attack_hub(random: Random, live: LiveRun) -> tuple[str, str | None]:
+    """Send frames that no worker sends, under a strange name. The run goes on."""
+    frames = [bytes(frame) for frame in pack("event", random.choice((0, 1, 2**40)), random.choice(MESSAGES))]
+    at = random.randrange(len(frames))
+    match random.choice(("damage", "damage", "lose", "repeat", "header", "empty")):
+        case "damage":
+            frames[at], how = damaged(frames[at], random)
+        case "lose":
+            how = f"frame {at} is missing"
+            del frames[at]
+        case "repeat":
+            how = f"frame {at} sent 100 times"
+            frames[at:at] = [frames[at]] * 100
+        case "header":
+            how = "another header"
+            frames[0] = msgspec.msgpack.encode([str(nasty(random))[:50], 0, "Hello"])
+        case _:
+            how = "no frame at all"
+            frames = [b""]
+    name = random.choice((b"stranger", b"engine-7", b"\xff\xfe", random.randbytes(8)))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.IDENTITY, name.lstrip(b"\0") or b"x")
+        peer.setsockopt(zmq.LINGER, 1000)
+        peer.connect(live.hub)
+        peer.send_multipart(frames or [b""])
+    problem = live.problem() if random.random() < 0.05 else None
+    return f"{name!r}: {how}", problem
+
+
+KINDS = {"gateway": attack_gateway, "hub": attack_hub}
