@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.buffer.database import as_current, connect
 from headrace.buffer.ledger import count_ledgers, imbalances
 from headrace.buffer.segments import read
+from headrace.buffer.store import as_current, connect
 from headrace.errors import DataError, UserError
 from headrace.observe.records import (
     DeliveryRecord,

@@ -21,9 +21,8 @@ from headrace.engines.base import Delta, Request, Sampler, Sampling, closing_del
 from headrace.errors import HeadraceError, ModelError
 from headrace.gateway.answers import Answered, StreamedAnswer
 from headrace.gateway.base import ApiError, Chat
-from headrace.gateway.conversation import Conversation, Opening
 from headrace.gateway.openai_format import ChatRequest, CompletionRequest, TextRequest
-from headrace.gateway.session import Session
+from headrace.gateway.session import Conversation, Opening, Session
 from headrace.rollouts.base import derive_seed
 
 Say = Callable[[int, str, StreamedAnswer], Awaitable[None]]

@@ -34,9 +34,8 @@ from headrace.gateway.agents import AgentError, AgentPool
 from headrace.gateway.answers import StreamedAnswer
 from headrace.gateway.base import ApiError, Chat, Reward
 from headrace.gateway.completions import Completions
-from headrace.gateway.conversation import NOTHING
 from headrace.gateway.openai_format import ChatRequest, ResponseShape, TextRequest, read_request
-from headrace.gateway.session import Session, Sessions
+from headrace.gateway.session import NOTHING, Session, Sessions
 from headrace.rollouts.base import AnyEpisode, Cancelled, EpisodePlan
 from headrace.scoring.base import Span, Stage, Turn
 from headrace.types import Ending, Rollout, Score, Trace

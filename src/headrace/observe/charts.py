@@ -17,9 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.observe.spans import TimeSpan
+from headrace.observe.spans import TimeSpan, read_timeline
 from headrace.observe.summary import duration
-from headrace.observe.timeline import read_timeline
 
 Point = tuple[float, float]
 

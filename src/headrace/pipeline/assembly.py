@@ -27,8 +27,7 @@ from headrace.engines.serving import RemoteEngine
 from headrace.gateway.agents import AgentTask
 from headrace.observe.metrics import MetricsLog
 from headrace.observe.progress import Progress
-from headrace.observe.spans import RunClock
-from headrace.observe.timeline import Timeline
+from headrace.observe.spans import RunClock, Timeline
 from headrace.observe.trackers import Trackers
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask

@@ -25,9 +25,8 @@ from headrace.observe.drift import LengthDrift
 from headrace.observe.metrics import MetricsLog, describe_end
 from headrace.observe.progress import ProcessActivity, Progress, RunSnapshot
 from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
-from headrace.observe.spans import Activity, RunClock
+from headrace.observe.spans import Activity, RunClock, Timeline
 from headrace.observe.summary import lag_mean_and_max
-from headrace.observe.timeline import Timeline
 from headrace.rollouts.evaluation import EvaluationResult
 from headrace.training.base import StepReport
 from headrace.types import STEP_SECONDS, Batch, Group, Rollout, Trace, Version, held_back_seconds

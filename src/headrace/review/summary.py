@@ -23,8 +23,8 @@ from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.observe import charts
 from headrace.observe.charts import Drawing, Series
 from headrace.observe.records import DeliveryRecord, EndedGroup, SampleRecord, StepRecord
+from headrace.observe.spans import timeline_started
 from headrace.observe.summary import STATES, compact, duration, lag_mean_and_max, number, percent, thousands, whole
-from headrace.observe.timeline import timeline_started
 from headrace.run_dir import RunDir
 
 MOST_SAMPLES = 8
