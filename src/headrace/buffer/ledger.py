@@ -140,11 +140,6 @@ def count_ledger(db: sqlite3.Connection, table: Table, policy: str | None = None
     return counts
 
 
-def count_ledgers(db: sqlite3.Connection, policy: str | None = None) -> dict[str, dict[str, Any]]:
-    """Count both ledgers, of one policy or of all, in the form of `Ledgers.as_dict`."""
-    return {table: msgspec.structs.asdict(count_ledger(db, table, policy)) for table in TABLES}
-
-
 def imbalances(db: sqlite3.Connection) -> list[str]:
     """Return every contradiction within the ledgers, between them, or between them and the steps, one line each."""
     found = []

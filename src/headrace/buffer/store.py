@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from headrace.buffer.segments import RecordLocation, Segments
+from headrace.buffer.segments import RecordLocation, Segments, read
 from headrace.errors import HeadraceError, UserError
 from headrace.types import POLICY, Group, Rollout
 
@@ -170,7 +170,8 @@ class Store:
     def read(self, segment: str, offset: int, length: int) -> Rollout:
         """Read a rollout, or part of one, that was written before."""
         assert self.segments is not None
-        return self.segments.read(segment, offset, length)
+        self.segments.flush()
+        return read(self.segments.directory, segment, offset, length)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

@@ -207,11 +207,7 @@ class Gateway:
         shape = ResponseShape(want, self.chat)
         if want.stream:
             return await self._stream(request, want, session, shape)
-
-        async def nothing(number: int, text: str, streamed: StreamedAnswer) -> None:
-            """Do nothing, because the whole answer is sent at the end."""
-
-        return _json(shape.whole(await self._completions.answer(want, session, nothing)))
+        return _json(shape.whole(await self._completions.answer(want, session)))
 
     async def _stream(
         self, request: web.Request, want: ChatRequest | TextRequest, session: Session | None, shape: ResponseShape

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -122,22 +122,6 @@ def busy_seconds(spans: Iterable[TimeSpan], start: float, end: float) -> float:
     return total
 
 
-class Interval(NamedTuple):
-    """What a process did between two heartbeats. Times are monotonic."""
-
-    started: float
-    ended: float
-    busy: float
-    """The busy time in seconds."""
-    tokens: int
-    """The number of generated tokens."""
-
-    @property
-    def busy_fraction(self) -> float:
-        """The busy fraction; 0 for the first heartbeat, before which nothing is known."""
-        return self.busy / (self.ended - self.started) if self.ended > self.started else 0.0
-
-
 class Activity:
     """The last heartbeats of all processes."""
 
@@ -146,17 +130,16 @@ class Activity:
         self._rates: dict[str, float] = {}
         """Process -> tokens per second at its last heartbeat."""
 
-    def beat(self, process: str, now: float, spans: Iterable[TimeSpan], tokens: int) -> Interval:
-        """Return what the process did since its last heartbeat.
+    def beat(self, process: str, now: float, spans: Iterable[TimeSpan], tokens: int) -> tuple[float, float]:
+        """Return when the last heartbeat of the process was, and for how many seconds it was busy since then.
 
         The heartbeat was sent at `now` on the sender's monotonic clock. Its spans and tokens are those since the last
-        heartbeat.
+        heartbeat. Before the first heartbeat nothing is known, so it begins at `now`.
         """
         started = self._last_beat.get(process, now)
         self._last_beat[process] = now
-        interval = Interval(started, now, busy_seconds(spans, started, now), tokens)
         self._rates[process] = tokens / (now - started) if now > started else 0.0
-        return interval
+        return started, busy_seconds(spans, started, now)
 
     def died(self, process: str) -> float:
         """Forget a process that has ended, and return its last tokens per second."""

@@ -300,21 +300,22 @@ class Recorder:
 
     def beat(self, process: str, beat: Heartbeat) -> None:
         """Record what a process did since its last heartbeat."""
-        interval = self._activity.beat(process, beat.time, beat.spans, beat.generated_tokens)
+        started, busy_seconds = self._activity.beat(process, beat.time, beat.spans, beat.generated_tokens)
         if self._timeline is not None:
             self._timeline.add(process, beat.spans)
         self._journal.activity(
             process=process,
-            started=self._clock.to_wall(interval.started),
-            ended=self._clock.to_wall(interval.ended),
-            busy_seconds=interval.busy,
-            generated_tokens=interval.tokens,
+            started=self._clock.to_wall(started),
+            ended=self._clock.to_wall(beat.time),
+            busy_seconds=busy_seconds,
+            generated_tokens=beat.generated_tokens,
         )
         if beat.peak_memory_bytes > self._peak_memory.get(process, 0):
             self._peak_memory[process] = beat.peak_memory_bytes
-        self.shown.generated_tokens += interval.tokens
+        self.shown.generated_tokens += beat.generated_tokens
         before = self.shown.processes.get(process, ProcessActivity())
-        busy = BUSY_MEMORY * before.busy_fraction + (1 - BUSY_MEMORY) * interval.busy_fraction
+        fraction = busy_seconds / (beat.time - started) if beat.time > started else 0.0
+        busy = BUSY_MEMORY * before.busy_fraction + (1 - BUSY_MEMORY) * fraction
         self.shown.processes[process] = ProcessActivity(phase=beat.phase, busy_fraction=busy)
 
     def restarted(

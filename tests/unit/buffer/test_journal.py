@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from committed_ledgers import committed
 
+from headrace.buffer import store
 from headrace.buffer.journal import Journal, open_readonly
 from headrace.buffer.ledger import Ledgers
 from headrace.errors import HeadraceError, UserError
