@@ -95,10 +95,7 @@ class Journal:
     def restarted(
         self, process: str, reason: str, *, steps: tuple[int, int] | None = None, regenerated_tokens: int = 0
     ) -> None:
-        """Record that a process died, or that a run is resumed.
-
-        The steps after `steps[0]`, up to `steps[1]`, are trained again.
-        """
+        """Record a death or a resume. The steps after `steps[0]`, up to `steps[1]`, are trained again."""
         first, last = steps if steps is not None else (None, None)
         self._insert(
             "restarts",
@@ -208,10 +205,7 @@ class Journal:
     # ---- the queue
 
     def put(self, event: Event, done: Future[Any] | None = None) -> None:
-        """Queue an event. `done` gets the result of the event when its transaction is committed.
-
-        Raises if the writer has failed, is closed, or stays too far behind for too long.
-        """
+        """Queue an event. `done` gets its result at the commit. Raises if the writer is closed, dead or far behind."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         with self._gate:
             if self._closed:

@@ -19,9 +19,8 @@ import numpy as np
 
 from headrace.engines.base import Delta, Request, Sampler, Sampling, closing_deltas
 from headrace.errors import HeadraceError, ModelError
-from headrace.gateway.answers import Answered, StreamedAnswer
 from headrace.gateway.base import ApiError, Chat
-from headrace.gateway.openai_format import ChatRequest, CompletionRequest, TextRequest
+from headrace.gateway.openai_format import Answered, ChatRequest, CompletionRequest, StreamedAnswer, TextRequest
 from headrace.gateway.session import Conversation, Opening, Session
 from headrace.rollouts.base import derive_seed
 

@@ -31,10 +31,9 @@ from headrace.engines.base import Sampler
 from headrace.errors import UserError
 from headrace.gateway.agent_main import Job
 from headrace.gateway.agents import AgentError, AgentPool
-from headrace.gateway.answers import StreamedAnswer
 from headrace.gateway.base import ApiError, Chat, Reward
 from headrace.gateway.completions import Completions
-from headrace.gateway.openai_format import ChatRequest, ResponseShape, TextRequest, read_request
+from headrace.gateway.openai_format import ChatRequest, ResponseShape, StreamedAnswer, TextRequest, read_request
 from headrace.gateway.session import NOTHING, Session, Sessions
 from headrace.rollouts.base import AnyEpisode, Cancelled, EpisodePlan
 from headrace.scoring.base import Span, Stage, Turn
@@ -75,10 +74,7 @@ class Gateway:
         file: Path | None = None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Make a gateway; `port` 0 takes a free port.
-
-        `key` is random unless given. Address and key are written to `file`.
-        """
+        """Make a gateway. `port` 0 takes a free port, and `key` is random unless given. `file` gets address and key."""
         self.key = checked_key(key) if key else secrets.token_urlsafe(24).replace(".", "")
         self.sessions = Sessions()
         self.chat = chat
@@ -212,10 +208,7 @@ class Gateway:
     async def _stream(
         self, request: web.Request, want: ChatRequest | TextRequest, session: Session | None, shape: ResponseShape
     ) -> web.StreamResponse:
-        """Answer with server-sent events.
-
-        The status is sent only with the first event, so that a refused request can have its own status.
-        """
+        """Answer with server-sent events. No status is sent before the first event, so a refusal can have its own."""
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
         turn = asyncio.Lock()
 

@@ -122,10 +122,7 @@ class Rates:
 
 
 class Progress:
-    """A display of a run's progress. Every method returns at once, and none raises because of what it displays.
-
-    By default a method does nothing.
-    """
+    """A display of progress. A method returns at once, never raises, and by default does nothing."""
 
     def start(self) -> None:
         """Start the display. Called once, before anything else."""

@@ -205,10 +205,7 @@ class Timeline:
             self._empty = False
 
     def _recover(self, path: Path) -> tuple[int, float | None]:
-        """Return how many bytes of an existing file to keep, and when its run started.
-
-        Also restores its processes and lanes.
-        """
+        """Restore processes and lanes. Return how many bytes of the file to keep, and when its run started."""
         kept, started = 0, None
         names: dict[int, str] = {}
         for end, event in _events(path):
@@ -230,10 +227,7 @@ def timeline_started(path: Path) -> float | None:
 
 
 def read_timeline(path: Path) -> Iterator[tuple[str, TimeSpan]]:
-    """Yield the spans of a timeline one at a time, each with its process, whether the file was closed or cut.
-
-    Times are seconds since the run's start.
-    """
+    """Yield the spans of a closed or cut timeline, with their process. Times are seconds since the run's start."""
     names: dict[int, str] = {}
     for _, event in _events(path):
         if event["ph"] == "M" and event["name"] == "process_name":

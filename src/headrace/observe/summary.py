@@ -32,10 +32,7 @@ def describe(summary: dict[str, Any]) -> str:
 
 
 def lag_mean_and_max(tokens: Mapping[int, int]) -> tuple[float | None, int | None]:
-    """Return the mean and the largest lag, given how many tokens have each lag.
-
-    The mean is over tokens, not over steps, so that an answer weighs as much as in the loss.
-    """
+    """Return the mean and the largest lag over tokens, so that an answer weighs as much as in the loss."""
     counted = {lag: count for lag, count in tokens.items() if count}
     if not counted:
         return None, None

@@ -159,10 +159,7 @@ def _sources(paths: RunDir, config: Config, published: dict[int, VersionRecord])
 def _stretches(
     journal: JournalReader, record: RolloutRecord, report: Audit, again: Sequence[int]
 ) -> Iterator[tuple[int, _Stretch]]:
-    """Yield the sampled tokens of a rollout by version.
-
-    A record that cannot be read, or that does not match its row in the journal, is reported as a problem.
-    """
+    """Yield a rollout's sampled tokens by version. A record that is unreadable or unlike its row is a problem."""
     try:
         rollout = journal.tokens(record)
     except HeadraceError as error:
