@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -152,6 +152,7 @@ class Answered(NamedTuple):
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
+Body = TypeVar("Body")
 Count = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
@@ -261,14 +262,12 @@ class TextRequest(CompletionRequest, kw_only=True, forbid_unknown_fields=True):
         self.prompt = prompt
 
 
-def read_request(raw: bytes, kind: type[ChatRequest | TextRequest]) -> ChatRequest | TextRequest:
+def read_body(raw: bytes, kind: type[Body]) -> Body:
     """Read the body of a request. Raises `ApiError`."""
     try:
-        want = msgspec.json.decode(raw, type=kind)
+        return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the request's body: {str(error)[:1].lower()}{str(error)[1:]}") from error
-    want.check()
-    return want
 
 
 def _message(message: Message, number: int) -> Message:
