@@ -170,9 +170,7 @@ class Journal:
         self._call(lambda _: None)
 
     def recover(self, step: int, *, publish_every: int = 1, policy: str = POLICY, outcomes: bool = True) -> Recovered:
-        """Recover the journal of a dead run, for one policy.
-
-        Groups, versions and steps of other policies stay as they are.
+        """Recover the journal of a dead run, for one policy. What belongs to other policies stays as it is.
 
         The run continues from the weights of the optimizer step `step`. Steps after it can be trained again, up to
         `Recovered.resume_step`, and groups in flight are in `Recovered.unfinished`. If tokens were not kept, the groups

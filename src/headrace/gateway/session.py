@@ -150,8 +150,7 @@ class Conversation:
         for path in self._paths():
             trace = NOTHING
             for turn in path:
-                context = Trace.of_context(turn.opening.context)
-                trace = trace.extended(context.token_ids, context.logprobs, context.versions, trained=False)
+                trace = Trace.joined([trace, Trace.of_context(turn.opening.context)])
                 trace = trace.extended(turn.sampled, turn.logprobs, turn.versions, trained=id(turn) not in trained)
                 trained.add(id(turn))
             traces.append(trace)
