@@ -25,7 +25,6 @@ class RunDir:
         self.next_config = path / "config.next.toml"
         """The configuration that a resume tries to start with."""
         self.journal = path / "journal.db"
-        self.segments = path / "segments"
         self.metrics = path / "metrics.jsonl"
         self.timeline = path / "timeline.json"
         self.checkpoints = path / "checkpoints"

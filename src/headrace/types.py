@@ -62,10 +62,7 @@ def without_republished(versions: Any, republished: Sequence[int]) -> Any:
 
 
 def republished_among(versions: Iterable[tuple[int, int]]) -> list[int]:
-    """Return the version ids whose weights had another id before.
-
-    `versions` holds (version id, number of optimizer steps behind it), in the order of ids.
-    """
+    """Return the ids whose weights had another id before, given (id, optimizer steps) in the order of ids."""
     found, most = [], -1
     for version, step in versions:
         if step <= most:

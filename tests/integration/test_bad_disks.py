@@ -14,7 +14,7 @@ import pytest
 from runs import QUICKSTART, headrace, small_settings, worker_pids
 from test_mistakes import refused
 
-from headrace.buffer.database import lock_run
+from headrace.buffer.store import lock_run
 from headrace.config import load_config
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from headrace.bench.options import LoopBench
 from headrace.bench.report import lines
 from headrace.bench.workload import steady_rate, write_model
 from headrace.errors import UserError
-from headrace.observe.timeline import read_timeline
+from headrace.observe.spans import read_timeline
 
 
 def test_both_modes_do_the_same_work(tmp_path: Path) -> None:

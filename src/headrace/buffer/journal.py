@@ -95,10 +95,7 @@ class Journal:
     def restarted(
         self, process: str, reason: str, *, steps: tuple[int, int] | None = None, regenerated_tokens: int = 0
     ) -> None:
-        """Record that a process died, or that a run is resumed.
-
-        The steps after `steps[0]`, up to `steps[1]`, are trained again.
-        """
+        """Record a death or a resume. The steps after `steps[0]`, up to `steps[1]`, are trained again."""
         first, last = steps if steps is not None else (None, None)
         self._insert(
             "restarts",
@@ -173,9 +170,7 @@ class Journal:
         self._call(lambda _: None)
 
     def recover(self, step: int, *, publish_every: int = 1, policy: str = POLICY, outcomes: bool = True) -> Recovered:
-        """Recover the journal of a dead run, for one policy.
-
-        Groups, versions and steps of other policies stay as they are.
+        """Recover the journal of a dead run, for one policy. What belongs to other policies stays as it is.
 
         The run continues from the weights of the optimizer step `step`. Steps after it can be trained again, up to
         `Recovered.resume_step`, and groups in flight are in `Recovered.unfinished`. If tokens were not kept, the groups
@@ -208,10 +203,7 @@ class Journal:
     # ---- the queue
 
     def put(self, event: Event, done: Future[Any] | None = None) -> None:
-        """Queue an event. `done` gets the result of the event when its transaction is committed.
-
-        Raises if the writer has failed, is closed, or stays too far behind for too long.
-        """
+        """Queue an event. `done` gets its result at the commit. Raises if the writer is closed, dead or far behind."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         with self._gate:
             if self._closed:

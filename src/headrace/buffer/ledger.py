@@ -56,34 +56,30 @@ class Ledger:
         self._counts = copy.deepcopy(before or Counts())
         if self._counts.in_flight:
             raise HeadraceError(f"the ledger of {what} cannot go on from {self._counts.in_flight} items in flight")
-        self._in_flight: set[int | str] = set()
+        self.in_flight: set[int | str] = set()
 
     def admit(self, item: int | str) -> None:
         """Add an item, in flight."""
-        if item in self._in_flight:
+        if item in self.in_flight:
             raise HeadraceError(f"{self.what}: {item} was admitted twice")
-        self._in_flight.add(item)
+        self.in_flight.add(item)
         self._counts.admitted += 1
 
     def end(self, item: int | str, state: EndState, reason: str = "") -> None:
         """Move an item from in flight to its end state. Every state but `trained` needs a reason."""
-        if item not in self._in_flight:
+        if item not in self.in_flight:
             raise HeadraceError(f"{self.what}: {item} cannot become {state}, it is not in flight")
         if state != "trained":
             if not reason:
                 raise HeadraceError(f"{self.what}: {item} was {state} without a reason")
             reasons = self._counts.reasons[state]
             reasons[reason] = reasons.get(reason, 0) + 1
-        self._in_flight.remove(item)
+        self.in_flight.remove(item)
         setattr(self._counts, state, getattr(self._counts, state) + 1)
-
-    def holds(self, item: int | str) -> bool:
-        """Return whether the item is in flight."""
-        return item in self._in_flight
 
     def counts(self) -> Counts:
         """Return the present sums."""
-        return msgspec.structs.replace(copy.deepcopy(self._counts), in_flight=len(self._in_flight))
+        return msgspec.structs.replace(copy.deepcopy(self._counts), in_flight=len(self.in_flight))
 
     def check(self) -> None:
         """Raise `HeadraceError` if the ledger does not balance."""
@@ -109,7 +105,7 @@ class Ledgers:
         """Record that a group ends, and with it all its rollouts that have not ended before."""
         self.groups.end(group_id, state, reason)
         for rollout_id in self._members.pop(group_id):
-            if self.rollouts.holds(rollout_id):
+            if rollout_id in self.rollouts.in_flight:
                 self.rollouts.end(rollout_id, state, reason)
 
     def check(self) -> None:
@@ -138,11 +134,6 @@ def count_ledger(db: sqlite3.Connection, table: Table, policy: str | None = None
     for state, reason, count in db.execute(why, given):
         counts.reasons[state][reason] = count
     return counts
-
-
-def count_ledgers(db: sqlite3.Connection, policy: str | None = None) -> dict[str, dict[str, Any]]:
-    """Count both ledgers, of one policy or of all, in the form of `Ledgers.as_dict`."""
-    return {table: msgspec.structs.asdict(count_ledger(db, table, policy)) for table in TABLES}
 
 
 def imbalances(db: sqlite3.Connection) -> list[str]:

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headrace.buffer.database import as_current, connect
-from headrace.buffer.ledger import count_ledgers, imbalances
+from headrace.buffer.ledger import TABLES, count_ledger, imbalances
 from headrace.buffer.segments import read
+from headrace.buffer.store import as_current, connect
 from headrace.errors import DataError, UserError
 from headrace.observe.records import (
     DeliveryRecord,
@@ -73,7 +73,7 @@ class JournalReader:
 
     def counts(self, policy: str | None = None) -> dict[str, dict[str, Any]]:
         """Return both ledgers, of one policy or of all, in the form of `Ledgers.as_dict`."""
-        return count_ledgers(self._db, policy)
+        return {table: msgspec.structs.asdict(count_ledger(self._db, table, policy)) for table in TABLES}
 
     def imbalances(self) -> list[str]:
         """Return every contradiction in the ledgers, one line each."""

@@ -55,11 +55,6 @@ class Segments:
         self._offset += len(record)
         return location
 
-    def read(self, segment: str, offset: int, length: int) -> Rollout:
-        """Read a rollout that was appended, flushed or not."""
-        self.flush()
-        return read(self.directory, segment, offset, length)
-
     def flush(self) -> None:
         """Hand all written bytes to the operating system."""
         self._file.flush()

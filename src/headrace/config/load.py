@@ -187,10 +187,7 @@ class _ShortForm:
         _table("scorers", data.get("scorers", {}))
 
     def path(self, parts: list[str]) -> list[str]:
-        """Translate the path of a `--set` to the short form, and record the name of the task or policy in it.
-
-        If the task or policy has a name already, any other name raises `ConfigError`.
-        """
+        """Translate the path of a `--set` to the short form. Raises `ConfigError` for a second task or policy."""
         if parts[0] not in ("tasks", "policies"):
             return parts
         table, name, *rest = parts

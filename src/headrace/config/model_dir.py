@@ -76,34 +76,26 @@ def model_facts(path: Path, weights: str) -> ModelFacts:
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head = int(config.get("head_dim") or (hidden // heads if heads else 0))
     vocabulary = int(config.get("vocab_size", 0))
-    counted = sum(_count(file) for file in path.glob("*.safetensors")) if weights == "load" else 0
+    experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
+    parameters = sum(_count(file) for file in path.glob("*.safetensors")) if weights == "load" else 0
+    if not parameters:
+        inner = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * hidden)
+        attention = hidden * head * (2 * heads + 2 * kv_heads)
+        mlp = 3 * hidden * inner * max(experts, 1) + hidden * experts
+        embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
+        parameters = layers * (attention + mlp + 2 * hidden) + embeddings + hidden
     return ModelFacts(
         architecture=str((config.get("architectures") or [config.get("model_type", "?")])[0]),
-        parameters=counted or _derive(config, hidden, layers, heads, kv_heads, head, vocabulary),
+        parameters=parameters,
         layers=layers,
         kv_bytes_per_token=2 * layers * kv_heads * head * 4,
         vocabulary=vocabulary,
         max_positions=int(config.get("max_position_embeddings", 0)),
         hidden=hidden,
-        experts=_experts(config),
+        experts=experts,
     )
-
-
-def _experts(config: dict[str, Any]) -> int:
-    return int(config.get("num_local_experts") or config.get("num_experts") or 0)
 
 
 def _count(file: Path) -> int:
     with safe_open(file, "numpy") as weights:
         return sum(prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
-
-
-def _derive(
-    config: dict[str, Any], hidden: int, layers: int, heads: int, kv_heads: int, head: int, vocabulary: int
-) -> int:
-    inner = int(config.get("intermediate_size") or 4 * hidden)
-    experts = _experts(config)
-    attention = hidden * head * (2 * heads + 2 * kv_heads)
-    mlp = 3 * hidden * int(config.get("moe_intermediate_size") or inner) * max(experts, 1) + hidden * experts
-    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    return layers * (attention + mlp + 2 * hidden) + embeddings + hidden

@@ -549,10 +549,7 @@ class ObserveConfig(Section, frozen=True):
 
 
 class Config(Section, frozen=True):
-    """The configuration of a whole run, in the short form.
-
-    `task` is the run's one task; `model`, `training` and so on are the sections of its one policy.
-    """
+    """The configuration of a run in the short form: its one task, and the sections of its one policy."""
 
     model: ModelConfig
     task: TaskConfig

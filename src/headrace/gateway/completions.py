@@ -19,15 +19,13 @@ import numpy as np
 
 from headrace.engines.base import Delta, Request, Sampler, Sampling, closing_deltas
 from headrace.errors import HeadraceError, ModelError
-from headrace.gateway.answers import Answered, StreamedAnswer
 from headrace.gateway.base import ApiError, Chat
-from headrace.gateway.conversation import Conversation, Opening
-from headrace.gateway.openai_format import ChatRequest, CompletionRequest, TextRequest
-from headrace.gateway.session import Session
+from headrace.gateway.openai_format import Answered, ChatRequest, CompletionRequest, StreamedAnswer, TextRequest
+from headrace.gateway.session import Conversation, Opening, Session
 from headrace.rollouts.base import derive_seed
 
-Say = Callable[[int, str, StreamedAnswer], Awaitable[None]]
-"""A callback that gets a choice's number, its next piece of text, and the whole answer so far."""
+Say = Callable[[int, str, StreamedAnswer], Awaitable[None]] | None
+"""A callback that gets a choice's number, its next piece of text, and the whole answer so far. None streams nothing."""
 
 END_SECONDS = 10.0
 """Seconds for telling the engines that nobody waits for an answer any more."""
@@ -48,7 +46,9 @@ class Completions:
     note: Callable[[str], None]
     _noted: set[str] = field(default_factory=set, init=False)
 
-    async def answer(self, want: ChatRequest | TextRequest, session: Session | None, say: Say) -> Answered:
+    async def answer(
+        self, want: ChatRequest | TextRequest, session: Session | None, say: Say | None = None
+    ) -> Answered:
         """Sample all choices. Raises `ApiError`."""
         if session is None:
             return await self._answer(want, None, say)
@@ -142,7 +142,7 @@ class Completions:
         async with aclosing(sample(self.engine, request)) as deltas:
             async for delta in deltas:
                 piece = streamed.hear(delta)
-                if piece or streamed.finish is not None:
+                if say is not None and (piece or streamed.finish is not None):
                     await say(number, piece, streamed)
                 if streamed.finish is not None:
                     return

@@ -21,7 +21,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -31,12 +31,10 @@ from headrace.engines.base import Sampler
 from headrace.errors import UserError
 from headrace.gateway.agent_main import Job
 from headrace.gateway.agents import AgentError, AgentPool
-from headrace.gateway.answers import StreamedAnswer
 from headrace.gateway.base import ApiError, Chat, Reward
 from headrace.gateway.completions import Completions
-from headrace.gateway.conversation import NOTHING
-from headrace.gateway.openai_format import ChatRequest, ResponseShape, TextRequest, read_request
-from headrace.gateway.session import Session, Sessions
+from headrace.gateway.openai_format import ChatRequest, ResponseShape, StreamedAnswer, TextRequest, read_body
+from headrace.gateway.session import NOTHING, Session, Sessions
 from headrace.rollouts.base import AnyEpisode, Cancelled, EpisodePlan
 from headrace.scoring.base import Span, Stage, Turn
 from headrace.types import Ending, Rollout, Score, Trace
@@ -47,7 +45,6 @@ CLOSE_SECONDS = 2.0
 SESSION_HEADER = "x-headrace-session"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Body = TypeVar("Body")
 
 
 class _TakeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -76,10 +73,7 @@ class Gateway:
         file: Path | None = None,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Make a gateway; `port` 0 takes a free port.
-
-        `key` is random unless given. Address and key are written to `file`.
-        """
+        """Make a gateway. `port` 0 takes a free port, and `key` is random unless given. `file` gets address and key."""
         self.key = checked_key(key) if key else secrets.token_urlsafe(24).replace(".", "")
         self.sessions = Sessions()
         self.chat = chat
@@ -176,7 +170,7 @@ class Gateway:
         return {"id": self._model, "object": "model", "created": self._started, "owned_by": "headrace"}
 
     async def _take(self, request: web.Request) -> web.StreamResponse:
-        body = _decode(await request.read() or b"{}", _TakeBody)
+        body = read_body(await request.read() or b"{}", _TakeBody)
         session = await self.sessions.take(body.wait, self.session_seconds)
         if session is None:
             raise ApiError(503, f"no session was open within {body.wait:g} s: ask again", code="no_session")
@@ -197,30 +191,24 @@ class Gateway:
         own = self._session_of(request)
         if own is not None and own is not session:
             raise ApiError(403, f"the key of session {own.id} cannot give the reward of another one")
-        reward = _decode(await request.read(), Reward)
+        reward = read_body(await request.read(), Reward)
         session.settle(reward)
         return _json({"id": session.id, "reward": reward.reward})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        kind = ChatRequest if request.path == "/v1/chat/completions" else TextRequest
-        want = read_request(await request.read(), kind)
+        kind: type[ChatRequest | TextRequest] = ChatRequest if request.path == "/v1/chat/completions" else TextRequest
+        want = read_body(await request.read(), kind)
+        want.check()
         session = self._session_of(request)
         shape = ResponseShape(want, self.chat)
         if want.stream:
             return await self._stream(request, want, session, shape)
-
-        async def nothing(number: int, text: str, streamed: StreamedAnswer) -> None:
-            """Do nothing, because the whole answer is sent at the end."""
-
-        return _json(shape.whole(await self._completions.answer(want, session, nothing)))
+        return _json(shape.whole(await self._completions.answer(want, session)))
 
     async def _stream(
         self, request: web.Request, want: ChatRequest | TextRequest, session: Session | None, shape: ResponseShape
     ) -> web.StreamResponse:
-        """Answer with server-sent events.
-
-        The status is sent only with the first event, so that a refused request can have its own status.
-        """
+        """Answer with server-sent events. No status is sent before the first event, so a refusal can have its own."""
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
         turn = asyncio.Lock()
 
@@ -414,13 +402,6 @@ def _write_private(path: Path, content: bytes) -> None:
 
 def _bearer(request: web.Request) -> str:
     return request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-
-
-def _decode(raw: bytes, kind: type[Body]) -> Body:
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the request's body: {error}") from error
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from headrace.observe.spans import TimeSpan
+from headrace.observe.spans import TimeSpan, read_timeline
 from headrace.observe.summary import duration
-from headrace.observe.timeline import read_timeline
 
 Point = tuple[float, float]
 
@@ -105,7 +104,6 @@ def _svg(width: int, height: int, name: str, parts: Sequence[str]) -> str:
 
 
 def _bound(x: float, top: float, bottom: float, label: str, label_y: float, *, before: bool) -> str:
-    """Draw a vertical line with a label before or after it."""
     side, shift = ("end", -6) if before else ("", 6)
     return (
         f'<line class="bound" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
@@ -386,10 +384,7 @@ def close_up(activity: TimelineActivity) -> Drawing:
 
 
 def _tones_of_names(activity: TimelineActivity) -> dict[str, str]:
-    """Choose colours for the names that take most time.
-
-    The main work of engines and of trainers gets their own colour.
-    """
+    """Choose colours for the names that take most time. The main work of engines and trainers gets their own."""
     begin, end = activity.window
     taken = Counter[tuple[str, str]]()
     for process, span in activity.spans:
@@ -408,7 +403,6 @@ def _tones_of_names(activity: TimelineActivity) -> dict[str, str]:
 
 
 def _track(process: str, y: float) -> str:
-    """Draw the name and the empty strip of a process."""
     return (
         f'<text class="row end" x="{LEFT - 10}" y="{y + ROW / 2 + 4}">{escape(process)}</text>'
         f'<rect class="track" x="{LEFT}" y="{y}" width="{INNER}" height="{ROW}"/>'

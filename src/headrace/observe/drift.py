@@ -46,10 +46,7 @@ class LengthDrift:
         return ks_distance(np.array(self.generated, np.int64), np.array(self.trained, np.int64))
 
     def warning(self) -> str | None:
-        """Return a line when the distance becomes too large, else None.
-
-        The line is repeated only after the distance was small in between.
-        """
+        """Return a line when the distance becomes too large; it is repeated only after the distance was small."""
         distance = self.distance()
         if distance is None:
             return None

@@ -76,13 +76,10 @@ class SlidingRate:
         self._points: deque[tuple[float, float]] = deque()
 
     def add(self, time: float, total: float) -> float | None:
-        """Add the total at this time, and return the rate per second; None until two points are known.
-
-        A total that shrank (a resumed run) starts a new window.
-        """
+        """Add the total at this time, and return the rate per second; None until two points are known."""
         points = self._points
         if points and total < points[-1][1]:
-            points.clear()
+            points.clear()  # The run was resumed, so a new window starts.
         points.append((time, total))
         # The oldest point kept lies at or just before the start of the window, so that the rate always spans a whole
         # window.
@@ -122,10 +119,7 @@ class Rates:
 
 
 class Progress:
-    """A display of a run's progress. Every method returns at once, and none raises because of what it displays.
-
-    By default a method does nothing.
-    """
+    """A display of progress. A method returns at once, never raises, and by default does nothing."""
 
     def start(self) -> None:
         """Start the display. Called once, before anything else."""

@@ -31,12 +31,10 @@ class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Published weights (table `versions`)."""
 
     id: int
-    parent: int
     step: int
     """The number of optimizer steps behind these weights."""
     digest: str
     """The digest of the weights, as 16 hexadecimal digits."""
-    published: float
 
 
 class DeliveryRecord(msgspec.Struct, frozen=True, kw_only=True):

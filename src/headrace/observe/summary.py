@@ -11,6 +11,7 @@ STATES = ("trained", "dropped", "failed", "in_flight")
 
 def describe(summary: dict[str, Any]) -> str:
     """Describe a summary for people, in a few aligned lines."""
+    most, bound = whole(summary["lag_max"]), whole(summary["lag_bound"])
     lines = [
         ("run", f"{summary['name'] or 'unnamed'} ({summary['outcome'] or 'no end recorded'})"),
         ("held-out", f"{number(summary['heldout_before'])} -> {number(summary['heldout_after'])}"),
@@ -21,7 +22,7 @@ def describe(summary: dict[str, Any]) -> str:
             "idle",
             f"trainer {percent(summary['trainer_idle_fraction'])}, engine {percent(summary['engine_idle_fraction'])}",
         ),
-        ("lag", _lag_line(summary)),
+        ("lag", f"mean {number(summary['lag_mean'], 2)}, max {most}, bound {bound}"),
         ("groups", ledger_line(summary["ledger"])),
         ("rollouts", ledger_line(summary["ledger_rollouts"])),
         ("deliveries", f"{summary['deliveries_proved']} proved, {summary['deliveries_rejected']} rejected"),
@@ -31,10 +32,7 @@ def describe(summary: dict[str, Any]) -> str:
 
 
 def lag_mean_and_max(tokens: Mapping[int, int]) -> tuple[float | None, int | None]:
-    """Return the mean and the largest lag, given how many tokens have each lag.
-
-    The mean is over tokens, not over steps, so that an answer weighs as much as in the loss.
-    """
+    """Return the mean and the largest lag over tokens, so that an answer weighs as much as in the loss."""
     counted = {lag: count for lag, count in tokens.items() if count}
     if not counted:
         return None, None
@@ -94,11 +92,6 @@ def _training_line(summary: dict[str, Any]) -> str:
     text += f" in {duration(summary['train_seconds'])}"
     rate = summary["tokens_per_second"]
     return text if rate is None else f"{text}, {compact(rate)} trained tokens/s"
-
-
-def _lag_line(summary: dict[str, Any]) -> str:
-    most, bound = whole(summary["lag_max"]), whole(summary["lag_bound"])
-    return f"mean {number(summary['lag_mean'], 2)}, max {most}, bound {bound}"
 
 
 def ledger_line(ledger: dict[str, Any]) -> str:

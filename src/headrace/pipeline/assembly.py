@@ -25,11 +25,9 @@ from headrace.delivery.setup import prepare
 from headrace.engines.pool import EnginePool
 from headrace.engines.serving import RemoteEngine
 from headrace.gateway.agents import AgentTask
-from headrace.observe.metrics import MetricsLog
+from headrace.observe.metrics import MetricsLog, Trackers
 from headrace.observe.progress import Progress
-from headrace.observe.spans import RunClock
-from headrace.observe.timeline import Timeline
-from headrace.observe.trackers import Trackers
+from headrace.observe.spans import RunClock, Timeline
 from headrace.pipeline.controller import Controller
 from headrace.pipeline.inputs import ReadyTask
 from headrace.pipeline.parts import Parts

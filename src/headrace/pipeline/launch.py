@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from headrace.buffer.database import check_resumable
 from headrace.buffer.journal import Journal
+from headrace.buffer.store import check_resumable
 from headrace.config import Config, dump_config, with_settings
 from headrace.delivery.setup import clean
 from headrace.errors import DiskError, HeadraceError, UserError

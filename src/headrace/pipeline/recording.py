@@ -25,9 +25,8 @@ from headrace.observe.drift import LengthDrift
 from headrace.observe.metrics import MetricsLog, describe_end
 from headrace.observe.progress import ProcessActivity, Progress, RunSnapshot
 from headrace.observe.records import DeliveryRecord, EvaluationRecord, SampleRecord, StepRecord
-from headrace.observe.spans import Activity, RunClock
+from headrace.observe.spans import Activity, RunClock, Timeline
 from headrace.observe.summary import lag_mean_and_max
-from headrace.observe.timeline import Timeline
 from headrace.rollouts.evaluation import EvaluationResult
 from headrace.training.base import StepReport
 from headrace.types import STEP_SECONDS, Batch, Group, Rollout, Trace, Version, held_back_seconds
@@ -301,21 +300,22 @@ class Recorder:
 
     def beat(self, process: str, beat: Heartbeat) -> None:
         """Record what a process did since its last heartbeat."""
-        interval = self._activity.beat(process, beat.time, beat.spans, beat.generated_tokens)
+        started, busy_seconds = self._activity.beat(process, beat.time, beat.spans, beat.generated_tokens)
         if self._timeline is not None:
             self._timeline.add(process, beat.spans)
         self._journal.activity(
             process=process,
-            started=self._clock.to_wall(interval.started),
-            ended=self._clock.to_wall(interval.ended),
-            busy_seconds=interval.busy,
-            generated_tokens=interval.tokens,
+            started=self._clock.to_wall(started),
+            ended=self._clock.to_wall(beat.time),
+            busy_seconds=busy_seconds,
+            generated_tokens=beat.generated_tokens,
         )
         if beat.peak_memory_bytes > self._peak_memory.get(process, 0):
             self._peak_memory[process] = beat.peak_memory_bytes
-        self.shown.generated_tokens += interval.tokens
+        self.shown.generated_tokens += beat.generated_tokens
         before = self.shown.processes.get(process, ProcessActivity())
-        busy = BUSY_MEMORY * before.busy_fraction + (1 - BUSY_MEMORY) * interval.busy_fraction
+        fraction = busy_seconds / (beat.time - started) if beat.time > started else 0.0
+        busy = BUSY_MEMORY * before.busy_fraction + (1 - BUSY_MEMORY) * fraction
         self.shown.processes[process] = ProcessActivity(phase=beat.phase, busy_fraction=busy)
 
     def restarted(

@@ -47,10 +47,7 @@ class PlainModel:
         return digest(delivered.items())
 
     def logprobs(self, token_ids: Int32Array, temperature: float, kept: Kept | None = None) -> Float32Array:
-        """Return the log-probabilities of tokens 1..n given their prefix, at this temperature ([n - 1]).
-
-        Where a token has a kept set, tokens outside the set have no probability.
-        """
+        """Return the log-probabilities of tokens 1..n given their prefix ([n - 1]), each among its kept set."""
         tokens = torch.tensor(token_ids.tolist())
         with torch.inference_mode():
             logits = self._model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float() / temperature

@@ -23,8 +23,8 @@ from headrace.buffer.reader import JournalReader, open_readonly
 from headrace.observe import charts
 from headrace.observe.charts import Drawing, Series
 from headrace.observe.records import DeliveryRecord, EndedGroup, SampleRecord, StepRecord
+from headrace.observe.spans import timeline_started
 from headrace.observe.summary import STATES, compact, duration, lag_mean_and_max, number, percent, thousands, whole
-from headrace.observe.timeline import timeline_started
 from headrace.run_dir import RunDir
 
 MOST_SAMPLES = 8
@@ -121,10 +121,7 @@ def _rewards(steps: list[StepRecord]) -> dict[str, float | None]:
 
 
 def _rate(steps: list[StepRecord], window: tuple[float, float] | None) -> float | None:
-    """Return the trained tokens per second of training.
-
-    For a resumed run, time and tokens are those since the last start.
-    """
+    """Return the trained tokens per second of training. For a resumed run, those since the last start count."""
     if window is None or window[1] <= window[0]:
         return None
     tokens = sum(step.trained_tokens for step in steps if step.ended is None or step.ended >= window[0])
@@ -160,10 +157,7 @@ def templates() -> jinja2.Environment:
 
 
 def values(run_dir: Path) -> dict[str, Any]:
-    """Return everything that the template shows, by the names that it uses.
-
-    The run is over, cut short or still running.
-    """
+    """Return everything that the template shows, by the names that it uses. The run may still be running."""
     paths = RunDir(run_dir)
     with open_readonly(paths.journal) as journal:
         meta, summary = journal.meta(), summarize_journal(journal)
@@ -262,7 +256,6 @@ def _heldout(evaluations: list[dict[str, Any]]) -> Drawing | None:
 def _of_steps(
     steps: Sequence[StepRecord], axis: str, title: str, column: str, tone: str, *, from_zero: bool = True
 ) -> Titled:
-    """Draw one number of the optimizer steps."""
     points = charts.finite([(getattr(step, axis), getattr(step, column)) for step in steps])
     if not points:
         return title, None

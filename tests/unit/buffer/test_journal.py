@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from committed_ledgers import committed
 
-from headrace.buffer import database
+from headrace.buffer import store
 from headrace.buffer.journal import Journal, open_readonly
 from headrace.buffer.ledger import Ledgers
 from headrace.errors import HeadraceError, UserError
@@ -248,7 +248,7 @@ def test_nothing_is_taken_after_close(tmp_path: Path) -> None:
 
 
 def test_a_client_that_holds_the_lock_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(store, "LOCK_SECONDS", 0.1)
     journal = Journal(tmp_path / "journal.db")
     other = sqlite3.connect(tmp_path / "journal.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")

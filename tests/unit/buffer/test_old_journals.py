@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from committed_ledgers import committed
 
-from headrace.buffer import database
+from headrace.buffer import store
 from headrace.buffer.journal import Journal, open_readonly
 from headrace.errors import UserError
 from headrace.types import Group, Prompt
@@ -49,7 +49,7 @@ def test_a_reader_sees_policies_and_traces_in_it_and_changes_nothing(old: Path) 
     before = old.read_bytes()
     with open_readonly(old) as reader:
         assert reader.meta()["schema"] == 2
-        for table in database.WITH_POLICY:
+        for table in store.WITH_POLICY:
             assert {row["policy"] for row in reader.rows(f"SELECT policy FROM {table}")} <= {"policy"}, table
         assert {row["trace"] for row in reader.rows("SELECT trace FROM partials")} == {0}
         assert reader.counts() == reader.counts("policy")
@@ -68,7 +68,7 @@ def test_it_is_brought_up_to_date_with_every_row(old: Path, tmp_path: Path) -> N
         assert committed(journal) == counts
     after = content(old)
     for table, rows in before.items():
-        added = {"policy": "policy"} if table in database.WITH_POLICY else {"trace": 0} if table == "partials" else {}
+        added = {"policy": "policy"} if table in store.WITH_POLICY else {"trace": 0} if table == "partials" else {}
         assert after[table] == [{**row, **added} for row in rows], table
     with open_readonly(old) as reader:
         assert reader.meta()["schema"] == 3
@@ -100,7 +100,7 @@ def test_a_run_goes_on_from_the_tokens_that_are_in_it(old: Path) -> None:
 def test_a_migration_that_fails_leaves_the_old_file(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = content(old)
     (tmp_path / "schema.sql").write_text("CREATE TABLE versions (id INTEGER)")
-    monkeypatch.setattr(database.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(store.resources, "files", lambda package: tmp_path)
     with pytest.raises(UserError, match="cannot be opened as a journal"):
         Journal(old)
     monkeypatch.undo()

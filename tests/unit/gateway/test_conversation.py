@@ -5,7 +5,7 @@ from gateway_parts import END, assistant, merging_chat, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.gateway.conversation import Conversation, ConversationTurn, Opening
+from headrace.gateway.session import Conversation, ConversationTurn, Opening
 from headrace.types import NO_VERSION, Trace
 
 CHAT = merging_chat()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from headrace.engines.base import Delta
-from headrace.gateway.answers import StreamedAnswer, split_calls
+from headrace.gateway.openai_format import StreamedAnswer, split_calls
 from headrace.tasks.chat import ChatFormat
 
 

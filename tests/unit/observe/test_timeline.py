@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.observe.spans import RunClock, TimeSpan
+from headrace.observe.spans import RunClock, Timeline, TimeSpan, read_timeline, timeline_started
 from headrace.observe.summary import compact, duration
-from headrace.observe.timeline import Timeline, read_timeline, timeline_started
 
 CLOCK = RunClock(wall=1000.0, monotonic=50.0)
 

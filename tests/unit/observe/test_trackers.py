@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace.observe import trackers as feed
-from headrace.observe.metrics import MetricsLog, read_metrics
-from headrace.observe.trackers import Trackers
+from headrace.observe import metrics as feed
+from headrace.observe.metrics import MetricsLog, Trackers, read_metrics
 
 CODE = """
 heard, release = [], threading.Event()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import headrace
-from headrace.buffer import database
+from headrace.buffer import store
 
 SCHEMA = Path(headrace.__file__).parent / "buffer" / "schema.sql"
 
@@ -58,7 +58,7 @@ class JournalMaker:
         self.db = sqlite3.connect(run_dir / "journal.db", isolation_level=None)
         self.db.execute("PRAGMA journal_mode = WAL")
         self.db.executescript(SCHEMA.read_text())
-        self.meta(schema=database.SCHEMA)
+        self.meta(schema=store.SCHEMA)
 
     def add(self, table: str, **values: Any) -> None:
         values = {**self.DEFAULTS[table], **values}

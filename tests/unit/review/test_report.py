@@ -8,8 +8,7 @@ from journals import JournalMaker
 
 from headrace.errors import UserError
 from headrace.observe.charts import BINS, close_up, read_activity
-from headrace.observe.spans import RunClock, TimeSpan
-from headrace.observe.timeline import Timeline
+from headrace.observe.spans import RunClock, Timeline, TimeSpan
 from headrace.review.summary import templates, values, write_report
 
 VOID = {"meta", "br", "link", "img"}
