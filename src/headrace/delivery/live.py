@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -33,33 +32,6 @@ KEPT = 8
 
 _Tensors = Mapping[str, torch.Tensor]
 _Key = tuple[int, tuple[int, ...], tuple[int, ...]]
-
-
-@dataclass(frozen=True, eq=False)
-class DeviceCheck:
-    """A digest of live weights that a GPU computes beside other work."""
-
-    stream: torch.cuda.Stream
-    result: torch.Tensor
-    digested: torch.cuda.Event
-    copy_began: torch.cuda.Event
-    copy_ended: torch.cuda.Event
-
-    def ready(self) -> bool:
-        """Return whether the digest is done."""
-        return _done(self.digested)
-
-    def digest(self) -> int:
-        """Return the digest of the live weights; waits for it, and raises `DeliveryError` after `GPU_SECONDS`."""
-        from headrace.delivery.kernels import DeviceDigest
-
-        _wait(self.digested, "the digest of the live weights")
-        with torch.cuda.stream(self.stream):
-            return DeviceDigest.value(self.result)
-
-    def seconds(self) -> float:
-        """Return how long the engine's stream was busy with the installation. Call it after `digest`."""
-        return float(self.copy_began.elapsed_time(self.copy_ended)) / 1000
 
 
 class DeviceSide:
@@ -109,11 +81,15 @@ class DeviceSide:
         staged: _Tensors,
         buffer: torch.Tensor | None,
         installed: Callable[[], None] | None,
-    ) -> DeviceCheck:
+    ) -> tuple[Callable[[], bool], Callable[[], int], Callable[[], float]]:
         """Copy the staged weights over the live weights on the current stream, then begin the live digest.
 
         `buffer` is the staging buffer, if the receiver has one. `installed` is called after the copy was enqueued.
+        The returned functions are the last three fields of `receiver.Installed`. The second raises `DeliveryError` if
+        the digest takes longer than `GPU_SECONDS`.
         """
+        live_digest = self._live
+        assert live_digest is not None
         stream = torch.cuda.current_stream(self._stage.device)
         began, ended = _timed_event(), _timed_event()
         began.record(stream)
@@ -126,9 +102,15 @@ class DeviceSide:
         ended.record(stream)
         self._digest.wait_event(ended)
         with torch.cuda.stream(self._digest):
-            assert self._live is not None
-            result = self._live.launch()
-            return DeviceCheck(self._digest, result, self._digest.record_event(), began, ended)
+            result = live_digest.launch()
+            digested = self._digest.record_event()
+
+        def value() -> int:
+            _wait(digested, "the digest of the live weights")
+            with torch.cuda.stream(self._digest):
+                return live_digest.value(result)
+
+        return lambda: _done(digested), value, lambda: float(began.elapsed_time(ended)) / 1000
 
     def close(self) -> None:
         """Release the tensors. Idempotent."""
