@@ -35,7 +35,6 @@ from headrace.delivery.transports.nccl_group import (
     NcclSource,
     ProgressWatch,
     connect,
-    encoded,
     exact,
     first_line,
     key,
@@ -183,7 +182,7 @@ class NcclSender(PlacedSender):
     def _hold(self, place: int, held: HeldVersion) -> None:
         self._snapshots[place].held = held
         if self._store is not None:
-            self._store.set(key("held", place), encoded(held))
+            self._store.set(key("held", place), msgspec.json.encode(held).decode())
 
     def _serve(self) -> None:
         while self._armed():
@@ -295,7 +294,7 @@ class NcclSender(PlacedSender):
         return "" if held.whole else f"version {ask.version} was released"
 
     def _answer(self, number: int, answer: BroadcastReply) -> None:
-        self._line.set(key("answer", number), encoded(answer))
+        self._line.set(key("answer", number), msgspec.json.encode(answer).decode())
 
     def _drop_group(self) -> None:
         if self._group is not None:
