@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import increment_version
@@ -58,21 +58,21 @@ class DeviceSide:
         """Wait for all work on the staging stream; raises `DeliveryError` after `GPU_SECONDS`."""
         _wait(self._stage.record_event(), "staging")
 
-    def begin_digest(self, plan: PackingPlan, weights: _Tensors) -> Callable[[], int]:
-        """Begin the digest of the staged weights; the returned function waits for its value."""
-        prepared = self._prepare(plan, weights)
-        launched = prepared.launch()
-        return lambda: prepared.value(launched)
-
     def foresee(self, plan: PackingPlan, live: _Tensors, place: _Tensors) -> None:
         """Prepare the digest and the copy of later versions, which will be staged in this place."""
         self._prepare(plan, place)
         self._copies.prepare(plan.digest, live, place)
 
-    def prepare_install(self, plan: PackingPlan, live: _Tensors, staged: _Tensors) -> None:
-        """Prepare the copy and the live digest of `install` in advance, so that decoding does not wait for that."""
+    def digest_staged(self, plan: PackingPlan, live: _Tensors, staged: _Tensors) -> int:
+        """Return the digest of the staged weights, after waiting for it.
+
+        Meanwhile prepare the copy and the live digest of `install`, so that decoding does not wait for that.
+        """
+        prepared = self._prepare(plan, staged)
+        launched = prepared.launch()
         self._copies.prepare(plan.digest, live, staged)
         self._live = self._prepare(plan, live)
+        return prepared.value(launched)
 
     def install(
         self,
@@ -152,12 +152,6 @@ def _wait(event: torch.cuda.Event, what: str) -> None:
         time.sleep(0.0 if waited < SPIN_SECONDS else 0.0002)
 
 
-class _Recorded(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    runs: torch.Tensor
-    """The table that the graph reads; it must live as long as the graph."""
-
-
 class DeviceCopies:
     """Copies between tensors of one GPU, recorded once as a CUDA graph and then replayed with one launch.
 
@@ -170,7 +164,8 @@ class DeviceCopies:
         self._device = device
         # Recordings are made on a separate stream, so that no other work becomes part of them.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._recorded: dict[_Key, _Recorded] = {}
+        self._recorded: dict[_Key, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        """Recordings, each with the table that it reads, which must live as long as the recording."""
         self._next: tuple[_Tensors, _Tensors, torch.cuda.CUDAGraph] | None = None
 
     def copy(self, plan: int, targets: _Tensors, sources: _Tensors) -> None:
@@ -211,9 +206,9 @@ class DeviceCopies:
             if len(self._recorded) >= KEPT:
                 del self._recorded[next(iter(self._recorded))]
             self._recorded[key] = self._record(targets, sources)
-        return self._recorded[key].graph
+        return self._recorded[key][0]
 
-    def _record(self, targets: _Tensors, sources: _Tensors) -> _Recorded:
+    def _record(self, targets: _Tensors, sources: _Tensors) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         # Imported here, because Triton is needed only with a GPU.
         from headrace.delivery.kernels import DeviceCopy
 
@@ -226,7 +221,7 @@ class DeviceCopies:
             finally:
                 graph.capture_end()
         # Keep only the table. The `DeviceCopy` would keep the tensors alive for as long as the recording.
-        return _Recorded(graph, copy.runs)
+        return graph, copy.runs
 
 
 def _addresses(names: _Tensors, tensors: _Tensors) -> tuple[int, ...]:

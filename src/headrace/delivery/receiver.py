@@ -287,10 +287,7 @@ class Receiver:
             fetched = time.monotonic()
             on_arrival()
             if self._gpu:
-                take_digest = self._gpu.begin_digest(plan, weights)
-                # Meanwhile the GPU computes the digest.
-                self._gpu.prepare_install(plan, self._live, weights)
-                found = take_digest()
+                found = self._gpu.digest_staged(plan, self._live, weights)
             else:
                 found = growing.value() if growing.begun else digest(weights.items())
         if found != manifest.digest:
