@@ -63,9 +63,8 @@ def share(work: Callable[[T], object], pieces: Sequence[T], threads: int, name: 
 def copy_all(targets: _Tensors, sources: _Tensors, *, non_blocking: bool = False, threads: int | None = None) -> None:
     """Copy every source over the target of the same name, cast to the target's dtype, in few launches.
 
-    On a GPU torch fuses all copies with the same pair of dtypes. `threads` threads share the copies in host memory. The
-    default is one thread for every core that this process may use, up to `MOST_THREADS`; 1 leaves the copies to torch.
-    Raises `DeliveryError` before the first copy if a shape differs.
+    On a GPU torch fuses all copies with the same pair of dtypes. In host memory `threads` threads share the copies,
+    by default `threads_here()`; 1 leaves them to torch. Raises `DeliveryError` at once if a shape differs.
     """
     wanted = threads or threads_here()
     together: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -187,7 +187,6 @@ class Publisher:
         self._acknowledged &= self._locations.keys()
 
     def _write_part(self, version: int, weights: Mapping[str, torch.Tensor], ranks: TrainerRanks) -> Part | None:
-        """Write the part that this rank owns; return None if it owns nothing."""
         tensors, regions = owned_shards(weights, ranks.coordinate)
         if not tensors:
             return None

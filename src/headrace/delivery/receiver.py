@@ -328,7 +328,6 @@ class Receiver:
         return weights, here and not opened.private
 
     def _patched(self, manifest: Manifest, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Apply a delta to a copy of the live weights."""
         if not manifest.payload or len(manifest.payload) != 1:
             raise DeliveryError(f"version {manifest.version} is a change without its one payload")
         opened = self._source(manifest.transport)
@@ -346,7 +345,6 @@ class Receiver:
             self._gpu.finish_staging()
 
     def _own(self, plan: PackingPlan) -> dict[str, torch.Tensor]:
-        """Return views of the receiver's own memory for all weights of this plan."""
         if self._memory is None or len(self._memory.packed) < plan.nbytes:
             self._memory = Views(torch.empty(plan.nbytes, dtype=torch.uint8, device=self._device))
         return self._memory.of(plan.entries)

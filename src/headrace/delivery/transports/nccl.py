@@ -78,8 +78,6 @@ class _Snapshot:
 
 
 class _Pending(msgspec.Struct):
-    """A request that waits for its broadcast."""
-
     number: int
     ask: BroadcastRequest
     since: float
