@@ -21,14 +21,12 @@ from headrace.errors import DeliveryError
 if TYPE_CHECKING:
     from headrace.delivery.kernels import DeviceDigest
 
-PREPARED = 8
-"""The number of prepared digests that are kept: of the live weights, and of the few places of staged weights."""
 SPIN_SECONDS = 1e-4
 """A wait polls without sleeping for this long, because a sleep takes longer than work that is almost done."""
 GPU_SECONDS = 120.0
 """How long a copy or a digest may take on a GPU before the delivery fails."""
 KEPT = 8
-"""The number of recordings that are kept: one for each of the few places that new weights are copied from or to."""
+"""The number of recordings and of prepared digests that are kept: one for each of the few places of weights."""
 
 _Tensors = Mapping[str, torch.Tensor]
 _Key = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -124,7 +122,7 @@ class DeviceSide:
 
         key = (plan.digest, tuple([tensor.data_ptr() for tensor in weights.values()]))
         if key not in self._prepared:
-            if len(self._prepared) >= PREPARED:
+            if len(self._prepared) >= KEPT:
                 del self._prepared[next(iter(self._prepared))]
             dtypes = {entry.name: dtype_of(entry.dtype) for entry in plan.entries}
             self._prepared[key] = DeviceDigest(weights, dtypes)
