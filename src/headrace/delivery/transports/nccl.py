@@ -47,7 +47,6 @@ from headrace.errors import ConfigError, DeliveryError
 
 HOST = "127.0.0.1"
 """The address to listen on. Broadcasts are neither encrypted nor authenticated, so they never leave this host."""
-_IDLE_SECONDS = 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -197,11 +196,8 @@ class NcclSender(PlacedSender):
     def _armed(self) -> bool:
         """Wait until there is a version that engines may request; return False if the transport is closed."""
         with self._changed:
-            while not self._ended:
-                if any(snapshot.held.whole for snapshot in self._snapshots):
-                    return True
-                self._changed.wait(_IDLE_SECONDS)
-            return False
+            self._changed.wait_for(lambda: self._ended or any(snapshot.held.whole for snapshot in self._snapshots))
+            return not self._ended
 
     def _serve_due(self) -> bool:
         """Read new requests and serve those that are due; return False if none are due.
